@@ -1,0 +1,80 @@
+"""What can go wrong, one class for each thing that a caller can do about it.
+
+Every error says what failed, where (table, generation, rank, seq, offset, path) and what to try.
+"""
+
+from __future__ import annotations
+
+
+class StreamCkptError(Exception):
+    """Base of all errors of this project.
+
+    Args:
+        message: What is wrong, in one sentence.
+        hint: What to try, in the imperative; the CLI prints it behind ``Try:``.
+        where: Coordinates of the fault, such as ``table=``, ``rank=``, ``seq=``, ``path=``.
+    """
+
+    def __init__(self, message: str, *, hint: str = "", **where: object) -> None:
+        self.message = message
+        self.hint = hint
+        self.where = {key: value for key, value in where.items() if value is not None}
+        super().__init__(message)
+
+    @property
+    def headline(self) -> str:
+        """The message with its coordinates, without the hint."""
+        if not self.where:
+            return self.message
+        place = ", ".join(f"{key}={value}" for key, value in self.where.items())
+        return f"{self.message} [{place}]"
+
+    def __str__(self) -> str:
+        return f"{self.headline}\n  Try: {self.hint}" if self.hint else self.headline
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.message, self.hint, self.where))
+
+
+def _rebuild(cls: type[StreamCkptError], message: str, hint: str, where: dict[str, object]) -> StreamCkptError:
+    return cls(message, hint=hint, **where)
+
+
+class ConfigError(StreamCkptError, ValueError):
+    """The call or the configuration is wrong: correct it."""
+
+
+class UnsupportedError(StreamCkptError):
+    """The model holds something that cannot be captured exactly yet: it is refused at attach."""
+
+
+class SchemaMismatchError(StreamCkptError):
+    """The log describes other tables than this model: use the right log, or the right model."""
+
+
+class ColumnResplitError(SchemaMismatchError):
+    """The plan splits columns of a row-wise optimizer differently: keep the split, or allow a merge."""
+
+
+class LogUnavailableError(StreamCkptError):
+    """The log cannot be reached or written now: mend the broker, disk or credentials and retry."""
+
+
+class CorruptionError(StreamCkptError):
+    """Bytes are not what was written: restore another marker, or another copy of the log."""
+
+
+class FencedError(StreamCkptError):
+    """Another trainer owns the job: this one must stop."""
+
+
+class MarkerNotFoundError(StreamCkptError):
+    """No such committed marker: list the markers and choose one."""
+
+
+class MarkerFailedError(StreamCkptError):
+    """This marker was given up by all ranks; training and the stream go on, the next marker may commit."""
+
+
+class CommitUnknownError(StreamCkptError):
+    """Nobody knows yet whether the COMMIT arrived: read the log once it answers again."""

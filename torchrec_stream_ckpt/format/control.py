@@ -1,0 +1,255 @@
+"""The JSON payloads: HELLO and MARK in the data partitions, CLAIM and COMMIT in the control partition.
+
+JSON is canonical (sorted keys, no spaces, ASCII), so that the checksum of a schema is well defined.
+Readers refuse unknown shapes by name and never trust a length.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar, get_type_hints
+
+from crc32c import crc32c
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.frame import (
+    DTYPE_BYTES,
+    Buffer,
+    Header,
+    Kind,
+    json_frame,
+    parse_header,
+    payload_of,
+)
+from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
+
+T = TypeVar("T")
+
+
+def canonical(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """All tables of a job, sorted by name; a table's index here is its id in frames."""
+
+    tables: tuple[TableSpec, ...]
+
+    def index(self) -> dict[str, int]:
+        return {table.name: position for position, table in enumerate(self.tables)}
+
+    @property
+    def crc(self) -> int:
+        return crc32c(canonical([asdict(table) for table in self.tables]))
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First frame of a rank in a generation."""
+
+    world: int
+    schema: Schema
+    shards: tuple[TableShard, ...]
+
+    def to_json(self) -> bytes:
+        return canonical(asdict(self))
+
+    @classmethod
+    def from_json(cls, data: Buffer) -> Hello:
+        raw = _Fields(data, "HELLO")
+        return cls(raw.take("world", int), raw.schema("schema"), raw.each("shards", TableShard))
+
+
+@dataclass(frozen=True, slots=True)
+class TableScalars:
+    """State of the fused kernel that is no row: the same for all rows of a table."""
+
+    table: int
+    iteration: int
+    """Number of forward passes that the kernel has counted."""
+    learning_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """This rank has sent every row that belongs to the marker in the header."""
+
+    rows: int
+    """Row records since HELLO."""
+    num_bytes: int
+    """Bytes of frames since HELLO, this one not counted."""
+    scalars: tuple[TableScalars, ...]
+
+    def to_json(self) -> bytes:
+        return canonical(asdict(self))
+
+    @classmethod
+    def from_json(cls, data: Buffer) -> Mark:
+        raw = _Fields(data, "MARK")
+        return cls(raw.take("rows", int), raw.take("num_bytes", int), raw.each("scalars", TableScalars))
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A trainer opens a generation. The first CLAIM of a number, in log order, owns it."""
+
+    job: bytes
+    generation: int
+    nonce: str
+    """Tells two claimants of one number apart."""
+    name: str
+    """Name of the job as its URI gives it; empty for a file log."""
+    parent: MarkerId | None
+    world: int
+    partitions: int
+    incarnation: str
+    """Identity of the log when it was claimed: Kafka's topic id, or the file log's own."""
+    schema: Schema
+    swept: tuple[int, ...]
+    """Tables that this generation sends whole; the others stand on the parent."""
+    time_s: float
+    """Wall clock, for people only: no decision reads it."""
+
+    def to_frame(self) -> bytes:
+        body = asdict(self) | {"job": self.job.hex(), "parent": str(self.parent) if self.parent else None}
+        return bytes(json_frame(Header(Kind.CLAIM, self.job, self.generation), canonical(body)))
+
+    @classmethod
+    def from_json(cls, header: Header, data: Buffer) -> Claim:
+        raw = _Fields(data, "CLAIM")
+        parent = raw.take("parent", str, optional=True)
+        return cls(
+            job=header.job,
+            generation=header.generation,
+            nonce=raw.take("nonce", str),
+            name=raw.take("name", str),
+            parent=MarkerId.parse(parent) if parent is not None else None,
+            world=raw.take("world", int),
+            partitions=raw.take("partitions", int),
+            incarnation=raw.take("incarnation", str),
+            schema=raw.schema("schema"),
+            swept=tuple(raw.ints("swept")),
+            time_s=raw.take("time_s", float),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DenseFile:
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A marker exists from the moment this record is in the control partition, if its writer owns the job."""
+
+    job: bytes
+    generation: int
+    nonce: str
+    marker: int
+    step: int
+    ranks: tuple[RankEnd, ...]
+    dense: str
+    """Path of the dense state below the store."""
+    dense_files: tuple[DenseFile, ...]
+    time_s: float
+    store: str = field(default="")
+    """Where the writer kept dense state; a reader may name another place."""
+
+    @property
+    def id(self) -> MarkerId:
+        return MarkerId(self.generation, self.marker)
+
+    def to_frame(self) -> bytes:
+        body = asdict(self) | {"job": self.job.hex()}
+        header = Header(Kind.COMMIT, self.job, self.generation, step=self.step, marker=self.marker)
+        return bytes(json_frame(header, canonical(body)))
+
+    @classmethod
+    def from_json(cls, header: Header, data: Buffer) -> Commit:
+        raw = _Fields(data, "COMMIT")
+        return cls(
+            job=header.job,
+            generation=header.generation,
+            nonce=raw.take("nonce", str),
+            marker=header.marker,
+            step=header.step,
+            ranks=raw.each("ranks", RankEnd),
+            dense=raw.take("dense", str),
+            dense_files=raw.each("dense_files", DenseFile),
+            time_s=raw.take("time_s", float),
+            store=raw.take("store", str),
+        )
+
+
+def parse_control(frame: Buffer) -> Claim | Commit:
+    """Read one record of the control partition.
+
+    Raises:
+        CorruptionError: bad bytes, or a frame that does not belong there.
+    """
+    header = parse_header(frame)
+    payload = payload_of(header, frame)
+    if header.kind is Kind.CLAIM:
+        return Claim.from_json(header, payload)
+    if header.kind is Kind.COMMIT:
+        return Commit.from_json(header, payload)
+    raise CorruptionError(f"{header.kind.name} frame in the control partition", **header.place())
+
+
+class _Fields:
+    """Checked access to the fields of one JSON payload."""
+
+    def __init__(self, data: Buffer, what: str) -> None:
+        self._what = what
+        try:
+            self._raw = json.loads(bytes(data))
+        except (ValueError, RecursionError) as error:
+            raise CorruptionError(f"{what} is no JSON: {error}") from None
+        if not isinstance(self._raw, dict):
+            raise CorruptionError(f"{what} is no JSON object")
+
+    def take(self, name: str, kind: type[T], *, optional: bool = False) -> Any:
+        value = self._raw.get(name)
+        if value is None and optional:
+            return None
+        return _typed(value, kind, f"{self._what}.{name}")
+
+    def ints(self, name: str) -> list[int]:
+        return [_typed(item, int, f"{self._what}.{name}") for item in self.take(name, list)]
+
+    def each(self, name: str, kind: type[T]) -> tuple[T, ...]:
+        return tuple(_record(item, kind, f"{self._what}.{name}") for item in self.take(name, list))
+
+    def schema(self, name: str) -> Schema:
+        what = f"{self._what}.{name}"
+        return Schema(tuple(_table(item, what) for item in _typed(self.take(name, dict).get("tables"), list, what)))
+
+
+def _typed(value: object, kind: type[T], what: str) -> T:
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind or (isinstance(value, int) and value < 0):
+        raise CorruptionError(f"{what} is {value!r:.80}, expected {kind.__name__}")
+    return value
+
+
+def _record(item: object, kind: type[T], what: str, **given: object) -> T:
+    """An instance of the dataclass ``kind`` from a JSON object with just its fields, less those ``given``."""
+    raw = _typed(item, dict, what)
+    hints = {name: hint for name, hint in get_type_hints(kind).items() if name not in given}
+    if raw.keys() != hints.keys():
+        raise CorruptionError(f"{what} has fields {sorted(raw)!r:.200}, expected {sorted(hints)}")
+    return kind(**{name: _typed(raw[name], hint, f"{what}.{name}") for name, hint in hints.items()}, **given)
+
+
+def _table(item: object, what: str) -> TableSpec:
+    raw = dict(_typed(item, dict, what))
+    states = _typed(raw.pop("states", None), list, what)
+    table = _record(raw, TableSpec, what, states=tuple(_record(state, StateSpec, what) for state in states))
+    if not {table.dtype, *(state.dtype for state in table.states)} <= DTYPE_BYTES.keys():
+        raise CorruptionError(f"{what}: table {table.name} has an unknown dtype")
+    return table

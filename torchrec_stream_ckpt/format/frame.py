@@ -1,0 +1,242 @@
+"""One frame: a 128-byte header and its payload. The byte layout is specified in docs/format.md.
+
+A frame is self-contained, never split and never pickled. The codec knows no transport: it takes and
+gives bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, TypeAlias
+
+from crc32c import crc32c
+
+from torchrec_stream_ckpt.errors import CorruptionError
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+MAGIC = b"TRSC"
+VERSION = 1
+HEADER_LEN = 128
+ALIGNMENT = 64
+MAX_FRAME_BYTES = 1_000_000  # one Kafka record under the default broker limit, header included
+MAX_SECTIONS = 8
+NO_TABLE = 0xFFFFFFFF
+CODEC_NONE = 0
+PER_ROW = 0x80  # bit of a section's dtype code: one value a row instead of one a column
+
+
+class Kind(IntEnum):
+    """What a frame is. Numbers are on disk: never changed, never reused."""
+
+    HELLO = 1  # first frame of a rank in a generation: schema and shards
+    ROWS = 2  # rows of one table shard, with their optimizer state
+    MARK = 3  # this rank has sent all that belongs to a marker
+    CLAIM = 16  # control: a trainer opens a generation
+    COMMIT = 17  # control: a marker exists
+
+
+# Numbers are on disk: never changed, never reused.
+DTYPE_CODES = {
+    "float32": 1,
+    "float16": 2,
+    "bfloat16": 3,
+    "float64": 4,
+    "int32": 5,
+    "int64": 6,
+    "uint8": 7,
+}
+DTYPE_NAMES = {code: name for name, code in DTYPE_CODES.items()}
+DTYPE_BYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float64": 8,
+    "int32": 4,
+    "int64": 8,
+    "uint8": 1,
+}
+
+_HEADER = struct.Struct(
+    "<"
+    "4s"  # magic
+    "H"  # version
+    "H"  # header_len
+    "B"  # kind
+    "B"  # flags, all zero in version 1
+    "B"  # codec
+    "B"  # num_sections
+    "I"  # rank
+    "16s"  # job
+    "I"  # generation
+    "I"  # table
+    "Q"  # seq
+    "Q"  # step
+    "Q"  # marker
+    "I"  # rows
+    "I"  # col0
+    "I"  # cols
+    "I"  # schema_crc
+    "8s"  # dtypes, one byte a section
+    "8H"  # section offsets from the payload's first byte, in units of 64 bytes
+    "I"  # payload_len
+    "I"  # raw_len, length before the codec
+    "I"  # payload_crc
+    "I"  # chain: header_crc of this rank's previous frame
+    "I"  # reserved, zero
+)
+_CRC = struct.Struct("<I")
+assert _HEADER.size + _CRC.size == HEADER_LEN
+
+
+def aligned(num_bytes: int) -> int:
+    """Smallest multiple of 64 that holds ``num_bytes``."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(slots=True)
+class Header:
+    """The fields of a frame's header. Lengths in bytes, offsets relative to the payload."""
+
+    kind: Kind
+    job: bytes
+    generation: int
+    rank: int = 0
+    seq: int = 0
+    step: int = 0
+    marker: int = 0
+    table: int = NO_TABLE
+    rows: int = 0
+    col0: int = 0
+    cols: int = 0
+    schema_crc: int = 0
+    dtypes: tuple[int, ...] = ()
+    section_offsets: tuple[int, ...] = ()
+    payload_len: int = 0
+    payload_crc: int = 0
+    chain: int = 0
+    header_crc: int = 0
+    """Set by :meth:`pack_into` and :func:`parse_header`."""
+
+    def pack_into(self, frame: bytearray | memoryview) -> None:
+        """Write the 128 bytes at the front of ``frame`` and remember their checksum."""
+        pad = MAX_SECTIONS - len(self.dtypes)
+        _HEADER.pack_into(
+            frame,
+            0,
+            MAGIC,
+            VERSION,
+            HEADER_LEN,
+            self.kind,
+            0,
+            CODEC_NONE,
+            len(self.dtypes),
+            self.rank,
+            self.job,
+            self.generation,
+            self.table,
+            self.seq,
+            self.step,
+            self.marker,
+            self.rows,
+            self.col0,
+            self.cols,
+            self.schema_crc,
+            bytes(self.dtypes) + bytes(pad),
+            *(offset // ALIGNMENT for offset in self.section_offsets),
+            *(0 for _ in range(pad)),
+            self.payload_len,
+            self.payload_len,
+            self.payload_crc,
+            self.chain,
+            0,
+        )
+        self.header_crc = crc32c(memoryview(frame)[: _HEADER.size])
+        _CRC.pack_into(frame, _HEADER.size, self.header_crc)
+
+    def place(self) -> dict[str, Any]:
+        """Coordinates for an error message."""
+        return {"generation": self.generation, "rank": self.rank, "seq": self.seq}
+
+
+def parse_header(data: Buffer) -> Header:
+    """Read and check a header; says why the bytes are none.
+
+    Raises:
+        CorruptionError: not our bytes, a newer version, a bad checksum or impossible lengths.
+    """
+    if len(data) < HEADER_LEN:
+        raise CorruptionError(f"frame of {len(data)} bytes is shorter than a header")
+    magic, version, header_len, kind, flags, codec, count, rank, job, *rest = _HEADER.unpack_from(data, 0)
+    if magic != MAGIC:
+        raise CorruptionError(
+            "not a frame of torchrec_stream_ckpt", hint="check that this log or topic belongs to the job"
+        )
+    if version > VERSION:
+        raise CorruptionError(
+            f"frame has format version {version}, this program reads up to {VERSION}",
+            hint="upgrade torchrec_stream_ckpt on the reading side",
+        )
+    (crc,) = _CRC.unpack_from(data, _HEADER.size)
+    if crc32c(memoryview(data)[: _HEADER.size]) != crc:
+        raise CorruptionError("header checksum does not match")
+    generation, table, seq, step, marker, rows, col0, cols, schema_crc, dtypes, *tail = rest
+    offsets, (payload_len, raw_len, payload_crc, chain, reserved) = tail[:8], tail[8:]
+    known = version == VERSION and header_len == HEADER_LEN and not flags and codec == CODEC_NONE and not reserved
+    if not known or kind not in Kind._value2member_map_:
+        raise CorruptionError("header has an unknown version, kind, flag or codec")
+    if count > MAX_SECTIONS or payload_len % ALIGNMENT or raw_len != payload_len:
+        raise CorruptionError("header has impossible lengths")
+    if payload_len > MAX_FRAME_BYTES - HEADER_LEN:
+        raise CorruptionError(f"payload of {payload_len} bytes is larger than a frame may be")
+    return Header(
+        kind=Kind(kind),
+        job=job,
+        generation=generation,
+        rank=rank,
+        seq=seq,
+        step=step,
+        marker=marker,
+        table=table,
+        rows=rows,
+        col0=col0,
+        cols=cols,
+        schema_crc=schema_crc,
+        dtypes=tuple(dtypes[:count]),
+        section_offsets=tuple(offset * ALIGNMENT for offset in offsets[:count]),
+        payload_len=payload_len,
+        payload_crc=payload_crc,
+        chain=chain,
+        header_crc=crc,
+    )
+
+
+def seal(header: Header, frame: bytearray | memoryview) -> None:
+    """Finish a frame whose payload stands behind byte 128: checksum it, then write the header."""
+    header.payload_crc = crc32c(memoryview(frame)[HEADER_LEN : HEADER_LEN + header.payload_len])
+    header.pack_into(frame)
+
+
+def payload_of(header: Header, frame: Buffer) -> memoryview:
+    """The payload of a whole frame, checked against the header's length and checksum."""
+    payload = memoryview(frame)[HEADER_LEN:]
+    if len(payload) != header.payload_len:
+        raise CorruptionError(
+            f"frame holds {len(payload)} payload bytes, its header says {header.payload_len}",
+            **header.place(),
+        )
+    if crc32c(payload) != header.payload_crc:
+        raise CorruptionError("payload checksum does not match", **header.place())
+    return payload
+
+
+def json_frame(header: Header, text: bytes) -> bytearray:
+    """A sealed frame whose payload is JSON, padded with spaces to the alignment."""
+    header.payload_len = aligned(len(text))
+    if HEADER_LEN + header.payload_len > MAX_FRAME_BYTES:
+        raise ValueError(f"{header.kind.name} of {len(text)} bytes does not fit a frame")
+    frame = bytearray(HEADER_LEN) + text + b" " * (header.payload_len - len(text))
+    seal(header, frame)
+    return frame

@@ -1,0 +1,107 @@
+"""What the control partition says: who owns which generation, and which markers exist.
+
+The order of the control partition is the fence. Within one generation number the first CLAIM in log
+order wins; a higher number fences all lower ones; a COMMIT counts only while its writer's generation is
+the highest claimed before it. Nothing here reads a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
+from torchrec_stream_ckpt.format.control import Claim, Commit
+from torchrec_stream_ckpt.types import MarkerId
+
+
+@dataclass(slots=True)
+class Lineage:
+    """The control partition, folded record by record in log order."""
+
+    claims: dict[int, Claim] = field(default_factory=dict)
+    """The winning CLAIM of each generation."""
+    commits: dict[MarkerId, Commit] = field(default_factory=dict)
+    """Committed markers, oldest first."""
+    stale: int = 0
+    """Records that lost: CLAIMs of a taken number, COMMITs of a fenced or foreign writer."""
+
+    @classmethod
+    def of(cls, records: Iterable[Claim | Commit]) -> Lineage:
+        lineage = cls()
+        for record in records:
+            lineage.apply(record)
+        return lineage
+
+    def apply(self, record: Claim | Commit) -> None:
+        if self.claims and record.job != self.job:
+            raise CorruptionError(
+                f"control record of job {record.job.hex()} in the log of job {self.job.hex()}",
+                hint="give every job its own directory or topic",
+                generation=record.generation,
+            )
+        if isinstance(record, Claim):
+            self._claim(record)
+        else:
+            self._commit(record)
+
+    def _claim(self, claim: Claim) -> None:
+        if claim.generation <= self.newest_generation:
+            self.stale += 1
+        else:
+            self.claims[claim.generation] = claim
+
+    def _commit(self, commit: Commit) -> None:
+        owner = self.claims.get(commit.generation)
+        fenced = commit.generation != self.newest_generation
+        if owner is None or fenced or owner.nonce != commit.nonce or commit.id in self.commits:
+            self.stale += 1
+        else:
+            self.commits[commit.id] = commit
+
+    @property
+    def job(self) -> bytes:
+        return next(iter(self.claims.values())).job
+
+    @property
+    def newest_generation(self) -> int:
+        return max(self.claims, default=0)
+
+    @property
+    def newest(self) -> Commit | None:
+        """The committed marker that was committed last."""
+        return next(reversed(self.commits.values()), None)
+
+    def find(self, marker: MarkerId) -> Commit:
+        """The commit of ``marker``.
+
+        Raises:
+            MarkerNotFoundError: it was never committed.
+        """
+        commit = self.commits.get(marker)
+        if commit is None:
+            known = ", ".join(str(known) for known in list(self.commits)[-5:]) or "none at all"
+            raise MarkerNotFoundError(
+                f"marker {marker} is not committed (newest committed: {known})",
+                hint="list them: stream-ckpt list URI",
+            )
+        return commit
+
+    def path(self, marker: MarkerId) -> list[Commit]:
+        """The commits whose frames make up ``marker``: root generation first, ``marker`` itself last.
+
+        Frames behind a generation's commit on this path are on an abandoned timeline.
+        """
+        path = [self.find(marker)]
+        while (parent := self.claims[path[-1].generation].parent) is not None:
+            if parent.generation >= path[-1].generation:
+                raise CorruptionError(f"generation {path[-1].generation} names {parent} as its parent")
+            path.append(self.find(parent))
+        return path[::-1]
+
+    def bases(self, marker: MarkerId) -> dict[int, int]:
+        """For each table, the newest generation on the path to ``marker`` that sent it whole."""
+        bases: dict[int, int] = {}
+        for commit in self.path(marker):
+            bases |= dict.fromkeys(self.claims[commit.generation].swept, commit.generation)
+        return bases

@@ -1,0 +1,136 @@
+"""The payload of a ROWS frame: ids, weights, then one section for each optimizer state.
+
+Sections are raw little-endian arrays, each at a multiple of 64 bytes. Ids are global rows of the
+logical table, so a reader needs no plan of the writer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.frame import (
+    DTYPE_BYTES,
+    DTYPE_CODES,
+    HEADER_LEN,
+    MAX_FRAME_BYTES,
+    MAX_SECTIONS,
+    PER_ROW,
+    Header,
+    aligned,
+)
+from torchrec_stream_ckpt.types import StateSpec, TableSpec
+
+Array = npt.NDArray[np.generic]
+
+# numpy has no bfloat16: its bits travel as uint16.
+NUMPY_DTYPES: dict[str, str] = {
+    "float32": "<f4",
+    "float16": "<f2",
+    "bfloat16": "<u2",
+    "float64": "<f8",
+    "int32": "<i4",
+    "int64": "<i8",
+    "uint8": "|u1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One array of a ROWS payload: ``width`` values of ``dtype`` for each row."""
+
+    dtype: str
+    per_row: bool
+    width: int
+
+    @property
+    def row_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype] * self.width
+
+    @property
+    def code(self) -> int:
+        return DTYPE_CODES[self.dtype] | (PER_ROW if self.per_row else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """How rows of one table shard lie in a payload."""
+
+    sections: tuple[Section, ...]
+    max_rows: int
+    """Rows that one frame takes."""
+
+    @classmethod
+    def of(cls, table: TableSpec, cols: int) -> RowLayout:
+        """Layout of a slice of ``cols`` columns of ``table``.
+
+        Raises:
+            ValueError: more sections than a frame has, or one row is larger than a frame.
+        """
+
+        def width(state: StateSpec) -> int:
+            return 1 if state.per_row else cols
+
+        sections = (
+            Section("int64", True, 1),
+            Section(table.dtype, False, cols),
+            *(Section(state.dtype, state.per_row, width(state)) for state in table.states),
+        )
+        room = MAX_FRAME_BYTES - HEADER_LEN - (len(sections) + 1) * 64
+        max_rows = room // sum(section.row_bytes for section in sections)
+        if len(sections) > MAX_SECTIONS:
+            raise ValueError(f"{len(table.states)} optimizer states do not fit a frame ({MAX_SECTIONS - 2} do)")
+        if max_rows < 1:
+            raise ValueError(f"one row of {cols} columns does not fit a frame of {MAX_FRAME_BYTES} bytes")
+        return cls(sections, max_rows)
+
+    def offsets(self, rows: int) -> tuple[tuple[int, ...], int]:
+        """(offset of each section from the payload's first byte, length of the payload)."""
+        offsets, position = [], 0
+        for section in self.sections:
+            offsets.append(position)
+            position += aligned(rows * section.row_bytes)
+        return tuple(offsets), position
+
+
+@dataclass(frozen=True, slots=True)
+class RowsView:
+    """Decoded rows. The arrays are views of the frame's bytes: valid as long as those are."""
+
+    ids: npt.NDArray[np.int64]
+    """Global row ids, shape (rows,), in no promised order, no id twice."""
+    weights: Array
+    """Shape (rows, cols)."""
+    states: tuple[Array, ...]
+    """In the schema's order; shape (rows,) for a state with one value a row, else (rows, cols)."""
+
+
+def decode_rows(header: Header, payload: memoryview, table: TableSpec) -> RowsView:
+    """View the sections of a ROWS payload, after checking every length against the schema.
+
+    Raises:
+        CorruptionError: sections do not fit the header or the schema, or an id is outside the table.
+    """
+    place = {**header.place(), "table": table.name}
+    if header.cols < 1 or header.col0 + header.cols > table.dim:
+        raise CorruptionError(f"columns [{header.col0}, +{header.cols}) are outside dim {table.dim}", **place)
+    layout = RowLayout.of(table, header.cols)
+    offsets, length = layout.offsets(header.rows)
+    codes = tuple(section.code for section in layout.sections)
+    if header.dtypes != codes or header.section_offsets != offsets or length != len(payload):
+        raise CorruptionError("sections do not match the schema", **place)
+    arrays = [
+        np.frombuffer(payload, NUMPY_DTYPES[section.dtype], header.rows * section.width, offset)
+        for section, offset in zip(layout.sections, offsets, strict=True)
+    ]
+    ids = arrays[0]
+    if header.rows and (int(ids.min()) < 0 or int(ids.max()) >= table.rows):
+        raise CorruptionError(f"a row id is outside [0, {table.rows})", **place)
+    shaped = [
+        array if section.per_row else array.reshape(header.rows, section.width)
+        for section, array in zip(layout.sections[1:], arrays[1:], strict=True)
+    ]
+    return RowsView(ids, shaped[0], tuple(shaped[1:]))

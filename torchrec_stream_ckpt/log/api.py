@@ -1,0 +1,131 @@
+"""The interface of a log: ordered data partitions, one control partition. Two backends, one contract suite.
+
+Frames go in and come out whole; a log knows nothing of what is in them but where each one ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.layout import FileUri, parse_uri
+from torchrec_stream_ckpt.types import LogSpan
+
+
+@dataclass(frozen=True, slots=True)
+class Incarnation:
+    """Which log this is: a topic that was deleted and made again under its name is another one."""
+
+    id: str
+    partitions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """One frame is durable, at log offsets [offset, end)."""
+
+    offset: int
+    end: int
+
+
+class DataWriter(Protocol):
+    """One rank's end of a data partition. Called from one thread. Errors are final for this writer:
+    open another one and send again what was not acknowledged."""
+
+    def send(self, frame: memoryview) -> None:
+        """Hand over one frame. Its bytes must stay as they are until it is acknowledged.
+
+        Raises:
+            LogUnavailableError: the frame was not taken.
+        """
+
+    def poll(self, timeout_s: float) -> list[Ack]:
+        """Frames that became durable since the last call, in the order of ``send``; waits at most ``timeout_s``.
+
+        Raises:
+            LogUnavailableError: what was sent and not acknowledged may or may not be in the log.
+        """
+
+    def close(self) -> None:
+        """Let go of files and connections; does not wait for what is not acknowledged."""
+
+
+class Log(Protocol):
+    """A log as its users see it. Safe to call from several threads."""
+
+    def prepare(self, partitions: int) -> Incarnation:
+        """(rank 0) Make the log, or add what is missing for ``partitions``; never takes anything away."""
+
+    def incarnation(self) -> Incarnation | None:
+        """The log as it is now, or None when there is none yet."""
+
+    def open_writer(self, generation: int, partition: int, resume_at: int) -> DataWriter:
+        """(each rank) ``resume_at``: end of the last acknowledged frame, 0 in a new generation."""
+
+    def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
+        """(offset, frame) of everything in ``span``, in order. A frame is valid until the next one is asked for.
+
+        Raises:
+            CorruptionError: the span is not there as a whole, or a frame's end cannot be told.
+            LogUnavailableError: the log does not answer.
+        """
+
+    def append_control(self, record: bytes) -> int:
+        """Append one record to the control partition and return its offset once it is durable.
+
+        Raises:
+            CommitUnknownError: no answer; only reading tells whether it is there.
+        """
+
+    def read_control(self, start: int = 0) -> Iterator[tuple[int, bytes]]:
+        """(offset, record) of all records from offset ``start`` that are durable now; ends at the last one.
+
+        Raises:
+            CorruptionError: a record is damaged (a torn tail is none).
+        """
+
+    def close(self) -> None: ...
+
+
+def open_log(uri: str, options: Mapping[str, str] | str | Path | None = None) -> Log:
+    """Open the log that ``uri`` names; touches nothing until it is used.
+
+    Args:
+        uri: ``file://DIR`` or ``kafka://BROKERS/JOB``.
+        options: Kafka client settings (security included), or a file of ``key=value`` lines.
+    """
+    parsed = parse_uri(uri)
+    if isinstance(parsed, FileUri):
+        from torchrec_stream_ckpt.log.files import FileLog
+
+        if options:
+            raise ConfigError("client options are for Kafka, this is a file log", hint="leave them away")
+        return FileLog(parsed.directory)
+    from torchrec_stream_ckpt.log.kafka import KafkaLog
+
+    return KafkaLog(parsed, load_options(options))
+
+
+def load_options(options: Mapping[str, str] | str | Path | None) -> dict[str, str]:
+    """Kafka client settings from a mapping, or from a properties file."""
+    if options is None:
+        return {}
+    if isinstance(options, Mapping):
+        return {str(key): str(value) for key, value in options.items()}
+    path = Path(options)
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read client options: {error.strerror}", path=path) from None
+    settings = {}
+    for number, line in enumerate(lines, 1):
+        key, separator, value = line.partition("=")
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        if not separator or not key.strip():
+            raise ConfigError("client options must be key=value lines", path=path, line=number)
+        settings[key.strip()] = value.strip()
+    return settings

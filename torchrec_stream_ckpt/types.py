@@ -1,0 +1,130 @@
+"""The nouns that all rooms share. Plain values: no torch, no I/O."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from torchrec_stream_ckpt.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class MarkerId:
+    """Name of one marker: the generation that committed it, and its number on the lineage."""
+
+    generation: int
+    marker: int
+
+    def __str__(self) -> str:
+        return f"{self.generation}:{self.marker}"
+
+    @classmethod
+    def parse(cls, text: str) -> MarkerId:
+        """Read ``GENERATION:MARKER``, for example ``2:17``."""
+        match = re.fullmatch(r"(\d{1,9}):(\d{1,18})", text)
+        if match is None:
+            raise ConfigError(f"'{text}' is not a marker", hint="write it as GENERATION:MARKER, for example 2:17")
+        return cls(int(match[1]), int(match[2]))
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """One fused optimizer state of a table."""
+
+    name: str
+    dtype: str
+    per_row: bool
+    """True: one value a row. False: one value a weight, shape (rows, dim)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableSpec:
+    """One logical embedding table, whatever its plan."""
+
+    name: str
+    """Path of the sharded module and name of the table, ``sparse.ebc.t_user``: unique in the model."""
+    rows: int
+    dim: int
+    dtype: str
+    optimizer: str
+    states: tuple[StateSpec, ...]
+
+    @property
+    def has_row_state(self) -> bool:
+        """Whether some state holds one value a row, and so depends on the column split."""
+        return any(state.per_row for state in self.states)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class TableShard:
+    """The part of one table that one rank holds: rows [row0, row0+rows), columns [col0, col0+cols)."""
+
+    table: int
+    """Index of the table in the job's schema."""
+    row0: int
+    rows: int
+    col0: int
+    cols: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """Where one rank's stream stands at a marker."""
+
+    rank: int
+    partition: int
+    begin: int
+    """Log offset of this rank's HELLO of this generation."""
+    end: int
+    """Log offset just past this rank's MARK."""
+    frames: int
+    """Number of frames from HELLO to MARK, both counted: the MARK has seq ``frames - 1``."""
+    chain: int
+    """Header checksum of the MARK."""
+    rows: int
+    """Row records since HELLO."""
+    num_bytes: int
+    """Bytes of frames since HELLO."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogSpan:
+    """A contiguous piece of one data partition, offsets [begin, end)."""
+
+    generation: int
+    partition: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What the future of a marker resolves to."""
+
+    generation: int
+    marker: int
+    step: int
+
+    @property
+    def id(self) -> MarkerId:
+        return MarkerId(self.generation, self.marker)
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a restore brought back."""
+
+    generation: int
+    """Generation of the marker that was restored (this job's own generation is higher)."""
+    marker: int
+    step: int
+    world: int
+    """Number of ranks of the job that wrote the marker."""
+    rows: int
+    """Row records that this rank applied."""
+    skipped: tuple[str, ...] = ()
+    """Newer markers that could not be used, each with its reason."""
+
+    @property
+    def id(self) -> MarkerId:
+        return MarkerId(self.generation, self.marker)
