@@ -1,0 +1,280 @@
+"""The embedded log: append-only files in one folder, no server.
+
+Every generation writes its own segment files, so no two trainers ever write one file. A segment's name
+holds the offset of its first byte; it counts only up to the first byte of the next segment, so a torn
+tail that a dead or failed writer left is never read and never has to be cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchrec_stream_ckpt.errors import CommitUnknownError, ConfigError, CorruptionError, LogUnavailableError
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, parse_header
+from torchrec_stream_ckpt.layout import (
+    CONTROL_FILE,
+    CONTROL_LOCK,
+    DATA_DIR,
+    IDENTITY_FILE,
+    MAX_PARTITIONS,
+    fsync_dir,
+    parse_segment,
+    partition_dir,
+    segment_name,
+)
+from torchrec_stream_ckpt.log.api import Ack, DataWriter, Incarnation
+from torchrec_stream_ckpt.types import LogSpan
+
+SEGMENT_BYTES = 256 * 2**20
+LOCK_TIMEOUT_S = 30.0
+_IOV_MAX = 512
+
+
+class FileLog:
+    """A log in a folder. On several nodes the folder must be on a shared file system."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def prepare(self, partitions: int) -> Incarnation:
+        try:
+            (self._root / DATA_DIR).mkdir(parents=True, exist_ok=True)
+            self._write_identity()
+        except OSError as error:
+            raise _unavailable("cannot make the file log", self._root, error) from None
+        if partitions > MAX_PARTITIONS:
+            raise ConfigError(f"{partitions} ranks are more than a log takes ({MAX_PARTITIONS})")
+        for partition in range(partitions):
+            partition_dir(self._root, partition).mkdir(exist_ok=True)
+        fsync_dir(self._root / DATA_DIR)
+        fsync_dir(self._root)
+        incarnation = self.incarnation()
+        assert incarnation is not None
+        return incarnation
+
+    def _write_identity(self) -> None:
+        """First writer wins: the name appears with its content, or not at all."""
+        scratch = self._root / f"{IDENTITY_FILE}.{uuid.uuid4().hex}"
+        scratch.write_text(uuid.uuid4().hex)
+        with contextlib.suppress(FileExistsError):
+            os.link(scratch, self._root / IDENTITY_FILE)
+        scratch.unlink()
+
+    def incarnation(self) -> Incarnation | None:
+        try:
+            identity = (self._root / IDENTITY_FILE).read_text()
+            partitions = sum(1 for _ in (self._root / DATA_DIR).glob("p?????"))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _unavailable("cannot read the file log", self._root, error) from None
+        return Incarnation(identity, partitions)
+
+    def open_writer(self, generation: int, partition: int, resume_at: int) -> DataWriter:
+        return FileWriter(partition_dir(self._root, partition), generation, resume_at)
+
+    def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
+        position = span.begin
+        folder = partition_dir(self._root, span.partition)
+        for path, base, end in _segments(folder, span.generation):
+            if end is not None and end <= position or base >= span.end:
+                continue
+            if base > position:
+                break
+            stop = span.end if end is None else min(span.end, end)
+            for offset, frame in _frames(path, position - base, stop - base):
+                yield base + offset, frame
+            position = stop
+        if position < span.end:
+            raise CorruptionError(
+                f"the log ends at byte {position}, {span.end} were committed",
+                hint="restore an older marker, or bring the missing segment back",
+                generation=span.generation,
+                path=folder,
+            )
+
+    def append_control(self, record: bytes) -> int:
+        path = self._root / CONTROL_FILE
+        try:
+            with self._control_lock(), open(path, "ab") as file:
+                if not os.fstat(file.fileno()).st_size:
+                    fsync_dir(self._root)
+                offset = self._cut_torn_tail(path, file.fileno())
+                _write_all(file.fileno(), [memoryview(record)])
+                os.fdatasync(file.fileno())
+                return offset
+        except OSError as error:
+            raise CommitUnknownError(
+                f"cannot append to the control log: {error.strerror}",
+                hint="free space or mend the disk; stream-ckpt list tells which markers exist",
+                path=path,
+            ) from None
+
+    @contextlib.contextmanager
+    def _control_lock(self) -> Iterator[None]:
+        with open(self._root / CONTROL_LOCK, "ab") as lock:
+            deadline = time.monotonic() + LOCK_TIMEOUT_S
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(errno.ETIMEDOUT, f"locked for {LOCK_TIMEOUT_S:.0f} s") from None
+                    time.sleep(0.01)
+            yield
+
+    def _cut_torn_tail(self, path: Path, fd: int) -> int:
+        """Remove what an appender left that died in the middle of a record: it held the lock, so it is gone."""
+        end = 0
+        for offset, record in self.read_control():
+            end = offset + len(record)
+        if os.fstat(fd).st_size != end:
+            os.ftruncate(fd, end)
+        return end
+
+    def read_control(self, start: int = 0) -> Iterator[tuple[int, bytes]]:
+        path = self._root / CONTROL_FILE
+        try:
+            with open(path, "rb") as file:
+                file.seek(start)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise _unavailable("cannot read the control log", path, error) from None
+        position = 0
+        while (header := _next_header(data, position, path, start)) is not None:
+            end = position + HEADER_LEN + header.payload_len
+            if end > len(data):
+                return
+            yield start + position, data[position:end]
+            position = end
+
+    def close(self) -> None:
+        pass
+
+
+def _next_header(data: bytes, position: int, path: Path, start: int) -> Header | None:
+    """The header at ``position``, or None at the end and at a torn tail (cut short, or never written)."""
+    rest = memoryview(data)[position:]
+    if len(rest) < HEADER_LEN or not any(rest):
+        return None
+    try:
+        return parse_header(rest)
+    except CorruptionError as error:
+        raise CorruptionError(error.message, hint=error.hint, path=path, offset=start + position) from None
+
+
+class FileWriter:
+    """Appends frames to one rank's segments; a poll makes all that was sent durable at once."""
+
+    def __init__(self, folder: Path, generation: int, resume_at: int) -> None:
+        self._folder = folder
+        self._generation = generation
+        self._end = resume_at
+        self._sent: list[memoryview] = []
+        self._fd = -1
+        self._room = 0
+        self._roll()
+
+    def _roll(self) -> None:
+        path = self._folder / segment_name(self._generation, self._end)
+        self.close()
+        try:
+            self._folder.mkdir(exist_ok=True)
+            # A segment that starts here holds only what its writer could not acknowledge: it is sent again.
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            fsync_dir(self._folder)
+        except OSError as error:
+            raise _unavailable("cannot open a segment", path, error) from None
+        self._room = SEGMENT_BYTES
+
+    def send(self, frame: memoryview) -> None:
+        self._sent.append(frame)
+
+    def poll(self, timeout_s: float) -> list[Ack]:
+        if not self._sent:
+            return []
+        if self._room <= 0:
+            self._roll()
+        try:
+            _write_all(self._fd, self._sent)
+            os.fdatasync(self._fd)
+        except OSError as error:
+            raise _unavailable("cannot write the stream", self._folder, error) from None
+        acks = []
+        for frame in self._sent:
+            acks.append(Ack(self._end, self._end + len(frame)))
+            self._end += len(frame)
+            self._room -= len(frame)
+        self._sent.clear()
+        return acks
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _write_all(fd: int, frames: list[memoryview]) -> None:
+    pending = [frame for frame in frames if len(frame)]
+    while pending:
+        written = os.writev(fd, pending[:_IOV_MAX])
+        while pending and written >= len(pending[0]):
+            written -= len(pending.pop(0))
+        if written:
+            pending[0] = pending[0][written:]
+
+
+def _segments(folder: Path, generation: int) -> Iterator[tuple[Path, int, int | None]]:
+    """(path, first byte, first byte of the next one or None) of a generation's segments, in order."""
+    try:
+        names = [(parsed[1], name) for name in os.listdir(folder) if (parsed := parse_segment(name))]
+    except OSError as error:
+        raise _unavailable("cannot read a partition", folder, error) from None
+    mine = sorted((base, name) for base, name in names if parse_segment(name) == (generation, base))
+    for (base, name), following in zip(mine, [*mine[1:], None], strict=True):
+        yield folder / name, base, following[0] if following else None
+
+
+def _frames(path: Path, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
+    """(position, frame) of the frames in bytes [begin, end) of one segment."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            view = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)) if size else memoryview(b"")
+    except OSError as error:
+        raise _unavailable("cannot read a segment", path, error) from None
+    position = begin
+    while position < end:
+        try:
+            header = parse_header(view[position : position + HEADER_LEN])
+        except CorruptionError as error:
+            raise CorruptionError(error.message, hint=error.hint, path=path, offset=position) from None
+        stop = position + HEADER_LEN + header.payload_len
+        if stop > min(size, end):
+            raise CorruptionError(
+                f"segment of {size} bytes ends inside a frame", path=path, offset=position, **header.place()
+            )
+        yield position, view[position:stop]
+        position = stop
+
+
+def _unavailable(what: str, path: Path, error: OSError) -> LogUnavailableError:
+    hints = {
+        errno.ENOSPC: "free space on that file system",
+        errno.EACCES: "check the owner and mode of the folder",
+        errno.EROFS: "the file system is read-only: mount it writable, or choose another folder",
+        errno.ENOENT: "check the path; nothing was written there yet, or it was deleted",
+    }
+    hint = hints.get(error.errno or 0, "check the disk and the path")
+    return LogUnavailableError(f"{what}: {error.strerror}", hint=hint, path=path)

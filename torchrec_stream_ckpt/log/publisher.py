@@ -1,0 +1,279 @@
+"""From the step path to the log: a bounded ring of frame buffers and the thread that sends them.
+
+The training thread takes a buffer, gathers rows into it and submits it; it never waits for the log. The
+publisher's thread numbers, chains and checksums the frames, hands them to the log and keeps each one
+until the log has acknowledged it. When a writer fails, another one is opened and everything that is not
+acknowledged is sent again under the same seq; readers drop what they have seen.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_stream_ckpt.errors import LogUnavailableError
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, MAX_FRAME_BYTES, Header, Kind, seal
+from torchrec_stream_ckpt.log.api import Ack, DataWriter
+
+log = logging.getLogger(__name__)
+
+Bytes = npt.NDArray[np.uint8]
+
+_IDLE_S = 0.05
+_POLL_S = 0.02
+_MAX_BATCH = 64
+_BACKOFF_S = (0.1, 5.0)
+
+
+@dataclass(slots=True, eq=False)
+class FrameBuffer:
+    """Memory for one frame. Its owner is whoever holds it: drain, then publisher, then the ring again."""
+
+    array: Bytes
+    pooled: bool
+    header: Header | None = None
+    ready: Callable[[], None] | None = None
+    """Waits until the payload is there (a copy from a device); None when it already is."""
+
+    def view(self) -> memoryview:
+        """The whole frame."""
+        assert self.header is not None
+        return memoryview(self.array)[: HEADER_LEN + self.header.payload_len]
+
+
+class FrameRing:
+    """A bounded set of frame buffers, reused; a marker may borrow more, up to its own budget.
+
+    Args:
+        ring_bytes: Memory of the ring.
+        extra_bytes: Memory that only a marker may take on top, given back as its frames are acknowledged.
+        allocate: Makes one buffer of the given number of bytes (pinned memory for a GPU).
+    """
+
+    def __init__(self, ring_bytes: int, extra_bytes: int, allocate: Callable[[int], Bytes]) -> None:
+        self._capacity = max(2, ring_bytes // MAX_FRAME_BYTES)
+        self._extra = extra_bytes // MAX_FRAME_BYTES
+        self._allocate = allocate
+        self._free: list[FrameBuffer] = []
+        self._taken = 0
+        self._extra_taken = 0
+        self._changed = threading.Condition()
+
+    def acquire(self, *, reserve: int = 0, extra: bool = False, wait_s: float = 0.0) -> FrameBuffer | None:
+        """A buffer, or None when there is none.
+
+        Args:
+            reserve: Leave at least this many buffers of the ring free.
+            extra: A marker asks: it may take from its budget.
+            wait_s: Wait at most so long; 0 never waits.
+        """
+        deadline = time.monotonic() + wait_s
+        with self._changed:
+            while True:
+                if self._taken + reserve < self._capacity:
+                    self._taken += 1
+                    return self._free.pop() if self._free else FrameBuffer(self._new(), pooled=True)
+                if extra and self._extra_taken < self._extra:
+                    self._extra_taken += 1
+                    return FrameBuffer(self._new(), pooled=False)
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    return None
+                self._changed.wait(remaining)
+
+    def _new(self) -> Bytes:
+        return self._allocate(MAX_FRAME_BYTES)
+
+    def release(self, buffer: FrameBuffer) -> None:
+        with self._changed:
+            if buffer.pooled:
+                buffer.header, buffer.ready = None, None
+                self._taken -= 1
+                self._free.append(buffer)
+            else:
+                self._extra_taken -= 1
+            self._changed.notify_all()
+
+    @property
+    def capacity(self) -> int:
+        """Buffers of the ring, without the marker's budget."""
+        return self._capacity
+
+    @property
+    def in_use(self) -> int:
+        return self._taken + self._extra_taken
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnd:
+    """Where a rank's stream stands just behind one acknowledged frame."""
+
+    frames: int
+    begin: int
+    end: int
+    chain: int
+
+
+class Publisher:
+    """Sends one rank's frames in order. ``submit``, ``wait`` and ``close`` are for other threads.
+
+    Args:
+        open_writer: Opens the log's writer; the argument is where acknowledged bytes end.
+        ring: Where buffers go back to.
+    """
+
+    def __init__(self, open_writer: Callable[[int], DataWriter], ring: FrameRing) -> None:
+        self._open_writer = open_writer
+        self._ring = ring
+        self.rows = 0
+        """Row records submitted."""
+        self.num_bytes = 0
+        """Bytes of frames submitted."""
+        self.failure: str | None = None
+        """Why the log does not take frames now; None while it does."""
+        self._submitted = 0
+        self._chain = 0
+        self._acked = StreamEnd(0, 0, 0, 0)
+        self._marks: dict[int, StreamEnd] = {}
+        self._queue: deque[FrameBuffer] = deque()
+        self._flight: deque[FrameBuffer] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._abandoned = threading.Event()
+        self._crash: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="stream-ckpt-publisher", daemon=True)
+        self._thread.start()
+
+    def submit(self, buffer: FrameBuffer) -> int:
+        """Queue a frame whose header and payload are set; returns its seq. Never waits for the log."""
+        assert buffer.header is not None
+        with self._changed:
+            self._check()
+            seq = buffer.header.seq = self._submitted
+            self._submitted += 1
+            self.rows += buffer.header.rows
+            self.num_bytes += HEADER_LEN + buffer.header.payload_len
+            self._queue.append(buffer)
+            self._changed.notify_all()
+            return seq
+
+    def wait_mark(self, seq: int, timeout_s: float) -> StreamEnd | None:
+        """Wait until the MARK frame ``seq`` is durable; where the stream ends behind it, or None on time-out."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while seq not in self._marks:
+                self._check()
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    return None
+                self._changed.wait(remaining)
+            return self._marks.pop(seq)
+
+    def _check(self) -> None:
+        if self._crash is not None:
+            raise RuntimeError("the publisher thread has died") from self._crash
+        if self._closing:
+            raise LogUnavailableError("the stream is closed")
+
+    @property
+    def pending(self) -> int:
+        """Frames that are not acknowledged."""
+        return self._submitted - self._acked.frames
+
+    def close(self, timeout_s: float) -> bool:
+        """Send what is queued, for at most ``timeout_s``; whether everything was acknowledged."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        self._abandoned.set()
+        return self.pending == 0
+
+    # The publisher's own thread.
+
+    def _run(self) -> None:
+        writer: DataWriter | None = None
+        backoff_s = _BACKOFF_S[0]
+        try:
+            while not self._finished():
+                try:
+                    if writer is None:
+                        writer = self._reopen()
+                    if self._pump(writer):
+                        backoff_s = _BACKOFF_S[0]
+                except LogUnavailableError as error:
+                    if self.failure is None:
+                        log.warning("the log takes no frames now, they are kept and sent again: %s", error.headline)
+                    self.failure = error.headline
+                    if writer is not None:
+                        writer.close()
+                        writer = None
+                    self._abandoned.wait(backoff_s)
+                    backoff_s = min(2 * backoff_s, _BACKOFF_S[1])
+        except BaseException as error:
+            log.exception("the publisher thread has died")
+            with self._changed:
+                self._crash = error
+                self._changed.notify_all()
+        finally:
+            if writer is not None:
+                writer.close()
+
+    def _finished(self) -> bool:
+        return self._abandoned.is_set() or (self._closing and not self._queue and not self._flight)
+
+    def _reopen(self) -> DataWriter:
+        """A fresh writer that has been given again all that no writer has had acknowledged."""
+        writer = self._open_writer(self._acked.end)
+        for buffer in self._flight:
+            writer.send(buffer.view())
+        return writer
+
+    def _pump(self, writer: DataWriter) -> bool:
+        """Send what is queued and take in acknowledgements; whether there were any."""
+        if not self._flight:
+            with self._changed:
+                if not self._queue and not self._closing:
+                    self._changed.wait(_IDLE_S)
+        for _ in range(min(len(self._queue), _MAX_BATCH)):
+            buffer = self._queue.popleft()
+            self._seal(buffer)
+            self._flight.append(buffer)
+            writer.send(buffer.view())
+        acks = writer.poll(_POLL_S)
+        if acks:
+            self._acknowledge(acks)
+        return bool(acks)
+
+    def _seal(self, buffer: FrameBuffer) -> None:
+        header = buffer.header
+        assert header is not None
+        if buffer.ready is not None:
+            buffer.ready()
+        header.chain = self._chain
+        seal(header, memoryview(buffer.array))
+        self._chain = header.header_crc
+
+    def _acknowledge(self, acks: list[Ack]) -> None:
+        if self.failure is not None:
+            log.warning("the log takes frames again")
+            self.failure = None
+        for ack in acks:
+            buffer = self._flight.popleft()
+            header = buffer.header
+            assert header is not None
+            begin = ack.offset if header.seq == 0 else self._acked.begin
+            with self._changed:
+                self._acked = StreamEnd(header.seq + 1, begin, ack.end, header.header_crc)
+                if header.kind is Kind.MARK:
+                    self._marks[header.seq] = self._acked
+            self._ring.release(buffer)
+        with self._changed:
+            self._changed.notify_all()
