@@ -70,6 +70,9 @@ class TableScalars:
     iteration: int
     """Number of forward passes that the kernel has counted."""
     learning_rate: float
+    """What the kernel used last."""
+    next_learning_rate: float
+    """What its optimizer's param group says for the next step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""From the step path to the log: a bounded ring of frame buffers and the thread that sends them.
+"""From the step path to the log: the thread that sends frames.
 
-The training thread takes a buffer, gathers rows into it and submits it; it never waits for the log. The
+The training thread submits frames and never waits for the log. The
 publisher's thread numbers, chains and checksums the frames, hands them to the log and keeps each one
 until the log has acknowledged it. When a writer fails, another one is opened and everything that is not
 acknowledged is sent again under the same seq; readers drop what they have seen.
@@ -15,100 +15,17 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from torchrec_stream_ckpt.errors import LogUnavailableError
-from torchrec_stream_ckpt.format.frame import HEADER_LEN, MAX_FRAME_BYTES, Header, Kind, seal
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, seal
+from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
 from torchrec_stream_ckpt.log.api import Ack, DataWriter
 
 log = logging.getLogger(__name__)
-
-Bytes = npt.NDArray[np.uint8]
 
 _IDLE_S = 0.05
 _POLL_S = 0.02
 _MAX_BATCH = 64
 _BACKOFF_S = (0.1, 5.0)
-
-
-@dataclass(slots=True, eq=False)
-class FrameBuffer:
-    """Memory for one frame. Its owner is whoever holds it: drain, then publisher, then the ring again."""
-
-    array: Bytes
-    pooled: bool
-    header: Header | None = None
-    ready: Callable[[], None] | None = None
-    """Waits until the payload is there (a copy from a device); None when it already is."""
-
-    def view(self) -> memoryview:
-        """The whole frame."""
-        assert self.header is not None
-        return memoryview(self.array)[: HEADER_LEN + self.header.payload_len]
-
-
-class FrameRing:
-    """A bounded set of frame buffers, reused; a marker may borrow more, up to its own budget.
-
-    Args:
-        ring_bytes: Memory of the ring.
-        extra_bytes: Memory that only a marker may take on top, given back as its frames are acknowledged.
-        allocate: Makes one buffer of the given number of bytes (pinned memory for a GPU).
-    """
-
-    def __init__(self, ring_bytes: int, extra_bytes: int, allocate: Callable[[int], Bytes]) -> None:
-        self._capacity = max(2, ring_bytes // MAX_FRAME_BYTES)
-        self._extra = extra_bytes // MAX_FRAME_BYTES
-        self._allocate = allocate
-        self._free: list[FrameBuffer] = []
-        self._taken = 0
-        self._extra_taken = 0
-        self._changed = threading.Condition()
-
-    def acquire(self, *, reserve: int = 0, extra: bool = False, wait_s: float = 0.0) -> FrameBuffer | None:
-        """A buffer, or None when there is none.
-
-        Args:
-            reserve: Leave at least this many buffers of the ring free.
-            extra: A marker asks: it may take from its budget.
-            wait_s: Wait at most so long; 0 never waits.
-        """
-        deadline = time.monotonic() + wait_s
-        with self._changed:
-            while True:
-                if self._taken + reserve < self._capacity:
-                    self._taken += 1
-                    return self._free.pop() if self._free else FrameBuffer(self._new(), pooled=True)
-                if extra and self._extra_taken < self._extra:
-                    self._extra_taken += 1
-                    return FrameBuffer(self._new(), pooled=False)
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    return None
-                self._changed.wait(remaining)
-
-    def _new(self) -> Bytes:
-        return self._allocate(MAX_FRAME_BYTES)
-
-    def release(self, buffer: FrameBuffer) -> None:
-        with self._changed:
-            if buffer.pooled:
-                buffer.header, buffer.ready = None, None
-                self._taken -= 1
-                self._free.append(buffer)
-            else:
-                self._extra_taken -= 1
-            self._changed.notify_all()
-
-    @property
-    def capacity(self) -> int:
-        """Buffers of the ring, without the marker's budget."""
-        return self._capacity
-
-    @property
-    def in_use(self) -> int:
-        return self._taken + self._extra_taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +175,7 @@ class Publisher:
         if buffer.ready is not None:
             buffer.ready()
         header.chain = self._chain
-        seal(header, memoryview(buffer.array))
+        seal(header, buffer.array.data)
         self._chain = header.header_crc
 
     def _acknowledge(self, acks: list[Ack]) -> None:

@@ -1,0 +1,40 @@
+"""What this rank holds, and the job's schema that all ranks agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torchrec_stream_ckpt.adapter import FusedKernel
+from torchrec_stream_ckpt.errors import UnsupportedError
+from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.types import TableShard, TableSpec
+
+
+def local_tables(kernels: Iterable[FusedKernel]) -> list[TableSpec]:
+    """The tables of which this rank holds a part."""
+    return [shard.table for kernel in kernels for shard in kernel.shards]
+
+
+def merge_schema(tables_by_rank: Iterable[Iterable[TableSpec]]) -> Schema:
+    """The schema of the job, from what each rank holds.
+
+    Raises:
+        UnsupportedError: two shards of one table differ in dtype or optimizer.
+    """
+    tables: dict[str, TableSpec] = {}
+    for local in tables_by_rank:
+        for table in local:
+            if tables.setdefault(table.name, table) != table:
+                raise UnsupportedError(f"shards differ: {tables[table.name]} and {table}", table=table.name)
+    return Schema(tuple(tables[name] for name in sorted(tables)))
+
+
+def local_shards(kernels: Iterable[FusedKernel], schema: Schema) -> tuple[TableShard, ...]:
+    """The shards of this rank that hold rows, in the order of its kernels."""
+    index = schema.index()
+    return tuple(
+        TableShard(index[shard.table.name], shard.row0, shard.rows, shard.col0, shard.cols)
+        for kernel in kernels
+        for shard in kernel.shards
+        if shard.rows and shard.cols
+    )

@@ -1,0 +1,107 @@
+"""Gather rows straight into frame buffers: ids, weights, optimizer states, as they are now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from torchrec_stream_ckpt.adapter import LocalShard
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind
+from torchrec_stream_ckpt.format.ring import Bytes, FrameBuffer
+from torchrec_stream_ckpt.format.rows import RowLayout, Section
+
+
+@dataclass(frozen=True, slots=True)
+class StreamIdentity:
+    """What every frame of this rank carries in its header."""
+
+    job: bytes
+    generation: int
+    rank: int
+    schema_crc: int
+
+
+def allocate(device: torch.device, num_bytes: int) -> Bytes:
+    """Memory for one frame: pinned when the tables are on a GPU, so that the copy can run beside training."""
+    if device.type == "cuda":
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+    return np.empty(num_bytes, np.uint8)
+
+
+class RowStager:
+    """Fills frame buffers with rows of one shard."""
+
+    def __init__(self, shard: LocalShard, table: int, identity: StreamIdentity) -> None:
+        self._shard = shard
+        self._table = table
+        self._identity = identity
+        self._layout = RowLayout.of(shard.table, shard.cols)
+
+    @property
+    def max_rows(self) -> int:
+        """Rows that fit one frame."""
+        return self._layout.max_rows
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(section.row_bytes for section in self._layout.sections)
+
+    def fill(
+        self,
+        buffer: FrameBuffer,
+        rows: torch.Tensor,
+        weights: torch.Tensor,
+        states: tuple[torch.Tensor, ...],
+        *,
+        step: int,
+        marker: int,
+    ) -> None:
+        """Gather ``rows`` (local, at most ``max_rows``) of the live tensors into ``buffer``.
+
+        On a CPU the rows are in the buffer on return. On a GPU the gather is queued on the current stream,
+        in front of any later update, and the buffer's ``ready`` waits for the copy.
+        """
+        shard, layout = self._shard, self._layout
+        count = rows.numel()
+        offsets, length = layout.offsets(count)
+        frame = torch.from_numpy(buffer.array)
+        ids, *values = (
+            _section(frame, section, offset, count) for section, offset in zip(layout.sections, offsets, strict=True)
+        )
+        if rows.is_cuda:
+            ids.copy_(rows + shard.row0, non_blocking=True)
+            for target, source in zip(values, (weights, *states), strict=True):
+                target.copy_(source.index_select(0, rows), non_blocking=True)
+            copied = torch.Event(rows.device)
+            copied.record()
+            buffer.ready = copied.synchronize
+        else:
+            torch.add(rows, shard.row0, out=ids)
+            for target, source in zip(values, (weights, *states), strict=True):
+                torch.index_select(source, 0, rows, out=target)
+        identity = self._identity
+        buffer.header = Header(
+            Kind.ROWS,
+            identity.job,
+            identity.generation,
+            identity.rank,
+            step=step,
+            marker=marker,
+            table=self._table,
+            rows=count,
+            col0=shard.col0,
+            cols=shard.cols,
+            schema_crc=identity.schema_crc,
+            dtypes=tuple(section.code for section in layout.sections),
+            section_offsets=offsets,
+            payload_len=length,
+        )
+
+
+def _section(frame: torch.Tensor, section: Section, offset: int, rows: int) -> torch.Tensor:
+    """The bytes of one section as a tensor of its dtype, shape (rows,) or (rows, width)."""
+    begin = HEADER_LEN + offset
+    flat = frame[begin : begin + rows * section.row_bytes].view(getattr(torch, section.dtype))
+    return flat if section.per_row else flat.view(rows, section.width)

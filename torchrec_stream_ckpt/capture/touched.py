@@ -1,0 +1,86 @@
+"""Which rows have to be sent: a bit for each row that changed, another for each that was never sent.
+
+Both are bool masks over the linear row space of one kernel (its shards one behind the other) and live on
+the tables' device: two bytes a row. Marking is a scatter; nothing here grows.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import torch
+
+from torchrec_stream_ckpt.adapter import FusedKernel, Lookup
+
+
+class TouchedRows:
+    """The masks of one kernel."""
+
+    def __init__(self, kernel: FusedKernel) -> None:
+        self._kernel = kernel
+        self.bases = (0, *accumulate(shard.rows for shard in kernel.shards))
+        """Linear row of each shard's first row, and the total."""
+        self.total = self.bases[-1]
+        # One row more than there are: ids that the kernel ignores are marked there.
+        self._touched = torch.zeros(self.total + 1, dtype=torch.bool, device=kernel.device)
+        self._unswept = torch.zeros(self.total, dtype=torch.bool, device=kernel.device)
+        self._cursor = self.total
+        self._feature_masks = [
+            self._touched[self.bases[shard] : self.bases[shard + 1]] for shard in kernel.feature_shards
+        ]
+
+    def mark(self, lookup: Lookup) -> None:
+        """Mark the rows of a lookup whose update has been applied. Never makes the host wait for a GPU."""
+        if lookup.indices.is_cuda:
+            rows = self._kernel.linear_rows(lookup).clamp_(max=self.total)
+            self._touched.index_fill_(0, rows, True)
+            return
+        for mask, (begin, end) in zip(self._feature_masks, pairwise(self._bounds(lookup)), strict=True):
+            if end > begin:
+                mask.index_fill_(0, lookup.indices[begin:end].long(), True)
+
+    def _bounds(self, lookup: Lookup) -> list[int]:
+        """Where the ids of each feature begin, and where the last ones end."""
+        if lookup.batch_offsets is not None:
+            return lookup.offsets[lookup.batch_offsets.long()].tolist()
+        batch = (lookup.offsets.numel() - 1) // len(self._feature_masks)
+        if batch == 0:
+            return [0] * (len(self._feature_masks) + 1)
+        return lookup.offsets[::batch].tolist()
+
+    def mark_all(self) -> None:
+        self._touched[: self.total] = True
+
+    def sweep_again(self, shards: list[int]) -> None:
+        """Every row of these shards is to be sent once, whether a step touches it or not."""
+        for shard in shards:
+            self._unswept[self.bases[shard] : self.bases[shard + 1]] = True
+        self._cursor = 0 if shards else self._cursor
+
+    def touched(self) -> torch.Tensor:
+        """Linear rows that changed since they were last sent, ascending."""
+        return self._touched[: self.total].nonzero().flatten()
+
+    def unswept(self, limit: int) -> torch.Tensor:
+        """Up to ``limit`` rows that were never sent, ascending; skips over what has been."""
+        found = torch.empty(0, dtype=torch.int64, device=self._unswept.device)
+        while self._cursor < self.total and not found.numel():
+            window = self._unswept[self._cursor : self._cursor + limit]
+            found = window.nonzero().flatten() + self._cursor
+            if not found.numel():
+                self._cursor += window.numel()
+        return found
+
+    @property
+    def swept(self) -> bool:
+        """Whether every row has been sent at least once, as far as is known without a scan."""
+        return self._cursor >= self.total
+
+    def sent(self, rows: torch.Tensor) -> None:
+        """These rows were gathered: they have to be sent again only if they change again."""
+        if rows.numel() == self.total:
+            self._touched.zero_()
+            self._unswept.zero_()
+        else:
+            self._touched.index_fill_(0, rows, False)
+            self._unswept.index_fill_(0, rows, False)
