@@ -1,0 +1,526 @@
+"""The Kafka log: topics ``JOB.data`` (one partition a rank) and ``JOB.control`` (one partition).
+
+Offsets are Kafka's own. Exactness does not rest on Kafka's transactions, but on what is in the frames;
+this module sees to it that no frame is dropped, reordered or skipped without an error. The only module
+that imports ``confluent_kafka``, which is untyped: its objects are ``Any`` here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import confluent_kafka as ck
+import confluent_kafka.admin as ck_admin
+import numpy as np
+
+from torchrec_stream_ckpt.errors import CommitUnknownError, ConfigError, CorruptionError, LogUnavailableError
+from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
+from torchrec_stream_ckpt.layout import KafkaUri
+from torchrec_stream_ckpt.log.api import Ack, Incarnation
+from torchrec_stream_ckpt.log.kafka_setup import (
+    CONTROL_TIMEOUT_S,
+    Reasons,
+    admin_settings,
+    check_options,
+    consumer_settings,
+    control_settings,
+    data_settings,
+)
+from torchrec_stream_ckpt.types import LogSpan
+
+ANSWER_TIMEOUT_S = 7.0
+QUEUE_FULL_TIMEOUT_S = 5.0
+READ_IDLE_TIMEOUT_S = 30.0
+_BATCH_FRAMES = 32
+
+_TOPIC_SETTINGS = {"retention.ms": "-1", "retention.bytes": "-1", "cleanup.policy": "delete"}
+_FRAMING_BYTES = 1000
+# The broker refused these records, so they are certainly not in the log.
+_REFUSED = frozenset(
+    {
+        "MSG_SIZE_TOO_LARGE",
+        "TOPIC_AUTHORIZATION_FAILED",
+        "CLUSTER_AUTHORIZATION_FAILED",
+        "INVALID_RECORD",
+        "_UNKNOWN_TOPIC",
+        "_UNKNOWN_PARTITION",
+    }
+)
+_DESTROYED_HINT = "restore from another copy of the log, or begin a new job; see that nothing else sets its retention"
+
+# What the client raises: a fatal producer error inside a poll that served a delivery callback comes out
+# as SystemError, with the KafkaException as its cause.
+_CLIENT_ERRORS = (ck.KafkaException, SystemError)
+
+
+class KafkaLog:
+    """A log on a Kafka cluster.
+
+    Args:
+        uri: Brokers and job.
+        options: Client settings of the user, security included.
+
+    Raises:
+        ConfigError: an option would break a promise.
+    """
+
+    def __init__(self, uri: KafkaUri, options: Mapping[str, str]) -> None:
+        self._uri = uri
+        self._options = dict(options)
+        check_options(self._options)
+        self._asking = threading.Lock()
+        self._admin: Any = None
+        self._admin_reasons = Reasons(self._options)
+        self._appending = threading.Lock()
+        self._control: _Sender | None = None
+
+    def prepare(self, partitions: int) -> Incarnation:
+        """Create the topics or add partitions; refuses topics that would lose rows by themselves.
+
+        Raises:
+            ConfigError: a topic has a retention, is compacted, or takes no whole frame.
+            LogUnavailableError: the brokers do not answer, or do not allow it.
+        """
+        topics = self._describe()
+        self._create(self._uri.data_topic, topics, partitions)
+        self._create(self._uri.control_topic, topics, 1)
+        control = topics.get(self._uri.control_topic)
+        if control is not None and len(control.partitions) != 1:
+            raise ConfigError("the control topic must have one partition", topic=self._uri.control_topic)
+        for topic in (self._uri.data_topic, self._uri.control_topic):
+            self._check_settings(topic)
+        return self._await_partitions(partitions)
+
+    def incarnation(self) -> Incarnation | None:
+        """The ids of both topics, None unless both exist."""
+        topics = self._describe()
+        data, control = topics.get(self._uri.data_topic), topics.get(self._uri.control_topic)
+        if data is None or control is None:
+            return None
+        return Incarnation(f"{data.topic_id}+{control.topic_id}", len(data.partitions))
+
+    def open_writer(self, generation: int, partition: int, resume_at: int) -> KafkaWriter:
+        """A writer of one partition; a generation needs no place of its own here, readers go by offsets."""
+        self._require(self._uri.data_topic, partition, "write", LogUnavailableError)
+        settings = data_settings(self._uri, self._options)
+        return KafkaWriter(_Sender(self._uri, self._uri.data_topic, partition, settings, Reasons(self._options)))
+
+    def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
+        """Frames of ``span``; the brokers are asked at once, frames are fetched as they are asked for."""
+        records = self._read(self._uri.data_topic, span.partition, span.begin, span.end)
+        return ((offset, memoryview(value)) for offset, value in records)
+
+    def append_control(self, record: bytes) -> int:
+        """Append one record; see :meth:`Log.append_control`.
+
+        Raises:
+            LogUnavailableError: it is certainly not in the log.
+            CommitUnknownError: nobody knows.
+        """
+        with self._appending:
+            if self._control is None:
+                # Also tells a dead broker from a lost answer: here nothing has been sent yet.
+                self._require(self._uri.control_topic, 0, "write", LogUnavailableError)
+                settings = control_settings(self._uri, self._options)
+                self._control = _Sender(self._uri, self._uri.control_topic, 0, settings, Reasons(self._options))
+            try:
+                return _append(self._control, record)
+            except BaseException:
+                # A producer with a failure behind it may be fatally ill: the next append takes another.
+                self._drop_control()
+                raise
+
+    def read_control(self, start: int = 0) -> Iterator[tuple[int, bytes]]:
+        """Records from ``start`` to what is the end now; none while there is no topic yet."""
+        if not start and self._uri.control_topic not in self._describe():
+            return iter(())
+        return self._read(self._uri.control_topic, 0, start, None)
+
+    def close(self) -> None:
+        with self._appending:
+            self._drop_control()
+        with self._asking:
+            self._admin = None
+
+    def _drop_control(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
+    # Asking the brokers.
+
+    def _ask(self, doing: str, call: Callable[[Any], Mapping[Any, Future[Any]]]) -> dict[Any, Any]:
+        """Run one admin call and wait for all of its answers, which may be KafkaErrors.
+
+        Raises:
+            LogUnavailableError: no answer, with the reason that the client has whispered meanwhile.
+        """
+        with self._asking:
+            admin, reasons = self._admin_client(), self._admin_reasons
+            admin.poll(0)
+            reasons.clear()
+            futures = call(admin)
+            deadline = time.monotonic() + ANSWER_TIMEOUT_S
+            while wait(futures.values(), timeout=0.1).not_done:
+                admin.poll(0)
+                if reasons.hopeless() or time.monotonic() > deadline:
+                    raise reasons.unavailable(self._uri, doing, f"no answer within {ANSWER_TIMEOUT_S:.0f} s")
+            return {key: _outcome(future) for key, future in futures.items()}
+
+    def _admin_client(self) -> Any:
+        if self._admin is None:
+            settings = admin_settings(self._uri, self._options)
+            self._admin = _client(ck_admin.AdminClient, settings, self._admin_reasons)
+        return self._admin
+
+    def _unavailable(self, doing: str, error: Any) -> LogUnavailableError:
+        return self._admin_reasons.unavailable(self._uri, doing, _plain(error))
+
+    def _describe(self) -> dict[str, Any]:
+        """Descriptions of those of the two topics that exist."""
+        names = ck.TopicCollection([self._uri.data_topic, self._uri.control_topic])
+        answers = self._ask("find the job's topics", lambda admin: admin.describe_topics(names))
+        for name, answer in answers.items():
+            if isinstance(answer, ck.KafkaError) and answer.code() != ck.KafkaError.UNKNOWN_TOPIC_OR_PART:
+                raise self._unavailable(f"find topic {name}", answer)
+        return {name: answer for name, answer in answers.items() if not isinstance(answer, ck.KafkaError)}
+
+    def _require(
+        self, topic: str, partition: int, doing: str, error: type[CorruptionError | LogUnavailableError]
+    ) -> None:
+        description = self._describe().get(topic)
+        if description is None:
+            raise error(f"cannot {doing} topic '{topic}': it does not exist", hint=_DESTROYED_HINT)
+        if partition not in {known.id for known in description.partitions}:
+            raise error(f"cannot {doing} topic '{topic}': no such partition", hint=_DESTROYED_HINT, partition=partition)
+
+    def _create(self, topic: str, topics: Mapping[str, Any], partitions: int) -> None:
+        """Make the topic or let it grow; another rank 0 may be doing the same."""
+        known = topics.get(topic)
+        if known is None:
+            # Replication factor -1: the cluster's own default.
+            new = ck_admin.NewTopic(topic, partitions, -1, config=_TOPIC_SETTINGS)
+            answers = self._ask(f"create topic {topic}", lambda admin: admin.create_topics([new]))
+            tolerated = ck.KafkaError.TOPIC_ALREADY_EXISTS
+        elif len(known.partitions) < partitions:
+            grown = ck_admin.NewPartitions(topic, partitions)
+            answers = self._ask(f"add partitions to {topic}", lambda admin: admin.create_partitions([grown]))
+            tolerated = ck.KafkaError.INVALID_PARTITIONS
+        else:
+            return
+        for answer in answers.values():
+            if isinstance(answer, ck.KafkaError) and answer.code() != tolerated:
+                raise self._unavailable(f"create topic {topic} with {partitions} partitions", answer)
+
+    def _check_settings(self, topic: str) -> None:
+        resource = ck_admin.ConfigResource(ck_admin.ConfigResource.Type.TOPIC, topic)
+        answers = self._ask("read the topic's settings", lambda admin: admin.describe_configs([resource]))
+        (answer,) = answers.values()
+        if isinstance(answer, ck.KafkaError):
+            raise self._unavailable(f"read the settings of topic {topic}", answer)
+        for name, wanted in _TOPIC_SETTINGS.items():
+            if answer[name].value != wanted:
+                raise ConfigError(
+                    f"topic '{topic}' has {name}={answer[name].value}, which would lose rows: it must be {wanted}",
+                    hint=f"kafka-configs.sh --alter --entity-type topics --entity-name {topic} "
+                    f"--add-config {name}={wanted}",
+                )
+        if int(answer["max.message.bytes"].value) < MAX_FRAME_BYTES + _FRAMING_BYTES:
+            raise ConfigError(
+                f"topic '{topic}' has max.message.bytes={answer['max.message.bytes'].value}: a frame does not fit",
+                hint="set it to 1048588, Kafka's default",
+            )
+
+    def _await_partitions(self, partitions: int) -> Incarnation:
+        """Creation is acknowledged before every broker knows of it."""
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while True:
+            now = self.incarnation()
+            if now is not None and now.partitions >= partitions:
+                return now
+            if time.monotonic() > deadline:
+                seen = now.partitions if now else 0
+                raise LogUnavailableError(
+                    f"topic '{self._uri.data_topic}' shows {seen} of {partitions} partitions after creation",
+                    hint="look at the brokers' log, then try again",
+                )
+            time.sleep(0.05)
+
+    def _watermarks(self, topic: str, partition: int) -> tuple[int, int]:
+        """(first offset that is still there, end of what is durable)."""
+        self._require(topic, partition, "read", CorruptionError)
+        return (
+            self._offset(topic, partition, ck_admin.OffsetSpec.earliest()),
+            self._offset(topic, partition, ck_admin.OffsetSpec.latest()),
+        )
+
+    def _offset(self, topic: str, partition: int, spec: Any) -> int:
+        request = {ck.TopicPartition(topic, partition): spec}
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while True:
+            answers = self._ask("find the ends of the log", lambda admin: admin.list_offsets(request))
+            (answer,) = answers.values()
+            if not isinstance(answer, ck.KafkaError):
+                return int(answer.offset)
+            # A partition is without a leader for a moment, after creation and after a broker's death.
+            if time.monotonic() > deadline:
+                raise self._unavailable(f"find the ends of {topic}/{partition}", answer)
+            time.sleep(0.1)
+
+    # Reading.
+
+    def _read(self, topic: str, partition: int, begin: int, end: int | None) -> Iterator[tuple[int, bytes]]:
+        low, high = self._watermarks(topic, partition)
+        end = high if end is None else end
+        if begin < low or max(begin, end) > high:
+            raise CorruptionError(
+                f"the log has offsets [{low}, {high}), not [{begin}, {end}): "
+                "a retention ate them, or the topic was deleted and made again",
+                hint=_DESTROYED_HINT,
+                topic=topic,
+                partition=partition,
+            )
+        return self._records(topic, partition, begin, end)
+
+    def _records(self, topic: str, partition: int, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """All records in [begin, end); offsets may have gaps, so the position decides, not a count."""
+        if begin >= end:
+            return
+        reasons = Reasons(self._options)
+        consumer = _client(ck.Consumer, consumer_settings(self._uri, self._options), reasons)
+        try:
+            consumer.assign([ck.TopicPartition(topic, partition, begin)])
+            position, heard = begin, time.monotonic()
+            while position < end:
+                batch = self._consume(consumer, min(_BATCH_FRAMES, end - position), reasons, topic)
+                if batch:
+                    heard = time.monotonic()
+                elif reasons.hopeless() or time.monotonic() - heard > READ_IDLE_TIMEOUT_S:
+                    raise reasons.unavailable(self._uri, f"read {topic}/{partition}", "no answer")
+                for message in batch:
+                    if message.error() is not None:
+                        # The end of the partition, as far as the broker has it.
+                        position = max(position, message.offset())
+                        continue
+                    if message.offset() >= end:
+                        return
+                    position = message.offset() + 1
+                    yield message.offset(), _value(message)
+        finally:
+            consumer.close()
+
+    def _consume(self, consumer: Any, count: int, reasons: Reasons, topic: str) -> list[Any]:
+        """Records and ends of the partition; anything else is raised."""
+        doing = f"read {topic}"
+        with _surfacing(reasons, self._uri, doing):
+            batch = consumer.consume(count, timeout=0.2)
+        for message in batch:
+            error = message.error()
+            if error is None or error.code() == ck.KafkaError._PARTITION_EOF:
+                continue
+            if error.code() in (ck.KafkaError._AUTO_OFFSET_RESET, ck.KafkaError.OFFSET_OUT_OF_RANGE):
+                raise CorruptionError(
+                    f"topic '{topic}' lost offsets while it was read", hint=_DESTROYED_HINT, offset=message.offset()
+                )
+            if error.code() in (ck.KafkaError.UNKNOWN_TOPIC_OR_PART, ck.KafkaError._UNKNOWN_PARTITION):
+                raise CorruptionError(f"topic '{topic}' was deleted while it was read", hint=_DESTROYED_HINT)
+            raise reasons.unavailable(self._uri, doing, _plain(error))
+        return list(batch)
+
+
+class KafkaWriter:
+    """One rank's end of a data partition; see :class:`DataWriter`."""
+
+    def __init__(self, sender: _Sender) -> None:
+        self._sender = sender
+
+    def send(self, frame: memoryview) -> None:
+        # The client takes an array, not a memoryview; it copies the bytes into its own queue.
+        self._sender.send(np.frombuffer(frame, np.uint8))
+
+    def poll(self, timeout_s: float) -> list[Ack]:
+        acks: list[Ack] = []
+        for error, offset in self._sender.reports(timeout_s):
+            if error is not None or offset < 0:
+                # A duplicate that the broker no longer remembers has no offset: it is sent again.
+                failure = self._sender.failed("write", error or "a frame was acknowledged without its offset")
+                if not acks:
+                    raise failure
+                # What came before is durable; the next call raises.
+                break
+            acks.append(Ack(offset, offset + 1))
+        return acks
+
+    def close(self) -> None:
+        self._sender.close()
+
+
+class _Sender:
+    """An idempotent producer of one partition. One thread at a time; an error is final."""
+
+    def __init__(
+        self, uri: KafkaUri, topic: str, partition: int, settings: Mapping[str, Any], reasons: Reasons
+    ) -> None:
+        self._uri = uri
+        self._topic = topic
+        self._partition = partition
+        self._reasons = reasons
+        # (number of the record, error or None, offset); the callback does nothing but append.
+        self._done: deque[tuple[int, Any, int]] = deque()
+        self._sent = 0
+        self._reported = 0
+        self._failure: LogUnavailableError | None = None
+        self._producer = _client(ck.Producer, settings, reasons)
+
+    def send(self, value: Any) -> None:
+        """Queue one record.
+
+        Raises:
+            LogUnavailableError: it was not taken.
+        """
+        deadline = time.monotonic() + QUEUE_FULL_TIMEOUT_S
+        with self._guard():
+            while True:
+                try:
+                    delivered = partial(self._delivered, self._sent)
+                    self._producer.produce(self._topic, value, partition=self._partition, on_delivery=delivered)
+                    break
+                except BufferError:
+                    if time.monotonic() > deadline:
+                        raise self.failed("write", "the client's queue stays full") from None
+                    self._producer.poll(0.05)
+        self._sent += 1
+
+    def reports(self, timeout_s: float) -> list[tuple[Any, int]]:
+        """(error, offset) of what was delivered or given up, in the order of ``send``."""
+        with self._guard():
+            self._producer.poll(0 if self._done else timeout_s)
+        reports = []
+        while self._done:
+            number, error, offset = self._done.popleft()
+            if number != self._reported:
+                raise self.failed("write", f"report {number} came instead of {self._reported}")
+            self._reported += 1
+            reports.append((error, offset))
+        return reports
+
+    def failed(self, doing: str, error: Any) -> LogUnavailableError:
+        """The error of this sender, from now on."""
+        self._failure = self._reasons.unavailable(self._uri, f"{doing} {self._topic}/{self._partition}", _plain(error))
+        return self._failure
+
+    def reason(self) -> LogUnavailableError:
+        """Why there is no answer, without ending this sender."""
+        return self._reasons.unavailable(self._uri, f"write {self._topic}/{self._partition}", "no answer")
+
+    def close(self) -> None:
+        """Drop what is queued; what is on the wire may still arrive."""
+        try:
+            self._producer.purge(blocking=False)
+            self._producer.poll(0)
+        except _CLIENT_ERRORS:
+            return
+        finally:
+            self._done.clear()
+
+    def _delivered(self, number: int, error: Any, message: Any) -> None:
+        offset = message.offset()
+        self._done.append((number, error, -1 if offset is None else offset))
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            with _surfacing(self._reasons, self._uri, f"write {self._topic}/{self._partition}"):
+                yield
+        except LogUnavailableError as error:
+            self._failure = error
+            raise
+
+
+def _append(sender: _Sender, record: bytes) -> int:
+    """Send one control record and wait for its offset."""
+    sender.send(record)
+    # The client gives up after CONTROL_TIMEOUT_S; beyond that it is the client itself that hangs.
+    deadline = time.monotonic() + CONTROL_TIMEOUT_S + 5
+    while time.monotonic() < deadline:
+        try:
+            reports = sender.reports(0.2)
+        except LogUnavailableError as failure:
+            raise _unknown(failure.message) from None
+        for error, offset in reports:
+            if error is not None and error.name() in _REFUSED:
+                raise sender.failed("write", error)
+            if error is not None:
+                raise _unknown(f"{sender.reason().message}; {_plain(error)}")
+            if offset < 0:
+                raise _unknown("the broker knows the record already, but not its offset")
+            return offset
+    raise _unknown(sender.reason().message)
+
+
+def _unknown(reason: str) -> CommitUnknownError:
+    return CommitUnknownError(
+        f"nobody knows whether the control record arrived: {reason}", hint="read the control topic once Kafka answers"
+    )
+
+
+def _client(kind: Callable[[dict[str, Any]], Any], settings: Mapping[str, Any], reasons: Reasons) -> Any:
+    """Make a client whose complaints go to ``reasons`` and to logging, not to stderr.
+
+    Raises:
+        ConfigError: an option is unknown or has a bad value.
+    """
+    try:
+        return kind({**settings, "error_cb": reasons.note, "logger": reasons})
+    except (ck.KafkaException, TypeError, ValueError) as error:
+        text = reasons.redact(_plain(error))
+        raise ConfigError(
+            f"Kafka client options: {text}", hint="see librdkafka's CONFIGURATION.md for the names"
+        ) from None
+
+
+@contextmanager
+def _surfacing(reasons: Reasons, uri: KafkaUri, doing: str) -> Iterator[None]:
+    """Turn what the client raises into our error."""
+    try:
+        yield
+    except _CLIENT_ERRORS as error:
+        if isinstance(error, SystemError) and not isinstance(error.__cause__, ck.KafkaException):
+            raise
+        raise reasons.unavailable(uri, doing, _plain(error.__cause__ or error)) from None
+
+
+def _outcome(future: Future[Any]) -> Any:
+    """Result of an admin call, or its KafkaError."""
+    try:
+        return future.result()
+    except ck.KafkaException as error:
+        return error.args[0]
+
+
+def _plain(error: Any) -> str:
+    """A client error as words."""
+    if isinstance(error, ck.KafkaException):
+        error = error.args[0]
+    return f"{error.str()} ({error.name()})" if isinstance(error, ck.KafkaError) else str(error)
+
+
+def _value(message: Any) -> bytes:
+    value = message.value()
+    if not isinstance(value, bytes):
+        raise CorruptionError(
+            "a record without a value: nothing that we wrote",
+            hint="check that the topic belongs to the job",
+            topic=message.topic(),
+            offset=message.offset(),
+        )
+    return value

@@ -1,0 +1,201 @@
+"""Settings of the Kafka clients, and plain words for what they complain about. Imports no Kafka client."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from typing import Any
+
+from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
+from torchrec_stream_ckpt.layout import KafkaUri
+
+log = logging.getLogger(__name__)
+
+CONTROL_TIMEOUT_S = 15.0
+SECURITY_GRACE_S = 1.5
+
+_COMMON = {
+    "client.id": "torchrec_stream_ckpt",
+    "socket.keepalive.enable": "true",
+    "reconnect.backoff.ms": "100",
+    # The default of 10 s would keep a trainer waiting long after its broker is back.
+    "reconnect.backoff.max.ms": "1000",
+}
+_PRODUCER = {
+    # Rows of fp32 do not compress.
+    "compression.type": "none",
+    # One record of MAX_FRAME_BYTES with its framing, and below what a broker takes by default (1,048,588).
+    "message.max.bytes": "1040000",
+}
+_DATA = {"linger.ms": "2"}
+_CONTROL = {"linger.ms": "0"}
+_CONSUMER = {"fetch.message.max.bytes": str(8 << 20), "fetch.wait.max.ms": "100"}
+
+# What correctness rests on; laid over the user's options.
+_PRODUCER_FIXED = {
+    "acks": "all",
+    "enable.idempotence": "true",
+    # A producer may else make a deleted topic anew, with the broker's retention.
+    "allow.auto.create.topics": "false",
+}
+# A finite timeout would drop a frame and go on behind it.
+_DATA_FIXED = {"message.timeout.ms": "0"}
+_CONTROL_FIXED = {"message.timeout.ms": str(int(CONTROL_TIMEOUT_S * 1000))}
+_CONSUMER_FIXED = {
+    # Anything else would jump over rows that retention ate.
+    "auto.offset.reset": "error",
+    "enable.auto.commit": "false",
+    "enable.partition.eof": "true",
+    # We write no transactions, and someone else's open one must not hide our rows.
+    "isolation.level": "read_uncommitted",
+    "check.crcs": "true",
+}
+_RESERVED = {
+    *_PRODUCER_FIXED,
+    *_DATA_FIXED,
+    *_CONSUMER_FIXED,
+    "request.required.acks",
+    "delivery.timeout.ms",
+    "transactional.id",
+    "enable.auto.offset.store",
+}
+_SECRET_WORDS = ("password", "secret", "token", "key.pem", "jaas", "oauthbearer.config", "credentials")
+
+
+def check_options(options: dict[str, str]) -> None:
+    """Refuse client options that would break a promise.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    for name in options:
+        if name in _RESERVED:
+            raise ConfigError(
+                f"client option '{name}' is not yours to set: exactness rests on it", hint="leave it away"
+            )
+        if name in ("bootstrap.servers", "metadata.broker.list"):
+            raise ConfigError(f"client option '{name}' stands in the URI already", hint="write kafka://BROKERS/JOB")
+
+
+def admin_settings(uri: KafkaUri, options: dict[str, str]) -> dict[str, Any]:
+    return _COMMON | options | {"bootstrap.servers": uri.brokers}
+
+
+def data_settings(uri: KafkaUri, options: dict[str, str]) -> dict[str, Any]:
+    return _PRODUCER | _DATA | admin_settings(uri, options) | _PRODUCER_FIXED | _DATA_FIXED
+
+
+def control_settings(uri: KafkaUri, options: dict[str, str]) -> dict[str, Any]:
+    return _PRODUCER | _CONTROL | admin_settings(uri, options) | _PRODUCER_FIXED | _CONTROL_FIXED
+
+
+def consumer_settings(uri: KafkaUri, options: dict[str, str]) -> dict[str, Any]:
+    # The client wants a group, though nothing is ever committed to it.
+    group = {"group.id": f"{uri.job}.readers"}
+    return _CONSUMER | group | admin_settings(uri, options) | _CONSUMER_FIXED
+
+
+# (piece of the code or text, rank, what it means, what to try); the highest rank is the true reason.
+_MEANINGS = (
+    (
+        "_AUTHENTICATION",
+        4,
+        "the broker refused the login",
+        "check security.protocol, sasl.mechanism, sasl.username and sasl.password",
+    ),
+    ("wrong version number", 4, "TLS was spoken to a port without it", "check security.protocol and the port"),
+    ("PLAINTEXT broker listener", 4, "TLS was spoken to a port without it", "check security.protocol and the port"),
+    ("_SSL", 4, "TLS failed", "check ssl.ca.location (the CA that signed the broker's certificate) and the host name"),
+    (
+        "incorrect security.protocol",
+        3,
+        "the broker hung up on the first request",
+        "check security.protocol and the port: the listener may want SSL, SASL_SSL or SASL_PLAINTEXT",
+    ),
+    ("_RESOLVE", 2, "the broker's name does not resolve", "check HOST in the URI"),
+    ("refused", 2, "connection refused", "start the broker, or correct HOST:PORT in the URI"),
+    ("UNKNOWN_TOPIC", 1, "the topic is not there", "see whether somebody deleted it; a new job takes a new name"),
+    ("_UNKNOWN_PARTITION", 1, "the topic is not there", "see whether somebody deleted it; a new job takes a new name"),
+    (
+        "AUTHORIZATION_FAILED",
+        1,
+        "the broker does not allow it",
+        "give this user READ, WRITE and DESCRIBE on the topics",
+    ),
+    ("_TRANSPORT", 1, "no connection to the broker", "check that the broker runs and can be reached from here"),
+)
+_FINAL_RANK = 4
+# Errors that say only that there was no answer: what the client has complained about is the better reason.
+_VAGUE = ("TIMED_OUT", "_ALL_BROKERS_DOWN", "_TRANSPORT", "no answer", "stays full")
+
+
+class Reasons:
+    """Remembers why a client has no luck: librdkafka itself only reports a timeout.
+
+    Args:
+        options: The user's client options, whose secrets must not show.
+    """
+
+    def __init__(self, options: dict[str, str]) -> None:
+        self._secrets = [
+            value for name, value in options.items() if value and any(word in name for word in _SECRET_WORDS)
+        ]
+        self._lock = threading.Lock()
+        self._seen: set[str] = set()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget: another operation begins."""
+        self._rank, self._what, self._hint = 0, "", ""
+        self._since = 0.0
+
+    def redact(self, text: str) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return text
+
+    def note(self, error: Any) -> None:
+        """The client's ``error_cb``."""
+        code, text = error.name(), self.redact(error.str())
+        rank, meaning, hint = _meaning(f"{code} {text}")
+        if rank > self._rank:
+            self._rank, self._what, self._hint = rank, f"{meaning} ({text})", hint
+            self._since = time.monotonic()
+
+    def log(self, level: int, pattern: str, *arguments: object) -> None:
+        """The client's ``logger``: a refused connection is tried ten times a second, and told once."""
+        text = self.redact(pattern % arguments)
+        if "will be ignored by this" in text:
+            # One set of options serves producers and consumers.
+            level = logging.DEBUG
+        # The same but for how long it took.
+        gist = re.sub(r"\(after \d+ms in state \w+.*\)", "", text)
+        with self._lock:
+            known = gist in self._seen
+            if len(self._seen) < 1000:
+                self._seen.add(gist)
+        log.log(logging.DEBUG if known else min(level, logging.WARNING), "%s", text)
+
+    def hopeless(self) -> bool:
+        """Whether waiting is in vain: security settings do not mend themselves.
+
+        Not at the first complaint, for one broker of several may be the odd one.
+        """
+        return self._rank >= _FINAL_RANK and time.monotonic() - self._since > SECURITY_GRACE_S
+
+    def unavailable(self, uri: KafkaUri, doing: str, error: str) -> LogUnavailableError:
+        """The error to raise: what the client was told, or what it complained about while it waited."""
+        _, meaning, hint = _meaning(error)
+        what = f"{meaning} ({error})" if meaning else error
+        if self._rank and any(word in error for word in _VAGUE):
+            what, hint = self._what, self._hint
+        hint = hint or "check that the broker runs and can be reached from here"
+        return LogUnavailableError(f"Kafka at {uri.brokers}: cannot {doing}: {self.redact(what)}", hint=hint)
+
+
+def _meaning(text: str) -> tuple[int, str, str]:
+    """(rank, meaning, hint) of a complaint; rank 0 when it is none that we know."""
+    known = [(rank, meaning, hint) for key, rank, meaning, hint in _MEANINGS if key in text]
+    return max(known, key=lambda entry: entry[0], default=(0, "", ""))
