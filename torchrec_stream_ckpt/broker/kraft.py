@@ -39,6 +39,7 @@ STOP_TIMEOUT_S = 20.0
 _TETHER = Path(__file__).with_name("tether.py")
 _JVM = ("-Xms128m", "-Xmx512m", "-XX:+UseSerialGC", "-Xshare:auto", "-Djava.awt.headless=true")
 
+# A killed broker is let in again only when its old session has run out: by default that is after 9 s.
 _PROPERTIES = """\
 process.roles=broker,controller
 node.id=1
@@ -59,6 +60,8 @@ transaction.state.log.num.partitions=1
 share.coordinator.state.topic.replication.factor=1
 share.coordinator.state.topic.min.isr=1
 group.initial.rebalance.delay.ms=0
+broker.session.timeout.ms=3000
+broker.heartbeat.interval.ms=500
 """
 
 _LOG4J = """\
