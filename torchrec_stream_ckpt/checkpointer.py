@@ -1,0 +1,379 @@
+"""What users hold: one object that streams a TorchRec job and restores it."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from torchrec_stream_ckpt.adapter import fused_kernels, watch_outside_writes
+from torchrec_stream_ckpt.capture.hook import Capture, Drain
+from torchrec_stream_ckpt.capture.shards import local_shards, local_tables, merge_schema
+from torchrec_stream_ckpt.capture.staging import StreamIdentity, allocate
+from torchrec_stream_ckpt.commit.cadence import Cadence
+from torchrec_stream_ckpt.commit.collective import Team, new_group
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.commit.coordinator import Coordinator, Cut
+from torchrec_stream_ckpt.commit.dense import DenseState, Stateful
+from torchrec_stream_ckpt.config import StreamConfig
+from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError, StreamCkptError
+from torchrec_stream_ckpt.format.control import Claim, Hello, Mark
+from torchrec_stream_ckpt.format.dense import dense_path
+from torchrec_stream_ckpt.format.frame import Header, Kind
+from torchrec_stream_ckpt.format.ring import FrameRing
+from torchrec_stream_ckpt.layout import KafkaUri, dense_name, parse_uri
+from torchrec_stream_ckpt.log.api import Incarnation, Log, open_log
+from torchrec_stream_ckpt.log.publisher import Publisher
+from torchrec_stream_ckpt.restore.apply import apply_rows
+from torchrec_stream_ckpt.restore.choose import Choice, choose
+from torchrec_stream_ckpt.restore.plan import RestorePlan, check_schema, plan_restore
+from torchrec_stream_ckpt.types import Committed, MarkerId, Restored
+
+log = logging.getLogger(__name__)
+
+_JOIN_S = 5.0
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What exists while a generation is open."""
+
+    claim: Claim
+    publisher: Publisher
+    coordinator: Coordinator
+
+
+class StreamCheckpointer:
+    """Streams the changed rows of a TorchRec job and commits markers; restores any of them.
+
+    Every method is collective: all ranks call it at the same step boundary, on the training thread.
+
+    Args:
+        dmp: The sharded model.
+        optimizer: What the job steps: a torch optimizer, ``KeyedOptimizerWrapper`` or ``CombinedOptimizer``;
+            None when all parameters are fused.
+        config: Where to stream, and how often.
+        stateful: Objects with ``state_dict()`` and ``load_state_dict()`` whose state on rank 0 serves all
+            ranks: a loader that counts samples, a learning-rate schedule.
+        stateful_per_rank: The same for objects with a state of their own on every rank; they can only be
+            restored on as many ranks.
+
+    Raises:
+        UnsupportedError: the model holds something that cannot be captured exactly; names it.
+        ConfigError: the configuration is wrong.
+        LogUnavailableError: the log does not answer.
+    """
+
+    def __init__(
+        self,
+        dmp: DistributedModelParallel,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        config: StreamConfig,
+        stateful: Mapping[str, Stateful] | None = None,
+        stateful_per_rank: Mapping[str, Stateful] | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise ConfigError("torch.distributed is not initialized", hint="init_process_group() comes first")
+        self._config = config
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        # One group for each thread and purpose: calls on one group are in the same order on every rank.
+        step_group, vote_group, dense_group = (new_group(2 * config.commit_timeout_s + 60) for _ in range(3))
+        self._vote_group = vote_group
+        self._team = Team(step_group)
+        self._kernels = self._team.together(lambda: fused_kernels(dmp))
+        self._schema = self._team.together(lambda: merge_schema(self._team.gather(local_tables(self._kernels))))
+        self._shards = local_shards(self._kernels, self._schema)
+        self._dense = self._team.together(
+            lambda: DenseState(dmp, optimizer, stateful or {}, stateful_per_rank or {}, dense_group)
+        )
+        self._log: Log = self._team.together(lambda: open_log(config.uri, config.kafka_options))
+        self._team.on_rank0(self._log.incarnation)  # a log that cannot be reached is said now, not at the first marker
+        self._control = Control(self._log)
+        self._capture = Capture(self._kernels, self._schema)
+        self._removers: list[Callable[[], None]] = [watch_outside_writes(dmp, self._capture.mark_all)]
+        self._removers.append(self._capture.close)
+        device = self._kernels[0].device if self._kernels else torch.device("cpu")
+        self._ring = FrameRing(
+            config.ring_bytes, config.marker_budget_bytes, lambda num_bytes: allocate(device, num_bytes)
+        )
+        self._cadence = Cadence(config.marker_every, config.marker_every_s, step_group)
+        self._stream: _Stream | None = None
+        self._step = 0
+        self._next_marker = 1
+        self._broken: StreamCkptError | None = None
+        self._closed = False
+
+    def __enter__(self) -> StreamCheckpointer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def steps(self) -> int:
+        """Steps of the job so far, those before a restored marker counted."""
+        return self._step
+
+    def restore(self, marker: MarkerId | str | tuple[int, int] | None = None) -> Restored | None:
+        """Bring back a marker, in place, on any number of ranks and any plan.
+
+        Args:
+            marker: Which one, as ``"GENERATION:MARKER"``; None: the newest that is whole.
+
+        Returns:
+            What was restored; None when nothing was ever committed and ``marker`` is None.
+
+        Raises:
+            MarkerNotFoundError: ``marker`` is not committed.
+            SchemaMismatchError: tables or dense state differ from the model's; names the first, with both values.
+            ColumnResplitError: see ``StreamConfig.on_column_resplit``.
+            CorruptionError: bytes that the marker needs are damaged or missing; says where.
+        """
+        self._check_open()
+        if self._stream is not None:
+            raise ConfigError("restore() comes before the first step() and mark()")
+        chosen = self._choose(marker)
+        if chosen is None:
+            self._open(parent=None, swept=range(len(self._schema.tables)))
+            return None
+        plan, choice = chosen
+        try:
+            rows = self._team.together(lambda: apply_rows(self._log, plan, self._kernels))
+            self._team.together(
+                lambda: self._dense.load(dense_path(self._config.store_path, choice.commit), plan.world)
+            )
+        except StreamCkptError as error:
+            self._broken = error
+            raise
+        merged = {table for tables in self._team.gather(plan.merged) for table in tables}
+        self._step = plan.step
+        self._next_marker = plan.marker.marker + 1
+        self._open(parent=plan.marker, swept=sorted(merged))
+        if self._rank == 0:
+            log.info("restored marker %s (step %d, written by %d ranks)", plan.marker, plan.step, plan.world)
+        return Restored(plan.marker.generation, plan.marker.marker, plan.step, plan.world, rows, choice.skipped)
+
+    def plan(self, marker: MarkerId | str | tuple[int, int] | None = None) -> RestorePlan | None:
+        """What ``restore(marker)`` would read and write on this rank; prints with ``describe()``. Writes nothing."""
+        chosen = self._choose(marker)
+        return chosen[0] if chosen is not None else None
+
+    def step(self) -> None:
+        """A training step is done: forward, backward and optimizer. Drains and cuts markers by cadence.
+
+        Raises:
+            FencedError: another trainer has taken over the job.
+        """
+        self._ensure_stream()
+        self._step += 1
+        if self._cadence.decide():
+            self._cut(wait_s=0.0)
+        elif self._step % self._config.drain_every == 0:
+            self._drain()
+        self._cadence.start(self._step, self._ready())
+
+    def mark(self) -> Future[Committed]:
+        """Start a marker at this step boundary.
+
+        Waits for a marker in flight, and for the rest of the sweep when it is the job's first one; a marker
+        that the cadence cuts waits for neither.
+
+        Returns:
+            A future that resolves on every rank once the marker is committed, or fails with the reason.
+        """
+        stream = self._ensure_stream()
+        stream.coordinator.settle()
+        self._check_open()
+        return self._cut(wait_s=self._config.commit_timeout_s)
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Remove the hooks, wait for the marker in flight and let go of the log; takes at most ``timeout_s``.
+
+        Rows that changed since the last marker are not part of any: call ``mark()`` before if they shall be.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        deadline = time.monotonic() + timeout_s
+        for remove in self._removers:
+            remove()
+        if self._stream is not None:
+            if not self._stream.coordinator.close(timeout_s):
+                log.warning("closed while a marker was in flight: it is given up, or settles when read")
+            self._stream.publisher.close(max(0.0, min(_JOIN_S, deadline - time.monotonic())))
+        self._log.close()
+
+    # Drains and cuts.
+
+    def _drain(self) -> None:
+        drain = Drain(self._step, self._next_marker)
+        self._capture.drain(drain)
+        if not self._capture.swept:
+            # Touched rows come first: the sweep leaves them half of the ring.
+            reserve = self._ring.capacity // 2
+            self._capture.sweep(Drain(self._step, self._next_marker, reserve=reserve), self._config.sweep_bytes)
+
+    def _ready(self) -> bool:
+        """Whether this rank can cut at the next step without waiting."""
+        assert self._stream is not None
+        return self._capture.swept and not self._stream.coordinator.busy
+
+    def _cut(self, wait_s: float) -> Future[Committed]:
+        """Freeze this step boundary: rows and MARK into the ring, a copy of the dense state, the rest aside."""
+        stream = self._ensure_stream()
+        self._cadence.cut()
+        marker, self._next_marker = self._next_marker, self._next_marker + 1
+        drain = Drain(self._step, marker, extra=True, wait_s=wait_s)
+        whole = self._finish_sweep(drain) and self._capture.drain(drain)
+        buffer = self._ring.acquire(extra=True, wait_s=wait_s) if whole else None
+        rows, num_bytes = stream.publisher.rows, stream.publisher.num_bytes
+        mark_seq, reason = -1, ""
+        if buffer is not None:
+            header = self._header(Kind.MARK, marker=marker)
+            buffer.put_json(header, Mark(rows, num_bytes, self._capture.scalars()).to_json())
+            mark_seq = stream.publisher.submit(buffer)
+        else:
+            budget = self._config.ring_bytes + self._config.marker_budget_bytes
+            reason = f"what changed does not fit the {budget} bytes of ring and marker budget"
+        dense = self._dense.save(stream.coordinator.folder(marker))
+        return stream.coordinator.begin(Cut(marker, self._step, mark_seq, rows, num_bytes, dense, reason))
+
+    def _finish_sweep(self, drain: Drain) -> bool:
+        while not self._capture.swept:
+            if not self._capture.sweep(drain, self._config.ring_bytes):
+                return False
+        return True
+
+    def _header(self, kind: Kind, *, marker: int = 0) -> Header:
+        assert self._stream is not None
+        claim = self._stream.claim
+        return Header(
+            kind,
+            claim.job,
+            claim.generation,
+            self._rank,
+            step=self._step,
+            marker=marker,
+            schema_crc=self._schema.crc,
+        )
+
+    # Opening a generation.
+
+    def _ensure_stream(self) -> _Stream:
+        self._check_open()
+        if self._stream is None:
+            self._open(parent=None, swept=range(len(self._schema.tables)))
+        assert self._stream is not None
+        return self._stream
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("this StreamCheckpointer is closed")
+        if self._broken is not None:
+            raise ConfigError(f"a restore failed half way ({self._broken.headline})", hint="start the job anew")
+        if self._stream is not None and self._stream.coordinator.fenced is not None:
+            raise self._stream.coordinator.fenced
+
+    def _open(self, parent: MarkerId | None, swept: Sequence[int]) -> None:
+        """Claim the next generation, and start this rank's stream in it."""
+        claim = self._team.on_rank0(lambda: self._claim(parent, tuple(swept)))
+        self._team.together(lambda: self._check_same_log(claim))
+        partition = self._rank % claim.partitions
+        publisher = Publisher(
+            lambda resume_at: self._log.open_writer(claim.generation, partition, resume_at), self._ring
+        )
+        coordinator = Coordinator(
+            self._log,
+            self._control,
+            claim,
+            publisher,
+            partition,
+            self._config.store_path,
+            self._vote_group,
+            self._config.commit_timeout_s,
+        )
+        self._stream = _Stream(claim, publisher, coordinator)
+        hello = self._ring.acquire()
+        assert hello is not None
+        hello.put_json(self._header(Kind.HELLO), Hello(self._world, self._schema, self._shards).to_json())
+        publisher.submit(hello)
+        identity = StreamIdentity(claim.job, claim.generation, self._rank, self._schema.crc)
+        self._capture.open(identity, self._ring, publisher.submit, claim.swept)
+        self._cadence.start(self._step, ready=self._ready())
+
+    def _claim(self, parent: MarkerId | None, swept: tuple[int, ...]) -> Claim:
+        """(rank 0) Make the log ready and own its next generation."""
+        incarnation: Incarnation = self._log.prepare(self._world)
+        lineage = self._control.refresh()
+        if lineage.claims and parent is None:
+            check_schema(lineage.claims[lineage.newest_generation].schema, self._schema)
+            if lineage.commits:
+                log.warning("this log holds markers, and none was restored: the job starts from nothing")
+        parsed = parse_uri(self._config.uri)
+        claim = Claim(
+            job=lineage.job if lineage.claims else uuid.uuid4().bytes,
+            generation=lineage.newest_generation + 1,
+            nonce=uuid.uuid4().hex,
+            name=parsed.job if isinstance(parsed, KafkaUri) else "",
+            parent=parent,
+            world=self._world,
+            partitions=incarnation.partitions,
+            incarnation=incarnation.id,
+            schema=self._schema,
+            swept=swept,
+            time_s=time.time(),
+        )
+        self._control.claim(claim)
+        self._dense_root(claim).mkdir(parents=True, exist_ok=True)
+        return claim
+
+    def _dense_root(self, claim: Claim) -> Path:
+        return (self._config.store_path / dense_name(claim.job, MarkerId(0, 0))).parent
+
+    def _check_same_log(self, claim: Claim) -> None:
+        """Every rank must see the log and the store that rank 0 sees."""
+        seen = self._log.incarnation()
+        if seen is None or seen.id != claim.incarnation or not self._dense_root(claim).is_dir():
+            raise ConfigError(
+                "this rank does not see the log and the store that rank 0 sees",
+                hint="put them on a shared file system, or use Kafka and a shared store",
+                rank=self._rank,
+                uri=self._config.uri,
+            )
+
+    # Choosing what to restore.
+
+    def _choose(self, marker: MarkerId | str | tuple[int, int] | None) -> tuple[RestorePlan, Choice] | None:
+        """What this rank will do, and the marker behind it."""
+        if isinstance(marker, str):
+            marker = MarkerId.parse(marker)
+        elif isinstance(marker, tuple):
+            marker = MarkerId(*marker)
+        wanted = marker
+        choice = self._team.on_rank0(lambda: self._look_up(wanted))
+        if choice is None:
+            return None
+        merge = self._config.on_column_resplit == "merge"
+        plan = self._team.together(
+            lambda: plan_restore(
+                choice.lineage, choice.commit.id, choice.hellos, self._schema, self._shards, merge=merge
+            )
+        )
+        return plan, choice
+
+    def _look_up(self, marker: MarkerId | None) -> Choice | None:
+        """(rank 0)"""
+        if self._log.incarnation() is None:
+            if marker is not None:
+                raise MarkerNotFoundError("there is no log yet", hint="check the URI", uri=self._config.uri)
+            return None
+        return choose(self._log, self._control.refresh(), self._config.store_path, marker)

@@ -1,0 +1,62 @@
+"""Small steps that all ranks take together: what fails on one rank fails on all, with the same error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar, cast
+
+import torch.distributed as dist
+
+from torchrec_stream_ckpt.errors import StreamCkptError
+
+T = TypeVar("T")
+
+
+def new_group(timeout_s: float) -> dist.ProcessGroup:
+    """(all ranks) A gloo group of our own over all ranks, apart from those that training uses."""
+    return cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
+
+
+class Team:
+    """Collective helpers over one gloo group. Called by all ranks in the same order, from one thread."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
+
+    def gather(self, value: T) -> list[T]:
+        """(all ranks) The value of each rank."""
+        values: list[T | None] = [None] * self.world
+        dist.all_gather_object(values, value, group=self._group)
+        return cast("list[T]", values)
+
+    def together(self, action: Callable[[], T]) -> T:
+        """(all ranks) Do ``action`` on each rank; if it fails on one, the lowest such rank's error is raised on all.
+
+        ``action`` must not call collectives unless it does so on every rank before it can fail.
+        """
+        error: StreamCkptError | None = None
+        result: T | None = None
+        try:
+            result = action()
+        except StreamCkptError as failure:
+            error = failure
+        for raised in self.gather(error):
+            if raised is not None:
+                raise raised
+        return cast("T", result)
+
+    def on_rank0(self, action: Callable[[], T]) -> T:
+        """Do ``action`` on rank 0 and give its result, or its error, to all ranks."""
+        outcome: list[T | StreamCkptError | None] = [None]
+        if self.rank == 0:
+            try:
+                outcome[0] = action()
+            except StreamCkptError as failure:
+                outcome[0] = failure
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        if isinstance(outcome[0], StreamCkptError):
+            raise outcome[0]
+        return cast("T", outcome[0])

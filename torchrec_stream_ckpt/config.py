@@ -1,0 +1,67 @@
+"""How a job streams its checkpoints: the settings, checked as soon as they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.layout import FileUri, KafkaUri, parse_store, parse_uri
+
+
+@dataclass(kw_only=True, slots=True)
+class StreamConfig:
+    """How a job streams its checkpoints."""
+
+    uri: str
+    """``file://DIR`` or ``kafka://HOST:PORT[,HOST:PORT...]/JOB``."""
+    store: str | None = None
+    """Where dense state goes: ``file://DIR``. Default: inside the file log's folder; required with Kafka."""
+    drain_every: int = 1
+    """Send the rows that changed every so many steps."""
+    marker_every: int | None = 100
+    """Cut a marker at every multiple of so many steps; None: not by steps."""
+    marker_every_s: float | None = None
+    """Cut a marker when so many seconds have passed since the last one; None: not by time."""
+    kafka_options: Mapping[str, str] | str | Path | None = None
+    """Kafka client settings, security included, or a file of ``key=value`` lines."""
+    on_column_resplit: Literal["refuse", "merge"] = "refuse"
+    """What a restore does when the plan splits columns of a row-wise optimizer in another way."""
+    ring_bytes: int = 64 * 2**20
+    """Memory for frames that the log has not acknowledged yet."""
+    marker_budget_bytes: int = 2**30
+    """Memory that a marker may take on top, for what is dirty at its cut. Without room it is given up."""
+    sweep_bytes: int = 16 * 2**20
+    """Rows that no step has touched yet: send so many bytes of them a drain, until all have been sent."""
+    commit_timeout_s: float = 600.0
+    """Give a marker up when the log or the store has not taken it after so many seconds."""
+
+    def __post_init__(self) -> None:
+        parsed = parse_uri(self.uri)
+        if self.store is not None:
+            parse_store(self.store)
+        elif isinstance(parsed, KafkaUri):
+            raise ConfigError("store is required with Kafka", hint="say where dense state goes: store='file:///...'")
+        for name in ("drain_every", "marker_every", "ring_bytes", "sweep_bytes"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} must be a positive whole number, it is {value!r}")
+        for name in ("marker_every_s", "commit_timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} must be positive, it is {value!r}")
+        if self.marker_budget_bytes < 0:
+            raise ConfigError("marker_budget_bytes cannot be negative")
+        if self.on_column_resplit not in ("refuse", "merge"):
+            raise ConfigError(f"on_column_resplit must be 'refuse' or 'merge', it is {self.on_column_resplit!r}")
+
+    @property
+    def store_path(self) -> Path:
+        """Folder of the store."""
+        if self.store is not None:
+            return parse_store(self.store)
+        parsed = parse_uri(self.uri)
+        assert isinstance(parsed, FileUri)
+        return parsed.directory

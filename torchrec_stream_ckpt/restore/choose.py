@@ -1,0 +1,70 @@
+"""Find the marker to restore: a given one, or the newest that is whole."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.control import Commit, Hello
+from torchrec_stream_ckpt.format.dense import verify_dense
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.restore.stream import read_hello
+from torchrec_stream_ckpt.types import MarkerId
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A marker, and what a plan needs to know of it."""
+
+    lineage: Lineage
+    commit: Commit
+    hellos: dict[tuple[int, int], Hello]
+    """HELLO by (generation, rank), for every generation on the marker's path."""
+    skipped: tuple[str, ...]
+    """Newer markers whose dense state is damaged, each with its reason."""
+
+
+def choose(log_: Log, lineage: Lineage, store: Path, marker: MarkerId | None) -> Choice | None:
+    """Look up ``marker``, or the newest one whose dense state is whole; None when nothing was ever committed.
+
+    Raises:
+        MarkerNotFoundError: ``marker`` was never committed.
+        CorruptionError: its dense state is damaged, or that of every marker is.
+    """
+    skipped: list[str] = []
+    if marker is not None:
+        commit = lineage.find(marker)
+        verify_dense(store, commit)
+    elif lineage.commits:
+        commit, skipped = _newest_whole(lineage, store)
+    else:
+        return None
+    hellos = {
+        (ancestor.generation, end.rank): read_hello(log_, ancestor, end)
+        for ancestor in lineage.path(commit.id)
+        for end in ancestor.ranks
+    }
+    return Choice(lineage, commit, hellos, tuple(skipped))
+
+
+def _newest_whole(lineage: Lineage, store: Path) -> tuple[Commit, list[str]]:
+    skipped: list[str] = []
+    for commit in reversed(lineage.commits.values()):
+        try:
+            verify_dense(store, commit)
+        except CorruptionError as error:
+            log.warning("marker %s cannot be restored, falling back to the one before: %s", commit.id, error.headline)
+            skipped.append(f"{commit.id}: {error.headline}")
+        else:
+            return commit, skipped
+    raise CorruptionError(
+        f"the dense state of all {len(skipped)} committed markers is gone or altered",
+        hint="bring the store back, or name the right one",
+        store=store,
+        newest=skipped[0],
+    )

@@ -1,0 +1,169 @@
+"""What a restore will do, computed before anything is done: a pure value that prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torchrec_stream_ckpt.errors import ColumnResplitError, CorruptionError, SchemaMismatchError
+from torchrec_stream_ckpt.format.control import Commit, Hello, Schema
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.restore.reshard import Move, intersect
+from torchrec_stream_ckpt.types import MarkerId, RankEnd, TableShard, TableSpec
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRead:
+    """Read one rank's stream of one generation, and make these moves."""
+
+    commit: Commit
+    end: RankEnd
+    moves: tuple[Move, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePlan:
+    """All that one rank will read and write to have a marker. Execute ``reads`` in order."""
+
+    marker: MarkerId
+    step: int
+    world: int
+    """Number of ranks that wrote the marker."""
+    schema: Schema
+    targets: tuple[TableShard, ...]
+    reads: tuple[StreamRead, ...]
+    merged: frozenset[int]
+    """Tables whose row-wise state has no exact value under this plan's column split, and will be merged."""
+
+    def describe(self) -> str:
+        """The plan in words, one line a stream and a move."""
+        lines = [f"marker {self.marker}, step {self.step}, written by {self.world} ranks"]
+        for read in self.reads:
+            lines.append(
+                f"  read generation {read.commit.generation} rank {read.end.rank}: "
+                f"{read.end.frames} frames, {read.end.num_bytes} bytes, partition {read.end.partition}"
+            )
+            for move in read.moves:
+                table = self.schema.tables[move.source.table].name
+                rows, cols = (move.row0, move.row0 + move.rows), (move.col0, move.col0 + move.cols)
+                lines.append(f"    {table} rows [{rows[0]}, {rows[1]}) columns [{cols[0]}, {cols[1]})")
+        for position in sorted(self.merged):
+            lines.append(f"  merge the row-wise state of {self.schema.tables[position].name}: not bit-exact")
+        return "\n".join(lines)
+
+
+Hellos = Mapping[tuple[int, int], Hello]
+"""HELLO by (generation, rank)."""
+
+
+def plan_restore(
+    lineage: Lineage,
+    marker: MarkerId,
+    hellos: Hellos,
+    schema: Schema,
+    targets: Sequence[TableShard],
+    *,
+    merge: bool = False,
+) -> RestorePlan:
+    """Plan the restore of ``marker`` into ``targets``. Pure: reads and writes nothing.
+
+    Args:
+        lineage: The control partition.
+        marker: A committed marker.
+        hellos: The HELLO of every rank of every generation on the path to ``marker``.
+        schema: The tables of the restoring job.
+        targets: The shards of this rank.
+        merge: Allow a changed column split of a row-wise optimizer (``on_column_resplit="merge"``).
+
+    Raises:
+        SchemaMismatchError: a table is missing or differs; names it and both values.
+        ColumnResplitError: row-wise state has no exact answer under the new columns.
+        CorruptionError: the sources do not cover a target.
+    """
+    commit = lineage.find(marker)
+    check_schema(lineage.claims[marker.generation].schema, schema)
+    bases = lineage.bases(marker)
+    reads = [
+        StreamRead(ancestor, end, _moves(hellos[ancestor.generation, end.rank], targets, bases, ancestor.generation))
+        for ancestor in lineage.path(marker)
+        for end in ancestor.ranks
+    ]
+    _check_cover(schema, targets, [move for read in reads for move in read.moves])
+    resplit = _resplit_tables(schema, [move for read in reads for move in read.moves])
+    if resplit and not merge:
+        names = ", ".join(schema.tables[table].name for table in sorted(resplit))
+        raise ColumnResplitError(
+            f"row-wise optimizer state has no exact value under the changed column split of {names}",
+            hint='keep the column split of these tables, or set on_column_resplit="merge"',
+        )
+    used = tuple(read for read in reads if read.moves)
+    return RestorePlan(marker, commit.step, len(commit.ranks), schema, tuple(targets), used, resplit)
+
+
+def _moves(hello: Hello, targets: Sequence[TableShard], bases: Mapping[int, int], generation: int) -> tuple[Move, ...]:
+    return tuple(
+        move
+        for source in hello.shards
+        if generation >= bases.get(source.table, 0)
+        for target in targets
+        if (move := intersect(source, target)) is not None
+    )
+
+
+def check_schema(saved: Schema, here: Schema) -> None:
+    """Compare the log's tables with the model's.
+
+    Raises:
+        SchemaMismatchError: names the first table that differs, the field, and both values.
+    """
+    there_by_name = {table.name: table for table in saved.tables}
+    here_by_name = {table.name: table for table in here.tables}
+    for name in sorted(there_by_name.keys() ^ here_by_name.keys()):
+        side = "the log" if name in there_by_name else "this model"
+        raise SchemaMismatchError(
+            f"only {side} has a sharded table of this name",
+            hint="a table can not change between data-parallel and sharded, nor be renamed",
+            table=name,
+        )
+    for name, there in there_by_name.items():
+        _check_table(there, here_by_name[name])
+
+
+def _check_table(there: TableSpec, here: TableSpec) -> None:
+    for field in ("rows", "dim", "dtype", "optimizer", "states"):
+        saved, found = getattr(there, field), getattr(here, field)
+        if saved != found:
+            raise SchemaMismatchError(
+                f"{field} is {saved} in the log and {found} in this model",
+                hint="restore with the tables that the log was written with, or use another URI",
+                table=there.name,
+            )
+
+
+def _resplit_tables(schema: Schema, moves: Sequence[Move]) -> frozenset[int]:
+    return frozenset(
+        move.source.table for move in moves if schema.tables[move.source.table].has_row_state and not move.same_columns
+    )
+
+
+def _check_cover(schema: Schema, targets: Sequence[TableShard], moves: Sequence[Move]) -> None:
+    """Every cell of every target has a source. (That each row was really sent is checked when it is read.)"""
+    for target in targets:
+        cells = {(move.row0, move.rows, move.col0, move.cols) for move in moves if move.target == target}
+        if sum(rows * cols for _, rows, _, cols in _disjoint(cells)) < target.rows * target.cols:
+            raise CorruptionError(
+                "no source holds all of this shard", table=schema.tables[target.table].name, row0=target.row0
+            )
+
+
+def _disjoint(cells: set[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
+    """Cut overlapping rectangles (several generations hold the same rows) into disjoint ones."""
+    row_cuts = sorted({edge for row0, rows, _, _ in cells for edge in (row0, row0 + rows)})
+    col_cuts = sorted({edge for _, _, col0, cols in cells for edge in (col0, col0 + cols)})
+    return [
+        (top, bottom - top, left, right - left)
+        for top, bottom in pairwise(row_cuts)
+        for left, right in pairwise(col_cuts)
+        if any(r <= top and bottom <= r + n and c <= left and right <= c + m for r, n, c, m in cells)
+    ]

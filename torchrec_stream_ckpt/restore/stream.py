@@ -1,0 +1,84 @@
+"""Read one rank's stream up to a marker and check everything: job, generation, seq, chain, checksums."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.control import Commit, Hello, Mark
+from torchrec_stream_ckpt.format.frame import Header, Kind, parse_header, payload_of
+from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.types import LogSpan, RankEnd
+
+_HINT = "restore an older marker, or another copy of the log"
+
+
+def read_stream(log: Log, commit: Commit, end: RankEnd) -> Iterator[tuple[Header, memoryview]]:
+    """(header, whole frame) of the frames of one rank in ``commit``'s generation, HELLO first, MARK last.
+
+    Headers and their chain are checked here; the payload's checksum is the caller's, with
+    ``payload_of``, because a reader needs few of the payloads. Frames of other ranks and generations in
+    the same partition are passed over; frames that a producer sent twice come once.
+
+    Raises:
+        CorruptionError: something is missing, out of order, altered or of another job; says where.
+    """
+    seen = array("I")
+    span = LogSpan(commit.generation, end.partition, end.begin, end.end)
+    for offset, frame in log.read(span):
+        try:
+            header = parse_header(frame)
+        except CorruptionError as error:
+            raise _located(error, commit, end, len(seen), offset) from None
+        if header.job != commit.job:
+            raise _located(CorruptionError("frame of another job"), commit, end, len(seen), offset)
+        if (header.generation, header.rank) != (commit.generation, end.rank):
+            continue
+        if header.seq < len(seen) and seen[header.seq] == header.header_crc:
+            continue
+        chain = seen[-1] if seen else 0
+        if header.seq != len(seen) or header.chain != chain:
+            expected = f"seq {len(seen)} behind {chain:08x}"
+            message = f"found seq {header.seq} behind {header.chain:08x}, expected {expected}"
+            raise _located(CorruptionError(message), commit, end, len(seen), offset)
+        seen.append(header.header_crc)
+        yield header, frame
+        if len(seen) == end.frames:
+            break
+    if len(seen) != end.frames or seen[-1] != end.chain or header.kind is not Kind.MARK:
+        message = f"{len(seen)} of {end.frames} frames lead to this marker"
+        raise _located(CorruptionError(message), commit, end, len(seen), end.end)
+
+
+def read_hello(log: Log, commit: Commit, end: RankEnd) -> Hello:
+    """The first frame of a rank: its shards and the schema it wrote."""
+    header, frame = next(read_stream(log, commit, end))
+    if header.kind is not Kind.HELLO:
+        raise _located(CorruptionError(f"begins with {header.kind.name}"), commit, end, 0, end.begin)
+    return Hello.from_json(checked_payload(header, frame, commit, end))
+
+
+def read_mark(header: Header, frame: memoryview, commit: Commit, end: RankEnd) -> Mark:
+    """The payload of a MARK frame."""
+    return Mark.from_json(checked_payload(header, frame, commit, end))
+
+
+def checked_payload(header: Header, frame: memoryview, commit: Commit, end: RankEnd) -> memoryview:
+    """The payload of a frame of :func:`read_stream`, its checksum compared."""
+    try:
+        return payload_of(header, frame)
+    except CorruptionError as error:
+        raise _located(error, commit, end, header.seq, None) from None
+
+
+def _located(error: CorruptionError, commit: Commit, end: RankEnd, seq: int, offset: int | None) -> CorruptionError:
+    where: dict[str, object] = {
+        "generation": commit.generation,
+        "rank": end.rank,
+        "seq": seq,
+        "partition": end.partition,
+        "offset": offset,
+        **error.where,
+    }
+    return CorruptionError(error.message, hint=error.hint or _HINT, **{key: str(value) for key, value in where.items()})
