@@ -36,6 +36,7 @@ from torchrec_stream_ckpt.log.kafka_setup import (
 from torchrec_stream_ckpt.types import LogSpan
 
 ANSWER_TIMEOUT_S = 7.0
+PROPAGATION_S = 3.0
 QUEUE_FULL_TIMEOUT_S = 5.0
 READ_IDLE_TIMEOUT_S = 30.0
 _BATCH_FRAMES = 32
@@ -94,9 +95,10 @@ class KafkaLog:
         control = topics.get(self._uri.control_topic)
         if control is not None and len(control.partitions) != 1:
             raise ConfigError("the control topic must have one partition", topic=self._uri.control_topic)
+        prepared = self._await_partitions(partitions)
         for topic in (self._uri.data_topic, self._uri.control_topic):
             self._check_settings(topic)
-        return self._await_partitions(partitions)
+        return prepared
 
     def incarnation(self) -> Incarnation | None:
         """The ids of both topics, None unless both exist."""
@@ -195,11 +197,20 @@ class KafkaLog:
     def _require(
         self, topic: str, partition: int, doing: str, error: type[CorruptionError | LogUnavailableError]
     ) -> None:
-        description = self._describe().get(topic)
+        description = self._await_topic(topic)
         if description is None:
             raise error(f"cannot {doing} topic '{topic}': it does not exist", hint=_DESTROYED_HINT)
         if partition not in {known.id for known in description.partitions}:
             raise error(f"cannot {doing} topic '{topic}': no such partition", hint=_DESTROYED_HINT, partition=partition)
+
+    def _await_topic(self, topic: str) -> Any:
+        """The topic's description, or None when it does not turn up: a broker may learn of it late."""
+        deadline = time.monotonic() + PROPAGATION_S
+        while True:
+            description = self._describe().get(topic)
+            if description is not None or time.monotonic() > deadline:
+                return description
+            time.sleep(0.1)
 
     def _create(self, topic: str, topics: Mapping[str, Any], partitions: int) -> None:
         """Make the topic or let it grow; another rank 0 may be doing the same."""
@@ -219,12 +230,21 @@ class KafkaLog:
             if isinstance(answer, ck.KafkaError) and answer.code() != tolerated:
                 raise self._unavailable(f"create topic {topic} with {partitions} partitions", answer)
 
-    def _check_settings(self, topic: str) -> None:
+    def _settings(self, topic: str) -> Any:
+        """The topic's settings; waits for a broker that has not heard of a new topic yet."""
         resource = ck_admin.ConfigResource(ck_admin.ConfigResource.Type.TOPIC, topic)
-        answers = self._ask("read the topic's settings", lambda admin: admin.describe_configs([resource]))
-        (answer,) = answers.values()
-        if isinstance(answer, ck.KafkaError):
-            raise self._unavailable(f"read the settings of topic {topic}", answer)
+        deadline = time.monotonic() + PROPAGATION_S
+        while True:
+            answers = self._ask("read the topic's settings", lambda admin: admin.describe_configs([resource]))
+            (answer,) = answers.values()
+            if not isinstance(answer, ck.KafkaError):
+                return answer
+            if answer.code() != ck.KafkaError.UNKNOWN_TOPIC_OR_PART or time.monotonic() > deadline:
+                raise self._unavailable(f"read the settings of topic {topic}", answer)
+            time.sleep(0.1)
+
+    def _check_settings(self, topic: str) -> None:
+        answer = self._settings(topic)
         for name, wanted in _TOPIC_SETTINGS.items():
             if answer[name].value != wanted:
                 raise ConfigError(

@@ -170,6 +170,8 @@ class Reasons:
         if "will be ignored by this" in text:
             # One set of options serves producers and consumers.
             level = logging.DEBUG
+        elif text.endswith("retrying"):
+            level = logging.INFO
         # The same but for how long it took.
         gist = re.sub(r"\(after \d+ms in state \w+.*\)", "", text)
         with self._lock:
