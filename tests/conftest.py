@@ -1,0 +1,29 @@
+"""Fixtures that several folders of tests share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchrec_stream_ckpt.broker.kraft import Broker
+
+
+@pytest.fixture(scope="session")
+def broker_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folder of a running broker. A missing Java or Maven is an error here, never a skip."""
+    directory = tmp_path_factory.mktemp("broker")
+    broker = Broker(directory)
+    broker.start(die_with=os.getpid())
+    yield directory
+    broker.stop()
+
+
+@pytest.fixture(scope="session")
+def bootstrap(broker_dir: Path) -> str:
+    """HOST:PORT of the broker that all tests share; none of them may stop it."""
+    address = Broker(broker_dir).status().bootstrap
+    assert address is not None
+    return address

@@ -1,0 +1,321 @@
+"""What only a real broker can show: faults, foreign settings and lost data."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchrec_stream_ckpt.broker.kraft import Broker
+from torchrec_stream_ckpt.errors import CommitUnknownError, ConfigError, CorruptionError, LogUnavailableError
+from torchrec_stream_ckpt.layout import KafkaUri
+from torchrec_stream_ckpt.log import kafka
+from torchrec_stream_ckpt.log.api import Log, open_log
+from torchrec_stream_ckpt.log.kafka_setup import Reasons
+from torchrec_stream_ckpt.types import LogSpan
+
+UNREACHABLE = "kafka://127.0.0.1:1/job"
+
+
+@pytest.fixture
+def job() -> str:
+    return f"job-{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def log(bootstrap: str, job: str) -> Iterator[Log]:
+    log = open_log(f"kafka://{bootstrap}/{job}")
+    yield log
+    log.close()
+
+
+@pytest.fixture
+def admin(bootstrap: str) -> Any:
+    from confluent_kafka.admin import AdminClient
+
+    return AdminClient({"bootstrap.servers": bootstrap})
+
+
+def make_topic(admin: Any, name: str, **settings: str) -> None:
+    from confluent_kafka.admin import NewTopic
+
+    config = {key.replace("_", "."): value for key, value in settings.items()}
+    admin.create_topics([NewTopic(name, 1, 1, config=config)])[name].result(30)
+
+
+def write(log: Log, payloads: list[bytes], partition: int = 0) -> list[int]:
+    """Offsets of the payloads, all acknowledged."""
+    writer = log.open_writer(1, partition, 0)
+    for payload in payloads:
+        writer.send(memoryview(payload))
+    offsets: list[int] = []
+    deadline = time.monotonic() + 60
+    while len(offsets) < len(payloads):
+        assert time.monotonic() < deadline
+        offsets += [ack.offset for ack in writer.poll(0.2)]
+    writer.close()
+    return offsets
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda log: log.incarnation(),
+        lambda log: log.prepare(1),
+        lambda log: log.append_control(b"x"),
+        lambda log: log.open_writer(1, 0, 0),
+    ],
+    ids=["incarnation", "prepare", "append_control", "open_writer"],
+)
+def test_unreachable_broker_is_told_in_time(operation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kafka.ANSWER_TIMEOUT_S < 9
+    monkeypatch.setattr(kafka, "ANSWER_TIMEOUT_S", 1.0)
+    log = open_log(UNREACHABLE)
+    started = time.monotonic()
+    with pytest.raises(LogUnavailableError, match="connection refused") as caught:
+        operation(log)
+    assert time.monotonic() - started < 3
+    assert "127.0.0.1:1" in str(caught.value)
+    log.close()
+
+
+@pytest.mark.kafka
+def test_tls_to_a_port_without_tls_is_told_in_time(bootstrap: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(LogUnavailableError, match=r"security\.protocol"):
+        open_log(f"kafka://{bootstrap}/job", {"security.protocol": "ssl"}).incarnation()
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.kafka
+def test_login_that_the_broker_refuses_is_told_without_the_password(
+    bootstrap: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    login = {
+        "security.protocol": "sasl_plaintext",
+        "sasl.mechanism": "PLAIN",
+        "sasl.username": "trainer",
+        "sasl.password": "correct-horse",
+    }
+    with caplog.at_level(logging.DEBUG), pytest.raises(LogUnavailableError, match="refused the login") as caught:
+        open_log(f"kafka://{bootstrap}/job", login).incarnation()
+    assert "correct-horse" not in str(caught.value) + caplog.text
+
+
+def test_secrets_are_struck_out() -> None:
+    class Complaint:
+        def name(self) -> str:
+            return "_AUTHENTICATION"
+
+        def str(self) -> str:
+            return "bad login trainer:hunter2"
+
+    reasons = Reasons({"sasl.password": "hunter2", "sasl.username": "trainer"})
+    reasons.note(Complaint())
+    told = str(reasons.unavailable(KafkaUri("h:1", "j"), "read", "no answer"))
+    assert "refused the login" in told
+    assert "hunter2" not in told
+    assert "hunter2" not in str(reasons.unavailable(KafkaUri("h:1", "j"), "read", "said hunter2"))
+
+
+def test_a_complaint_that_repeats_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    reasons = Reasons({})
+    with caplog.at_level(logging.INFO):
+        for number in range(50):
+            reasons.log(logging.ERROR, "%s [%s] %s", "FAIL", "client", f"refused (after {number}ms in state CONNECT)")
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["acks", "enable.idempotence", "auto.offset.reset", "enable.partition.eof", "enable.auto.commit"]
+)
+def test_option_that_exactness_rests_on_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        open_log(UNREACHABLE, {name: "1"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"no.such.option": "1"}, r"no\.such\.option"), ({"security.protocol": "telepathy"}, "telepathy")],
+)
+def test_unknown_option_is_named(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_log(UNREACHABLE, options).incarnation()
+
+
+@pytest.mark.kafka
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"retention_ms": "86400000"}, r"retention\.ms=86400000"),
+        ({"retention_ms": "-1", "retention_bytes": "1000000"}, r"retention\.bytes=1000000"),
+        ({"retention_ms": "-1", "cleanup_policy": "compact"}, r"cleanup\.policy=compact"),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["data", "control"])
+def test_topic_that_would_lose_rows_is_refused(
+    log: Log, admin: Any, job: str, suffix: str, settings: dict[str, str], named: str
+) -> None:
+    make_topic(admin, f"{job}.{suffix}", **settings)
+    with pytest.raises(ConfigError, match=named) as caught:
+        log.prepare(1)
+    assert f"{job}.{suffix}" in str(caught.value)
+
+
+@pytest.mark.kafka
+def test_topic_too_narrow_for_a_frame_is_refused(log: Log, admin: Any, job: str) -> None:
+    make_topic(admin, f"{job}.data", retention_ms="-1", max_message_bytes="500000")
+    with pytest.raises(ConfigError, match=r"max\.message\.bytes=500000"):
+        log.prepare(1)
+
+
+@pytest.mark.kafka
+def test_span_that_was_trimmed_is_refused(log: Log, admin: Any, job: str) -> None:
+    from confluent_kafka import TopicPartition
+
+    log.prepare(1)
+    offsets = write(log, [bytes([number]) * 100 for number in range(10)])
+    for trimmed in admin.delete_records([TopicPartition(f"{job}.data", 0, 4)]).values():
+        trimmed.result(30)
+    with pytest.raises(CorruptionError, match=r"has offsets \[4, 10\), not \[0, 10\)") as caught:
+        list(log.read(LogSpan(1, 0, offsets[0], 10)))
+    assert caught.value.where == {"topic": f"{job}.data", "partition": 0}
+    assert len(list(log.read(LogSpan(1, 0, 4, 10)))) == 6
+
+
+@pytest.mark.kafka
+def test_topic_made_again_under_its_name_is_another_log(log: Log, admin: Any, job: str) -> None:
+    before = log.prepare(1)
+    write(log, [b"old"] * 3)
+    log.append_control(b"old")
+    for deleted in admin.delete_topics([f"{job}.data"]).values():
+        deleted.result(30)
+    while log.incarnation() is not None:
+        time.sleep(0.1)
+    after = log.prepare(1)
+    # The control topic has stayed: one of both is enough to tell.
+    assert after.id != before.id
+    with pytest.raises(CorruptionError, match="made again"):
+        list(log.read(LogSpan(1, 0, 0, 3)))
+
+
+@pytest.mark.kafka
+def test_deleted_control_topic_is_not_taken_for_an_empty_one(log: Log, admin: Any, job: str) -> None:
+    log.prepare(1)
+    offset = log.append_control(b"record")
+    for deleted in admin.delete_topics([f"{job}.control"]).values():
+        deleted.result(30)
+    while log.incarnation() is not None:
+        time.sleep(0.1)
+    with pytest.raises(CorruptionError):
+        list(log.read_control(offset + 1))
+
+
+@pytest.mark.kafka
+def test_writer_without_a_topic_is_refused(log: Log) -> None:
+    with pytest.raises(LogUnavailableError, match="does not exist"):
+        log.open_writer(1, 0, 0)
+
+
+@pytest.mark.kafka
+def test_frame_that_is_too_large_ends_the_writer(log: Log) -> None:
+    log.prepare(1)
+    writer = log.open_writer(1, 0, 0)
+    with pytest.raises(LogUnavailableError, match="MSG_SIZE_TOO_LARGE"):
+        writer.send(memoryview(bytes(2_000_000)))
+    with pytest.raises(LogUnavailableError, match="MSG_SIZE_TOO_LARGE"):
+        writer.poll(0)
+    writer.close()
+
+
+class OwnBroker:
+    """A broker that a test may kill."""
+
+    def __init__(self, directory: Path) -> None:
+        self._broker = Broker(directory)
+        self.uri = self._broker.start(die_with=os.getpid()).uri("job")
+
+    def signal(self, signum: signal.Signals) -> None:
+        pid = self._broker.status().pid
+        assert pid is not None
+        os.kill(pid, signum)
+
+    def start(self) -> None:
+        self._broker.start(die_with=os.getpid())
+
+    def stop(self) -> None:
+        self._broker.stop(timeout_s=5)
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Iterator[OwnBroker]:
+    broker = OwnBroker(tmp_path / "victim")
+    yield broker
+    broker.stop()
+
+
+@pytest.mark.kafka
+def test_killed_broker_loses_no_acknowledged_frame(victim: OwnBroker) -> None:
+    log = open_log(victim.uri)
+    log.prepare(1)
+    frames = [number.to_bytes(4, "little") * 50_000 for number in range(400)]
+    writer = log.open_writer(1, 0, 0)
+    acks: list[int] = []
+    killed = threading.Event()
+
+    def kill_and_restart() -> None:
+        victim.signal(signal.SIGKILL)
+        killed.set()
+        victim.start()
+
+    killer = threading.Thread(target=kill_and_restart)
+    acked_before_kill = 0
+    for number, frame in enumerate(frames):
+        writer.send(memoryview(frame))
+        acks += [ack.offset for ack in writer.poll(0)]
+        if number == len(frames) // 2:
+            acked_before_kill = len(acks)
+            killer.start()
+            killed.wait(10)
+    in_flight = len(frames) - len(acks)
+    deadline = time.monotonic() + 60
+    while len(acks) < len(frames) and time.monotonic() < deadline:
+        acks += [ack.offset for ack in writer.poll(0.2)]
+    killer.join()
+    writer.close()
+
+    assert killed.is_set()
+    assert acked_before_kill < len(frames)
+    assert in_flight > 0
+    assert len(acks) == len(frames)
+    found = dict(log.read(LogSpan(1, 0, acks[0], acks[-1] + 1)))
+    assert [bytes(found[offset]) for offset in acks] == frames
+    log.close()
+
+
+@pytest.mark.kafka
+def test_control_record_without_an_answer_is_unknown_until_read(
+    victim: OwnBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchrec_stream_ckpt.log.kafka_setup._CONTROL_FIXED", {"message.timeout.ms": "2000"})
+    log = open_log(victim.uri)
+    log.prepare(1)
+    first = log.append_control(b"first")
+    victim.signal(signal.SIGSTOP)
+    with pytest.raises(CommitUnknownError):
+        log.append_control(b"second")
+    victim.signal(signal.SIGCONT)
+    third = log.append_control(b"third")
+    records = dict(log.read_control())
+    assert records[first] == b"first"
+    assert records[third] == b"third"
+    assert list(records.values()).count(b"second") <= 1
+    log.close()
