@@ -85,7 +85,7 @@ class FileLog:
         position = span.begin
         folder = partition_dir(self._root, span.partition)
         for path, base, end in _segments(folder, span.generation):
-            if end is not None and end <= position or base >= span.end:
+            if (end is not None and end <= position) or base >= span.end:
                 continue
             if base > position:
                 break

@@ -1,0 +1,131 @@
+"""Real gloo ranks for tests: forked from a server that has imported torch and TorchRec once."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing as mp
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(["tests.model"])
+
+
+class RankFailed(AssertionError):  # noqa: N818
+    """A rank raised, or died; carries its traceback."""
+
+
+@dataclass
+class Job:
+    """Ranks that run ``function(*args)`` each, under one process group."""
+
+    processes: list[BaseProcess]
+    pipes: list[Connection]
+    scratch: tempfile.TemporaryDirectory[str]
+    results: list[Any] = field(default_factory=list)
+
+    def kill(self, ranks: list[int] | None = None) -> None:
+        """SIGKILL, all ranks or some."""
+        for rank in ranks if ranks is not None else range(len(self.processes)):
+            process = self.processes[rank]
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGKILL)
+
+    def signal(self, number: int) -> None:
+        for process in self.processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, number)
+
+    def join(self, timeout_s: float = 120.0) -> list[Any]:
+        """What each rank returned.
+
+        Raises:
+            RankFailed: a rank raised, was killed, or took too long.
+        """
+        deadline = time.monotonic() + timeout_s
+        results: list[Any] = []
+        try:
+            for rank, pipe in enumerate(self.pipes):
+                if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                    raise RankFailed(f"rank {rank} did not finish in {timeout_s} s")
+                try:
+                    ok, value = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+                except EOFError:
+                    raise RankFailed(f"rank {rank} died") from None
+                if not ok:
+                    raise RankFailed(f"rank {rank} raised:\n{value}")
+                results.append(value)
+        finally:
+            self.close()
+        return results
+
+    def reap(self) -> None:
+        """Collect killed ranks."""
+        self.close()
+
+    def close(self) -> None:
+        self.kill()
+        for process in self.processes:
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+        with contextlib.suppress(OSError):
+            self.scratch.cleanup()
+
+
+def start(world: int, function: Callable[..., Any], *args: Any) -> Job:
+    """Start ``world`` ranks of an importable function; it is called as ``function(*args)`` on each."""
+    scratch = tempfile.TemporaryDirectory(prefix="ranks-")
+    processes, pipes = [], []
+    for rank in range(world):
+        ours, theirs = _context.Pipe(duplex=False)
+        process = _context.Process(
+            target=_rank_main, args=(rank, world, scratch.name, theirs, function, args), daemon=True
+        )
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(ours)
+    return Job(processes, pipes, scratch)
+
+
+def run(world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """Run to the end and return what each rank returned."""
+    return start(world, function, *args).join(timeout_s)
+
+
+def _send(pipe: Connection, value: object) -> None:
+    """By value: the pipe's own pickler would hand over file descriptors that die with the rank."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    pipe.send_bytes(buffer.getvalue())
+
+
+def _rank_main(
+    rank: int, world: int, scratch: str, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=rank, world_size=world)
+        value = function(*args)
+        dist.barrier()
+        dist.destroy_process_group()
+        _send(pipe, (True, value))
+    except BaseException:
+        _send(pipe, (False, traceback.format_exc()))
+    finally:
+        pipe.close()
+        os._exit(0)
