@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import gzip
 import json
 import logging
@@ -24,6 +25,7 @@ import random
 import re
 import sys
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -470,6 +472,7 @@ class TextSource:
             if self.stream is not None:
                 self.stream.close()
             self.stream = open_text(self.paths[name])
+            weakref.finalize(self, self.stream.close)
             self.stream.seek(offset)
         self.stream_at = ("", -1)  # unknown, should reading fail
         return self.stream
@@ -556,10 +559,9 @@ def load_triple(prefix: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def open_text(path: Path) -> BinaryIO:
-    stream = path.open("rb")
-    is_gzip = stream.read(2) == b"\x1f\x8b"
-    stream.seek(0)
-    return gzip.open(stream) if is_gzip else stream  # type: ignore[return-value]
+    with path.open("rb") as stream:
+        is_gzip = stream.read(2) == b"\x1f\x8b"
+    return gzip.open(path) if is_gzip else path.open("rb")  # type: ignore[return-value]
 
 
 def text_format(path: Path) -> TextFormat:
@@ -841,42 +843,41 @@ def open_checkpointer(
     if args.stream_ckpt is None:
         return None, None
     from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-    from torchrec_stream_ckpt.errors import StreamCkptError
 
     config = {
         name: getattr(args, name)
         for name in ("store", "drain_every", "marker_every", "marker_every_s", "kafka_options")
     }
-    try:
-        checkpointer = StreamCheckpointer(
-            model, optimizer, config=StreamConfig(uri=args.stream_ckpt, **config), stateful={"loader": loader}
-        )
-        restored = None
-        if args.restore == "latest":
-            restored = checkpointer.restore()
-        elif args.restore != "none":
-            restored = checkpointer.restore(marker=args.restore)
-    except StreamCkptError as error:
-        raise UserError(str(error)) from error
-    if restored is not None:
-        for skipped in restored.skipped:
-            log.info("marker passed over: %s", skipped)
-        name = f"{restored.generation}:{restored.marker}"
-        log.info("restored marker %s at step %d (written by %d ranks)", name, restored.step, restored.world)
-    elif args.restore == "latest":
+    checkpointer = StreamCheckpointer(
+        model, optimizer, config=StreamConfig(uri=args.stream_ckpt, **config), stateful={"loader": loader}
+    )
+    restored = None
+    if args.restore == "latest":
+        restored = checkpointer.restore()
+    elif args.restore != "none":
+        restored = checkpointer.restore(marker=args.restore)
+    if restored is None and args.restore == "latest":
         log.info("no committed marker in %s: starting afresh", args.stream_ckpt)
     return checkpointer, restored
 
 
 def train(
     args: argparse.Namespace,
-    model: DistributedModelParallel,
-    optimizer: CombinedOptimizer,
     loader: Loader,
     device: torch.device,
     on_step: Callable[[StepEvent], None] | None,
 ) -> None:
-    rank = dist.get_rank()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(args.seed + rank)  # shards differ; DDP spreads rank 0's dense part
+    dlrm = build_model(args, loader, device)
+    fused = {"optimizer": FUSED_OPTIMIZERS[args.optimizer], "learning_rate": args.learning_rate}
+    sharder = EmbeddingBagCollectionSharder(fused_params=fused)
+    plan = make_plan(args, dlrm, sharder, device)
+    model = DistributedModelParallel(dlrm, device=device, plan=plan, sharders=[sharder])
+    optimizer = build_optimizer(args, model)
+    log.info("training on %d ranks, %s, global batch %d", world, device.type, args.batch_size)
+
     checkpointer, restored = open_checkpointer(args, model, optimizer, loader)
     step = 0 if restored is None else restored.step
 
@@ -887,27 +888,25 @@ def train(
     observe(None)
     model.train()
     has_bar = rank == 0 and sys.stderr.isatty()
-    progress = tqdm(desc="training", unit="step", initial=step, disable=not has_bar)
-    while loader.epoch < args.epochs:
-        for batch in loader:
-            optimizer.zero_grad()
-            loss, _ = model(batch.to(device))
-            loss.backward()
-            optimizer.step()
-            step += 1
-            if checkpointer is not None:
-                checkpointer.step()
-            progress.update()
-            if step % args.log_every == 0 and has_bar:
-                progress.set_postfix(epoch=loader.epoch, loss=f"{loss.item():.4f}")
-            elif step % args.log_every == 0 and rank == 0:
-                samples = loader.position.samples
-                log.info("step %d, epoch %d, sample %d: loss %.4f", step, loader.epoch, samples, loss.item())
-            observe(loss.detach())
-    progress.close()
-    if checkpointer is not None:
-        checkpointer.mark().result()
-        checkpointer.close()
+    bar = tqdm(desc="training", unit="step", initial=step, disable=not has_bar)
+    with logging_redirect_tqdm(), bar:
+        while loader.epoch < args.epochs:
+            for batch in loader:
+                optimizer.zero_grad()
+                loss, _ = model(batch.to(device))
+                loss.backward()
+                optimizer.step()
+                step += 1
+                if checkpointer is not None:
+                    checkpointer.step()
+                bar.update()
+                if rank == 0 and step % args.log_every == 0:
+                    at = f"epoch {loader.epoch}, sample {loader.position.samples}: loss {loss.item():.4f}"
+                    bar.set_postfix_str(at) if has_bar else log.info("step %d, %s", step, at)
+                observe(loss.detach())
+        if checkpointer is not None:
+            checkpointer.mark().result()
+            checkpointer.close()
     log.info("done: step %d, %d epochs", step, loader.epoch)
 
 
@@ -919,7 +918,7 @@ def configure_logging(rank: int) -> None:
         logging.getLogger(name).setLevel(logging.INFO if rank == 0 else logging.WARNING)
     for name in ("torchrec.distributed.planner", "torch.fx._symbolic_trace"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torchrec\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch(rec)?\.")
 
 
 def run(args: argparse.Namespace, on_step: Callable[[StepEvent], None] | None) -> None:
@@ -934,18 +933,20 @@ def run(args: argparse.Namespace, on_step: Callable[[StepEvent], None] | None) -
         device = torch.device("cpu")
         dist.init_process_group("gloo")
     try:
-        for seed in (torch.manual_seed, np.random.seed, random.seed):
-            seed(args.seed + rank)  # shards differ; DDP spreads rank 0's dense part
-        model = build_model(args, loader, device)
-        fused = {"optimizer": FUSED_OPTIMIZERS[args.optimizer], "learning_rate": args.learning_rate}
-        sharder = EmbeddingBagCollectionSharder(fused_params=fused)
-        plan = make_plan(args, model, sharder, device)
-        dmp = DistributedModelParallel(model, device=device, plan=plan, sharders=[sharder])
-        log.info("training on %d ranks, %s, global batch %d", world, device.type, args.batch_size)
-        with logging_redirect_tqdm():
-            train(args, dmp, build_optimizer(args, dmp), loader, device, on_step)
+        train(args, loader, device, on_step)
+        dist.barrier()  # nobody leaves while another rank still talks to it
     finally:
+        gc.collect()  # the model holds the group's threads: it must go first
         dist.destroy_process_group()
+
+
+def expected_errors(args: argparse.Namespace) -> tuple[type[Exception], ...]:
+    """What the user can put right: told without a traceback."""
+    if args.stream_ckpt is None:
+        return (UserError,)
+    from torchrec_stream_ckpt.errors import StreamCkptError
+
+    return UserError, StreamCkptError
 
 
 def fail(message: str) -> NoReturn:
@@ -966,7 +967,7 @@ def main(argv: Sequence[str] | None = None, on_step: Callable[[StepEvent], None]
         fail("start it with torchrun: torchrun --standalone --nproc_per_node 2 recipes/train_dlrm.py ...")
     try:
         run(args, on_step)
-    except UserError as error:
+    except expected_errors(args) as error:
         fail(str(error))
 
 

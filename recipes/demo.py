@@ -1,0 +1,415 @@
+"""Train DLRM, kill it, restore it elsewhere, and prove that nothing was lost.
+
+    python recipes/demo.py [--kafka]
+
+Act 1 trains on 2 ranks and streams. At a moment that nobody chose, all ranks are killed with SIGKILL. Act 2 restores
+the newest committed marker on 3 ranks under another sharding plan, and trains on.
+
+The proof owes nothing to the stream: at every step of act 1 this file gathers the whole job by plain TorchRec and torch
+(``gather``) and keeps it aside. Right after the restore it gathers again, and compares bit by bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from train_dlrm import StepEvent
+from train_dlrm import main as train
+
+ROWS = [9000, 6000, 4000, 3000, 2500, 2000, 1500, 1200, 800]
+MARKER_EVERY = 10
+MARKERS_WANTED = 3
+STEPS_AFTER_RESTORE = 20
+STEPS_KEPT = 60  # truths kept besides those of the steps at which markers are cut
+TIMEOUT_S = 180
+JOB_FLAGS = [
+    *("--num_embeddings_per_feature", ",".join(map(str, ROWS))),
+    *("--embedding_dim", "32"),
+    *("--ids_per_lookup", "4"),
+    *("--batch_size", "240"),
+    *("--dense_arch_layer_sizes", "64,32"),
+    *("--over_arch_layer_sizes", "64,1"),
+    *("--marker_every", str(MARKER_EVERY)),
+    *("--epochs", "1", "--limit_train_batches", "1000000"),
+]
+
+Truth = dict[str, Any]
+console = Console(highlight=False, soft_wrap=True)
+
+
+def say(text: str) -> None:
+    console.print(f"[bold cyan]demo[/] {text}")
+
+
+class DemoError(Exception):
+    """The demo cannot go on."""
+
+
+# ------------------------------------------------------------------------------------------- the two sharding plans
+
+
+def plan_of_act_1() -> dict[str, Any]:
+    """Table-wise, row-wise and column-wise in turn, on 2 ranks."""
+    kinds = [{"table_wise": 0}, "row_wise", {"column_wise": [0, 1]}, {"table_wise": 1}, "row_wise"]
+    kinds += [{"column_wise": [1, 0]}, {"table_wise": 0}, "row_wise", {"column_wise": [0, 1]}]
+    return {f"t_cat_{i}": kind for i, kind in enumerate(kinds)}
+
+
+def plan_of_act_2() -> dict[str, Any]:
+    """On 3 ranks: table-wise and row-wise change places, column shards change ranks.
+
+    The column split stays: under row-wise Adagrad the state belongs to a column shard.
+    """
+    kinds = ["row_wise", {"table_wise": 2}, {"column_wise": [2, 0]}, "row_wise", {"table_wise": 0}]
+    kinds += [{"column_wise": [1, 2]}, "row_wise", {"table_wise": 1}, {"column_wise": [0, 1]}]
+    return {f"t_cat_{i}": kind for i, kind in enumerate(kinds)}
+
+
+# --------------------------------------------------------------------------------- the truth, by plain TorchRec code
+
+
+def gather(event: StepEvent) -> Truth | None:
+    """The whole logical job on rank 0, None elsewhere: a flat mapping of names to tensors and plain values."""
+    fused, dense = (optimizer for _, optimizer in event.optimizer.optimizers)
+    state: Truth = {}
+    for name, value in event.model.state_dict().items():
+        state[f"{'table' if isinstance(value, ShardedTensor) else 'dense'}/{name}"] = value
+    for kind, optimizer in (("fused optimizer", fused), ("dense optimizer", dense)):
+        for parameter, values in optimizer.state_dict()["state"].items():
+            state.update({f"{kind}/{parameter}/{name}": value for name, value in values.items()})
+    mine = {  # a table-wise table's optimizer state is known to its own rank only
+        name: (tuple(value.size()), [(s.metadata.shard_offsets, s.tensor.detach().cpu()) for s in value.local_shards()])
+        for name, value in state.items()
+        if isinstance(value, ShardedTensor)
+    }
+    generators = (torch.get_rng_state(), np.random.get_state(), random.getstate())
+    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object((mine, generators), everyone)
+    if everyone is None:
+        return None
+    truth = {name: plain(value) for name, value in state.items() if name not in mine}
+    for name in sorted({name for sharded, _ in everyone for name in sharded}):
+        held = [sharded[name] for sharded, _ in everyone if name in sharded]
+        truth[name] = assemble(name, held[0][0], [shard for _, shards in held for shard in shards])
+    for rank, (_, (of_torch, of_numpy, of_python)) in enumerate(everyone):
+        truth[f"random/{rank}/torch"] = of_torch
+        truth[f"random/{rank}/numpy"] = torch.from_numpy(np.array([*of_numpy[1], of_numpy[2]], dtype=np.int64))
+        truth[f"random/{rank}/python"] = torch.tensor(of_python[1])
+    position = event.loader.state_dict()
+    truth["loader/epoch"], truth["loader/samples"] = position["epoch"], position["samples"]
+    return truth
+
+
+def assemble(name: str, size: Sequence[int], shards: Sequence[tuple[Sequence[int], torch.Tensor]]) -> torch.Tensor:
+    """Lay shards side by side, and make sure that they cover the tensor exactly once."""
+    whole = torch.zeros(size, dtype=shards[0][1].dtype)
+    covered = torch.zeros(size, dtype=torch.int8)
+    for offsets, shard in shards:
+        place = tuple(slice(offset, offset + n) for offset, n in zip(offsets, shard.shape, strict=True))
+        whole[place] = shard
+        covered[place] += 1
+    if not bool((covered == 1).all()):
+        raise DemoError(f"the shards of {name} do not cover it exactly once")
+    return whole
+
+
+def plain(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+
+
+# ---------------------------------------------------------------------------------------------------- the two acts
+
+
+def keep_truth(folder: Path) -> Any:
+    """Act 1's observer: puts the truth of each step aside."""
+    (folder / "truth").mkdir(exist_ok=True)
+    steps: list[int] = []
+
+    def on_step(event: StepEvent) -> None:
+        truth = gather(event)
+        if truth is not None:
+            path = folder / "truth" / f"step-{event.step}.pt"
+            torch.save(truth, path.with_suffix(".tmp"))
+            path.with_suffix(".tmp").rename(path)
+            steps.append(event.step)
+            if len(steps) > STEPS_KEPT and steps[-STEPS_KEPT] % MARKER_EVERY:
+                (folder / "truth" / f"step-{steps[-STEPS_KEPT]}.pt").unlink()
+        use_randomness()
+
+    return on_step
+
+
+def use_randomness() -> None:
+    """Advance each rank's generators by another amount, as dropout and sampling would."""
+    for _ in range(dist.get_rank() + 1):
+        torch.rand(3)
+        np.random.random()
+        random.random()
+
+
+def compare_with_truth(folder: Path) -> Any:
+    """Act 2's observer: compares what was restored, then lets the job train on for a while."""
+
+    def on_step(event: StepEvent) -> None:
+        if event.loss is None:
+            now = gather(event)
+            if event.restored is None:
+                raise DemoError("nothing was restored")
+            event.loader.limit = event.loader.position.samples // event.loader.batch_size + STEPS_AFTER_RESTORE
+            if now is not None:
+                truth = torch.load(folder / "truth" / f"step-{event.restored.step}.pt", weights_only=True)
+                report = {
+                    "marker": f"{event.restored.generation}:{event.restored.marker}",
+                    "step": event.restored.step,
+                    "samples": now["loader/samples"],
+                    "lines": [dataclasses.asdict(line) for line in compare(truth, now)],
+                }
+                (folder / "proof.json").write_text(json.dumps(report, indent=1) + "\n")
+        use_randomness()
+
+    return on_step
+
+
+@dataclass
+class Line:
+    """One line of the report: a part of the job, and what differs in it."""
+
+    part: str
+    tensors: int = 0
+    values: int = 0
+    difference: str = ""
+
+
+def compare(truth: Truth, now: Truth) -> list[Line]:
+    """Compare bit by bit. Random state counts for ranks that both jobs have; all else must be there twice."""
+    ranks = {name.split("/")[1] for name in truth if name.startswith("random/")}
+    now = {name: v for name, v in now.items() if not name.startswith("random/") or name.split("/")[1] in ranks}
+    lines: dict[str, Line] = {}
+    for name in sorted(truth.keys() | now.keys()):
+        line = lines.setdefault(name.split("/")[0], Line(name.split("/")[0]))
+        difference = differ(truth.get(name), now.get(name))
+        line.tensors += 1
+        line.values += truth[name].numel() if isinstance(truth.get(name), torch.Tensor) else 1
+        if difference and not line.difference:
+            line.difference = f"{name}: {difference}"
+    return list(lines.values())
+
+
+def differ(truth: Any, now: Any) -> str:
+    """The first difference, or an empty string."""
+    if truth is None or now is None:
+        return "missing before the kill" if truth is None else "missing after the restore"
+    if not isinstance(truth, torch.Tensor) or not isinstance(now, torch.Tensor):
+        return "" if truth == now else f"{truth} before, {now} after"
+    if truth.shape != now.shape or truth.dtype != now.dtype:
+        return f"{tuple(truth.shape)} {truth.dtype} before, {tuple(now.shape)} {now.dtype} after"
+    bits, bits_now = (tensor.reshape(-1).view(torch.uint8).reshape(tensor.numel(), -1) for tensor in (truth, now))
+    places = (bits != bits_now).any(dim=1).nonzero().reshape(-1).tolist()
+    if not places:
+        return ""
+    before, after = (tensor.reshape(-1)[places[0]].item() for tensor in (truth, now))
+    return f"{len(places)} of {truth.numel()} values, the first is number {places[0]}: {before} before, {after} after"
+
+
+def run_rank(act: int, folder: Path, flags: Sequence[str]) -> None:
+    """One rank of one act, in a process of its own."""
+    warnings.filterwarnings("ignore", message=".*deprecating ShardedTensor", category=FutureWarning)
+    if act == 1 and os.environ["RANK"] == "0":
+        handler = logging.FileHandler(folder / "act-1.log")
+        logging.getLogger("torchrec_stream_ckpt").addHandler(handler)
+    train(flags, keep_truth(folder) if act == 1 else compare_with_truth(folder))
+
+
+# ------------------------------------------------------------------------------------------------------- the driver
+
+
+@contextmanager
+def ranks(act: int, world: int, folder: Path, flags: Sequence[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start the ranks; none outlives the block."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, __file__, "--act", str(act), "--dir", str(folder), *flags]
+    shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    if sys.platform == "linux":
+        shared["GLOO_SOCKET_IFNAME"] = "lo"
+    children: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(world):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
+            children.append(subprocess.Popen(command, env={**os.environ, **shared, **own}, start_new_session=True))
+        yield children
+    finally:
+        kill(children)
+
+
+def kill(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    for child in children:
+        if child.poll() is None:
+            child.send_signal(signal.SIGKILL)
+    for child in children:
+        child.wait()
+
+
+def committed(folder: Path) -> list[str]:
+    """The markers that act 1 has reported."""
+    log = folder / "act-1.log"
+    return re.findall(r"marker (\d+:\d+) committed", log.read_text()) if log.exists() else []
+
+
+def act_1(folder: Path, flags: Sequence[str]) -> None:
+    say("act 1: 2 ranks train and stream")
+    deadline = time.monotonic() + TIMEOUT_S
+    with ranks(1, 2, folder, [*flags, "--sharding", str(folder / "plan-1.json")]) as children:
+        last_wait: float | None = None
+        while last_wait is None or time.monotonic() < last_wait:
+            if any(child.poll() is not None for child in children):
+                raise DemoError("a rank of act 1 ended by itself")
+            if time.monotonic() > deadline:
+                raise DemoError(f"act 1 had {len(committed(folder))} markers after {TIMEOUT_S} s")
+            if last_wait is None and len(committed(folder)) >= MARKERS_WANTED:
+                last_wait = time.monotonic() + random.uniform(0.0, 4.0)
+            time.sleep(0.01)
+        kill(children)
+    steps = [int(path.stem.removeprefix("step-")) for path in (folder / "truth").glob("step-*.pt")]
+    say(f"killed both ranks with SIGKILL at step {max(steps)}; last marker seen: {committed(folder)[-1]}")
+
+
+def act_2(folder: Path, flags: Sequence[str]) -> None:
+    say(f"act 2: 3 ranks restore under another plan and train {STEPS_AFTER_RESTORE} steps")
+    flags = [*flags, "--sharding", str(folder / "plan-2.json"), "--restore", "latest", "--log_every", "10"]
+    with ranks(2, 3, folder, flags) as children:
+        deadline = time.monotonic() + TIMEOUT_S
+        while any(child.poll() is None for child in children):
+            if any(child.poll() for child in children) or time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        codes = [child.poll() for child in children]
+    if codes != [0, 0, 0]:
+        raise DemoError(f"the ranks of act 2 ended with {codes} (None: they hung)")
+
+
+NAMES = {
+    "table": "embedding tables, weights",
+    "fused optimizer": "embedding tables, optimizer rows",
+    "dense": "dense model",
+    "dense optimizer": "dense optimizer",
+    "random": "random state of ranks 0 and 1",
+    "loader": "loader position",
+}
+
+
+def show_proof(folder: Path) -> bool:
+    """Print what was compared; whether all of it was identical, and none of it missing."""
+    report = json.loads((folder / "proof.json").read_text())
+    table = Table(
+        title=f"marker {report['marker']}, step {report['step']}: live job (2 ranks) and restored job (3 ranks)"
+    )
+    for column in ("what", "tensors", "values", "verdict"):
+        table.add_column(column, justify="right" if column in ("tensors", "values") else "left")
+    found = {line["part"]: line for line in report["lines"]}
+    is_good = found.keys() == NAMES.keys()
+    for part, name in NAMES.items():
+        line = found.get(part, {"tensors": 0, "values": 0, "difference": "nothing to compare"})
+        verdict = "[red]differs[/]" if line["difference"] else "[green]bit-identical[/]"
+        note = f", sample {report['samples']}" if part == "loader" else ""
+        table.add_row(name + note, f"{line['tensors']:,}", f"{line['values']:,}", verdict)
+        is_good = is_good and not line["difference"]
+    console.print(table)
+    for line in report["lines"]:
+        if line["difference"]:
+            say(f"[red]{NAMES.get(line['part'], line['part'])}[/]: {line['difference']}")
+    return is_good
+
+
+def run_demo(folder: Path, use_kafka: bool) -> bool:
+    folder.mkdir(parents=True)
+    for act, plan in ((1, plan_of_act_1()), (2, plan_of_act_2())):
+        (folder / f"plan-{act}.json").write_text(json.dumps(plan, indent=1) + "\n")
+    with contextlib.ExitStack() as stack:
+        where = ["--stream_ckpt", f"file://{folder / 'log'}"]
+        if use_kafka:
+            where = ["--stream_ckpt", stack.enter_context(broker(folder)), "--store", f"file://{folder / 'store'}"]
+        act_1(folder, [*JOB_FLAGS, *where])
+        act_2(folder, [*JOB_FLAGS, *where])
+    return show_proof(folder)
+
+
+@contextmanager
+def broker(folder: Path) -> Iterator[str]:
+    """A Kafka broker of our own on loopback, stopped at the end."""
+    from torchrec_stream_ckpt.broker.kraft import Broker
+
+    ours = Broker(folder / "broker")
+    say("starting a Kafka broker (the first time, this fetches it)")
+    try:
+        uri = ours.start(die_with=os.getpid()).uri("demo")
+        say(f"broker is up: {uri}")
+        yield uri
+    finally:
+        ours.stop()
+        say("broker stopped")
+
+
+def main() -> int:
+    from torchrec_stream_ckpt import StreamCkptError
+
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--kafka", action="store_true", help="stream over a Kafka broker that the demo starts")
+    parser.add_argument("--dir", type=Path, default=Path("demo-run"), help="working folder (default: %(default)s)")
+    parser.add_argument("--keep", action="store_true", help="keep the working folder; it is kept anyway on failure")
+    parser.add_argument("--act", type=int, help=argparse.SUPPRESS)
+    args, flags = parser.parse_known_args()
+    folder = args.dir.absolute()
+    if args.act:
+        run_rank(args.act, folder, flags)
+        return 0
+    if flags:
+        parser.error(f"unknown: {' '.join(flags)}")
+    if folder.exists():
+        if not (folder / "plan-1.json").exists():
+            parser.error(f"{folder} exists and is no folder of the demo")
+        shutil.rmtree(folder)
+    started = time.monotonic()
+    try:
+        is_good = run_demo(folder, args.kafka)
+    except (DemoError, StreamCkptError) as error:
+        say(f"[red]failed[/]: {error} (see {folder})")
+        return 1
+    seconds = time.monotonic() - started
+    if not is_good:
+        say(f"[red]the restored job differs from the live one[/] ({seconds:.0f} s; see {folder})")
+        return 1
+    say(f"[green]the restored job is bit-identical to the live one at that marker[/] ({seconds:.0f} s)")
+    if not args.keep:
+        shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
