@@ -123,6 +123,11 @@ class StreamCheckpointer:
         """Steps of the job so far, those before a restored marker counted."""
         return self._step
 
+    @property
+    def generation(self) -> int | None:
+        """This job's own generation; None before ``restore()``, ``step()`` or ``mark()`` has opened it."""
+        return self._stream.claim.generation if self._stream is not None else None
+
     def restore(self, marker: MarkerId | str | tuple[int, int] | None = None) -> Restored | None:
         """Bring back a marker, in place, on any number of ranks and any plan.
 
@@ -298,6 +303,7 @@ class StreamCheckpointer:
             publisher,
             partition,
             self._config.store_path,
+            f"file://{self._config.store_path}" if self._config.store else "",
             self._vote_group,
             self._config.commit_timeout_s,
         )

@@ -64,9 +64,9 @@ class Control:
                 self._check_fence(commit)
                 if commit.id in self._lineage.commits:
                     return
-                sent = True
                 self._log.append_control(commit.to_frame())
             except (CommitUnknownError, LogUnavailableError) as error:
+                sent = sent or isinstance(error, CommitUnknownError)
                 if time.monotonic() > deadline or abandoned.is_set():
                     raise self._gave_up(commit, sent, error) from error
                 abandoned.wait(_RETRY_S)

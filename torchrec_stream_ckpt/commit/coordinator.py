@@ -69,6 +69,7 @@ class Coordinator:
         publisher: This rank's stream.
         partition: The data partition of this rank.
         store: Folder of the dense state.
+        store_url: What COMMIT says of it, empty for inside the file log.
         group: A gloo group of our own for votes and outcomes.
         timeout_s: How long a marker may wait for the log.
     """
@@ -81,6 +82,7 @@ class Coordinator:
         publisher: Publisher,
         partition: int,
         store: Path,
+        store_url: str,
         group: dist.ProcessGroup,
         timeout_s: float,
     ) -> None:
@@ -90,6 +92,7 @@ class Coordinator:
         self._publisher = publisher
         self._partition = partition
         self._store = store
+        self._store_url = store_url
         self._group = group
         self._timeout_s = timeout_s
         self._rank = dist.get_rank()
@@ -211,7 +214,7 @@ class Coordinator:
             dense=dense_name(claim.job, MarkerId(claim.generation, cut.marker)),
             dense_files=tuple(file for vote in votes for file in vote.files),
             time_s=time.time(),
-            store=str(self._store),
+            store=self._store_url,
         )
         try:
             self._control.commit(commit, self._timeout_s, self._abandoned)

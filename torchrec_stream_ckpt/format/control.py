@@ -7,7 +7,7 @@ Readers refuse unknown shapes by name and never trust a length.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar, get_type_hints
 
 from crc32c import crc32c
@@ -159,8 +159,8 @@ class Commit:
     """Path of the dense state below the store."""
     dense_files: tuple[DenseFile, ...]
     time_s: float
-    store: str = field(default="")
-    """Where the writer kept dense state; a reader may name another place."""
+    store: str
+    """Where the writer kept dense state, empty for inside the file log; a reader may name another place."""
 
     @property
     def id(self) -> MarkerId:

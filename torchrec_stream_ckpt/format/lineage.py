@@ -24,7 +24,7 @@ class Lineage:
     commits: dict[MarkerId, Commit] = field(default_factory=dict)
     """Committed markers, oldest first."""
     stale: int = 0
-    """Records that lost: CLAIMs of a taken number, COMMITs of a fenced or foreign writer."""
+    """Records that lost: CLAIMs of a taken number, late COMMITs, and those of a fenced or foreign writer."""
 
     @classmethod
     def of(cls, records: Iterable[Claim | Commit]) -> Lineage:
@@ -54,7 +54,9 @@ class Lineage:
     def _commit(self, commit: Commit) -> None:
         owner = self.claims.get(commit.generation)
         fenced = commit.generation != self.newest_generation
-        if owner is None or fenced or owner.nonce != commit.nonce or commit.id in self.commits:
+        # A COMMIT that nobody answered for may land late, behind that of a later marker: it does not count.
+        late = self.newest is not None and commit.id <= self.newest.id
+        if owner is None or fenced or owner.nonce != commit.nonce or late:
             self.stale += 1
         else:
             self.commits[commit.id] = commit

@@ -82,17 +82,15 @@ class FileLog:
         return FileWriter(partition_dir(self._root, partition), generation, resume_at)
 
     def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
-        position = span.begin
         folder = partition_dir(self._root, span.partition)
-        for path, base, end in _segments(folder, span.generation):
-            if (end is not None and end <= position) or base >= span.end:
-                continue
-            if base > position:
-                break
-            stop = span.end if end is None else min(span.end, end)
-            for offset, frame in _frames(path, position - base, stop - base):
-                yield base + offset, frame
-            position = stop
+        pieces = [
+            (path, base, max(base, span.begin), min(end, span.end))
+            for path, base, end in _segments(folder, span.generation)
+            if base < span.end and end > span.begin
+        ]
+        position = span.begin
+        for _, _, begin, end in pieces:
+            position = end if begin <= position else position
         if position < span.end:
             raise CorruptionError(
                 f"the log ends at byte {position}, {span.end} were committed",
@@ -100,6 +98,9 @@ class FileLog:
                 generation=span.generation,
                 path=folder,
             )
+        for path, base, begin, end in pieces:
+            for offset, frame in _frames(path, begin - base, end - base):
+                yield base + offset, frame
 
     def append_control(self, record: bytes) -> int:
         path = self._root / CONTROL_FILE
@@ -235,15 +236,16 @@ def _write_all(fd: int, frames: list[memoryview]) -> None:
             pending[0] = pending[0][written:]
 
 
-def _segments(folder: Path, generation: int) -> Iterator[tuple[Path, int, int | None]]:
-    """(path, first byte, first byte of the next one or None) of a generation's segments, in order."""
+def _segments(folder: Path, generation: int) -> Iterator[tuple[Path, int, int]]:
+    """(path, first byte, end) of a generation's segments, in order; each ends where the next one begins."""
     try:
         names = [(parsed[1], name) for name in os.listdir(folder) if (parsed := parse_segment(name))]
+        mine = sorted((base, folder / name) for base, name in names if parse_segment(name) == (generation, base))
+        ends = [base + path.stat().st_size for base, path in mine]
     except OSError as error:
         raise _unavailable("cannot read a partition", folder, error) from None
-    mine = sorted((base, name) for base, name in names if parse_segment(name) == (generation, base))
-    for (base, name), following in zip(mine, [*mine[1:], None], strict=True):
-        yield folder / name, base, following[0] if following else None
+    for (base, path), end, following in zip(mine, ends, [*mine[1:], None], strict=True):
+        yield path, base, min(end, following[0]) if following else end
 
 
 def _frames(path: Path, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:

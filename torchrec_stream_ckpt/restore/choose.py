@@ -44,12 +44,35 @@ def choose(log_: Log, lineage: Lineage, store: Path, marker: MarkerId | None) ->
         commit, skipped = _newest_whole(lineage, store)
     else:
         return None
-    hellos = {
-        (ancestor.generation, end.rank): read_hello(log_, ancestor, end)
-        for ancestor in lineage.path(commit.id)
+    check_incarnation(log_, lineage, commit.id)
+    return Choice(lineage, commit, read_hellos(log_, lineage, commit.id), tuple(skipped))
+
+
+def check_incarnation(log_: Log, lineage: Lineage, marker: MarkerId) -> None:
+    """The log must be the very one that the marker's generations wrote to.
+
+    Raises:
+        CorruptionError: it was deleted and made again under its name.
+    """
+    now = log_.incarnation()
+    for ancestor in lineage.path(marker):
+        claim = lineage.claims[ancestor.generation]
+        if now is None or now.id != claim.incarnation:
+            raise CorruptionError(
+                "the log was deleted and made again since this generation wrote to it",
+                hint="bring the old log back; its rows are not in this one",
+                generation=ancestor.generation,
+                marker=marker,
+            )
+
+
+def read_hellos(log_: Log, lineage: Lineage, marker: MarkerId) -> dict[tuple[int, int], Hello]:
+    """HELLO by (generation, rank), for every generation on the path to ``marker``."""
+    return {
+        (ancestor.generation, end.rank): read_hello(log_, lineage.claims[ancestor.generation], ancestor, end)
+        for ancestor in lineage.path(marker)
         for end in ancestor.ranks
     }
-    return Choice(lineage, commit, hellos, tuple(skipped))
 
 
 def _newest_whole(lineage: Lineage, store: Path) -> tuple[Commit, list[str]]:

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterator
 
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.control import Commit, Hello, Mark
+from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark
 from torchrec_stream_ckpt.format.frame import Header, Kind, parse_header, payload_of
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.types import LogSpan, RankEnd
@@ -25,6 +25,7 @@ def read_stream(log: Log, commit: Commit, end: RankEnd) -> Iterator[tuple[Header
         CorruptionError: something is missing, out of order, altered or of another job; says where.
     """
     seen = array("I")
+    schema_crc = None
     span = LogSpan(commit.generation, end.partition, end.begin, end.end)
     for offset, frame in log.read(span):
         try:
@@ -42,6 +43,10 @@ def read_stream(log: Log, commit: Commit, end: RankEnd) -> Iterator[tuple[Header
             expected = f"seq {len(seen)} behind {chain:08x}"
             message = f"found seq {header.seq} behind {header.chain:08x}, expected {expected}"
             raise _located(CorruptionError(message), commit, end, len(seen), offset)
+        if schema_crc is None:
+            schema_crc = header.schema_crc
+        if header.schema_crc != schema_crc:
+            raise _located(CorruptionError("the schema changes inside a generation"), commit, end, len(seen), offset)
         seen.append(header.header_crc)
         yield header, frame
         if len(seen) == end.frames:
@@ -51,12 +56,15 @@ def read_stream(log: Log, commit: Commit, end: RankEnd) -> Iterator[tuple[Header
         raise _located(CorruptionError(message), commit, end, len(seen), end.end)
 
 
-def read_hello(log: Log, commit: Commit, end: RankEnd) -> Hello:
-    """The first frame of a rank: its shards and the schema it wrote."""
+def read_hello(log: Log, claim: Claim, commit: Commit, end: RankEnd) -> Hello:
+    """The first frame of a rank: its shards, and the schema that its generation claimed."""
     header, frame = next(read_stream(log, commit, end))
     if header.kind is not Kind.HELLO:
         raise _located(CorruptionError(f"begins with {header.kind.name}"), commit, end, 0, end.begin)
-    return Hello.from_json(checked_payload(header, frame, commit, end))
+    hello = Hello.from_json(checked_payload(header, frame, commit, end))
+    if not header.schema_crc == hello.schema.crc == claim.schema.crc:
+        raise _located(CorruptionError("HELLO has another schema than its CLAIM"), commit, end, 0, end.begin)
+    return hello
 
 
 def read_mark(header: Header, frame: memoryview, commit: Commit, end: RankEnd) -> Mark:

@@ -1,0 +1,97 @@
+"""What the verbs share: opening a log, finding its store, printing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchrec_stream_ckpt.errors import MarkerNotFoundError
+from torchrec_stream_ckpt.format.control import Commit, parse_control
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.layout import FileUri, parse_store, parse_uri
+from torchrec_stream_ckpt.log.api import Log, open_log
+from torchrec_stream_ckpt.types import MarkerId
+
+Uri = Annotated[str, typer.Argument(help="file://DIR or kafka://HOST:PORT/JOB", metavar="URI")]
+Store = Annotated[
+    str | None, typer.Option(help="Where dense state lies (default: where the job kept it).", metavar="URL")
+]
+KafkaOptions = Annotated[
+    str | None, typer.Option(help="File of key=value client settings, security included.", metavar="FILE")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One job's log, read as of now."""
+
+    uri: str
+    log: Log
+    lineage: Lineage
+    store: str | None
+
+    def store_of(self, commit: Commit) -> Path:
+        """Folder of the store: as asked for, else where the job kept it, else inside the file log."""
+        url = self.store or commit.store
+        if url:
+            return parse_store(url)
+        parsed = parse_uri(self.uri)
+        assert isinstance(parsed, FileUri)
+        return parsed.directory
+
+    def find(self, marker: str | None) -> Commit:
+        """The commit of ``GENERATION:MARKER``; the newest one for None and ``latest``.
+
+        Raises:
+            MarkerNotFoundError: nothing of that name was committed.
+        """
+        if marker not in (None, "latest"):
+            assert marker is not None
+            return self.lineage.find(MarkerId.parse(marker))
+        if self.lineage.newest is None:
+            raise MarkerNotFoundError("no marker was ever committed", hint="let the job run on", uri=self.uri)
+        return self.lineage.newest
+
+
+@contextlib.contextmanager
+def open_job(uri: str, store: str | None, kafka_options: str | None) -> Iterator[Job]:
+    """Open a log that exists, and fold its control partition."""
+    log = open_log(uri, kafka_options)
+    try:
+        if log.incarnation() is None:
+            raise MarkerNotFoundError("there is no log here", hint="check the URI; a job makes its log", uri=uri)
+        lineage = Lineage.of(parse_control(record) for _, record in log.read_control())
+        yield Job(uri, log, lineage, store)
+    finally:
+        log.close()
+
+
+def print_json(value: object) -> None:
+    typer.echo(json.dumps(value, indent=2))
+
+
+def age(time_s: float) -> str:
+    """How long ago, for people."""
+    seconds = max(0.0, time.time() - time_s)
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def size(num_bytes: int) -> str:
+    """Bytes for people, in powers of 1000."""
+    value = float(num_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"

@@ -1,0 +1,34 @@
+"""``stream-ckpt``: look at, check and serve streams of checkpoints. One file a verb."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from torchrec_stream_ckpt.cli import broker, list_, show, verify
+from torchrec_stream_ckpt.errors import StreamCkptError
+
+app = typer.Typer(
+    help="Continuous, bit-exact checkpoints for TorchRec: look at, check and serve them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("list")(list_.list_markers)
+app.command("show")(show.show_marker)
+app.command("verify")(verify.verify_markers)
+app.add_typer(broker.app, name="broker")
+
+
+def main() -> None:
+    """Run the command line; an error that a user can mend ends with ``Try:`` and status 1."""
+    try:
+        app()
+    except StreamCkptError as error:
+        print(f"Error: {error.headline}", file=sys.stderr)
+        if error.hint:
+            print(f"Try: {error.hint}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,74 @@
+"""``stream-ckpt show``: one marker in full."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from torchrec_stream_ckpt.cli.common import Job, Json, KafkaOptions, Store, Uri, age, open_job, print_json, size
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.dense import dense_path
+
+Marker = Annotated[str | None, typer.Option(help="GENERATION:MARKER (default: the newest).", metavar="MARKER")]
+
+
+def show_marker(
+    uri: Uri, marker: Marker = None, store: Store = None, kafka_options: KafkaOptions = None, json: Json = False
+) -> None:
+    """Show one marker: its lineage, its tables, where each rank's stream ends, its dense files."""
+    with open_job(uri, store, kafka_options) as job:
+        commit = job.find(marker)
+        if json:
+            print_json(_record(job, commit))
+        else:
+            _print(job, commit)
+
+
+def _record(job: Job, commit: Commit) -> dict[str, Any]:
+    claim = job.lineage.claims[commit.generation]
+    bases = job.lineage.bases(commit.id)
+    return {
+        "marker": str(commit.id),
+        "job": commit.job.hex(),
+        "step": commit.step,
+        "time_s": commit.time_s,
+        "lineage": [str(ancestor.id) for ancestor in job.lineage.path(commit.id)],
+        "incarnation": claim.incarnation,
+        "tables": [
+            asdict(table) | {"base_generation": bases[index]} for index, table in enumerate(claim.schema.tables)
+        ],
+        "ranks": [asdict(end) for end in commit.ranks],
+        "dense": str(dense_path(job.store_of(commit), commit)),
+        "dense_files": [asdict(file) for file in commit.dense_files],
+    }
+
+
+def _print(job: Job, commit: Commit) -> None:
+    record = _record(job, commit)
+    console = Console()
+    console.print(f"marker {record['marker']}, step {commit.step}, {age(commit.time_s)} ago, job {record['job']}")
+    console.print(f"lineage: {' -> '.join(record['lineage'])}")
+    tables = Table("table", "rows", "dim", "dtype", "optimizer", "states", "sent whole in generation")
+    for table in record["tables"]:
+        states = ", ".join(f"{s['name']} a {'row' if s['per_row'] else 'weight'}" for s in table["states"]) or "-"
+        tables.add_row(
+            table["name"],
+            f"{table['rows']:,}",
+            str(table["dim"]),
+            table["dtype"],
+            table["optimizer"],
+            states,
+            str(table["base_generation"]),
+        )
+    console.print(tables)
+    ranks = Table("rank", "partition", "begin", "end", "frames", "rows", "bytes")
+    for end in commit.ranks:
+        cells = (end.rank, end.partition, end.begin, end.end, end.frames)
+        ranks.add_row(*map(str, cells), f"{end.rows:,}", size(end.num_bytes))
+    console.print(ranks)
+    total = sum(file.num_bytes for file in commit.dense_files)
+    console.print(f"dense: {len(commit.dense_files)} files, {size(total)}, in {record['dense']}", soft_wrap=True)

@@ -1,0 +1,51 @@
+"""``stream-ckpt verify``: read all that a marker needs and check it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from torchrec_stream_ckpt.cli.common import Job, Json, KafkaOptions, Store, Uri, open_job, print_json, size
+from torchrec_stream_ckpt.cli.show import Marker
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.restore.verify import Verified, verify_marker
+
+
+def verify_markers(
+    uri: Uri,
+    marker: Marker = None,
+    all_markers: Annotated[bool, typer.Option("--all", help="Verify every committed marker.")] = False,
+    store: Store = None,
+    kafka_options: KafkaOptions = None,
+    json: Json = False,
+) -> None:
+    """Read everything that a marker needs and check every checksum, chain, sequence and digest.
+
+    Ends at the first thing that is wrong, says where it is, and exits with status 1.
+    """
+    with open_job(uri, store, kafka_options) as job:
+        commits = list(job.lineage.commits.values()) if all_markers else [job.find(marker)]
+        verified = [_verify(job, commit, quiet=json) for commit in commits]
+        if json:
+            print_json([asdict(result) | {"marker": str(result.marker)} for result in verified])
+            return
+        for result in verified:
+            typer.echo(
+                f"marker {result.marker} is whole: {result.frames} frames and {result.rows} rows in {result.streams} "
+                f"streams of {result.generations} generations ({size(result.num_bytes)}), "
+                f"{result.dense_files} dense files ({size(result.dense_bytes)})"
+            )
+
+
+def _verify(job: Job, commit: Commit, *, quiet: bool) -> Verified:
+    total = sum(end.num_bytes for ancestor in job.lineage.path(commit.id) for end in ancestor.ranks)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=quiet) as progress:
+        task = progress.add_task(f"marker {commit.id}", total=total)
+        return verify_marker(
+            job.log, job.lineage, job.store_of(commit), commit.id, lambda count: progress.advance(task, count)
+        )
