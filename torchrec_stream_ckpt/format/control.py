@@ -1,18 +1,19 @@
 """The JSON payloads: HELLO and MARK in the data partitions, CLAIM and COMMIT in the control partition.
 
 JSON is canonical (sorted keys, no spaces, ASCII), so that the checksum of a schema is well defined.
-Readers refuse unknown shapes by name and never trust a length.
+Readers refuse unknown shapes by name and never trust a length. Fields that the header holds too must agree.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar, get_type_hints
 
 from crc32c import crc32c
 
-from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.format.frame import (
     DTYPE_BYTES,
     Buffer,
@@ -40,6 +41,13 @@ class Schema:
     def index(self) -> dict[str, int]:
         return {table.name: position for position, table in enumerate(self.tables)}
 
+    def holds(self, shard: TableShard) -> bool:
+        """Whether ``shard`` lies inside a table of this schema."""
+        if shard.table >= len(self.tables):
+            return False
+        table = self.tables[shard.table]
+        return shard.row0 + shard.rows <= table.rows and shard.col0 + shard.cols <= table.dim
+
     @property
     def crc(self) -> int:
         return crc32c(canonical([asdict(table) for table in self.tables]))
@@ -58,8 +66,12 @@ class Hello:
 
     @classmethod
     def from_json(cls, data: Buffer) -> Hello:
-        raw = _Fields(data, "HELLO")
-        return cls(raw.take("world", int), raw.schema("schema"), raw.each("shards", TableShard))
+        raw = _Fields(data, "HELLO", cls)
+        hello = cls(raw.take("world", int), raw.schema("schema"), raw.each("shards", TableShard))
+        for shard in hello.shards:
+            if not hello.schema.holds(shard):
+                raise CorruptionError(f"HELLO.shards: {shard} is outside its table")
+        return hello
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +102,7 @@ class Mark:
 
     @classmethod
     def from_json(cls, data: Buffer) -> Mark:
-        raw = _Fields(data, "MARK")
+        raw = _Fields(data, "MARK", cls)
         return cls(raw.take("rows", int), raw.take("num_bytes", int), raw.each("scalars", TableScalars))
 
 
@@ -121,14 +133,13 @@ class Claim:
 
     @classmethod
     def from_json(cls, header: Header, data: Buffer) -> Claim:
-        raw = _Fields(data, "CLAIM")
-        parent = raw.take("parent", str, optional=True)
+        raw = _Fields(data, "CLAIM", cls, job=header.job.hex(), generation=header.generation)
         return cls(
             job=header.job,
             generation=header.generation,
             nonce=raw.take("nonce", str),
             name=raw.take("name", str),
-            parent=MarkerId.parse(parent) if parent is not None else None,
+            parent=raw.marker("parent"),
             world=raw.take("world", int),
             partitions=raw.take("partitions", int),
             incarnation=raw.take("incarnation", str),
@@ -173,8 +184,9 @@ class Commit:
 
     @classmethod
     def from_json(cls, header: Header, data: Buffer) -> Commit:
-        raw = _Fields(data, "COMMIT")
-        return cls(
+        same = {"job": header.job.hex(), "generation": header.generation, "marker": header.marker, "step": header.step}
+        raw = _Fields(data, "COMMIT", cls, **same)
+        commit = cls(
             job=header.job,
             generation=header.generation,
             nonce=raw.take("nonce", str),
@@ -186,6 +198,10 @@ class Commit:
             time_s=raw.take("time_s", float),
             store=raw.take("store", str),
         )
+        numbers = [end.rank for end in commit.ranks]
+        if not numbers or numbers != list(range(len(numbers))) or min(end.frames for end in commit.ranks) < 2:
+            raise CorruptionError("COMMIT.ranks must be 0, 1, 2, ..., each with a HELLO and a MARK", **header.place())
+        return commit
 
 
 def parse_control(frame: Buffer) -> Claim | Commit:
@@ -204,22 +220,44 @@ def parse_control(frame: Buffer) -> Claim | Commit:
 
 
 class _Fields:
-    """Checked access to the fields of one JSON payload."""
+    """Checked access to the fields of one JSON payload.
 
-    def __init__(self, data: Buffer, what: str) -> None:
+    Args:
+        data: The payload.
+        what: Its kind, for messages.
+        kind: The dataclass whose fields it must have, no more and no less.
+        same: What the header says of fields that stand in both.
+    """
+
+    def __init__(self, data: Buffer, what: str, kind: type[Any], **same: object) -> None:
         self._what = what
         try:
-            self._raw = json.loads(bytes(data))
+            self._raw = json.loads(
+                bytes(data).decode("ascii"),
+                object_pairs_hook=_unique,
+                parse_int=_whole,
+                parse_float=_finite,
+                parse_constant=_finite,
+            )
         except (ValueError, RecursionError) as error:
             raise CorruptionError(f"{what} is no JSON: {error}") from None
         if not isinstance(self._raw, dict):
             raise CorruptionError(f"{what} is no JSON object")
+        _exactly(self._raw, {item.name for item in fields(kind)}, what)
+        for name, value in same.items():
+            if _typed(self._raw[name], type(value), f"{what}.{name}") != value:
+                raise CorruptionError(f"{what}.{name} is {self._raw[name]!r:.80}, its header says {value!r}")
 
-    def take(self, name: str, kind: type[T], *, optional: bool = False) -> Any:
-        value = self._raw.get(name)
-        if value is None and optional:
+    def take(self, name: str, kind: type[T]) -> T:
+        return _typed(self._raw[name], kind, f"{self._what}.{name}")
+
+    def marker(self, name: str) -> MarkerId | None:
+        if self._raw[name] is None:
             return None
-        return _typed(value, kind, f"{self._what}.{name}")
+        try:
+            return MarkerId.parse(self.take(name, str))
+        except ConfigError as error:
+            raise CorruptionError(f"{self._what}.{name}: {error.message}") from None
 
     def ints(self, name: str) -> list[int]:
         return [_typed(item, int, f"{self._what}.{name}") for item in self.take(name, list)]
@@ -229,7 +267,39 @@ class _Fields:
 
     def schema(self, name: str) -> Schema:
         what = f"{self._what}.{name}"
-        return Schema(tuple(_table(item, what) for item in _typed(self.take(name, dict).get("tables"), list, what)))
+        raw = self.take(name, dict)
+        _exactly(raw, {"tables"}, what)
+        schema = Schema(tuple(_table(item, what) for item in _typed(raw["tables"], list, what)))
+        names = [table.name for table in schema.tables]
+        if names != sorted(set(names)):
+            raise CorruptionError(f"{what}: tables are not sorted by name, each once")
+        return schema
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands twice in one object")
+    return found
+
+
+def _whole(text: str) -> int:
+    value = int(text)
+    if value.bit_length() > 64:
+        raise ValueError("a number has more than 64 bits")
+    return value
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not finite")
+    return value
+
+
+def _exactly(raw: dict[str, Any], names: set[str], what: str) -> None:
+    if raw.keys() != names:
+        raise CorruptionError(f"{what} has fields {sorted(raw)!r:.200}, expected {sorted(names)}")
 
 
 def _typed(value: object, kind: type[T], what: str) -> T:
@@ -244,8 +314,7 @@ def _record(item: object, kind: type[T], what: str, **given: object) -> T:
     """An instance of the dataclass ``kind`` from a JSON object with just its fields, less those ``given``."""
     raw = _typed(item, dict, what)
     hints = {name: hint for name, hint in get_type_hints(kind).items() if name not in given}
-    if raw.keys() != hints.keys():
-        raise CorruptionError(f"{what} has fields {sorted(raw)!r:.200}, expected {sorted(hints)}")
+    _exactly(raw, set(hints), what)
     return kind(**{name: _typed(raw[name], hint, f"{what}.{name}") for name, hint in hints.items()}, **given)
 
 

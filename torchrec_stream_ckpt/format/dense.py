@@ -34,7 +34,7 @@ def verify_dense(store: Path, commit: Commit) -> None:
     """
     path = dense_path(store, commit)
     for expected in commit.dense_files:
-        if "/" in expected.name or expected.name in (".", ".."):
+        if not expected.name.isprintable() or "/" in expected.name or expected.name in ("", ".", ".."):
             raise CorruptionError("COMMIT names a file outside the dense directory", path=path, name=expected.name)
         try:
             (found,) = digest_files(path, [expected.name])

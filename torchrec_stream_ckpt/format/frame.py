@@ -189,6 +189,8 @@ def parse_header(data: Buffer) -> Header:
         raise CorruptionError("header has an unknown version, kind, flag or codec")
     if count > MAX_SECTIONS or payload_len % ALIGNMENT or raw_len != payload_len:
         raise CorruptionError("header has impossible lengths")
+    if any(dtypes[count:]) or any(offsets[count:]):
+        raise CorruptionError("header describes more sections than it counts")
     if payload_len > MAX_FRAME_BYTES - HEADER_LEN:
         raise CorruptionError(f"payload of {payload_len} bytes is larger than a frame may be")
     return Header(

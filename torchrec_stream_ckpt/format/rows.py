@@ -117,7 +117,10 @@ def decode_rows(header: Header, payload: memoryview, table: TableSpec) -> RowsVi
     place = {**header.place(), "table": table.name}
     if header.cols < 1 or header.col0 + header.cols > table.dim:
         raise CorruptionError(f"columns [{header.col0}, +{header.cols}) are outside dim {table.dim}", **place)
-    layout = RowLayout.of(table, header.cols)
+    try:
+        layout = RowLayout.of(table, header.cols)
+    except ValueError as error:
+        raise CorruptionError(str(error), **place) from None
     offsets, length = layout.offsets(header.rows)
     codes = tuple(section.code for section in layout.sections)
     if header.dtypes != codes or header.section_offsets != offsets or length != len(payload):
