@@ -86,7 +86,7 @@ def plan_of_act_2() -> dict[str, Any]:
     The column split stays: under row-wise Adagrad the state belongs to a column shard.
     """
     kinds = ["row_wise", {"table_wise": 2}, {"column_wise": [2, 0]}, "row_wise", {"table_wise": 0}]
-    kinds += [{"column_wise": [1, 2]}, "row_wise", {"table_wise": 1}, {"column_wise": [0, 1]}]
+    kinds += [{"column_wise": [1, 2]}, "row_wise", {"table_wise": 1}, {"column_wise": [2, 1]}]
     return {f"t_cat_{i}": kind for i, kind in enumerate(kinds)}
 
 
@@ -149,8 +149,11 @@ def keep_truth(folder: Path) -> Any:
     """Act 1's observer: puts the truth of each step aside."""
     (folder / "truth").mkdir(exist_ok=True)
     steps: list[int] = []
+    driver = os.getppid()
 
     def on_step(event: StepEvent) -> None:
+        if os.getppid() != driver:
+            os._exit(1)  # the driver was killed: do not train on forever
         truth = gather(event)
         if truth is not None:
             path = folder / "truth" / f"step-{event.step}.pt"

@@ -387,12 +387,13 @@ class TextFormat:
         prefix = rb"[^,]*," if self.has_id else b""
         return re.compile(prefix + self.separator.join(fields))
 
-    def fault(self, line: bytes) -> str:
+    def fault(self, line: bytes, number: int) -> str:
         """What is wrong with a line that the pattern refuses."""
         fields = line.split(self.separator)
         expected = 1 + INT_FEATURE_COUNT + CAT_FEATURE_COUNT + self.has_id
         if len(fields) != expected:
-            hint = "; is it the test set, which has no labels?" if len(fields) == expected - 1 else ""
+            is_test_set = len(fields) == expected - 1 and number <= 2
+            hint = "; is it the test set, which has no labels?" if is_test_set else ""
             return f"{len(fields)} fields where {expected} are expected{hint}"
         fields = fields[self.has_id :]
         if fields[0] not in (b"0", b"1"):
@@ -461,7 +462,7 @@ class TextSource:
                     found.append(match.groups())
                 else:
                     bad_lines += 1
-                    self.refuse(f"{path}:{line}: {layout.fault(text)}", bad_lines)
+                    self.refuse(f"{path}:{line}: {layout.fault(text, line)}", bad_lines)
         except (OSError, EOFError, zlib.error) as error:
             raise UserError(f"{path}: cannot be read behind line {line}: {error}") from error
         self.stream_at = (at.file, offset)

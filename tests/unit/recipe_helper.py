@@ -17,6 +17,8 @@ HEADER = ",".join(["Id", "Label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" fo
 def load_recipe(name: str) -> ModuleType:
     """Import ``recipes/NAME.py`` once."""
     qualified = f"recipe_{name}"
+    if str(RECIPES) not in sys.path:
+        sys.path.append(str(RECIPES))  # the demo imports its neighbor, as a script does
     if qualified not in sys.modules:
         spec = importlib.util.spec_from_file_location(qualified, RECIPES / f"{name}.py")
         assert spec is not None

@@ -229,7 +229,7 @@ def test_random_ids_are_skewed_and_reach_over_the_table(zipf: float) -> None:
 
 
 BROKEN = [
-    (lambda f: f[:-1], "39 fields where 40 are expected; is it the test set"),
+    (lambda f: f[:-1], "39 fields where 40 are expected\n"),
     (lambda f: [*f, "68fd1e64"], "41 fields where 40 are expected"),
     (lambda f: ["2", *f[1:]], "label '2' is neither 0 nor 1"),
     (lambda f: [f[0], "", "12a", *f[3:]], "I2 '12a' is not an integer"),
@@ -251,6 +251,14 @@ def test_a_malformed_line_is_named_by_file_and_line(
         list(loader)
     assert f"{tmp_path / 'train.txt'}:18: {fault}" in str(error.value)
     assert "--skip_bad_lines 1" in str(error.value)
+
+
+def test_a_test_set_without_labels_is_recognized(tmp_path: Path) -> None:
+    (tmp_path / "test.txt").write_text(tsv([line[1:] for line in FIELDS]))
+    with pytest.raises(
+        recipe.UserError, match=r"test\.txt:1: 39 fields where 40 .* is it the test set, which has no labels"
+    ):
+        list(open_loader(tmp_path / "test.txt"))
 
 
 def test_the_line_number_counts_the_header(tmp_path: Path) -> None:
