@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,37 +9,38 @@ import torch
 from tests.model import Spec, Trainer, trainer, truth
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 
+Build = dict[str, Any]
 Truths = dict[int, dict[str, torch.Tensor]]
-
-
-def config(uri: str, store: Path | None = None, **settings: Any) -> StreamConfig:
-    return StreamConfig(uri=uri, store=f"file://{store}" if store else None, **settings)
 
 
 def attach(job: Trainer, settings: StreamConfig) -> StreamCheckpointer:
     return StreamCheckpointer(job.dmp, job.optimizer, config=settings, stateful={"loader": job})
 
 
-def train(spec: Spec, settings: StreamConfig, steps: int, **build: Any) -> tuple[list[float], Truths]:
+def train_with(spec: Spec, settings: StreamConfig, steps: int, build: Build) -> tuple[list[float], Truths]:
     """A fresh job: losses, and the truth at each step."""
     job = trainer(spec, **build)
     checkpointer = attach(job, settings)
     assert checkpointer.restore() is None
     losses, truths = _go_on(job, checkpointer, steps)
-    checkpointer.mark().result(60)
+    committed = checkpointer.mark().result(60)
+    assert committed.step == steps
     checkpointer.close()
     return losses, truths
 
 
-def restore(
-    spec: Spec, settings: StreamConfig, marker: str | None, steps: int, **build: Any
+def restore_with(
+    spec: Spec, settings: StreamConfig, marker: str | None, steps: int, build: Build
 ) -> tuple[dict[str, torch.Tensor], int, list[float], Truths]:
     """Another job: the state right after the restore, its step, and how it goes on."""
     job = trainer(spec, **build)
     job.step()  # a live, different state: the restore must replace all of it
     checkpointer = attach(job, settings)
+    plan = checkpointer.plan(marker)
+    assert plan is not None
     restored = checkpointer.restore(marker)
     assert restored is not None
+    assert f"marker {restored.id}, step {restored.step}" in plan.describe()
     state = truth(job)
     losses, truths = _go_on(job, checkpointer, steps)
     checkpointer.close()

@@ -1,0 +1,183 @@
+"""Golden bytes of format version 1: a whole job of one rank and two tables, and ways a frame can be wrong.
+
+Run ``python tests/golden/make.py`` only after an intended change of the format: it overwrites the files that
+the tests compare with, and the worked example in docs/format.md must then follow.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from crc32c import crc32c
+
+from torchrec_stream_ckpt.format.control import Claim, Commit, DenseFile, Hello, Mark, Schema, TableScalars
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_frame, parse_header, seal
+from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout
+from torchrec_stream_ckpt.layout import dense_name
+from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
+
+HERE = Path(__file__).parent
+JOB = bytes.fromhex("000102030405060708090a0b0c0d0e0f")
+NONCE = "5f" * 16
+INCARNATION = "1c" * 16
+ADAM = (StateSpec("exp_avg", "float32", False), StateSpec("exp_avg_sq", "float32", False))
+ITEM = TableSpec("sparse.ebc.t_item", 6, 2, "bfloat16", "adam", ADAM)
+ROWWISE = (StateSpec("momentum1", "float32", True),)
+USER = TableSpec("sparse.ebc.t_user", 4, 4, "float32", "exact_rowwise_adagrad", ROWWISE)
+SCHEMA = Schema((ITEM, USER))
+STEP, MARKER = 100, 1
+
+
+def rows_payload(table: TableSpec, cols: int, arrays: list[np.ndarray]) -> tuple[Header, bytearray]:
+    """The part of a header that describes rows, and the frame's bytes with the header left open."""
+    layout = RowLayout.of(table, cols)
+    offsets, length = layout.offsets(len(arrays[0]))
+    frame = bytearray(HEADER_LEN + length)
+    for section, offset, array in zip(layout.sections, offsets, arrays, strict=True):
+        data = np.ascontiguousarray(array, NUMPY_DTYPES[section.dtype]).tobytes()
+        assert len(data) == len(arrays[0]) * section.row_bytes
+        frame[HEADER_LEN + offset : HEADER_LEN + offset + len(data)] = data
+    header = Header(
+        Kind.ROWS,
+        JOB,
+        1,
+        step=STEP,
+        marker=MARKER,
+        table=SCHEMA.index()[table.name],
+        rows=len(arrays[0]),
+        cols=cols,
+        schema_crc=SCHEMA.crc,
+        dtypes=tuple(section.code for section in layout.sections),
+        section_offsets=offsets,
+        payload_len=length,
+    )
+    return header, frame
+
+
+def user_arrays() -> list[np.ndarray]:
+    """Rows 1 and 3 of t_user: ids, weights, momentum1."""
+    weights = np.array([[0.5, -1.0, 2.0, 0.25], [1.5, 0.0, -0.125, 8.0]], np.float32)
+    return [np.array([1, 3]), weights, np.array([0.75, 3.0], np.float32)]
+
+
+def item_arrays() -> list[np.ndarray]:
+    """Rows 5, 0 and 2 of column 1 of t_item: ids, bits of the weights, both moments."""
+    weights = np.array([[0x3F80], [0xBF00], [0x4049]], np.uint16)
+    moment = np.array([[0.1], [-0.2], [0.3]], np.float32)
+    return [np.array([5, 0, 2]), weights, moment, moment * moment]
+
+
+def frames() -> dict[str, bytes]:
+    """One frame of every kind, as rank 0 of generation 1 writes them; name -> bytes."""
+    shards = (TableShard(0, 0, 6, 1, 1), TableShard(1, 0, 4, 0, 4))
+    hello = Header(Kind.HELLO, JOB, 1, schema_crc=SCHEMA.crc)
+    stream = {"hello": bytes(json_frame(hello, Hello(1, SCHEMA, shards).to_json()))}
+    previous = hello
+    for name, (header, frame) in {
+        "rows": rows_payload(USER, 4, user_arrays()),
+        "rows_slice": rows_payload(ITEM, 1, item_arrays()),
+    }.items():
+        header.col0 = 1 if name == "rows_slice" else 0
+        header.seq, header.chain = previous.seq + 1, previous.header_crc
+        seal(header, frame)
+        stream[name], previous = bytes(frame), header
+    num_bytes = sum(map(len, stream.values()))
+    scalars = (TableScalars(0, 100, 0.05, 0.05), TableScalars(1, 100, 0.05, 0.025))
+    mark = Header(Kind.MARK, JOB, 1, seq=3, step=STEP, marker=MARKER, schema_crc=SCHEMA.crc, chain=previous.header_crc)
+    stream["mark"] = bytes(json_frame(mark, Mark(5, num_bytes, scalars).to_json()))
+    end = RankEnd(0, 0, 0, num_bytes + len(stream["mark"]), 4, mark.header_crc, 5, num_bytes)
+    return stream | {"claim": claim().to_frame(), "commit": commit(end).to_frame()}
+
+
+def claim() -> Claim:
+    return Claim(JOB, 1, NONCE, "", None, 1, 1, INCARNATION, SCHEMA, (0, 1), 1_700_000_000.0)
+
+
+def commit(end: RankEnd) -> Commit:
+    dense = (DenseFile(".metadata", 4, "6d" * 32), DenseFile("__0_0.distcp", 8, "0d" * 32))
+    folder = dense_name(JOB, MarkerId(1, MARKER))
+    return Commit(JOB, 1, NONCE, MARKER, STEP, (end,), folder, dense, 1_700_000_100.5, "")
+
+
+def bad_frames(good: bytes) -> dict[str, bytes]:
+    """Ways in which the golden ROWS frame can be wrong, one each; all but the first seven have good checksums."""
+    wrong: dict[str, Callable[[bytearray], object]] = {
+        "bad_empty": lambda frame: frame.clear(),
+        "bad_short_header": lambda frame: frame.__delitem__(slice(127, None)),
+        "bad_truncated": lambda frame: frame.__delitem__(slice(len(frame) - 64, None)),
+        "bad_trailing_bytes": lambda frame: frame.extend(bytes(64)),
+        "bad_magic": lambda frame: frame.__setitem__(slice(0, 4), b"LTX1"),
+        "bad_header_crc": lambda frame: frame.__setitem__(40, frame[40] ^ 1),
+        "bad_payload_crc": lambda frame: frame.__setitem__(HEADER_LEN, frame[HEADER_LEN] ^ 1),
+        "bad_newer_version": lambda frame: _put(frame, "H", 4, 2),
+        "bad_version_zero": lambda frame: _put(frame, "H", 4, 0),
+        "bad_header_len": lambda frame: _put(frame, "H", 6, 192),
+        "bad_kind": lambda frame: _put(frame, "B", 8, 99),
+        "bad_flag": lambda frame: _put(frame, "B", 9, 1),
+        "bad_codec": lambda frame: _put(frame, "B", 10, 1),
+        "bad_reserved": lambda frame: _put(frame, "I", 120, 1),
+        "bad_section_count": lambda frame: _put(frame, "B", 11, 9),
+        "bad_uncounted_section": lambda frame: _put(frame, "B", 83, 1),
+        "bad_payload_unaligned": lambda frame: _put(frame, "II", 104, 191, 191),
+        "bad_raw_len": lambda frame: _put(frame, "I", 108, 128),
+        "bad_payload_huge": lambda frame: _put(frame, "II", 104, 999_936, 999_936),
+        "bad_section_overlap": lambda frame: _put(frame, "H", 90, 0),
+        "bad_section_beyond_end": lambda frame: _put(frame, "H", 92, 65_535),
+        "bad_section_dtype": lambda frame: _put(frame, "B", 81, 2),
+        "bad_section_per_row": lambda frame: _put(frame, "B", 82, 1),
+        "bad_rows_count": lambda frame: _put(frame, "I", 64, 2**32 - 1),
+        "bad_columns": lambda frame: _put(frame, "I", 68, 1),
+        "bad_no_columns": lambda frame: _put(frame, "I", 72, 0),
+        "bad_id_beyond_table": lambda frame: _put_id(frame, 4),
+        "bad_id_negative": lambda frame: _put_id(frame, -1),
+    }
+    frames = {}
+    for name, damage in wrong.items():
+        frame = bytearray(good)
+        damage(frame)
+        frames[name] = bytes(frame)
+    return frames
+
+
+def _put(frame: bytearray, layout: str, offset: int, *values: int) -> None:
+    """Overwrite header fields and make the header's checksum right again."""
+    struct.pack_into(f"<{layout}", frame, offset, *values)
+    struct.pack_into("<I", frame, 124, crc32c(memoryview(frame)[:124]))
+
+
+def _put_id(frame: bytearray, value: int) -> None:
+    """Overwrite the last id and make both checksums right again."""
+    struct.pack_into("<q", frame, HEADER_LEN + 8, value)
+    _put(frame, "I", 112, crc32c(memoryview(frame)[HEADER_LEN:]))
+
+
+def dump(data: bytes) -> str:
+    """Hex text, 16 bytes a line behind the offset of the first one; a change shows in a diff."""
+    lines = (f"{at:06x}  {data[at : at + 16].hex(' ', 1)}\n" for at in range(0, len(data), 16))
+    return "".join(lines)
+
+
+def undump(text: str) -> bytes:
+    return b"".join(bytes.fromhex(line[8:]) for line in text.splitlines())
+
+
+def all_files() -> dict[str, bytes]:
+    """Every golden file by its name without suffix."""
+    good = frames()
+    return good | bad_frames(good["rows"])
+
+
+def main() -> None:
+    for old in HERE.glob("*.hex"):
+        old.unlink()
+    for name, data in all_files().items():
+        (HERE / f"{name}.hex").write_text(dump(data))
+        kind = "wrong on purpose" if name.startswith("bad_") else parse_header(data).kind.name
+        print(f"{name}.hex  {len(data)} bytes  {kind}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""The bytes of format version 1 never change: each golden file is compared whole, written and read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.golden import make
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, parse_control
+from torchrec_stream_ckpt.format.frame import Kind, parse_header, payload_of
+from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
+from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.restore.stream import read_mark, read_stream
+
+GOOD = ("hello", "rows", "rows_slice", "mark", "claim", "commit")
+
+
+def golden(name: str) -> bytes:
+    return make.undump((make.HERE / f"{name}.hex").read_text())
+
+
+def decode(frame: bytes) -> RowsView:
+    header = parse_header(frame)
+    return decode_rows(header, payload_of(header, frame), make.SCHEMA.tables[header.table])
+
+
+def test_every_golden_file_is_made_by_the_code_of_today() -> None:
+    on_disk = {path.stem: make.undump(path.read_text()) for path in make.HERE.glob("*.hex")}
+    assert on_disk == make.all_files()
+
+
+def test_every_kind_of_frame_has_a_golden_file() -> None:
+    assert {parse_header(golden(name)).kind for name in GOOD} == set(Kind)
+
+
+def test_golden_hello_and_mark_read_as_written() -> None:
+    hello = Hello.from_json(payload_of(parse_header(golden("hello")), golden("hello")))
+    assert hello.schema == make.SCHEMA
+    assert [shard.rows for shard in hello.shards] == [6, 4]
+    mark = Mark.from_json(payload_of(parse_header(golden("mark")), golden("mark")))
+    assert (mark.rows, mark.num_bytes) == (5, 1344)
+    assert mark.scalars[1].next_learning_rate == 0.025
+
+
+def test_golden_control_records_read_as_written() -> None:
+    assert parse_control(golden("claim")) == make.claim()
+    commit = parse_control(golden("commit"))
+    assert isinstance(commit, Commit)
+    assert commit == make.commit(commit.ranks[0])
+
+
+def test_golden_rows_read_as_written() -> None:
+    for name, arrays in {"rows": make.user_arrays(), "rows_slice": make.item_arrays()}.items():
+        view = decode(golden(name))
+        for found, expected in zip((view.ids, view.weights, *view.states), arrays, strict=True):
+            np.testing.assert_array_equal(found, expected)
+
+
+def test_golden_frames_are_one_whole_stream(tmp_path: Path) -> None:
+    log = FileLog(tmp_path)
+    log.prepare(1)
+    writer = log.open_writer(1, 0, 0)
+    for name in ("hello", "rows", "rows_slice", "mark"):
+        writer.send(memoryview(golden(name)))
+    assert len(writer.poll(0)) == 4
+    writer.close()
+    commit = parse_control(golden("commit"))
+    assert isinstance(commit, Commit)
+    found = [(header, bytes(frame)) for header, frame in read_stream(log, commit, commit.ranks[0])]
+    assert [header.kind for header, _ in found] == [Kind.HELLO, Kind.ROWS, Kind.ROWS, Kind.MARK]
+    assert read_mark(found[-1][0], memoryview(found[-1][1]), commit, commit.ranks[0]).rows == 5
+
+
+def test_a_trainer_stages_the_golden_rows() -> None:
+    torch = pytest.importorskip("torch")
+    from torchrec_stream_ckpt.adapter import LocalShard
+    from torchrec_stream_ckpt.capture.staging import RowStager, StreamIdentity
+    from torchrec_stream_ckpt.format.frame import seal
+    from torchrec_stream_ckpt.format.ring import FrameBuffer
+
+    ids, weights, momentum = map(torch.from_numpy, make.user_arrays())
+    live, state = torch.zeros(4, 4), torch.zeros(4)
+    live[ids], state[ids] = weights, momentum
+    stager = RowStager(LocalShard(make.USER, 0, 4, 0, 4), 1, StreamIdentity(make.JOB, 1, 0, make.SCHEMA.crc))
+    buffer = FrameBuffer(np.zeros(4096, np.uint8), pooled=True)
+    stager.fill(buffer, ids, live, (state,), step=make.STEP, marker=make.MARKER)
+    assert buffer.header is not None
+    buffer.header.seq, buffer.header.chain = 1, parse_header(golden("hello")).header_crc
+    seal(buffer.header, buffer.array.data)
+    assert bytes(buffer.view()) == golden("rows")
+
+
+SECTIONS = "sections do not match the schema"
+UNKNOWN = "header has an unknown version, kind, flag or codec"
+BAD = {
+    "bad_empty": "frame of 0 bytes is shorter than a header",
+    "bad_short_header": "frame of 127 bytes is shorter than a header",
+    "bad_truncated": "frame holds 128 payload bytes, its header says 192",
+    "bad_trailing_bytes": "frame holds 256 payload bytes, its header says 192",
+    "bad_magic": "not a frame of torchrec_stream_ckpt",
+    "bad_header_crc": "header checksum does not match",
+    "bad_payload_crc": "payload checksum does not match",
+    "bad_newer_version": "frame has format version 2, this program reads up to 1",
+    "bad_version_zero": UNKNOWN,
+    "bad_header_len": UNKNOWN,
+    "bad_kind": UNKNOWN,
+    "bad_flag": UNKNOWN,
+    "bad_codec": UNKNOWN,
+    "bad_reserved": UNKNOWN,
+    "bad_section_count": "header has impossible lengths",
+    "bad_uncounted_section": "header describes more sections than it counts",
+    "bad_payload_unaligned": "header has impossible lengths",
+    "bad_raw_len": "header has impossible lengths",
+    "bad_payload_huge": "payload of 999936 bytes is larger than a frame may be",
+    "bad_section_overlap": SECTIONS,
+    "bad_section_beyond_end": SECTIONS,
+    "bad_section_dtype": SECTIONS,
+    "bad_section_per_row": SECTIONS,
+    "bad_rows_count": SECTIONS,
+    "bad_columns": "columns [1, +4) are outside dim 4",
+    "bad_no_columns": "columns [0, +0) are outside dim 4",
+    "bad_id_beyond_table": "a row id is outside [0, 4)",
+    "bad_id_negative": "a row id is outside [0, 4)",
+}
+
+
+@pytest.mark.parametrize("name", sorted(BAD))
+def test_bad_bytes_are_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(CorruptionError) as refused:
+        decode(golden(name))
+    assert refused.value.message == BAD[name]
+
+
+def test_every_bad_file_is_tested() -> None:
+    assert {path.stem for path in make.HERE.glob("bad_*.hex")} == BAD.keys()
