@@ -160,6 +160,67 @@ def dump(data: bytes) -> str:
     return "".join(lines)
 
 
+# (size, name of the field, how to show it) in the order of docs/format.md.
+HEADER_FIELDS = (
+    (4, "magic", "ascii"),
+    (2, "version", "int"),
+    (2, "header_len", "int"),
+    (1, "kind", "kind"),
+    (1, "flags", "int"),
+    (1, "codec", "int"),
+    (1, "num_sections", "int"),
+    (4, "rank", "int"),
+    (16, "job", ""),
+    (4, "generation", "int"),
+    (4, "table", "int"),
+    (8, "seq", "int"),
+    (8, "step", "int"),
+    (8, "marker", "int"),
+    (4, "rows", "int"),
+    (4, "col0", "int"),
+    (4, "cols", "int"),
+    (4, "schema_crc", ""),
+    (8, "dtypes", "int64 a row, float32 a column, float32 a row"),
+    (16, "section_offsets", "0, 64, 128 in units of 64"),
+    (4, "payload_len", "int"),
+    (4, "raw_len", "int"),
+    (4, "payload_crc", ""),
+    (4, "chain", ""),
+    (4, "reserved", "int"),
+    (4, "header_crc", ""),
+)
+
+
+def worked_example() -> str:
+    """The golden ROWS frame, a line a field or row, as docs/format.md shows it."""
+    frame, at, lines = frames()["rows"], 0, []
+
+    def line(size: int, text: str, *, zeros: bool = False) -> None:
+        nonlocal at
+        data = frame[at : at + size]
+        assert not zeros or not any(data)
+        shown = f"00 x {size}" if zeros else data.hex(" ", 1)
+        lines.append(f"{at:06x}  {shown:47}  {text}".rstrip())
+        at += size
+
+    for size, name, show in HEADER_FIELDS:
+        value = int.from_bytes(frame[at : at + size], "little")
+        words = {"int": value, "ascii": frame[at : at + size].decode("ascii", "replace"), "kind": f"{value}: ROWS"}
+        line(size, f"{name} {words.get(show, f'({show})' if show else '')}")
+    ids, weights, momentum = user_arrays()
+    for id_ in ids:
+        line(8, f"id {id_}")
+    line(48, "padding", zeros=True)
+    for id_, row in zip(ids, weights, strict=True):
+        line(16, f"weights of row {id_}: {', '.join(f'{value:g}' for value in row)}")
+    line(32, "padding", zeros=True)
+    for id_, value in zip(ids, momentum, strict=True):
+        line(4, f"momentum1 of row {id_}: {value:g}")
+    line(56, "padding", zeros=True)
+    assert at == len(frame)
+    return "\n".join(lines)
+
+
 def undump(text: str) -> bytes:
     return b"".join(bytes.fromhex(line[8:]) for line in text.splitlines())
 
