@@ -48,6 +48,7 @@ STEPS_AFTER_RESTORE = 20
 STEPS_KEPT = 60  # truths kept besides those of the steps at which markers are cut
 TIMEOUT_S = 180
 JOB_FLAGS = [
+    *("--learning_rate", "0.05"),
     *("--num_embeddings_per_feature", ",".join(map(str, ROWS))),
     *("--embedding_dim", "32"),
     *("--ids_per_lookup", "4"),

@@ -68,6 +68,7 @@ FUSED_OPTIMIZERS = {
 # What a flag that is not given stands for. "thesis" is a published synthetic configuration, "small" trains on a laptop.
 PRESETS: dict[str, dict[str, Any]] = {
     "thesis": {
+        "learning_rate": 0.001,  # 100 ids are summed: more than this diverges at first
         "tables": 8,
         "num_embeddings": 80_000,
         "embedding_dim": 64,
@@ -77,6 +78,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "over_arch_layer_sizes": [1024, 1024, 1024, 1],
     },
     "small": {
+        "learning_rate": 0.05,
         "tables": 8,
         "num_embeddings": 5_000,
         "embedding_dim": 16,
@@ -86,6 +88,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "over_arch_layer_sizes": [64, 1],
     },
     "criteo": {
+        "learning_rate": 0.05,
         "tables": CAT_FEATURE_COUNT,
         "num_embeddings": 100_000,
         "embedding_dim": 64,
@@ -205,7 +208,7 @@ def make_parser() -> argparse.ArgumentParser:
     model.add_argument("--dense_arch_layer_sizes", metavar="N,N,...", type=sizes, help="must end in the embedding dim")
     model.add_argument("--over_arch_layer_sizes", metavar="N,N,...", type=sizes, help="must end in 1")
     model.add_argument("--optimizer", choices=tuple(FUSED_OPTIMIZERS), default="rowwise_adagrad")
-    model.add_argument("--learning_rate", type=positive, default=0.05)
+    model.add_argument("--learning_rate", type=positive)
     model.add_argument("--seed", type=whole(0), default=0)
     model.add_argument(
         "--sharding",
@@ -245,7 +248,14 @@ def complete(args: argparse.Namespace) -> str | None:
         return "give --num_embeddings or --num_embeddings_per_feature, not both"
 
     preset = PRESETS["criteo" if args.dataset == "criteo" else args.synthetic or "thesis"]
-    for flag in ("batch_size", "embedding_dim", "ids_per_lookup", "dense_arch_layer_sizes", "over_arch_layer_sizes"):
+    for flag in (
+        "batch_size",
+        "embedding_dim",
+        "ids_per_lookup",
+        "learning_rate",
+        "dense_arch_layer_sizes",
+        "over_arch_layer_sizes",
+    ):
         if getattr(args, flag) is None:
             setattr(args, flag, preset[flag])
     if args.num_embeddings_per_feature is None:
