@@ -1,0 +1,141 @@
+"""Small values that tests of several rooms need: schemas, claims, and whole streams of frames. Imports no torch."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark, Schema
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_frame, parse_header, seal
+from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout
+from torchrec_stream_ckpt.log.api import Ack, Log
+from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
+
+JOB = uuid.UUID(int=7).bytes
+OTHER_JOB = uuid.UUID(int=8).bytes
+
+
+def table(name: str = "t", rows: int = 8, dim: int = 4, dtype: str = "float32", *states: StateSpec) -> TableSpec:
+    return TableSpec(name, rows, dim, dtype, "sgd" if not states else "adagrad", states)
+
+
+ROWWISE = StateSpec("momentum1", "float32", True)
+SCHEMA = Schema((table("t_item", 6, 4), table("t_user", 8, 4, "float32", ROWWISE)))
+
+
+def claim(generation: int, *, nonce: str = "", parent: MarkerId | None = None, **more: object) -> Claim:
+    values: dict[str, object] = {
+        "job": JOB,
+        "nonce": nonce or f"nonce-{generation}",
+        "name": "",
+        "world": 1,
+        "partitions": 1,
+        "incarnation": "log-1",
+        "schema": SCHEMA,
+        "swept": () if parent else tuple(range(len(SCHEMA.tables))),
+        "time_s": 0.0,
+    }
+    return Claim(generation=generation, parent=parent, **{**values, **more})  # type: ignore[arg-type]
+
+
+def commit(generation: int, marker: int, ranks: Sequence[RankEnd] = (), **more: object) -> Commit:
+    values: dict[str, object] = {
+        "job": JOB,
+        "nonce": f"nonce-{generation}",
+        "step": 10 * marker,
+        "ranks": tuple(ranks) or (RankEnd(0, 0, 0, 1, 2, 0, 0, 0),),
+        "dense": "",
+        "dense_files": (),
+        "time_s": 0.0,
+        "store": "",
+    }
+    return Commit(generation=generation, marker=marker, **{**values, **more})  # type: ignore[arg-type]
+
+
+def rows_frame(spec: TableSpec, arrays: Sequence[np.ndarray], **fields: int) -> tuple[Header, bytearray]:
+    """Header and unsealed bytes of a ROWS frame; ``arrays`` are ids, weights and states."""
+    cols = fields.pop("cols", spec.dim)
+    layout = RowLayout.of(spec, cols)
+    offsets, length = layout.offsets(len(arrays[0]))
+    frame = bytearray(HEADER_LEN + length)
+    for section, offset, array in zip(layout.sections, offsets, arrays, strict=True):
+        data = np.ascontiguousarray(array).view(NUMPY_DTYPES[section.dtype]).tobytes()
+        frame[HEADER_LEN + offset : HEADER_LEN + offset + len(data)] = data
+    header = Header(
+        Kind.ROWS,
+        JOB,
+        fields.pop("generation", 1),
+        rows=len(arrays[0]),
+        cols=cols,
+        dtypes=tuple(section.code for section in layout.sections),
+        section_offsets=offsets,
+        payload_len=length,
+        **fields,
+    )
+    return header, frame
+
+
+@dataclass
+class Stream:
+    """Makes the frames of one rank in one generation, numbered and chained as a publisher does."""
+
+    rank: int = 0
+    generation: int = 1
+    job: bytes = JOB
+    frames: list[bytes] = field(default_factory=list)
+    shards: tuple[TableShard, ...] = (TableShard(0, 0, 6, 0, 4), TableShard(1, 0, 8, 0, 4))
+
+    def __post_init__(self) -> None:
+        self.json(Kind.HELLO, Hello(1, SCHEMA, self.shards).to_json())
+
+    def json(self, kind: Kind, text: bytes, **fields: int) -> bytes:
+        header = self._header(kind, **fields)
+        self.frames.append(bytes(json_frame(header, text)))
+        return self.frames[-1]
+
+    def rows(self, ids: Iterable[int], value: float = 0.0) -> bytes:
+        """Rows of table 1, all their values the same."""
+        chosen = np.array(list(ids), np.int64)
+        weights = np.full((len(chosen), 4), value, np.float32)
+        header, frame = rows_frame(SCHEMA.tables[1], [chosen, weights, weights[:, 0]], table=1)
+        like = self._header(Kind.ROWS)
+        for name in ("job", "generation", "rank", "seq", "chain", "schema_crc"):
+            setattr(header, name, getattr(like, name))
+        seal(header, frame)
+        self.frames.append(bytes(frame))
+        return self.frames[-1]
+
+    def mark(self, marker: int = 1) -> bytes:
+        return self.json(Kind.MARK, Mark(0, sum(map(len, self.frames)), ()).to_json(), marker=marker)
+
+    def _header(self, kind: Kind, **fields: int) -> Header:
+        chain = parse_header(self.frames[-1]).header_crc if self.frames else 0
+        return Header(
+            kind,
+            self.job,
+            self.generation,
+            self.rank,
+            seq=len(self.frames),
+            chain=chain,
+            schema_crc=SCHEMA.crc,
+            **fields,  # type: ignore[arg-type]
+        )
+
+    def end(self, begin: int, end: int, *, partition: int = 0) -> RankEnd:
+        """Where this stream stands once its frames are at log offsets [begin, end)."""
+        return RankEnd(
+            self.rank, partition, begin, end, len(self.frames), parse_header(self.frames[-1]).header_crc, 0, 0
+        )
+
+
+def write(log: Log, frames: Iterable[bytes], *, generation: int = 1, partition: int = 0, at: int = 0) -> list[Ack]:
+    """Append frames to a file log and return where they are."""
+    writer = log.open_writer(generation, partition, at)
+    for frame in frames:
+        writer.send(memoryview(frame))
+    acks = writer.poll(0.0)
+    writer.close()
+    return acks
