@@ -1,0 +1,305 @@
+"""The JSON payloads: what was written reads back, and anything else is CorruptionError."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.builders import JOB, OTHER_JOB, ROWWISE, SCHEMA, claim, commit, table
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.control import (
+    Claim,
+    Commit,
+    DenseFile,
+    Hello,
+    Mark,
+    Schema,
+    TableScalars,
+    canonical,
+    parse_control,
+)
+from torchrec_stream_ckpt.format.frame import Header, Kind, json_frame, parse_header, payload_of
+from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard
+
+WHOLE = st.integers(0, 2**64 - 1)
+NUMBER = st.floats(allow_nan=False, allow_infinity=False)
+HELLO = Hello(2, SCHEMA, (TableShard(0, 0, 6, 0, 2), TableShard(1, 4, 4, 0, 4)))
+MARK = Mark(7, 640, (TableScalars(0, 100, 0.05, 0.025), TableScalars(1, 100, 1e-300, 0.0)))
+CLAIM = claim(2, parent=MarkerId(1, 5), world=2, partitions=3, swept=(1,), name="job", time_s=1.5)
+COMMIT = commit(
+    2,
+    6,
+    [RankEnd(0, 0, 0, 640, 3, 17, 7, 512), RankEnd(1, 1, 10, 650, 2, 18, 0, 320)],
+    dense="dense/x",
+    dense_files=(DenseFile(".metadata", 3, "ab" * 32),),
+    store="file:///store",
+)
+
+READERS: dict[str, Callable[[bytes], object]] = {
+    "HELLO": Hello.from_json,
+    "MARK": Mark.from_json,
+    "CLAIM": lambda data: Claim.from_json(Header(Kind.CLAIM, JOB, 2), data),
+    "COMMIT": lambda data: Commit.from_json(Header(Kind.COMMIT, JOB, 2, step=60, marker=6), data),
+}
+
+
+def body(frame: bytes) -> bytes:
+    return bytes(payload_of(parse_header(frame), frame))
+
+
+GOOD: dict[str, bytes] = {
+    "HELLO": HELLO.to_json(),
+    "MARK": MARK.to_json(),
+    "CLAIM": body(CLAIM.to_frame()),
+    "COMMIT": body(COMMIT.to_frame()),
+}
+KINDS = sorted(GOOD)
+
+
+def changed(kind: str, change: Callable[[Any], object]) -> bytes:
+    """A good payload with one thing wrong."""
+    value = json.loads(GOOD[kind])
+    change(value)
+    return json.dumps(value).encode()
+
+
+def test_every_payload_reads_back() -> None:
+    assert Hello.from_json(HELLO.to_json()) == HELLO
+    assert Mark.from_json(MARK.to_json()) == MARK
+    assert parse_control(CLAIM.to_frame()) == CLAIM
+    assert parse_control(COMMIT.to_frame()) == COMMIT
+    assert COMMIT.id == MarkerId(2, 6)
+
+
+@given(WHOLE, WHOLE, st.lists(st.builds(TableScalars, WHOLE, WHOLE, NUMBER, NUMBER), max_size=4))
+def test_any_mark_reads_back(rows: int, num_bytes: int, scalars: list[TableScalars]) -> None:
+    mark = Mark(rows, num_bytes, tuple(scalars))
+    assert Mark.from_json(mark.to_json()) == mark
+
+
+@given(st.text(), st.lists(st.builds(RankEnd, *[WHOLE] * 8), min_size=1, max_size=4), NUMBER)
+def test_any_commit_reads_back(store: str, ends: list[RankEnd], time_s: float) -> None:
+    ranks = tuple(replace(end, rank=rank, frames=max(2, end.frames)) for rank, end in enumerate(ends))
+    one = commit(1, 1, ranks, store=store, time_s=time_s)
+    assert parse_control(one.to_frame()) == one
+
+
+def test_claim_without_a_parent_reads_back() -> None:
+    assert parse_control(claim(1).to_frame()) == claim(1)
+
+
+def test_canonical_json_has_one_spelling() -> None:
+    assert canonical({"b": [1, 2.5, None], "a": "\u00fc"}) == b'{"a":"\\u00fc","b":[1,2.5,null]}'
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        canonical(float("nan"))
+
+
+def test_schema_checksum_tells_schemas_apart() -> None:
+    other = Schema((SCHEMA.tables[0], replace(SCHEMA.tables[1], dim=8)))
+    assert Schema(SCHEMA.tables).crc == SCHEMA.crc != other.crc
+    assert SCHEMA.index() == {"t_item": 0, "t_user": 1}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"   ",
+        b"{",
+        b"nonsense",
+        b"null",
+        b"[]",
+        b"7",
+        b'"text"',
+        b"{}",
+        b'{"rows":1}',
+        b"\xff\xfe{}",
+        "{}".encode("utf-16"),
+        b'{"\xc3\xbc":1}',
+        b"{} {}",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+    ],
+    ids=lambda data: repr(data[:12]),
+)
+def test_text_that_is_no_such_payload_is_refused(kind: str, data: bytes) -> None:
+    with pytest.raises(CorruptionError, match=kind):
+        READERS[kind](data)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in json.loads(GOOD[kind])])
+def test_a_missing_field_is_refused(kind: str, name: str) -> None:
+    with pytest.raises(CorruptionError, match=rf"{kind} has fields .*expected"):
+        READERS[kind](changed(kind, lambda value: value.pop(name)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_unknown_field_is_refused(kind: str) -> None:
+    with pytest.raises(CorruptionError, match="has fields"):
+        READERS[kind](changed(kind, lambda value: value.update(later=1)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_field_that_stands_twice_is_refused(kind: str) -> None:
+    name, value = next(iter(json.loads(GOOD[kind]).items()))
+    twice = b'{"%s":%s,' % (name.encode(), json.dumps(value).encode()) + GOOD[kind].lstrip(b"{")
+    with pytest.raises(CorruptionError, match="a name stands twice"):
+        READERS[kind](twice)
+
+
+WRONG = [None, True, -1, 1.5, "text", [], {}, [1], [None], [{}], {"tables": [None]}, {"tables": 1}]
+OPTIONAL = {("CLAIM", "parent", "None")}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in json.loads(GOOD[kind])])
+def test_a_field_of_the_wrong_type_is_refused(kind: str, name: str) -> None:
+    right = json.loads(GOOD[kind])[name]
+    for wrong in WRONG:
+        if (kind, name, repr(wrong)) in OPTIONAL or _same_type(wrong, right):
+            continue
+        with pytest.raises(CorruptionError, match=rf"{kind}\.{name}|HELLO\.schema|CLAIM\.schema"):
+            READERS[kind](changed(kind, lambda value, wrong=wrong: value.update({name: wrong})))
+
+
+def _same_type(wrong: object, right: object) -> bool:
+    """Whether ``wrong`` is legal after all: a list without records, a text, any number for a float."""
+    if isinstance(right, list):
+        return wrong in ([], [1])
+    if isinstance(right, float):
+        return type(wrong) in (int, float)
+    return isinstance(right, str) and isinstance(wrong, str)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ("HELLO", "shards", 0),
+        ("HELLO", "schema", "tables", 0),
+        ("HELLO", "schema", "tables", 1, "states", 0),
+        ("MARK", "scalars", 0),
+        ("COMMIT", "ranks", 0),
+        ("COMMIT", "dense_files", 0),
+    ],
+    ids=lambda path: ".".join(map(str, path)),
+)
+def test_nested_records_have_exactly_their_fields(path: tuple[Any, ...]) -> None:
+    kind, *steps = path
+
+    def inner(value: Any) -> Any:
+        for step in steps:
+            value = value[step]
+        return value
+
+    for name in list(inner(json.loads(GOOD[kind]))):
+        for change in (
+            lambda value, name=name: inner(value).pop(name),
+            lambda value, name=name: inner(value).update({name: None}),
+            lambda value, name=name: inner(value).update({name: {}}),
+        ):
+            with pytest.raises(CorruptionError):
+                READERS[kind](changed(kind, change))
+    with pytest.raises(CorruptionError):
+        READERS[kind](changed(kind, lambda value: inner(value).update(later=1)))
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400, "1" * 5000])
+def test_numbers_beyond_reason_are_refused(number: str) -> None:
+    data = GOOD["CLAIM"].replace(b'"time_s":1.5', f'"time_s":{number}'.encode())
+    with pytest.raises(CorruptionError, match="CLAIM is no JSON"):
+        READERS["CLAIM"](data)
+
+
+def test_a_whole_number_of_65_bits_is_refused() -> None:
+    with pytest.raises(CorruptionError, match="more than 64 bits"):
+        Mark.from_json(changed("MARK", lambda value: value.update(rows=2**64)))
+
+
+@pytest.mark.parametrize("parent", ["", "1", "1:", "1:2:3", "-1:2", " 1:2", "1:2\n", "x:y"])
+def test_a_parent_that_is_no_marker_is_refused(parent: str) -> None:
+    with pytest.raises(CorruptionError, match=r"CLAIM\.parent"):
+        READERS["CLAIM"](changed("CLAIM", lambda value: value.update(parent=parent)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        ("CLAIM", "job", OTHER_JOB.hex()),
+        ("CLAIM", "generation", 3),
+        ("COMMIT", "job", OTHER_JOB.hex()),
+        ("COMMIT", "generation", 1),
+        ("COMMIT", "marker", 7),
+        ("COMMIT", "step", 61),
+    ],
+)
+def test_a_body_that_disagrees_with_its_header_is_refused(kind: str, name: str, value: object) -> None:
+    with pytest.raises(CorruptionError, match=rf"{kind}\.{name} is .* its header says"):
+        READERS[kind](changed(kind, lambda body: body.update({name: value})))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        Schema((table("b"), table("a"))),
+        Schema((table("a"), table("a", 9))),
+        Schema((table("a", 8, 4, "float8"),)),
+        Schema((table("a", 8, 4, "float32", StateSpec("m", "complex", False)),)),
+    ],
+    ids=["unsorted", "twice", "dtype", "dtype of a state"],
+)
+def test_a_schema_that_is_none_is_refused(schema: Schema) -> None:
+    with pytest.raises(CorruptionError, match=r"HELLO\.schema"):
+        Hello.from_json(Hello(1, schema, ()).to_json())
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        TableShard(2, 0, 1, 0, 1),
+        TableShard(0, 0, 7, 0, 4),
+        TableShard(0, 6, 1, 0, 4),
+        TableShard(0, 0, 6, 0, 5),
+        TableShard(1, 0, 8, 4, 1),
+    ],
+)
+def test_a_shard_outside_its_table_is_refused(shard: TableShard) -> None:
+    with pytest.raises(CorruptionError, match="is outside its table"):
+        Hello.from_json(replace(HELLO, shards=(shard,)).to_json())
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        (RankEnd(1, 0, 0, 1, 2, 0, 0, 0),),
+        (RankEnd(0, 0, 0, 1, 2, 0, 0, 0), RankEnd(0, 0, 0, 1, 2, 0, 0, 0)),
+        (RankEnd(0, 0, 0, 1, 2, 0, 0, 0), RankEnd(2, 0, 0, 1, 2, 0, 0, 0)),
+        (RankEnd(0, 0, 0, 1, 1, 0, 0, 0),),
+        (RankEnd(0, 0, 0, 0, 0, 0, 0, 0),),
+    ],
+)
+def test_commit_without_every_rank_once_is_refused(ranks: tuple[RankEnd, ...]) -> None:
+    with pytest.raises(CorruptionError, match=r"COMMIT\.ranks must be 0, 1, 2"):
+        parse_control(commit(1, 1, ranks).to_frame())
+
+
+def test_commit_of_no_ranks_is_refused() -> None:
+    with pytest.raises(CorruptionError, match=r"COMMIT\.ranks"):
+        parse_control(replace(commit(1, 1), ranks=()).to_frame())
+
+
+@pytest.mark.parametrize("kind", [Kind.HELLO, Kind.ROWS, Kind.MARK])
+def test_data_frames_do_not_belong_in_the_control_partition(kind: Kind) -> None:
+    with pytest.raises(CorruptionError, match=f"{kind.name} frame in the control partition"):
+        parse_control(json_frame(Header(kind, JOB, 1), b"{}"))
+
+
+def test_a_job_with_more_tables_than_a_frame_takes_is_refused_by_the_writer() -> None:
+    many = Schema(tuple(table(f"module.{number:06d}", 10, 8, "float32", ROWWISE) for number in range(8000)))
+    with pytest.raises(ValueError, match=r"CLAIM of \d+ bytes does not fit a frame"):
+        claim(1, schema=many).to_frame()
