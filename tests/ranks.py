@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import multiprocessing as mp
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -33,7 +33,7 @@ class Job:
 
     processes: list[BaseProcess]
     pipes: list[Connection]
-    scratch: tempfile.TemporaryDirectory[str]
+    scratch: str
     results: list[Any] = field(default_factory=list)
 
     def kill(self, ranks: list[int] | None = None) -> None:
@@ -81,19 +81,16 @@ class Job:
             process.join()
         for pipe in self.pipes:
             pipe.close()
-        with contextlib.suppress(OSError):
-            self.scratch.cleanup()
+        shutil.rmtree(self.scratch, ignore_errors=True)
 
 
 def start(world: int, function: Callable[..., Any], *args: Any) -> Job:
     """Start ``world`` ranks of an importable function; it is called as ``function(*args)`` on each."""
-    scratch = tempfile.TemporaryDirectory(prefix="ranks-")
+    scratch = tempfile.mkdtemp(prefix="ranks-")
     processes, pipes = [], []
     for rank in range(world):
         ours, theirs = _context.Pipe(duplex=False)
-        process = _context.Process(
-            target=_rank_main, args=(rank, world, scratch.name, theirs, function, args), daemon=True
-        )
+        process = _context.Process(target=_rank_main, args=(rank, world, scratch, theirs, function, args), daemon=True)
         process.start()
         theirs.close()
         processes.append(process)

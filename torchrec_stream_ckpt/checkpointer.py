@@ -211,6 +211,7 @@ class StreamCheckpointer:
         deadline = time.monotonic() + timeout_s
         for remove in self._removers:
             remove()
+        self._cadence.close()
         if self._stream is not None:
             if not self._stream.coordinator.close(timeout_s):
                 log.warning("closed while a marker was in flight: it is given up, or settles when read")
@@ -326,7 +327,8 @@ class StreamCheckpointer:
                 log.warning("this log holds markers, and none was restored: the job starts from nothing")
         parsed = parse_uri(self._config.uri)
         claim = Claim(
-            job=lineage.job if lineage.claims else uuid.uuid4().bytes,
+            # A function of the log, so that two trainers that race for a new one name the same job.
+            job=lineage.job if lineage.claims else uuid.uuid5(uuid.NAMESPACE_OID, incarnation.id).bytes,
             generation=lineage.newest_generation + 1,
             nonce=uuid.uuid4().hex,
             name=parsed.job if isinstance(parsed, KafkaUri) else "",

@@ -11,6 +11,7 @@ from torchrec_stream_ckpt.cli.common import Job, Json, KafkaOptions, Store, Uri,
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense import dense_path
+from torchrec_stream_ckpt.restore.choose import check_incarnation
 from torchrec_stream_ckpt.restore.stream import read_stream
 
 
@@ -55,6 +56,7 @@ def _why_not(job: Job, commit: Commit) -> str:
         if found != file.num_bytes:
             return f"dense state was altered: {folder / file.name} has {found} bytes, {file.num_bytes} were committed"
     try:
+        check_incarnation(job.log, job.lineage, commit.id)
         for ancestor in job.lineage.path(commit.id):
             for end in ancestor.ranks:
                 next(read_stream(job.log, ancestor, end))

@@ -7,10 +7,14 @@ finished, no marker is in flight on it). So all ranks cut at the same step, what
 
 from __future__ import annotations
 
+import contextlib
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+_CLOSE_TIMEOUT = timedelta(seconds=5)
 
 
 class Cadence:
@@ -57,3 +61,11 @@ class Cadence:
         self.decide()
         self._due = False
         self._last_cut_s = time.monotonic()
+
+    def close(self) -> None:
+        """Let an open vote end, for a moment at most: its threads must not outlive the process group."""
+        if self._vote is not None:
+            _, work = self._vote
+            self._vote = None
+            with contextlib.suppress(RuntimeError):  # a peer is gone: there is nothing left to decide
+                work.wait(_CLOSE_TIMEOUT)

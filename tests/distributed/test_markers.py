@@ -1,0 +1,228 @@
+"""Markers: when they are cut, what their futures say, when they are given up, who may commit."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import ranks
+from tests.jobs import attach
+from tests.model import PLAN_2, PLAN_3, differences, trainer, truth
+from torchrec_stream_ckpt import StreamConfig
+from torchrec_stream_ckpt.errors import ConfigError, FencedError, MarkerFailedError, MarkerNotFoundError
+from torchrec_stream_ckpt.format.control import parse_control
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.log.api import open_log
+
+pytestmark = pytest.mark.distributed
+
+
+def _lineage(uri: str) -> Lineage:
+    log = open_log(uri)
+    return Lineage.of(parse_control(record) for _, record in log.read_control())
+
+
+def _by_seconds(uri: str) -> list[int]:
+    job = trainer(PLAN_2)
+    with attach(job, StreamConfig(uri=uri, marker_every=None, marker_every_s=0.2)) as checkpointer:
+        for _ in range(12):
+            job.step()
+            checkpointer.step()
+            time.sleep(0.05 * (1 + dist.get_rank()))  # clocks and speeds differ
+        checkpointer.mark().result(60)
+    return [commit.step for commit in _lineage(uri).commits.values()]
+
+
+def test_markers_by_seconds_are_cut_at_one_step_on_all_ranks(tmp_path: Path) -> None:
+    steps = ranks.run(2, _by_seconds, f"file://{tmp_path}")
+    assert steps[0] == steps[1]
+    assert len(steps[0]) >= 3
+    assert steps[0][-1] == 12
+
+
+def _explicit(uri: str) -> list[tuple[int, int, int]]:
+    job = trainer(PLAN_2)
+    checkpointer = attach(job, StreamConfig(uri=uri, marker_every=None))
+    futures = [checkpointer.mark(), checkpointer.mark()]  # before any step, and twice at one boundary
+    for _ in range(3):
+        job.step()
+        checkpointer.step()
+    futures.append(checkpointer.mark())
+    results = [future.result(60) for future in futures]
+    checkpointer.close()
+    with pytest.raises(ConfigError, match="closed"):
+        checkpointer.step()
+    return [(result.generation, result.marker, result.step) for result in results]
+
+
+def test_futures_resolve_on_every_rank_with_generation_marker_and_step(tmp_path: Path) -> None:
+    expected = [(1, 1, 0), (1, 2, 0), (1, 3, 3)]
+    assert ranks.run(2, _explicit, f"file://{tmp_path}") == [expected, expected]
+    lineage = _lineage(f"file://{tmp_path}")
+    assert [(m.generation, m.marker, c.step) for m, c in lineage.commits.items()] == expected
+
+
+def _sweeping(uri: str) -> int:
+    job = trainer(PLAN_2)
+    with attach(job, StreamConfig(uri=uri, marker_every=1, sweep_bytes=4_000)) as checkpointer:
+        steps = 0
+        while not _lineage(uri).commits if steps else True:
+            job.step()
+            checkpointer.step()
+            steps += 1
+            dist.barrier()
+            assert steps < 100
+    return steps
+
+
+def test_the_first_marker_waits_for_the_sweep_and_no_step_does(tmp_path: Path) -> None:
+    assert ranks.run(2, _sweeping, f"file://{tmp_path}")[0] > 5
+
+
+def _over_budget(uri: str) -> tuple[str, int]:
+    job = trainer(PLAN_2)
+    settings = StreamConfig(
+        uri=uri, marker_every=None, ring_bytes=2_000_000, marker_budget_bytes=0, commit_timeout_s=20
+    )
+    checkpointer = attach(job, settings)
+    checkpointer.mark().result(60)
+    stream = checkpointer._stream
+    assert stream is not None
+    taken = []
+    if dist.get_rank() == 1:  # one rank has no room: as if its log had not acknowledged anything for a while
+        while (buffer := checkpointer._ring.acquire()) is not None:
+            taken.append(buffer)
+    job.step()
+    future = checkpointer._cut(wait_s=0.0)
+    error = future.exception(60)
+    for buffer in taken:
+        checkpointer._ring.release(buffer)
+    assert isinstance(error, MarkerFailedError)
+    job.step()
+    checkpointer.step()
+    committed = checkpointer.mark().result(60)
+    state = truth(job)
+    checkpointer.close()
+    if dist.get_rank() == 0:
+        torch.save(state, Path(uri.removeprefix("file://")) / "truth.pt")
+    return str(error), committed.marker
+
+
+def _restore(uri: str) -> dict[str, torch.Tensor]:
+    job = trainer(PLAN_3)
+    with attach(job, StreamConfig(uri=uri)) as checkpointer:
+        assert checkpointer.restore() is not None
+        return truth(job)
+
+
+def test_a_marker_without_room_is_given_up_by_all_and_the_next_one_holds_its_rows(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}"
+    results = ranks.run(2, _over_budget, uri)
+    for message, marker in results:
+        assert "rank 1" in message
+        assert "ring and marker budget" in message
+        assert marker == 3
+    assert [marker.marker for marker in _lineage(uri).commits] == [1, 3]
+    assert not list(tmp_path.glob("dense/*/*m00000002"))
+    assert differences(torch.load(tmp_path / "truth.pt"), ranks.run(3, _restore, uri)[0]) == []
+
+
+def _trainer_of_two(uri: str, directory: Path, name: str) -> str:
+    """The first trainer commits, lets the second one take over, and tries to commit again."""
+    job = trainer(PLAN_2)
+    checkpointer = attach(job, StreamConfig(uri=uri, marker_every=None))
+    if name == "second":
+        while not (directory / "first-committed").exists():
+            time.sleep(0.02)
+    restored = checkpointer.restore()
+    assert (restored is None) == (name == "first")
+    job.step()
+    checkpointer.step()
+    if name == "first":
+        checkpointer.mark().result(60)
+        (directory / "first-committed").touch()
+        while not (directory / "second-claimed").exists():
+            time.sleep(0.02)
+    else:
+        (directory / "second-claimed").touch()
+    job.step()
+    checkpointer.step()
+    future = checkpointer.mark()
+    error = future.exception(60)
+    if error is None:
+        checkpointer.close()
+        return f"committed {future.result().id}"
+    assert isinstance(error, FencedError)
+    with pytest.raises(FencedError):
+        checkpointer.step()
+    checkpointer.close()
+    return str(error)
+
+
+def test_the_higher_generation_fences_the_lower(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path / 'log'}"
+    first = ranks.start(2, _trainer_of_two, uri, tmp_path, "first")
+    second = ranks.start(2, _trainer_of_two, uri, tmp_path, "second")
+    assert all("generation 2 has taken over" in said for said in first.join())
+    assert second.join() == ["committed 2:2", "committed 2:2"]
+    assert [str(marker) for marker in _lineage(uri).commits] == ["1:1", "2:2"]
+
+
+def _claim_race(uri: str, directory: Path, name: str) -> str:
+    job = trainer(PLAN_2)
+    checkpointer = attach(job, StreamConfig(uri=uri, marker_every=None))
+    (directory / f"{name}-{dist.get_rank()}").touch()
+    while len(list(directory.glob("*-[01]"))) < 4:
+        time.sleep(0.001)
+    try:
+        checkpointer.step()
+        checkpointer.mark().result(60)
+    except FencedError as error:
+        return f"fenced: {error.message}"
+    finally:
+        checkpointer.close()
+    return "committed"
+
+
+def test_of_two_trainers_that_start_together_only_one_commits_last(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path / 'log'}"
+    both = [ranks.start(2, _claim_race, uri, tmp_path, name) for name in ("a", "b")]
+    outcomes = [job.join() for job in both]
+    for outcome in outcomes:
+        assert outcome[0] == outcome[1]
+    lineage = _lineage(uri)
+    winner = lineage.newest
+    assert winner is not None
+    assert winner.generation == lineage.newest_generation
+    assert "committed" in [outcome[0] for outcome in outcomes]
+
+
+def _bad_calls(uri: str) -> dict[str, str]:
+    said: dict[str, str] = {}
+    job = trainer(PLAN_2)
+    checkpointer = attach(job, StreamConfig(uri=uri, marker_every=None))
+
+    def expect(name: str, error: type[Exception], *args: Any) -> None:
+        with pytest.raises(error) as caught:
+            checkpointer.restore(*args)
+        said[name] = str(caught.value)
+
+    expect("not there", MarkerNotFoundError, "1:1")
+    expect("no marker", ConfigError, "newest")
+    assert checkpointer.plan() is None
+    checkpointer.mark().result(60)
+    expect("too late", ConfigError, None)
+    checkpointer.close()
+    return said
+
+
+def test_bad_calls_say_what_to_do(tmp_path: Path) -> None:
+    said = ranks.run(2, _bad_calls, f"file://{tmp_path}")[0]
+    assert "GENERATION:MARKER" in said["no marker"]
+    assert "there is no log yet" in said["not there"]
+    assert "before the first step()" in said["too late"]

@@ -1,0 +1,175 @@
+"""What cannot be captured or restored exactly is refused, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.optim.warmup import WarmupOptimizer, WarmupStage
+
+import tests.model as model
+from tests import ranks
+from tests.jobs import attach
+from tests.model import PLAN_2, trainer
+from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
+from torchrec_stream_ckpt.errors import (
+    ConfigError,
+    LogUnavailableError,
+    SchemaMismatchError,
+    StreamCkptError,
+    UnsupportedError,
+)
+
+pytestmark = pytest.mark.distributed
+
+
+def _refusals(directory: Path) -> dict[str, str]:
+    """Attach many kinds of jobs, in one process each rank: what each refusal says."""
+    settings = StreamConfig(uri=f"file://{directory}")
+    said: dict[str, str] = {}
+
+    def expect(name: str, kind: type[StreamCkptError], *args: Any, **kwargs: Any) -> None:
+        with pytest.raises(kind) as caught:
+            StreamCheckpointer(*args, **{"config": settings, **kwargs})
+        said[name] = str(caught.value)
+
+    for optimizer in ("ROWWISE_RMSPROP_AR", "EMAINPLACE_ROWWISE_ADAGRAD"):
+        model.OPTIMIZERS[optimizer] = EmbOptimType[optimizer]
+        expect(optimizer, UnsupportedError, trainer(PLAN_2, optimizer=optimizer).dmp)
+
+    job = trainer(PLAN_2)
+    warm = WarmupOptimizer(job.optimizer.optimizers[1][1], [WarmupStage()])
+    expect("warm-up", UnsupportedError, job.dmp, warm)
+    fused = torch.optim.SGD(job.dmp.parameters(), lr=0.1)
+    expect("fused parameter", UnsupportedError, job.dmp, fused)
+    expect("no DMP", UnsupportedError, nn.Linear(2, 2))
+    expect("no state_dict", ConfigError, job.dmp, job.optimizer, stateful={"loader": object()})
+    expect("dense kernel", UnsupportedError, _dense_kernel())
+    expect("EmbeddingCollection", UnsupportedError, _embedding_collection())
+    refused = StreamConfig(uri="kafka://127.0.0.1:9/job", store=f"file://{directory}")
+    expect("unreachable broker", LogUnavailableError, job.dmp, job.optimizer, config=refused)
+
+    checkpointer = attach(job, settings)
+    with pytest.raises(UnsupportedError, match="reshard"):
+        job.dmp.reshard("ebc", {})
+    checkpointer.close()
+    return said
+
+
+def _dense_kernel() -> DistributedModelParallel:
+    job = model.Net()
+    sharder = model.EmbeddingBagCollectionSharder()
+    plan = construct_module_sharding_plan(
+        job.ebc,
+        {name: row_wise() for name, *_ in model.TABLES},
+        sharder=sharder,
+        local_size=dist.get_world_size(),
+        world_size=dist.get_world_size(),
+        device_type="cpu",
+    )
+    for parameter in plan.values():
+        parameter.compute_kernel = "dense"
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    return DistributedModelParallel(
+        job, env=env, device=torch.device("cpu"), plan=ShardingPlan(plan={"ebc": plan}), sharders=[sharder]
+    )
+
+
+def _embedding_collection() -> DistributedModelParallel:
+    class Sequence(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            tables = [EmbeddingConfig(name="t", num_embeddings=20, embedding_dim=8, feature_names=["f"])]
+            self.ec = EmbeddingCollection(tables=tables, device=torch.device("meta"))
+
+    net = Sequence()
+    sharder = EmbeddingCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1})
+    plan = construct_module_sharding_plan(
+        net.ec,
+        {"t": table_wise(rank=0)},
+        sharder=sharder,
+        local_size=dist.get_world_size(),
+        world_size=dist.get_world_size(),
+        device_type="cpu",
+    )
+    plan["t"].compute_kernel = "fused"
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    return DistributedModelParallel(
+        net, env=env, device=torch.device("cpu"), plan=ShardingPlan(plan={"ec": plan}), sharders=[sharder]
+    )
+
+
+def test_what_cannot_be_captured_is_refused_at_attach_by_name(tmp_path: Path) -> None:
+    said = ranks.run(2, _refusals, tmp_path)[0]
+    assert "ROWWISE_RMSPROP_AR" in said["ROWWISE_RMSPROP_AR"]
+    assert "EXACT_ROWWISE_ADAGRAD" in said["ROWWISE_RMSPROP_AR"]  # what to use instead
+    assert "tables=t_" in said["EMAINPLACE_ROWWISE_ADAGRAD"]
+    assert "WarmupOptimizer" in said["warm-up"]
+    assert "in_backward_optimizer_filter" in said["fused parameter"]
+    assert "Linear is no DistributedModelParallel" in said["no DMP"]
+    assert "'loader' (object)" in said["no state_dict"]
+    assert "compute_kernel='fused'" in said["dense kernel"]
+    assert "ShardedEmbeddingCollection is not captured yet" in said["EmbeddingCollection"]
+    assert "127.0.0.1:9" in said["unreachable broker"]
+
+
+def _train(uri: str) -> None:
+    job = trainer(PLAN_2)
+    with attach(job, StreamConfig(uri=uri)) as checkpointer:
+        job.step()
+        checkpointer.step()
+        checkpointer.mark().result(60)
+
+
+def _mismatches(uri: str) -> dict[str, str]:
+    """Restore into jobs that differ from the one that wrote the log."""
+    said: dict[str, str] = {}
+    settings = StreamConfig(uri=uri)
+    tables = list(model.TABLES)
+
+    def expect(name: str, plan: model.Spec = PLAN_2, **build: Any) -> None:
+        model.FEATURES[:] = [(feature, rows) for _, rows, _, features in model.TABLES for feature in features]
+        job = trainer(plan, **build)
+        checkpointer = attach(job, settings)
+        with pytest.raises(SchemaMismatchError) as caught:
+            checkpointer.restore()
+        said[name] = str(caught.value)
+        checkpointer.close()
+
+    expect("optimizer", optimizer="adagrad")
+    expect("dtype", dtype="fp16", dense="sgd")
+    expect("dense optimizer", dense="adagrad")
+    expect("data parallel", {**PLAN_2, "t_small": ("dp", None)})
+    model.TABLES[0] = ("t_user", 212, 16, ["user"])
+    expect("rows")
+    model.TABLES[0] = ("t_user", 211, 8, ["user"])
+    expect("dim")
+    model.TABLES[:] = [*tables[1:]]
+    expect("missing", {name: how for name, how in PLAN_2.items() if name != "t_user"})
+    model.TABLES[:] = tables
+    return said
+
+
+def test_another_schema_is_refused_with_the_table_and_both_values(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}"
+    ranks.run(2, _train, uri)
+    said = ranks.run(2, _mismatches, uri)[0]
+    assert "optimizer is exact_rowwise_adagrad in the log and exact_adagrad" in said["optimizer"]
+    assert "dtype is float32 in the log and float16" in said["dtype"]
+    assert "rows is 211 in the log and 212" in said["rows"]
+    assert "dim is 16 in the log and 8" in said["dim"]
+    assert "table=ebc.t_user" in said["rows"]
+    assert "only the log has a sharded table of this name" in said["missing"]
+    assert "table=ebc.t_small" in said["data parallel"]
+    assert "exp_avg" in said["dense optimizer"]
