@@ -1,0 +1,197 @@
+"""Reading one rank's stream: what a producer repeats comes once, and nothing may be missing or foreign."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.builders import OTHER_JOB, SCHEMA, Stream, claim, commit, write
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.control import Mark, Schema
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, json_frame
+from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.restore.stream import checked_payload, read_hello, read_mark, read_stream
+from torchrec_stream_ckpt.types import RankEnd
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> FileLog:
+    log = FileLog(tmp_path)
+    log.prepare(1)
+    return log
+
+
+@pytest.fixture
+def stream() -> Stream:
+    """HELLO, three frames of rows, MARK."""
+    stream = Stream()
+    for number in range(3):
+        stream.rows([number, number + 1], float(number))
+    stream.mark()
+    return stream
+
+
+def read(log: FileLog, frames: list[bytes], end: RankEnd) -> list[int]:
+    """Write frames one behind the other and read them as one rank's stream; the seqs that come."""
+    if frames:
+        acks = write(log, frames)
+        end = replace(end, begin=acks[0].offset, end=acks[-1].end)
+    return [header.seq for header, _ in read_stream(log, commit(1, 1, [end]), end)]
+
+
+def test_a_whole_stream_is_read_in_order(log: FileLog, stream: Stream) -> None:
+    assert read(log, stream.frames, stream.end(0, 0)) == [0, 1, 2, 3, 4]
+
+
+def test_hello_and_mark_are_decoded(log: FileLog, stream: Stream) -> None:
+    acks = write(log, stream.frames)
+    end = stream.end(0, acks[-1].end)
+    one = commit(1, 1, [end])
+    assert read_hello(log, claim(1), one, end).shards == stream.shards
+    header, frame = list(read_stream(log, one, end))[-1]
+    assert read_mark(header, frame, one, end).num_bytes == acks[3].end
+
+
+def test_frames_that_a_producer_sent_twice_come_once(log: FileLog, stream: Stream) -> None:
+    first, second, third, fourth, mark = stream.frames
+    again = [first, second, third, second, third, fourth, first, mark]
+    assert read(log, again, stream.end(0, 0)) == [0, 1, 2, 3, 4]
+
+
+def test_frames_of_other_ranks_and_generations_are_passed_over(log: FileLog, stream: Stream) -> None:
+    other, older = Stream(rank=1), Stream(generation=9)
+    other.rows([5])
+    mixed = [other.frames[0], stream.frames[0], older.frames[0], *stream.frames[1:3], other.frames[1]]
+    assert read(log, [*mixed, *stream.frames[3:]], stream.end(0, 0)) == [0, 1, 2, 3, 4]
+
+
+def test_frames_behind_the_mark_are_not_read(log: FileLog, stream: Stream) -> None:
+    end = stream.end(0, 0)
+    stream.rows([7])
+    assert read(log, stream.frames, end) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("missing", range(5))
+def test_a_missing_frame_is_found(log: FileLog, stream: Stream, missing: int) -> None:
+    frames = stream.frames[:missing] + stream.frames[missing + 1 :]
+    with pytest.raises(CorruptionError) as refused:
+        read(log, frames, stream.end(0, 0))
+    found = refused.value
+    if missing < 4:
+        assert f"found seq {missing + 1} behind" in found.message
+        assert f"expected seq {missing} behind" in found.message
+    else:
+        assert found.message == "4 of 5 frames lead to this marker"
+    assert found.where["rank"] == "0"
+    assert found.where["generation"] == "1"
+    assert found.hint
+
+
+def test_swapped_frames_are_found(log: FileLog, stream: Stream) -> None:
+    hello, first, second, *rest = stream.frames
+    with pytest.raises(CorruptionError, match=r"found seq 2 behind .* expected seq 1 behind"):
+        read(log, [hello, second, first, *rest], stream.end(0, 0))
+
+
+def test_another_frame_under_a_known_seq_is_found(log: FileLog, stream: Stream) -> None:
+    twin = Stream()
+    twin.rows([3], 99.0)
+    with pytest.raises(CorruptionError, match="found seq 1 behind"):
+        read(log, [*stream.frames[:2], twin.frames[1], *stream.frames[2:]], stream.end(0, 0))
+
+
+def test_a_frame_of_another_timeline_breaks_the_chain(log: FileLog, stream: Stream) -> None:
+    twin = Stream()
+    twin.rows([3], 99.0)
+    twin.rows([4], 98.0)
+    with pytest.raises(CorruptionError, match="found seq 2 behind"):
+        read(log, [*stream.frames[:2], twin.frames[2], *stream.frames[3:]], stream.end(0, 0))
+
+
+def test_a_stream_that_does_not_end_in_the_committed_mark_is_refused(log: FileLog, stream: Stream) -> None:
+    end = stream.end(0, 0)
+    with pytest.raises(CorruptionError, match="5 of 5 frames lead to this marker"):
+        read(log, stream.frames, replace(end, chain=end.chain ^ 1))
+
+
+def test_a_stream_that_ends_in_rows_is_refused(log: FileLog) -> None:
+    stream = Stream()
+    stream.rows([1])
+    with pytest.raises(CorruptionError, match="2 of 2 frames lead to this marker"):
+        read(log, stream.frames, stream.end(0, 0))
+
+
+def test_fewer_frames_than_committed_are_refused(log: FileLog, stream: Stream) -> None:
+    with pytest.raises(CorruptionError, match="5 of 6 frames lead to this marker"):
+        read(log, stream.frames, replace(stream.end(0, 0), frames=6))
+
+
+def test_a_missing_tail_of_the_log_is_refused(log: FileLog, stream: Stream) -> None:
+    acks = write(log, stream.frames[:3])
+    end = stream.end(0, acks[-1].end + len(stream.frames[3]))
+    with pytest.raises(CorruptionError, match=f"the log ends at byte {acks[-1].end}, {end.end} were committed"):
+        list(read_stream(log, commit(1, 1, [end]), end))
+
+
+def test_a_frame_of_another_job_is_refused(log: FileLog, stream: Stream) -> None:
+    foreign = Stream(job=OTHER_JOB)
+    with pytest.raises(CorruptionError, match="frame of another job"):
+        read(log, [stream.frames[0], foreign.frames[0], *stream.frames[1:]], stream.end(0, 0))
+
+
+def test_a_flipped_header_byte_says_where(log: FileLog, stream: Stream) -> None:
+    frames = list(stream.frames)
+    frames[2] = frames[2][:40] + bytes([frames[2][40] ^ 1]) + frames[2][41:]
+    with pytest.raises(CorruptionError, match="header checksum does not match") as refused:
+        read(log, frames, stream.end(0, 0))
+    assert str(refused.value.where["offset"]) == str(sum(map(len, frames[:2])))
+
+
+def test_a_flipped_payload_byte_is_found_by_whoever_reads_the_payload(log: FileLog, stream: Stream) -> None:
+    frames = list(stream.frames)
+    frames[2] = frames[2][:HEADER_LEN] + b"\xff" + frames[2][HEADER_LEN + 1 :]
+    end = stream.end(0, sum(map(len, frames)))
+    write(log, frames)
+    one = commit(1, 1, [end])
+    found = {header.seq: (header, bytes(frame)) for header, frame in read_stream(log, one, end)}
+    header, frame = found[2]
+    with pytest.raises(CorruptionError, match="payload checksum does not match") as refused:
+        checked_payload(header, memoryview(frame), one, end)
+    assert str(refused.value.where["seq"]) == "2"
+
+
+def test_a_stream_that_does_not_begin_with_hello_is_refused(log: FileLog) -> None:
+    stream = Stream()
+    stream.frames.clear()
+    stream.rows([1])
+    stream.mark()
+    write(log, stream.frames)
+    end = stream.end(0, sum(map(len, stream.frames)))
+    with pytest.raises(CorruptionError, match="begins with ROWS"):
+        read_hello(log, claim(1), commit(1, 1, [end]), end)
+
+
+def test_hello_must_have_the_schema_of_its_claim(log: FileLog, stream: Stream) -> None:
+    end = stream.end(0, sum(map(len, stream.frames)))
+    write(log, stream.frames)
+    other = claim(1, schema=Schema(SCHEMA.tables[:1]))
+    with pytest.raises(CorruptionError, match="HELLO has another schema than its CLAIM"):
+        read_hello(log, other, commit(1, 1, [end]), end)
+
+
+def test_the_schema_may_not_change_inside_a_generation(log: FileLog) -> None:
+    stream = Stream()
+    like = stream._header(Kind.MARK, marker=1)
+    like.schema_crc ^= 1
+    stream.frames.append(bytes(json_frame(like, Mark(0, 0, ()).to_json())))
+    with pytest.raises(CorruptionError, match="the schema changes inside a generation"):
+        read(log, stream.frames, stream.end(0, 0))
+
+
+def test_an_empty_span_leads_nowhere(log: FileLog, stream: Stream) -> None:
+    write(log, stream.frames)
+    end = stream.end(0, 0)
+    with pytest.raises(CorruptionError, match="0 of 5 frames lead to this marker"):
+        list(read_stream(log, commit(1, 1, [end]), end))
