@@ -1,0 +1,312 @@
+"""The file log: torn tails are hidden, damage is said, segments follow one another without a gap."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.builders import Stream, claim, commit, write
+from torchrec_stream_ckpt.errors import CommitUnknownError, ConfigError, CorruptionError, LogUnavailableError
+from torchrec_stream_ckpt.layout import MAX_PARTITIONS, segment_name
+from torchrec_stream_ckpt.log import files
+from torchrec_stream_ckpt.log.files import FileLog, FileWriter
+from torchrec_stream_ckpt.types import LogSpan
+
+RECORDS = [claim(1).to_frame(), commit(1, 1).to_frame(), commit(1, 2).to_frame()]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> FileLog:
+    log = FileLog(tmp_path)
+    log.prepare(2)
+    return log
+
+
+@pytest.fixture
+def frames() -> list[bytes]:
+    stream = Stream()
+    for number in range(5):
+        stream.rows([number])
+    return stream.frames
+
+
+def control(log: FileLog) -> list[bytes]:
+    return [record for _, record in log.read_control()]
+
+
+def append(log: FileLog, records: list[bytes]) -> list[int]:
+    return [log.append_control(record) for record in records]
+
+
+def read(log: FileLog, begin: int, end: int, *, generation: int = 1, partition: int = 0) -> list[bytes]:
+    return [bytes(frame) for _, frame in log.read(LogSpan(generation, partition, begin, end))]
+
+
+def segments(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "data" / "p00000").iterdir())
+
+
+# The control partition.
+
+
+def test_control_records_come_back_at_their_offsets(log: FileLog) -> None:
+    offsets = append(log, RECORDS)
+    assert list(log.read_control()) == list(zip(offsets, RECORDS, strict=True))
+    assert list(log.read_control(offsets[1])) == list(zip(offsets[1:], RECORDS[1:], strict=True))
+
+
+def test_a_log_without_control_records_reads_empty(log: FileLog) -> None:
+    assert control(log) == []
+
+
+TAILS = [*range(1, len(RECORDS[2]), 61), 127, 128, 129, len(RECORDS[2]) - 1]
+
+
+@pytest.mark.parametrize("length", TAILS)
+def test_a_torn_control_tail_is_ignored_and_cut_by_the_next_appender(log: FileLog, tmp_path: Path, length: int) -> None:
+    append(log, RECORDS[:2])
+    with open(tmp_path / "control.log", "ab") as file:
+        file.write(RECORDS[2][:length])
+    assert control(log) == RECORDS[:2]
+    log.append_control(RECORDS[2])
+    assert control(log) == RECORDS
+    assert (tmp_path / "control.log").read_bytes() == b"".join(RECORDS)
+
+
+@pytest.mark.parametrize("length", [1, 127, 128, 5000])
+def test_a_control_tail_that_was_never_written_is_ignored(log: FileLog, tmp_path: Path, length: int) -> None:
+    append(log, RECORDS[:2])
+    os.truncate(tmp_path / "control.log", (tmp_path / "control.log").stat().st_size + length)
+    assert control(log) == RECORDS[:2]
+    log.append_control(RECORDS[2])
+    assert control(log) == RECORDS
+
+
+@pytest.mark.parametrize("record", range(3))
+def test_a_flipped_control_header_is_refused_by_readers_and_appenders(
+    log: FileLog, tmp_path: Path, record: int
+) -> None:
+    offsets = append(log, RECORDS)
+    data = bytearray((tmp_path / "control.log").read_bytes())
+    data[offsets[record] + 40] ^= 1
+    (tmp_path / "control.log").write_bytes(data)
+    with pytest.raises(CorruptionError, match="header checksum does not match") as refused:
+        control(log)
+    assert refused.value.where == {"path": tmp_path / "control.log", "offset": offsets[record]}
+    with pytest.raises(CorruptionError):
+        log.append_control(RECORDS[0])
+    assert (tmp_path / "control.log").read_bytes() == data
+
+
+def test_zeros_in_the_middle_are_no_torn_tail(log: FileLog, tmp_path: Path) -> None:
+    append(log, RECORDS[:1])
+    with open(tmp_path / "control.log", "ab") as file:
+        file.write(bytes(256) + RECORDS[1])
+    with pytest.raises(CorruptionError, match="not a frame"):
+        control(log)
+
+
+def test_appenders_take_turns(log: FileLog) -> None:
+    threads = [threading.Thread(target=append, args=(log, RECORDS * 3)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = control(log)
+    assert len(found) == 36
+    assert all(found.count(record) == 12 for record in RECORDS)
+
+
+def test_a_lock_that_is_never_given_back_ends_the_wait(
+    log: FileLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "LOCK_TIMEOUT_S", 0.0)
+    with open(tmp_path / "control.lock", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(CommitUnknownError, match="cannot append to the control log: locked for 0 s"):
+            log.append_control(RECORDS[0])
+    assert control(log) == []
+
+
+# Segments.
+
+
+def test_segments_roll_and_read_as_one(
+    log: FileLog, tmp_path: Path, frames: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "SEGMENT_BYTES", 600)
+    writer = log.open_writer(1, 0, 0)
+    for frame in frames:
+        writer.send(memoryview(frame))
+        writer.poll(0)
+    writer.close()
+    bases = [0, len(b"".join(frames[:2])), len(b"".join(frames[:4]))]
+    assert segments(tmp_path) == [segment_name(1, base) for base in bases]
+    end = len(b"".join(frames))
+    assert read(log, 0, end) == frames
+    assert read(log, bases[1], bases[2]) == frames[2:4]
+
+
+def test_a_missing_segment_in_the_middle_is_refused(
+    log: FileLog, tmp_path: Path, frames: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "SEGMENT_BYTES", 1)
+    writer = log.open_writer(1, 0, 0)
+    for frame in frames:
+        writer.send(memoryview(frame))
+        writer.poll(0)
+    writer.close()
+    (tmp_path / "data" / "p00000" / segment_name(1, len(frames[0]))).unlink()
+    with pytest.raises(CorruptionError, match=f"the log ends at byte {len(frames[0])},"):
+        read(log, 0, sum(map(len, frames)))
+
+
+def test_a_writer_that_resumes_hides_the_torn_tail_of_the_one_before(
+    log: FileLog, tmp_path: Path, frames: list[bytes]
+) -> None:
+    acks = write(log, frames[:3])
+    first = tmp_path / "data" / "p00000" / segment_name(1, 0)
+    with open(first, "ab") as file:
+        file.write(frames[3][:100])
+    write(log, frames[3:], at=acks[-1].end)
+    assert segments(tmp_path) == [segment_name(1, 0), segment_name(1, acks[-1].end)]
+    assert read(log, 0, sum(map(len, frames))) == frames
+
+
+def test_what_was_never_acknowledged_is_written_over(log: FileLog, tmp_path: Path, frames: list[bytes]) -> None:
+    write(log, frames[:1])
+    write(log, frames, at=0)
+    assert segments(tmp_path) == [segment_name(1, 0)]
+    assert read(log, 0, sum(map(len, frames))) == frames
+
+
+def test_generations_do_not_share_segments(log: FileLog, tmp_path: Path, frames: list[bytes]) -> None:
+    write(log, frames[:2])
+    write(log, frames[2:], generation=2)
+    assert read(log, 0, len(b"".join(frames[:2]))) == frames[:2]
+    assert read(log, 0, len(b"".join(frames[2:])), generation=2) == frames[2:]
+    assert segments(tmp_path) == [segment_name(1, 0), segment_name(2, 0)]
+
+
+def test_files_of_other_names_are_no_segments(log: FileLog, tmp_path: Path, frames: list[bytes]) -> None:
+    acks = write(log, frames)
+    for name in ("notes.txt", f"{segment_name(1, 0)}.bak", "g1-0.seg"):
+        (tmp_path / "data" / "p00000" / name).write_bytes(b"junk")
+    assert read(log, 0, acks[-1].end) == frames
+
+
+def test_a_segment_cut_short_is_refused(log: FileLog, tmp_path: Path, frames: list[bytes]) -> None:
+    acks = write(log, frames)
+    path = tmp_path / "data" / "p00000" / segment_name(1, 0)
+    os.truncate(path, acks[-1].end - 10)
+    with pytest.raises(CorruptionError, match=f"the log ends at byte {acks[-1].end - 10}, {acks[-1].end} were"):
+        read(log, 0, acks[-1].end)
+
+
+def test_a_span_that_ends_inside_a_frame_is_refused(log: FileLog, frames: list[bytes]) -> None:
+    acks = write(log, frames)
+    with pytest.raises(CorruptionError):
+        read(log, 0, acks[-1].end - 64)
+    with pytest.raises(CorruptionError):
+        read(log, 64, acks[-1].end)
+
+
+def test_many_frames_in_one_poll_are_all_written(log: FileLog, frames: list[bytes]) -> None:
+    many = frames * 300
+    acks = write(log, many)
+    assert len(acks) == len(many)
+    assert read(log, 0, acks[-1].end) == many
+
+
+# Identity and folders.
+
+
+def test_there_is_no_log_before_it_is_prepared(tmp_path: Path) -> None:
+    assert FileLog(tmp_path / "nowhere").incarnation() is None
+
+
+def test_whoever_comes_first_names_the_log(tmp_path: Path) -> None:
+    found: list[str] = []
+    gate = threading.Barrier(8)
+
+    def prepare() -> None:
+        gate.wait()
+        found.append(FileLog(tmp_path / "log").prepare(2).id)
+
+    threads = [threading.Thread(target=prepare) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert len(set(found)) == 1
+    assert sorted(path.name for path in (tmp_path / "log").iterdir()) == ["LOG", "data"]
+
+
+def test_a_log_made_again_is_another_one(tmp_path: Path) -> None:
+    first = FileLog(tmp_path / "a").prepare(1)
+    second = FileLog(tmp_path / "b").prepare(1)
+    assert first.id != second.id
+
+
+def test_a_log_grows_and_never_shrinks(tmp_path: Path) -> None:
+    log = FileLog(tmp_path)
+    assert [log.prepare(partitions).partitions for partitions in (2, 4, 1)] == [2, 4, 4]
+
+
+def test_more_partitions_than_names_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="are more than a log takes"):
+        FileLog(tmp_path).prepare(MAX_PARTITIONS + 1)
+
+
+def test_a_folder_that_is_gone_says_so(tmp_path: Path) -> None:
+    with pytest.raises(LogUnavailableError, match="cannot read a partition: No such file") as refused:
+        read(FileLog(tmp_path / "gone"), 0, 1)
+    assert refused.value.hint == "check the path; nothing was written there yet, or it was deleted"
+    with pytest.raises(CommitUnknownError, match="cannot append to the control log: No such file"):
+        FileLog(tmp_path / "gone").append_control(RECORDS[0])
+
+
+def test_a_file_in_the_place_of_the_folder_says_so(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("a file")
+    with pytest.raises(LogUnavailableError, match="cannot make the file log"):
+        FileLog(tmp_path / "log").prepare(1)
+
+
+def test_a_full_disk_fails_the_writer_and_nothing_is_acknowledged(
+    log: FileLog, frames: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = log.open_writer(1, 0, 0)
+    writer.send(memoryview(frames[0]))
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "writev", full)
+    with pytest.raises(LogUnavailableError, match="cannot write the stream: No space left") as refused:
+        writer.poll(0)
+    assert refused.value.hint == "free space on that file system"
+    writer.close()
+
+
+def test_short_writes_are_finished(log: FileLog, frames: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(fd: int, buffers: list[memoryview]) -> int:
+        return os.write(fd, bytes(buffers[0][:7]))
+
+    monkeypatch.setattr(os, "writev", short)
+    acks = write(log, frames[:2])
+    assert read(log, 0, acks[-1].end) == frames[:2]
+
+
+def test_a_poll_with_nothing_sent_acknowledges_nothing(log: FileLog) -> None:
+    writer = log.open_writer(1, 0, 0)
+    assert isinstance(writer, FileWriter)
+    assert writer.poll(0) == []
+    writer.close()
+    writer.close()
