@@ -52,5 +52,12 @@ def _go_on(job: Trainer, checkpointer: StreamCheckpointer, steps: int) -> tuple[
     for _ in range(steps):
         losses.append(job.step())
         checkpointer.step()
+        _settle(checkpointer)
         truths[job.step_number] = truth(job)
     return losses, truths
+
+
+def _settle(checkpointer: StreamCheckpointer) -> None:
+    """Let the marker in flight settle, so that it is no matter of timing which steps have one."""
+    assert checkpointer._stream is not None
+    assert checkpointer._stream.coordinator.settle(60)

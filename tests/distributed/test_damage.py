@@ -1,0 +1,195 @@
+"""Damage to the log or the store: caught before it reaches a tensor, and named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import jobs, ranks
+from tests.model import PLAN_2, PLAN_3, differences, trainer, truth
+from torchrec_stream_ckpt import MarkerId, StreamCkptError, StreamConfig
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
+from torchrec_stream_ckpt.format.control import parse_control
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.log.files import FileLog
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, jobs.Truths]:
+    """A job with markers 1:1 (step 4), 1:2 (step 8) and 1:3 (step 10), and rank 0's truth."""
+    directory = tmp_path_factory.mktemp("damage")
+    settings = StreamConfig(uri=f"file://{directory}", marker_every=4)
+    return directory, ranks.run(2, jobs.train_with, PLAN_2, settings, 10, {})[0][1]
+
+
+@pytest.fixture
+def log(finished: tuple[Path, jobs.Truths], tmp_path: Path) -> Path:
+    shutil.copytree(finished[0], tmp_path / "log")
+    return tmp_path / "log"
+
+
+def _restore(uri: str, marker: str | None) -> tuple[str, dict[str, torch.Tensor] | None]:
+    """What a restore says, and the state that it left."""
+    job = trainer(PLAN_3 if dist.get_world_size() == 3 else PLAN_2)
+    checkpointer = jobs.attach(job, StreamConfig(uri=uri))
+    try:
+        restored = checkpointer.restore(marker)
+    except StreamCkptError as error:
+        return f"{type(error).__name__}: {error}", None
+    finally:
+        checkpointer.close()
+    assert restored is not None
+    return f"{restored.id} {' '.join(restored.skipped)}", truth(job)
+
+
+def _go_on_half_restored(uri: str) -> str:
+    checkpointer = jobs.attach(trainer(PLAN_3), StreamConfig(uri=uri))
+    with pytest.raises(CorruptionError):
+        checkpointer.restore()
+    with pytest.raises(ConfigError) as caught:
+        checkpointer.step()
+    checkpointer.close()
+    return str(caught.value)
+
+
+def _cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from torchrec_stream_ckpt.cli.main import main; main()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def _flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 0x10
+    path.write_bytes(data)
+
+
+def _segment(log: Path, rank: int) -> Path:
+    (segment,) = (log / "data" / f"p{rank:05d}").glob("*.seg")
+    return segment
+
+
+def _dense(log: Path, marker: int) -> Path:
+    (folder,) = log.glob(f"dense/*/g00000001-m{marker:08d}")
+    return folder
+
+
+def _lineage(log: Path) -> Lineage:
+    return Lineage.of(parse_control(record) for _, record in FileLog(log).read_control())
+
+
+def test_a_flipped_byte_in_the_stream_is_refused_with_its_place(log: Path) -> None:
+    segment = _segment(log, 1)
+    _flip(segment, segment.stat().st_size // 3)
+    for said, _ in ranks.run(3, _restore, f"file://{log}", None):
+        assert said.startswith("CorruptionError")
+        for part in ("generation=1", "rank=1", "seq="):
+            assert part in said
+    assert "a restore failed half way" in ranks.run(3, _go_on_half_restored, f"file://{log}")[0]
+    verify = _cli("verify", f"file://{log}")
+    assert verify.returncode == 1
+    assert "Error: " in verify.stderr
+    assert "Try: " in verify.stderr
+    assert "Traceback" not in verify.stderr
+
+
+def test_a_flipped_byte_behind_an_older_marker_does_not_hurt_it(log: Path, finished: tuple[Path, jobs.Truths]) -> None:
+    (end,) = (end for end in _lineage(log).find(MarkerId(1, 1)).ranks if end.rank == 1)
+    _flip(_segment(log, 1), end.end + 200)
+    said, state = ranks.run(3, _restore, f"file://{log}", "1:1")[0]
+    assert state is not None, said
+    assert differences(finished[1][4], state) == []
+    said, _ = ranks.run(3, _restore, f"file://{log}", "1:3")[0]
+    assert said.startswith("CorruptionError")
+
+
+def test_a_torn_tail_behind_the_last_marker_is_ignored(log: Path, finished: tuple[Path, jobs.Truths]) -> None:
+    for rank in (0, 1):
+        with open(_segment(log, rank), "ab") as file:
+            file.write(b"TRSC\x01\x00\x80\x00" + bytes(70))
+    with open(log / "control.log", "ab") as file:
+        file.write(b"TRSC\x01\x00")
+    said, state = ranks.run(3, _restore, f"file://{log}", None)[0]
+    assert state is not None, said
+    assert differences(finished[1][10], state) == []
+
+
+def test_a_segment_cut_short_is_refused(log: Path) -> None:
+    segment = _segment(log, 0)
+    with open(segment, "r+b") as file:
+        file.truncate(segment.stat().st_size - 64)
+    said, _ = ranks.run(2, _restore, f"file://{log}", "1:3")[0]
+    assert said.startswith("CorruptionError")
+    assert "were committed" in said
+    listed = json.loads(_cli("list", f"file://{log}", "--json").stdout)["markers"]
+    assert [row["restorable"] for row in listed] == [True, True, False]
+    assert "were committed" in listed[-1]["reason"]
+
+
+def test_a_flipped_byte_in_the_control_log_is_refused(log: Path) -> None:
+    control = log / "control.log"
+    _flip(control, control.stat().st_size - 40)
+    said, _ = ranks.run(2, _restore, f"file://{log}", None)[0]
+    assert said.startswith("CorruptionError")
+
+
+@pytest.mark.parametrize("damage", ["gone", "altered"])
+def test_a_marker_without_its_dense_state_falls_back_to_the_one_before_and_says_so(
+    damage: str, log: Path, finished: tuple[Path, jobs.Truths]
+) -> None:
+    folder = _dense(log, 3)
+    if damage == "gone":
+        shutil.rmtree(folder)
+    else:
+        _flip(next(folder.glob("__1_*")), 100)
+    said, state = ranks.run(3, _restore, f"file://{log}", None)[0]
+    assert state is not None, said
+    assert said.startswith("1:2 1:3: dense state")
+    assert str(folder) in said
+    assert differences(finished[1][8], state) == []
+    assert ranks.run(2, _restore, f"file://{log}", "1:3")[0][0].startswith("CorruptionError")
+    verify = _cli("verify", f"file://{log}", "--marker", "1:3")
+    assert verify.returncode == 1
+    assert str(folder) in verify.stderr
+
+
+def test_when_no_dense_state_is_left_the_job_does_not_start_from_nothing(log: Path) -> None:
+    shutil.rmtree(log / "dense")
+    said, _ = ranks.run(2, _restore, f"file://{log}", None)[0]
+    assert said.startswith("CorruptionError: the dense state of all 3 committed markers is gone or altered")
+
+
+def test_another_jobs_segment_is_refused(log: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    ranks.run(2, jobs.train_with, PLAN_2, StreamConfig(uri=f"file://{other}", marker_every=4), 10, {})
+    shutil.copy(_segment(other, 0), _segment(log, 0))
+    said, _ = ranks.run(2, _restore, f"file://{log}", None)[0]
+    assert said.startswith("CorruptionError: frame of another job")
+
+
+def test_a_log_made_again_under_its_name_is_refused(log: Path) -> None:
+    (log / "LOG").write_text("0" * 32)
+    said, _ = ranks.run(2, _restore, f"file://{log}", None)[0]
+    assert "deleted and made again" in said
+
+
+def test_a_whole_log_verifies_from_the_command_line(log: Path) -> None:
+    done = _cli("verify", f"file://{log}", "--all", "--json")
+    assert done.returncode == 0, done.stderr
+    assert [result["marker"] for result in json.loads(done.stdout)] == ["1:1", "1:2", "1:3"]
+    shown = json.loads(_cli("show", f"file://{log}", "--marker", "1:2", "--json").stdout)
+    assert shown["step"] == 8
+    assert [table["name"] for table in shown["tables"]] == ["ebc.t_item", "ebc.t_small", "ebc.t_user", "ebc.t_wide"]
+    for verb in ("list", "show", "verify"):
+        assert _cli(verb, f"file://{log}").returncode == 0
+        missing = _cli(verb, f"file://{log}-not-there")
+        assert missing.returncode == 1
+        assert "there is no log here" in missing.stderr
