@@ -1,0 +1,110 @@
+"""Settings are checked as soon as they are given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchrec_stream_ckpt.config import StreamConfig
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.log.api import load_options, open_log
+
+FILE = "file:///data/log"
+KAFKA = "kafka://host:9092/job"
+
+
+def test_a_file_log_needs_nothing_else() -> None:
+    config = StreamConfig(uri=FILE)
+    assert config.store_path == Path("/data/log")
+    assert config.on_column_resplit == "refuse"
+
+
+def test_a_store_may_lie_elsewhere() -> None:
+    assert StreamConfig(uri=FILE, store="file:///data/store").store_path == Path("/data/store")
+    assert StreamConfig(uri=KAFKA, store="/data/store").store_path == Path("/data/store")
+
+
+def test_kafka_needs_a_store() -> None:
+    with pytest.raises(ConfigError, match="store is required with Kafka"):
+        StreamConfig(uri=KAFKA)
+
+
+def test_markers_may_be_asked_for_by_hand_only() -> None:
+    config = StreamConfig(uri=FILE, marker_every=None)
+    assert (config.marker_every, config.marker_every_s) == (None, None)
+
+
+@pytest.mark.parametrize("name", ["drain_every", "marker_every", "ring_bytes", "sweep_bytes"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "10"])
+def test_counts_must_be_positive_whole_numbers(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be a positive whole number, it is"):
+        StreamConfig(uri=FILE, **{name: value})
+
+
+@pytest.mark.parametrize("name", ["marker_every_s", "commit_timeout_s"])
+@pytest.mark.parametrize("value", [0, -0.5, float("nan")])
+def test_times_must_be_positive(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be positive, it is"):
+        StreamConfig(uri=FILE, **{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"uri": "data/log"}, "is not a log that we know"),
+        ({"uri": FILE, "store": "s3://bucket"}, "is not a store"),
+        ({"uri": FILE, "marker_budget_bytes": -1}, "marker_budget_bytes cannot be negative"),
+        ({"uri": FILE, "on_column_resplit": "drop"}, "must be 'refuse' or 'merge', it is 'drop'"),
+    ],
+)
+def test_bad_settings_are_named(setting: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        StreamConfig(**setting)
+
+
+def test_settings_are_given_by_name_only() -> None:
+    with pytest.raises(TypeError):
+        StreamConfig(FILE)  # type: ignore[misc]
+
+
+def test_config_errors_are_value_errors() -> None:
+    with pytest.raises(ValueError, match="is not a log"):
+        StreamConfig(uri="")
+
+
+# Options of Kafka clients, read before any client is made.
+
+
+def test_options_come_from_a_mapping_or_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "client.properties"
+    path.write_text("# comment\n\nsecurity.protocol = SASL_SSL\n  sasl.password=a=b \n")
+    assert load_options(path) == load_options(str(path)) == {"security.protocol": "SASL_SSL", "sasl.password": "a=b"}
+    assert load_options({"linger.ms": 5}) == {"linger.ms": "5"}  # type: ignore[dict-item]
+    assert load_options(None) == {}
+
+
+@pytest.mark.parametrize("line", ["security.protocol", "=value", "  = x"])
+def test_lines_that_are_no_options_are_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "client.properties"
+    path.write_text(f"a=b\n{line}\n")
+    with pytest.raises(ConfigError, match="client options must be key=value lines") as refused:
+        load_options(path)
+    assert refused.value.where == {"path": path, "line": 2}
+
+
+def test_a_missing_options_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read client options: No such file") as refused:
+        load_options(tmp_path / "gone")
+    assert refused.value.where == {"path": tmp_path / "gone"}
+
+
+def test_a_file_log_takes_no_client_options(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="client options are for Kafka"):
+        open_log(f"file://{tmp_path}", {"a": "b"})
+
+
+def test_opening_a_log_touches_nothing(tmp_path: Path) -> None:
+    open_log(f"file://{tmp_path}/log").close()
+    assert list(tmp_path.iterdir()) == []
