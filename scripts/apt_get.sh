@@ -9,7 +9,8 @@ if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
   echo "$what is missing: $line"
   export DEBIAN_FRONTEND=noninteractive
   apt-get update -qq
-  exec apt-get install -y -qq --no-install-recommends "$package"
+  # What it says while all goes well is of no interest here; errors come on the other stream.
+  exec apt-get install -y -qq --no-install-recommends "$package" >/dev/null
 fi
 echo "$what is missing. As root: $line" >&2
 exit 1

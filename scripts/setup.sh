@@ -18,11 +18,12 @@ version_of() {
 
 # The Python that PYTHON names, or the first one of the usual names that is a 3.11.
 find_python() {
-  local name found="" names=(python3.11 python3 python)
+  local name version found="" names=(python3.11 python3 python)
   [ -z "${PYTHON:-}" ] || names=("$PYTHON")
   for name in "${names[@]}"; do
-    [ "$(version_of "$name")" != "$wanted" ] || { command -v "$name"; return; }
-    found+="${found:+, }$name is $(version_of "$name" | sed 's/^$/missing/')"
+    version=$(version_of "$name")
+    [ "$version" != "$wanted" ] || { command -v "$name"; return; }
+    found+="${found:+, }$name is ${version:-missing}"
   done
   die "Python $wanted is needed: the pinned versions were resolved and tested with it ($found)" \
     "On Debian 12: apt-get install -y python3.11-venv" \
