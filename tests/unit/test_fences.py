@@ -1,0 +1,167 @@
+"""Imports run downward only, and what is heavy or foreign is imported in few places. Read from the source."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import torchrec_stream_ckpt
+
+ROOT = Path(torchrec_stream_ckpt.__file__).parent
+PACKAGE = "torchrec_stream_ckpt"
+SOURCES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
+
+LEAVES = {"errors", "types", "layout", "config", "metrics"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "types": {"errors"},
+    "layout": {"errors", "types"},
+    "config": {"errors", "types", "layout"},
+    "metrics": {"errors", "types"},
+    "adapter": {"errors", "types"},
+    "format": LEAVES | {"format"},
+    "log": LEAVES | {"format", "log"},
+    "capture": LEAVES | {"format", "adapter", "capture"},
+    "commit": LEAVES | {"format", "adapter", "log", "commit"},
+    "restore": LEAVES | {"format", "adapter", "log", "restore"},
+    "materialize": LEAVES | {"format", "log", "materialize"},
+    "checkpointer": LEAVES | {"format", "adapter", "capture", "log", "commit", "restore"},
+    "broker": {"errors", "broker"},
+    "cli": LEAVES | {"format", "log", "restore", "materialize", "broker", "cli"},
+    "__init__": {"config", "errors", "types", "checkpointer"},
+}
+"""Room or module -> what it may import of this package."""
+
+# What needs torch: everything else must run where there is none.
+WITH_TORCH = frozenset(
+    {
+        "adapter.py",
+        "capture/hook.py",
+        "capture/shards.py",
+        "capture/staging.py",
+        "capture/touched.py",
+        "checkpointer.py",
+        "commit/cadence.py",
+        "commit/collective.py",
+        "commit/coordinator.py",
+        "commit/dense.py",
+        "restore/apply.py",
+    }
+)
+
+
+@cache
+def imports(source: str) -> frozenset[str]:
+    """Absolute dotted names that a file imports, inside functions too; ``from a import b`` gives ``a.b``."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(SOURCES[source].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{source} imports relatively"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return frozenset(found)
+
+
+def room(source: str) -> str:
+    """``log/files.py`` is in ``log``, ``layout.py`` in ``layout``."""
+    return source.split("/")[0].removesuffix(".py")
+
+
+def importers(library: str) -> set[str]:
+    """Files that import ``library`` or something in it."""
+    return {source for source in SOURCES if any(f"{name}.".startswith(f"{library}.") for name in imports(source))}
+
+
+def ours(source: str) -> Iterator[str]:
+    """First component below the package of everything of ours that a file imports."""
+    for name in imports(source):
+        parts = name.split(".")
+        if parts[0] == PACKAGE and len(parts) > 1:
+            yield parts[1] if (ROOT / parts[1]).is_dir() or (ROOT / f"{parts[1]}.py").exists() else "__init__"
+
+
+def test_the_package_was_found() -> None:
+    assert {"adapter.py", "format/frame.py", "log/files.py", "commit/control.py"} <= SOURCES.keys()
+    assert "torch.distributed" in imports("checkpointer.py")
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_imports_run_downward(source: str) -> None:
+    assert room(source) in MAY_IMPORT, "decide what this new room may import"
+    assert set(ours(source)) - MAY_IMPORT[room(source)] == set()
+
+
+def test_fbgemm_is_known_to_the_adapter_alone() -> None:
+    assert importers("fbgemm_gpu") == {"adapter.py"}
+
+
+def test_of_torchrec_others_know_the_public_model_class_only() -> None:
+    assert importers("torchrec") == {"adapter.py", "checkpointer.py", "commit/dense.py"}
+    public = {"torchrec.distributed.model_parallel.DistributedModelParallel"}
+    for source in ("checkpointer.py", "commit/dense.py"):
+        assert {name for name in imports(source) if name.startswith("torchrec.")} == public
+
+
+def test_private_names_of_torch_and_torchrec_are_imported_by_the_adapter_alone() -> None:
+    libraries = ("torch.", "torchrec.", "fbgemm_gpu.")
+    private = {
+        source
+        for source in SOURCES
+        for name in imports(source)
+        if name.startswith(libraries) and any(part.startswith("_") for part in name.split("."))
+    }
+    assert private <= {"adapter.py"}
+
+
+def test_the_kafka_client_stays_in_its_module() -> None:
+    assert importers("confluent_kafka") == {"log/kafka.py"}
+
+
+def test_process_groups_stay_where_ranks_talk() -> None:
+    for source in importers("torch.distributed"):
+        assert room(source) in ("commit", "checkpointer") or source == "restore/apply.py"
+
+
+def test_torch_is_imported_where_tensors_are_alone() -> None:
+    assert importers("torch") <= WITH_TORCH
+
+
+def test_no_source_is_pickled() -> None:
+    assert importers("pickle") == set()
+
+
+def modules() -> list[str]:
+    """Every module that must run without torch, the Kafka client's last."""
+    light = [source for source in SOURCES if source not in WITH_TORCH and source != "log/kafka.py"]
+    return [f"{PACKAGE}/{source}".removesuffix(".py").removesuffix("/__init__").replace("/", ".") for source in light]
+
+
+def test_logs_plans_and_the_command_line_import_without_torch() -> None:
+    program = """
+import importlib, json, sys
+for name in json.loads(sys.argv[1]):
+    importlib.import_module(name)
+early = sorted(sys.modules)
+import torchrec_stream_ckpt.log.kafka
+print(json.dumps([early, sorted(sys.modules)]))
+"""
+    names = modules()
+    assert f"{PACKAGE}.cli.main" in names
+    assert f"{PACKAGE}.broker.kraft" in names
+    assert {f"{PACKAGE}.restore.{name}" for name in ("plan", "stream", "choose", "reshard")} <= set(names)
+    done = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(names)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    before_kafka, after = (set(found) for found in json.loads(done.stdout.splitlines()[-1]))
+    assert after & {"torch", "torchrec", "fbgemm_gpu"} == set()
+    assert "confluent_kafka" not in before_kafka
+    assert "confluent_kafka" in after
