@@ -119,6 +119,14 @@ def test_sections_other_than_the_schemas_are_refused(field: str, value: object) 
         read(header, frame, spec)
 
 
+def test_a_payload_longer_than_its_sections_is_refused() -> None:
+    spec = table("t", 8, 4, "float32", ROWWISE)
+    header, frame = user_frame(spec, [0, 1])
+    header.payload_len += 64
+    with pytest.raises(CorruptionError, match="sections do not match the schema"):
+        read(header, frame + bytes(64), spec)
+
+
 @pytest.mark.parametrize(
     "other",
     [
