@@ -182,7 +182,7 @@ class StreamCheckpointer:
         self._step += 1
         if self._cadence.decide():
             self._cut(wait_s=0.0)
-        elif self._step % self._config.drain_every == 0:
+        else:
             self._drain()
         self._cadence.start(self._step, self._ready())
 
@@ -221,12 +221,13 @@ class StreamCheckpointer:
     # Drains and cuts.
 
     def _drain(self) -> None:
+        """Send what finds space, without waiting."""
         drain = Drain(self._step, self._next_marker)
-        self._capture.drain(drain)
         if not self._capture.swept:
-            # Touched rows come first: the sweep leaves them half of the ring.
-            reserve = self._ring.capacity // 2
-            self._capture.sweep(Drain(self._step, self._next_marker, reserve=reserve), self._config.sweep_bytes)
+            # First, and at every step: where steps touch more than the ring takes, the sweep must go on all the same.
+            self._capture.sweep(drain, self._config.sweep_bytes)
+        if self._step % self._config.drain_every == 0:
+            self._capture.drain(drain)
 
     def _ready(self) -> bool:
         """Whether this rank can cut at the next step without waiting."""

@@ -34,7 +34,7 @@ class StreamConfig:
     marker_budget_bytes: int = 2**30
     """Memory that a marker may take on top, for what is dirty at its cut. Without room it is given up."""
     sweep_bytes: int = 16 * 2**20
-    """Rows that no step has touched yet: send so many bytes of them a drain, until all have been sent."""
+    """Rows that no step has touched yet: send so many bytes of them a step, until all have been sent."""
     commit_timeout_s: float = 600.0
     """Give a marker up when the log or the store has not taken it after so many seconds."""
 

@@ -84,6 +84,26 @@ def test_the_first_marker_waits_for_the_sweep_and_no_step_does(tmp_path: Path) -
     assert ranks.run(2, _sweeping, f"file://{tmp_path}")[0] > 5
 
 
+def _more_than_the_ring(uri: str) -> int:
+    """Every step touches more rows than the ring takes, and the log is slow: the sweep must end all the same."""
+    job = trainer(PLAN_2)
+    settings = StreamConfig(uri=uri, marker_every=1, sweep_bytes=2_000, ring_bytes=2_000_000)
+    with attach(job, settings) as checkpointer:
+        for steps in range(1, 200):
+            job.step()
+            checkpointer._capture.mark_all()
+            checkpointer.step()
+            committed = bool(_lineage(uri).commits)
+            dist.barrier()
+            if committed:
+                return steps
+    return 0
+
+
+def test_the_sweep_ends_though_steps_touch_more_than_the_ring_takes(tmp_path: Path) -> None:
+    assert 0 < ranks.run(2, _more_than_the_ring, f"file://{tmp_path}")[0] < 100
+
+
 def _over_budget(uri: str) -> tuple[str, int]:
     job = trainer(PLAN_2)
     settings = StreamConfig(

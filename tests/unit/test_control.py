@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.builders import JOB, OTHER_JOB, ROWWISE, SCHEMA, claim, commit, table
-from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.errors import CorruptionError, UnsupportedError
 from torchrec_stream_ckpt.format.control import (
     Claim,
     Commit,
@@ -301,5 +301,5 @@ def test_data_frames_do_not_belong_in_the_control_partition(kind: Kind) -> None:
 
 def test_a_job_with_more_tables_than_a_frame_takes_is_refused_by_the_writer() -> None:
     many = Schema(tuple(table(f"module.{number:06d}", 10, 8, "float32", ROWWISE) for number in range(8000)))
-    with pytest.raises(ValueError, match=r"CLAIM of \d+ bytes does not fit a frame"):
+    with pytest.raises(UnsupportedError, match=r"CLAIM of \d+ bytes does not fit a frame"):
         claim(1, schema=many).to_frame()

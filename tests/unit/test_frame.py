@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.builders import JOB
-from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.errors import CorruptionError, UnsupportedError
 from torchrec_stream_ckpt.format.frame import (
     ALIGNMENT,
     HEADER_LEN,
@@ -112,7 +112,7 @@ def test_header_is_trusted_without_its_payload() -> None:
 def test_largest_payload_fits_and_one_more_is_refused_by_writer_and_reader() -> None:
     largest = (MAX_FRAME_BYTES - HEADER_LEN) // ALIGNMENT * ALIGNMENT
     assert len(json_frame(Header(Kind.HELLO, JOB, 1), b" " * largest)) == MAX_FRAME_BYTES
-    with pytest.raises(ValueError, match="HELLO of 999873 bytes does not fit a frame"):
+    with pytest.raises(UnsupportedError, match="HELLO of 999873 bytes does not fit a frame"):
         json_frame(Header(Kind.HELLO, JOB, 1), b" " * (largest + 1))
     header = Header(Kind.HELLO, JOB, 1, payload_len=largest + ALIGNMENT)
     frame = bytearray(HEADER_LEN)

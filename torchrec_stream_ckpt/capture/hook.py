@@ -25,8 +25,6 @@ class Drain:
     step: int
     marker: int
     """The marker to which the rows will belong."""
-    reserve: int = 0
-    """Buffers to leave free."""
     extra: bool = False
     """Whether it may take from the marker's budget."""
     wait_s: float = 0.0
@@ -112,7 +110,7 @@ class Capture:
         weights, states = kernel.weights(), kernel.states()
         for shard, stager in enumerate(self._stagers[position]):
             for begin in range(cuts[shard], cuts[shard + 1], stager.max_rows):
-                buffer = self._ring.acquire(reserve=drain.reserve, extra=drain.extra, wait_s=drain.wait_s)
+                buffer = self._ring.acquire(extra=drain.extra, wait_s=drain.wait_s)
                 if buffer is None:
                     mask.sent(rows[:begin])
                     return False

@@ -68,7 +68,7 @@ def open_job(uri: str, store: str | None, kafka_options: str | None) -> Iterator
     try:
         if log.incarnation() is None:
             raise MarkerNotFoundError("there is no log here", hint="check the URI; a job makes its log", uri=uri)
-        lineage = Lineage.of(parse_control(record) for _, record in log.read_control())
+        lineage = Lineage.of(parse_control(record, offset) for offset, record in log.read_control())
         yield Job(uri, log, lineage, store)
     finally:
         log.close()

@@ -30,7 +30,7 @@ class Control:
         """Everything that the control partition says now."""
         for offset, record in self._log.read_control(max(self._last, 0)):
             if offset > self._last:
-                self._lineage.apply(parse_control(record))
+                self._lineage.apply(parse_control(record, offset))
                 self._last = offset
         return self._lineage
 

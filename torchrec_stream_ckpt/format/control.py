@@ -204,12 +204,23 @@ class Commit:
         return commit
 
 
-def parse_control(frame: Buffer) -> Claim | Commit:
+def parse_control(frame: Buffer, offset: int | None = None) -> Claim | Commit:
     """Read one record of the control partition.
+
+    Args:
+        frame: The whole record.
+        offset: Where it stands, for messages.
 
     Raises:
         CorruptionError: bad bytes, or a frame that does not belong there.
     """
+    try:
+        return _parse_control(frame)
+    except CorruptionError as error:
+        raise CorruptionError(error.message, hint=error.hint, **{"control_offset": offset, **error.where}) from None
+
+
+def _parse_control(frame: Buffer) -> Claim | Commit:
     header = parse_header(frame)
     payload = payload_of(header, frame)
     if header.kind is Kind.CLAIM:

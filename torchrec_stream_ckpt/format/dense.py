@@ -33,6 +33,8 @@ def verify_dense(store: Path, commit: Commit) -> None:
         CorruptionError: a file is missing or altered; names its path.
     """
     path = dense_path(store, commit)
+    if ".metadata" not in {file.name for file in commit.dense_files}:
+        raise CorruptionError("COMMIT does not vouch for DCP's metadata", path=path, marker=commit.id)
     for expected in commit.dense_files:
         if not expected.name.isprintable() or "/" in expected.name or expected.name in ("", ".", ".."):
             raise CorruptionError("COMMIT names a file outside the dense directory", path=path, name=expected.name)

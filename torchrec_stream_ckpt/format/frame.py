@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from crc32c import crc32c
 
-from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.errors import CorruptionError, UnsupportedError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -238,7 +238,9 @@ def json_frame(header: Header, text: bytes) -> bytearray:
     """A sealed frame whose payload is JSON, padded with spaces to the alignment."""
     header.payload_len = aligned(len(text))
     if HEADER_LEN + header.payload_len > MAX_FRAME_BYTES:
-        raise ValueError(f"{header.kind.name} of {len(text)} bytes does not fit a frame")
+        raise UnsupportedError(
+            f"{header.kind.name} of {len(text)} bytes does not fit a frame: too many tables or ranks"
+        )
     frame = bytearray(HEADER_LEN) + text + b" " * (header.payload_len - len(text))
     seal(header, frame)
     return frame

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from torchrec_stream_ckpt.errors import UnsupportedError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, MAX_FRAME_BYTES, Header, aligned
 
 Bytes = npt.NDArray[np.uint8]
@@ -34,7 +35,9 @@ class FrameBuffer:
         """Make this a frame with a JSON payload (HELLO, MARK)."""
         header.payload_len = aligned(len(text))
         if HEADER_LEN + header.payload_len > len(self.array):
-            raise ValueError(f"{header.kind.name} of {len(text)} bytes does not fit a frame")
+            raise UnsupportedError(
+                f"{header.kind.name} of {len(text)} bytes does not fit a frame: too many tables or ranks"
+            )
         self.array[HEADER_LEN : HEADER_LEN + header.payload_len] = np.frombuffer(
             text.ljust(header.payload_len), np.uint8
         )
@@ -64,18 +67,17 @@ class FrameRing:
         self._extra_taken = 0
         self._changed = threading.Condition()
 
-    def acquire(self, *, reserve: int = 0, extra: bool = False, wait_s: float = 0.0) -> FrameBuffer | None:
+    def acquire(self, *, extra: bool = False, wait_s: float = 0.0) -> FrameBuffer | None:
         """A buffer, or None when there is none.
 
         Args:
-            reserve: Leave at least this many buffers of the ring free.
             extra: A marker asks: it may take from its budget.
             wait_s: Wait at most so long; 0 never waits.
         """
         deadline = time.monotonic() + wait_s
         with self._changed:
             while True:
-                if self._taken + reserve < self._capacity:
+                if self._taken < self._capacity:
                     self._taken += 1
                     return self._free.pop() if self._free else FrameBuffer(self._new(), pooled=True)
                 if extra and self._extra_taken < self._extra:

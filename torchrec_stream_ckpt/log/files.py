@@ -45,17 +45,17 @@ class FileLog:
         self._root = root
 
     def prepare(self, partitions: int) -> Incarnation:
-        try:
-            (self._root / DATA_DIR).mkdir(parents=True, exist_ok=True)
-            self._write_identity()
-        except OSError as error:
-            raise _unavailable("cannot make the file log", self._root, error) from None
         if partitions > MAX_PARTITIONS:
             raise ConfigError(f"{partitions} ranks are more than a log takes ({MAX_PARTITIONS})")
-        for partition in range(partitions):
-            partition_dir(self._root, partition).mkdir(exist_ok=True)
-        fsync_dir(self._root / DATA_DIR)
-        fsync_dir(self._root)
+        try:
+            (self._root / DATA_DIR).mkdir(parents=True, exist_ok=True)
+            for partition in range(partitions):
+                partition_dir(self._root, partition).mkdir(exist_ok=True)
+            fsync_dir(self._root / DATA_DIR)
+            self._write_identity()
+            fsync_dir(self._root)
+        except OSError as error:
+            raise _unavailable("cannot make the file log", self._root, error) from None
         incarnation = self.incarnation()
         assert incarnation is not None
         return incarnation
@@ -63,7 +63,10 @@ class FileLog:
     def _write_identity(self) -> None:
         """First writer wins: the name appears with its content, or not at all."""
         scratch = self._root / f"{IDENTITY_FILE}.{uuid.uuid4().hex}"
-        scratch.write_text(uuid.uuid4().hex)
+        with open(scratch, "w", encoding="ascii") as file:
+            file.write(uuid.uuid4().hex)
+            file.flush()
+            os.fsync(file.fileno())
         with contextlib.suppress(FileExistsError):
             os.link(scratch, self._root / IDENTITY_FILE)
         scratch.unlink()

@@ -149,8 +149,12 @@ class Publisher:
     def _reopen(self) -> DataWriter:
         """A fresh writer that has been given again all that no writer has had acknowledged."""
         writer = self._open_writer(self._acked.end)
-        for buffer in self._flight:
-            writer.send(buffer.view())
+        try:
+            for buffer in self._flight:
+                writer.send(buffer.view())
+        except BaseException:
+            writer.close()
+            raise
         return writer
 
     def _pump(self, writer: DataWriter) -> bool:

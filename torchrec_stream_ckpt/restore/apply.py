@@ -89,6 +89,8 @@ class _Target:
             )
         for position, target in enumerate(self._states):
             if self._merged and target.dim() == 1:
+                # All sources have one column split: a generation that changed it has sent the table whole.
+                assert sum(cols for _, cols in self._pieces) == self._shard.cols
                 mean = torch.zeros(self._shard.rows, dtype=torch.float64)
                 for (_, cols), piece in self._pieces.items():
                     mean += piece[position] * (cols / self._shard.cols)
@@ -140,7 +142,8 @@ def _targets(plan: RestorePlan, kernels: list[FusedKernel]) -> dict[TableShard, 
 def _apply_frame(
     plan: RestorePlan, read: StreamRead, header: Header, frame: memoryview, targets: Mapping[TableShard, _Target]
 ) -> int:
-    moves = [move for move in read.moves if (move.source.table, move.source.col0) == (header.table, header.col0)]
+    columns = (header.table, header.col0, header.cols)
+    moves = [move for move in read.moves if (move.source.table, move.source.col0, move.source.cols) == columns]
     if not moves:
         return 0
     if frame.readonly:
