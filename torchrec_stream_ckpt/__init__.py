@@ -17,7 +17,12 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     # Only training needs torch: the command line and the materializer read logs without it.
     if name == "StreamCheckpointer":
-        from torchrec_stream_ckpt.checkpointer import StreamCheckpointer
+        try:
+            from torchrec_stream_ckpt.checkpointer import StreamCheckpointer
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                f"StreamCheckpointer needs {error.name}: install the extra 'cpu' or 'cuda' (see CONTRIBUTING.md)"
+            ) from error
 
         return StreamCheckpointer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

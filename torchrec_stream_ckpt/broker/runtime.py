@@ -80,7 +80,9 @@ def _run_maven(command: list[str]) -> None:
             f"Maven did not fetch Kafka within {_FETCH_TIMEOUT_S} s", hint="check the network and try again"
         ) from None
     if done.returncode:
-        tail = " | ".join((done.stdout + done.stderr).strip().splitlines()[-4:])
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        causes = [line for line in lines if line.startswith("[ERROR]")][:2] or lines[-4:]
+        tail = " | ".join(line.removeprefix("[ERROR] ") for line in causes)
         raise LogUnavailableError(
             f"Maven could not fetch Kafka {kafka_version()}: {tail}",
             hint="check the network and Maven's settings (a mirror or proxy goes to ~/.m2/settings.xml)",
