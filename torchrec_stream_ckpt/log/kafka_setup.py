@@ -167,11 +167,9 @@ class Reasons:
     def log(self, level: int, pattern: str, *arguments: object) -> None:
         """The client's ``logger``: a refused connection is tried ten times a second, and told once."""
         text = self.redact(pattern % arguments)
-        if "will be ignored by this" in text:
-            # One set of options serves producers and consumers.
+        if "will be ignored by this" in text or text.endswith("retrying"):
+            # One set of options serves producers and consumers; a fresh broker lets a producer try twice.
             level = logging.DEBUG
-        elif text.endswith("retrying"):
-            level = logging.INFO
         # The same but for how long it took.
         gist = re.sub(r"\(after \d+ms in state \w+.*\)", "", text)
         with self._lock:
