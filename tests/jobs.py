@@ -59,5 +59,5 @@ def _go_on(job: Trainer, checkpointer: StreamCheckpointer, steps: int) -> tuple[
 
 def _settle(checkpointer: StreamCheckpointer) -> None:
     """Let the marker in flight settle, so that it is no matter of timing which steps have one."""
-    assert checkpointer._stream is not None
-    assert checkpointer._stream.coordinator.settle(60)
+    assert checkpointer._coordinator is not None
+    assert checkpointer._coordinator.settle(60)

@@ -87,7 +87,7 @@ class FusedKernel:
         self, tbe: SplitTableBatchedEmbeddingBagsCodegen, shards: tuple[LocalShard, ...], optimizer: FusedOptimizer
     ) -> None:
         self._tbe = tbe
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self.shards = shards
         self.device: torch.device = torch.device(tbe.current_device)
         self.feature_shards: tuple[int, ...] = tuple(tbe.feature_table_map)
@@ -148,14 +148,14 @@ class FusedKernel:
     @property
     def next_learning_rate(self) -> float:
         """What the fused optimizer's param group says: the kernel takes it over at the next ``step``."""
-        return float(self._optimizer.param_groups[0]["lr"])
+        return float(self.optimizer.param_groups[0]["lr"])
 
     def set_scalars(self, iteration: int, learning_rate: float, next_learning_rate: float) -> None:
         # set_optimizer_step() sets `iter` only, while the kernels count on in `iter_cpu`.
         self._tbe.iter.fill_(iteration)
         self._tbe.iter_cpu.fill_(iteration)
         self._tbe.set_learning_rate(learning_rate)
-        self._optimizer.param_groups[0]["lr"] = next_learning_rate
+        self.optimizer.param_groups[0]["lr"] = next_learning_rate
 
 
 def fused_kernels(dmp: DistributedModelParallel) -> list[FusedKernel]:
@@ -184,9 +184,11 @@ def fused_kernels(dmp: DistributedModelParallel) -> list[FusedKernel]:
 
 
 def sharded_modules(dmp: DistributedModelParallel) -> Iterator[tuple[str, Any]]:
-    """(path in the wrapped model, module) of every sharded module, outermost only."""
+    """(path in the wrapped model, module) of every sharded module that is inside no other one."""
+    found = ""
     for path, module in dmp.module.named_modules():
-        if isinstance(module, ShardedModule):
+        if isinstance(module, ShardedModule) and not (found and path.startswith(f"{found}.")):
+            found = path
             yield path, module
 
 
@@ -249,31 +251,53 @@ def _check_versions() -> None:
         log.warning("torchrec %s is untested here, tested are %s", found, ", ".join(TESTED_TORCHREC))
 
 
-def watch_outside_writes(dmp: DistributedModelParallel, on_all_changed: Callable[[], None]) -> Callable[[], None]:
+def watch_outside_writes(
+    dmp: DistributedModelParallel, kernels: list[FusedKernel], on_all_changed: Callable[[], None]
+) -> Callable[[], None]:
     """Notice what changes rows outside the fused update; returns the remover.
 
-    ``load_state_dict`` calls ``on_all_changed`` behind its work; ``reshard`` is refused.
+    Loading a state dict, of the model, of a sharded module or of a fused optimizer, calls ``on_all_changed``.
+    ``reshard`` is refused. Tensors that are written in place are not seen: no API tells.
     """
-    load, reshard = dmp.load_state_dict, dmp.reshard
 
-    def load_state_dict(*args: object, **kwargs: object) -> object:
-        try:
-            return load(*args, **kwargs)
-        finally:
-            on_all_changed()
+    def loading(*_args: object) -> None:
+        on_all_changed()
 
-    def refuse(*_args: object, **_kwargs: object) -> None:
-        raise UnsupportedError(
-            "DMP.reshard() under streaming is not handled yet",
-            hint="mark(), close(), and restore in a new job with the other plan",
-        )
-
-    dmp.load_state_dict, dmp.reshard = load_state_dict, refuse
+    handles = [module.register_load_state_dict_pre_hook(loading) for _, module in sharded_modules(dmp)]
+    patched = [_patch(kernel.optimizer, "load_state_dict", on_all_changed) for kernel in kernels]
+    patched.append(_patch(dmp, "reshard", _refuse_reshard))
 
     def remove() -> None:
-        dmp.load_state_dict, dmp.reshard = load, reshard
+        for handle in handles:
+            handle.remove()
+        for undo in patched:
+            undo()
 
     return remove
+
+
+def _patch(owner: Any, name: str, before: Callable[[], None]) -> Callable[[], None]:
+    """Call ``before`` in front of each call of ``owner.name``, until the returned remover is called."""
+    real, active = getattr(owner, name), True
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if active:
+            before()
+        return real(*args, **kwargs)
+
+    def undo() -> None:
+        nonlocal active
+        active = False  # another wrapper may stand on this one: it stays where it is, and does nothing
+
+    setattr(owner, name, wrapper)
+    return undo
+
+
+def _refuse_reshard() -> None:
+    raise UnsupportedError(
+        "DMP.reshard() under streaming is not handled yet",
+        hint="mark(), close(), and restore in a new job with the other plan",
+    )
 
 
 def dense_view(dmp: DistributedModelParallel) -> nn.Module:
@@ -290,6 +314,11 @@ def _view(module: nn.Module) -> nn.Module:
         return _data_parallel_tables(module)
     if not any(isinstance(child, ShardedModule) for child in module.modules()):
         return module
+    if type(module).get_extra_state is not nn.Module.get_extra_state:
+        raise UnsupportedError(
+            f"{type(module).__name__} has extra state and holds a sharded module: this is not captured yet",
+            hint="hand its state over as a Stateful, or move it to a child without embeddings",
+        )
     view = nn.Module()
     for name, parameter in module.named_parameters(recurse=False):
         view.register_parameter(name, parameter)
@@ -300,11 +329,19 @@ def _view(module: nn.Module) -> nn.Module:
     return view
 
 
-def _data_parallel_tables(module: nn.Module) -> nn.Module:
+def _data_parallel_tables(module: Any) -> nn.Module:
+    """The tables of a sharded module that are replicated: their lookups stand under DDP."""
+    replicated = {
+        table.name
+        for lookup in module._lookups
+        if isinstance(lookup, DistributedDataParallel)
+        for embedding in lookup.module._emb_modules
+        for table in embedding.config.embedding_tables
+    }
     view = nn.Module()
     for name, parameter in module.named_parameters():
-        if not is_fused(parameter):
-            *path, leaf = name.split(".")
+        *path, leaf = name.split(".")
+        if path and path[-1] in replicated:
             holder = view
             for part in path:
                 if part not in dict(holder.named_children()):
@@ -314,9 +351,38 @@ def _data_parallel_tables(module: nn.Module) -> nn.Module:
     return view
 
 
-def is_fused(parameter: torch.Tensor) -> bool:
-    """Whether the parameter is updated inside the backward, by a fused kernel."""
-    return hasattr(parameter, "_in_backward_optimizers")
+def check_dense(dmp: DistributedModelParallel, optimizers: dict[str, torch.optim.Optimizer]) -> None:
+    """Every dense parameter that is trained must be synchronized by DMP and stepped by a known optimizer.
+
+    Raises:
+        UnsupportedError: names the parameter and what to do.
+    """
+    view = dense_view(dmp)
+    names = {id(parameter): name for name, parameter in view.named_parameters()}
+    stepped = {
+        id(parameter)
+        for optimizer in optimizers.values()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    for kind, optimizer in optimizers.items():
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if id(parameter) not in names:
+                raise UnsupportedError(
+                    f"the dense {type(optimizer).__name__} ({kind}) holds a parameter of shape "
+                    f"{tuple(parameter.shape)} that is a fused table or is not in the model",
+                    hint="build it from in_backward_optimizer_filter(model.named_parameters())",
+                )
+    for name, parameter in view.named_parameters():
+        if hasattr(parameter, "_in_backward_optimizers"):
+            raise UnsupportedError(f"the dense parameter {name} is updated in the backward: this is not captured yet")
+        if parameter.requires_grad and id(parameter) not in stepped:
+            raise UnsupportedError(
+                f"the dense parameter {name} is trained by no optimizer that was handed over",
+                hint="pass the optimizer of the dense part, or set requires_grad_(False) on what is not trained",
+            )
+    if stepped and not dmp._ddp_wrapped:
+        raise UnsupportedError("the dense part is not data parallel yet", hint="call dmp.init_data_parallel() first")
 
 
 def dense_optimizers(optimizer: torch.optim.Optimizer | None) -> dict[str, torch.optim.Optimizer]:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,14 +20,14 @@ from torchrec_stream_ckpt.commit.collective import Team, new_group
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.commit.coordinator import Coordinator, Cut
 from torchrec_stream_ckpt.commit.dense import DenseState, Stateful
+from torchrec_stream_ckpt.commit.generation import Generation, check_same_log, claim_generation
 from torchrec_stream_ckpt.config import StreamConfig
-from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError, StreamCkptError
-from torchrec_stream_ckpt.format.control import Claim, Hello, Mark
+from torchrec_stream_ckpt.errors import ConfigError, FencedError, MarkerNotFoundError
+from torchrec_stream_ckpt.format.control import Hello, Mark
 from torchrec_stream_ckpt.format.dense import dense_path
 from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.ring import FrameRing
-from torchrec_stream_ckpt.layout import KafkaUri, dense_name, parse_uri
-from torchrec_stream_ckpt.log.api import Incarnation, Log, open_log
+from torchrec_stream_ckpt.log.api import Log, open_log
 from torchrec_stream_ckpt.log.publisher import Publisher
 from torchrec_stream_ckpt.restore.apply import apply_rows
 from torchrec_stream_ckpt.restore.choose import Choice, choose
@@ -40,15 +37,6 @@ from torchrec_stream_ckpt.types import Committed, MarkerId, Restored
 log = logging.getLogger(__name__)
 
 _JOIN_S = 5.0
-
-
-@dataclass(slots=True)
-class _Stream:
-    """What exists while a generation is open."""
-
-    claim: Claim
-    publisher: Publisher
-    coordinator: Coordinator
 
 
 class StreamCheckpointer:
@@ -84,13 +72,11 @@ class StreamCheckpointer:
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialized", hint="init_process_group() comes first")
         self._config = config
-        self._rank, self._world = dist.get_rank(), dist.get_world_size()
         # One group for each thread and purpose: calls on one group are in the same order on every rank.
         step_group, vote_group, dense_group = (new_group(2 * config.commit_timeout_s + 60) for _ in range(3))
-        self._vote_group = vote_group
-        self._team = Team(step_group)
+        self._team, self._commit_team = Team(step_group), Team(vote_group)
         self._kernels = self._team.together(lambda: fused_kernels(dmp))
-        self._schema = self._team.together(lambda: merge_schema(self._team.gather(local_tables(self._kernels))))
+        self._schema = merge_schema(self._team.gather(local_tables(self._kernels)))
         self._shards = local_shards(self._kernels, self._schema)
         self._dense = self._team.together(
             lambda: DenseState(dmp, optimizer, stateful or {}, stateful_per_rank or {}, dense_group)
@@ -99,17 +85,17 @@ class StreamCheckpointer:
         self._team.on_rank0(self._log.incarnation)  # a log that cannot be reached is said now, not at the first marker
         self._control = Control(self._log)
         self._capture = Capture(self._kernels, self._schema)
-        self._removers: list[Callable[[], None]] = [watch_outside_writes(dmp, self._capture.mark_all)]
-        self._removers.append(self._capture.close)
+        self._unwatch = watch_outside_writes(dmp, self._kernels, self._capture.mark_all)
         device = self._kernels[0].device if self._kernels else torch.device("cpu")
         self._ring = FrameRing(
             config.ring_bytes, config.marker_budget_bytes, lambda num_bytes: allocate(device, num_bytes)
         )
         self._cadence = Cadence(config.marker_every, config.marker_every_s, step_group)
-        self._stream: _Stream | None = None
+        self._stream: Generation | None = None
+        self._coordinator: Coordinator | None = None
         self._step = 0
         self._next_marker = 1
-        self._broken: StreamCkptError | None = None
+        self._broken: BaseException | None = None
         self._closed = False
 
     def __enter__(self) -> StreamCheckpointer:
@@ -148,22 +134,22 @@ class StreamCheckpointer:
             raise ConfigError("restore() comes before the first step() and mark()")
         chosen = self._choose(marker)
         if chosen is None:
+            self._team.on_rank0(self._check_schema)
             self._open(parent=None, swept=range(len(self._schema.tables)))
             return None
         plan, choice = chosen
+        store = self._config.store_path
         try:
             rows = self._team.together(lambda: apply_rows(self._log, plan, self._kernels))
-            self._team.together(
-                lambda: self._dense.load(dense_path(self._config.store_path, choice.commit), plan.world)
-            )
-        except StreamCkptError as error:
+            self._team.together(lambda: self._dense.load(dense_path(store, choice.commit), plan.world))
+        except BaseException as error:
             self._broken = error
             raise
         merged = {table for tables in self._team.gather(plan.merged) for table in tables}
         self._step = plan.step
         self._next_marker = plan.marker.marker + 1
         self._open(parent=plan.marker, swept=sorted(merged))
-        if self._rank == 0:
+        if self._team.rank == 0:
             log.info("restored marker %s (step %d, written by %d ranks)", plan.marker, plan.step, plan.world)
         return Restored(plan.marker.generation, plan.marker.marker, plan.step, plan.world, rows, choice.skipped)
 
@@ -176,15 +162,18 @@ class StreamCheckpointer:
         """A training step is done: forward, backward and optimizer. Drains and cuts markers by cadence.
 
         Raises:
-            FencedError: another trainer has taken over the job.
+            FencedError: another trainer has taken over the job; raised by all ranks at the same step.
         """
-        self._ensure_stream()
+        stream = self._ensure_stream()
         self._step += 1
-        if self._cadence.decide():
-            self._cut(wait_s=0.0)
+        ballot = self._cadence.decide()
+        if not ballot.owner:
+            raise self._fenced()
+        if ballot.ready:
+            self._cut(stream, deadline_s=None)
         else:
             self._drain()
-        self._cadence.start(self._step, self._ready())
+        self._vote()
 
     def mark(self) -> Future[Committed]:
         """Start a marker at this step boundary.
@@ -196,9 +185,18 @@ class StreamCheckpointer:
             A future that resolves on every rank once the marker is committed, or fails with the reason.
         """
         stream = self._ensure_stream()
-        stream.coordinator.settle()
-        self._check_open()
-        return self._cut(wait_s=self._config.commit_timeout_s)
+        assert self._coordinator is not None
+        self._coordinator.settle()
+        if self._coordinator.fenced is not None:
+            raise self._coordinator.fenced
+        return self._cut(stream, deadline_s=time.monotonic() + self._config.commit_timeout_s)
+
+    def mark_all(self) -> None:
+        """Send all rows again: tables were written in place by hand, or by ``dcp.load`` into ``dmp.state_dict()``.
+
+        Loading through ``load_state_dict`` is noticed without this call.
+        """
+        self._capture.mark_all()
 
     def close(self, timeout_s: float = 60.0) -> None:
         """Remove the hooks, wait for the marker in flight and let go of the log; takes at most ``timeout_s``.
@@ -209,12 +207,12 @@ class StreamCheckpointer:
             return
         self._closed = True
         deadline = time.monotonic() + timeout_s
-        for remove in self._removers:
-            remove()
-        self._cadence.close()
-        if self._stream is not None:
-            if not self._stream.coordinator.close(timeout_s):
+        self._unwatch()
+        self._capture.close()
+        if self._stream is not None and self._coordinator is not None:
+            if not self._coordinator.close(timeout_s):
                 log.warning("closed while a marker was in flight: it is given up, or settles when read")
+            self._cadence.close(min(_JOIN_S, deadline - time.monotonic()))
             self._stream.publisher.close(max(0.0, min(_JOIN_S, deadline - time.monotonic())))
         self._log.close()
 
@@ -229,30 +227,42 @@ class StreamCheckpointer:
         if self._step % self._config.drain_every == 0:
             self._capture.drain(drain)
 
-    def _ready(self) -> bool:
-        """Whether this rank can cut at the next step without waiting."""
-        assert self._stream is not None
-        return self._capture.swept and not self._stream.coordinator.busy
+    def _vote(self) -> None:
+        """Say how this rank stands, for the decision at the end of the next step."""
+        assert self._coordinator is not None
+        settled, owner = not self._coordinator.busy, self._coordinator.fenced is None
+        ready = settled and owner and self._capture.swept
+        self._cadence.start(self._step, ready=ready, settled=settled, owner=owner)
 
-    def _cut(self, wait_s: float) -> Future[Committed]:
-        """Freeze this step boundary: rows and MARK into the ring, a copy of the dense state, the rest aside."""
-        stream = self._ensure_stream()
+    def _cut(self, stream: Generation, deadline_s: float | None) -> Future[Committed]:
+        """Freeze this step boundary: rows and MARK into the ring, a copy of the dense state aside.
+
+        Whatever fails here fails the marker on all ranks, and on this one not before the others know of it.
+        """
+        assert self._coordinator is not None
         self._cadence.cut()
         marker, self._next_marker = self._next_marker, self._next_marker + 1
-        drain = Drain(self._step, marker, extra=True, wait_s=wait_s)
+        drain = Drain(self._step, marker, extra=True, deadline_s=deadline_s)
+        try:
+            cut = self._cut_here(stream, drain)
+        except Exception as error:  # a Stateful of the user, memory, the publisher
+            log.exception("marker %d:%d cannot be cut on this rank", stream.claim.generation, marker)
+            cut = Cut(marker, self._step, reason=f"{type(error).__name__}: {error}")
+        return self._coordinator.begin(cut)
+
+    def _cut_here(self, stream: Generation, drain: Drain) -> Cut:
+        """The local part of a cut."""
         whole = self._finish_sweep(drain) and self._capture.drain(drain)
-        buffer = self._ring.acquire(extra=True, wait_s=wait_s) if whole else None
-        rows, num_bytes = stream.publisher.rows, stream.publisher.num_bytes
-        mark_seq, reason = -1, ""
-        if buffer is not None:
-            header = self._header(Kind.MARK, marker=marker)
-            buffer.put_json(header, Mark(rows, num_bytes, self._capture.scalars()).to_json())
-            mark_seq = stream.publisher.submit(buffer)
-        else:
+        buffer = self._ring.acquire(extra=True, wait_s=drain.wait_s) if whole else None
+        if buffer is None:
             budget = self._config.ring_bytes + self._config.marker_budget_bytes
             reason = f"what changed does not fit the {budget} bytes of ring and marker budget"
-        dense = self._dense.save(stream.coordinator.folder(marker))
-        return stream.coordinator.begin(Cut(marker, self._step, mark_seq, rows, num_bytes, dense, reason))
+            return Cut(drain.marker, self._step, reason=reason)
+        rows, num_bytes = stream.publisher.rows, stream.publisher.num_bytes
+        mark = Mark(rows, num_bytes, self._capture.scalars())
+        buffer.put_json(self._header(stream, Kind.MARK, drain.marker), mark.to_json())
+        seq = stream.publisher.submit(buffer)
+        return Cut(drain.marker, self._step, seq, rows, num_bytes, self._dense.stage())
 
     def _finish_sweep(self, drain: Drain) -> bool:
         while not self._capture.swept:
@@ -260,24 +270,30 @@ class StreamCheckpointer:
                 return False
         return True
 
-    def _header(self, kind: Kind, *, marker: int = 0) -> Header:
-        assert self._stream is not None
-        claim = self._stream.claim
+    def _header(self, stream: Generation, kind: Kind, marker: int) -> Header:
+        claim = stream.claim
         return Header(
             kind,
             claim.job,
             claim.generation,
-            self._rank,
+            self._team.rank,
             step=self._step,
             marker=marker,
             schema_crc=self._schema.crc,
         )
 
+    def _fenced(self) -> FencedError:
+        """A rank knows that the job has a new owner; rank 0's word on it is on its way to this one."""
+        assert self._coordinator is not None
+        self._coordinator.settle(_JOIN_S)
+        return self._coordinator.fenced or FencedError("another trainer has taken over this job", hint="stop this one")
+
     # Opening a generation.
 
-    def _ensure_stream(self) -> _Stream:
+    def _ensure_stream(self) -> Generation:
         self._check_open()
         if self._stream is None:
+            self._team.on_rank0(self._check_schema)
             self._open(parent=None, swept=range(len(self._schema.tables)))
         assert self._stream is not None
         return self._stream
@@ -286,78 +302,38 @@ class StreamCheckpointer:
         if self._closed:
             raise ConfigError("this StreamCheckpointer is closed")
         if self._broken is not None:
-            raise ConfigError(f"a restore failed half way ({self._broken.headline})", hint="start the job anew")
-        if self._stream is not None and self._stream.coordinator.fenced is not None:
-            raise self._stream.coordinator.fenced
+            raise ConfigError(f"a restore failed half way ({self._broken})", hint="start the job anew")
+
+    def _check_schema(self) -> None:
+        """(rank 0) A job that restores nothing must still be of the log's kind."""
+        claims = self._control.refresh().claims
+        if claims:
+            check_schema(claims[max(claims)].schema, self._schema)
 
     def _open(self, parent: MarkerId | None, swept: Sequence[int]) -> None:
         """Claim the next generation, and start this rank's stream in it."""
-        claim = self._team.on_rank0(lambda: self._claim(parent, tuple(swept)))
-        self._team.together(lambda: self._check_same_log(claim))
-        partition = self._rank % claim.partitions
+        config, team = self._config, self._team
+        claim = team.on_rank0(
+            lambda: claim_generation(self._log, self._control, config, self._schema, team.world, parent, tuple(swept))
+        )
+        team.together(lambda: check_same_log(self._log, config, claim, team.rank))
+        partition = team.rank % claim.partitions
         publisher = Publisher(
             lambda resume_at: self._log.open_writer(claim.generation, partition, resume_at), self._ring
         )
-        coordinator = Coordinator(
-            self._log,
-            self._control,
-            claim,
-            publisher,
-            partition,
-            self._config.store_path,
-            f"file://{self._config.store_path}" if self._config.store else "",
-            self._vote_group,
-            self._config.commit_timeout_s,
-        )
-        self._stream = _Stream(claim, publisher, coordinator)
+        store_url = f"file://{config.store_path}" if config.store else ""
+        stream = Generation(self._log, self._control, claim, publisher, partition, config.store_path, store_url)
+        self._stream = stream
+        self._coordinator = Coordinator(stream, self._dense, self._commit_team, config.commit_timeout_s)
         hello = self._ring.acquire()
         assert hello is not None
-        hello.put_json(self._header(Kind.HELLO), Hello(self._world, self._schema, self._shards).to_json())
-        publisher.submit(hello)
-        identity = StreamIdentity(claim.job, claim.generation, self._rank, self._schema.crc)
-        self._capture.open(identity, self._ring, publisher.submit, claim.swept)
-        self._cadence.start(self._step, ready=self._ready())
-
-    def _claim(self, parent: MarkerId | None, swept: tuple[int, ...]) -> Claim:
-        """(rank 0) Make the log ready and own its next generation."""
-        incarnation: Incarnation = self._log.prepare(self._world)
-        lineage = self._control.refresh()
-        if lineage.claims and parent is None:
-            check_schema(lineage.claims[lineage.newest_generation].schema, self._schema)
-            if lineage.commits:
-                log.warning("this log holds markers, and none was restored: the job starts from nothing")
-        parsed = parse_uri(self._config.uri)
-        claim = Claim(
-            # A function of the log, so that two trainers that race for a new one name the same job.
-            job=lineage.job if lineage.claims else uuid.uuid5(uuid.NAMESPACE_OID, incarnation.id).bytes,
-            generation=lineage.newest_generation + 1,
-            nonce=uuid.uuid4().hex,
-            name=parsed.job if isinstance(parsed, KafkaUri) else "",
-            parent=parent,
-            world=self._world,
-            partitions=incarnation.partitions,
-            incarnation=incarnation.id,
-            schema=self._schema,
-            swept=swept,
-            time_s=time.time(),
+        hello.put_json(
+            self._header(stream, Kind.HELLO, marker=0), Hello(team.world, self._schema, self._shards).to_json()
         )
-        self._control.claim(claim)
-        self._dense_root(claim).mkdir(parents=True, exist_ok=True)
-        return claim
-
-    def _dense_root(self, claim: Claim) -> Path:
-        return (self._config.store_path / dense_name(claim.job, MarkerId(0, 0))).parent
-
-    def _check_same_log(self, claim: Claim) -> None:
-        """Every rank must see the log and the store that rank 0 sees."""
-        seen = self._log.incarnation()
-        if seen is None or seen.id != claim.incarnation or not self._dense_root(claim).is_dir():
-            raise ConfigError(
-                "this rank does not see the log and the store that rank 0 sees",
-                hint="put them on a shared file system, or use Kafka and a shared store",
-                rank=self._rank,
-                uri=self._config.uri,
-            )
+        publisher.submit(hello)
+        identity = StreamIdentity(claim.job, claim.generation, team.rank, self._schema.crc)
+        self._capture.open(identity, self._ring, publisher.submit, claim.swept)
+        self._vote()
 
     # Choosing what to restore.
 

@@ -68,9 +68,7 @@ def parse_uri(uri: str) -> FileUri | KafkaUri:
             raise ConfigError(f"'{uri}' names no directory", hint=_URI_HINT)
         return FileUri(Path(rest).absolute())
     brokers, _, job = rest.partition("/")
-    if not brokers or not all(
-        re.fullmatch(r"[^\s:/]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}", b) for b in brokers.split(",")
-    ):
+    if not all(_BROKER.fullmatch(broker) for broker in brokers.split(",")):
         raise ConfigError(f"'{uri}' names no broker as HOST:PORT", hint=_URI_HINT)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", job):
         raise ConfigError(f"'{job}' is not a job name", hint="letters, digits, '.', '_' and '-', at most 200 of them")

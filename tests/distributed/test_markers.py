@@ -121,7 +121,7 @@ def _over_budget(uri: str) -> tuple[str, int]:
         while (buffer := checkpointer._ring.acquire()) is not None:
             taken.append(buffer)
     job.step()
-    future = checkpointer._cut(wait_s=0.0)
+    future = checkpointer._cut(stream, deadline_s=None)
     error = future.exception(60)
     for buffer in taken:
         checkpointer._ring.release(buffer)

@@ -6,6 +6,7 @@ drained: a row that is hot for a hundred steps is sent once a drain, with its la
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -27,8 +28,13 @@ class Drain:
     """The marker to which the rows will belong."""
     extra: bool = False
     """Whether it may take from the marker's budget."""
-    wait_s: float = 0.0
-    """How long it may wait for each buffer; 0 never waits."""
+    deadline_s: float | None = None
+    """Until when, on the monotonic clock, it may wait for space; None: it never waits."""
+
+    @property
+    def wait_s(self) -> float:
+        """How long it may still wait."""
+        return max(0.0, self.deadline_s - time.monotonic()) if self.deadline_s is not None else 0.0
 
 
 class Capture:
@@ -91,6 +97,7 @@ class Capture:
             )
             for kernel in self._kernels
             for shard in kernel.shards
+            if shard.rows and shard.cols
         )
 
     def close(self) -> None:

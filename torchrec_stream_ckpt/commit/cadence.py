@@ -2,28 +2,43 @@
 
 At the end of a step all ranks start a tiny all-reduce and read its result at the end of the next one, when
 it has long arrived. A marker is cut there if rank 0 wants one and every rank is ready (its sweep has
-finished, no marker is in flight on it). So all ranks cut at the same step, whatever their clocks say.
+finished, no marker is in flight on it). So all ranks cut at the same step, whatever their clocks say, and
+all ranks learn at the same step that another trainer has taken over.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-_CLOSE_TIMEOUT = timedelta(seconds=5)
+
+@dataclass(frozen=True, slots=True)
+class Ballot:
+    """What a rank says of itself at the end of a step; of all ranks together, what every one of them says."""
+
+    ready: bool
+    """It can cut at the next step boundary without waiting, and (rank 0) a marker is due."""
+    settled: bool
+    """No marker is in flight on it."""
+    owner: bool
+    """It has not been told that another trainer has taken over."""
+
+
+NOTHING = Ballot(ready=False, settled=True, owner=True)
 
 
 class Cadence:
-    """Votes on cuts over a group of its own. Called on the training thread of every rank, at every step.
+    """Votes over a group of its own. Called on the training thread of every rank, at every step.
 
     Args:
         every_steps: Cut at each multiple of so many steps, or never when None.
         every_s: Cut when so many seconds have passed since the last cut, or never when None.
-        group: A gloo group that nothing else uses.
+        group: A gloo group that nothing else uses meanwhile.
     """
 
     def __init__(self, every_steps: int | None, every_s: float | None, group: dist.ProcessGroup) -> None:
@@ -33,39 +48,48 @@ class Cadence:
         self._rank = dist.get_rank()
         self._last_cut_s = time.monotonic()
         self._due = False
+        self._watching = False
+        """A marker was cut, and not every rank has said yet that it has settled."""
         self._vote: tuple[torch.Tensor, dist.Work] | None = None
 
-    def start(self, step: int, ready: bool) -> None:
-        """At the end of ``step``, vote on a cut at the end of the next one. Does not wait."""
+    def start(self, step: int, *, ready: bool, settled: bool, owner: bool) -> None:
+        """At the end of ``step``, say how this rank stands; the answer is for the end of the next step.
+
+        Does not wait. All ranks vote at the same steps: what decides that is known to all of them.
+        """
         self._due = self._due or (self._every_steps is not None and (step + 1) % self._every_steps == 0)
-        if not self._due and self._every_s is None:
+        if not (self._due or self._watching or self._every_s is not None):
             return
         timely = self._every_s is not None and time.monotonic() - self._last_cut_s >= self._every_s
-        wanted = self._due or timely or self._rank != 0
-        ballot = torch.tensor([int(ready and wanted)], dtype=torch.int32)
+        # Of the seconds, rank 0's clock decides; of the steps, all ranks know.
+        wanted = self._due or (self._every_s is not None and (timely or self._rank != 0))
+        ballot = torch.tensor([ready and wanted, settled, owner], dtype=torch.int32)
         work = dist.all_reduce(ballot, dist.ReduceOp.MIN, group=self._group, async_op=True)
         assert work is not None
         self._vote = (ballot, work)
 
-    def decide(self) -> bool:
-        """At the end of the next step: whether all ranks cut here."""
+    def decide(self) -> Ballot:
+        """At the end of the next step: what all ranks said."""
         if self._vote is None:
-            return False
+            return NOTHING
         ballot, work = self._vote
         self._vote = None
         work.wait()
-        return bool(ballot.item())
+        ready, settled, owner = (bool(flag) for flag in ballot.tolist())
+        self._watching = self._watching and not settled
+        return Ballot(ready, settled, owner)
 
     def cut(self) -> None:
         """A cut was made at this step boundary, for whatever reason; an open vote is void."""
         self.decide()
         self._due = False
+        self._watching = True
         self._last_cut_s = time.monotonic()
 
-    def close(self) -> None:
+    def close(self, timeout_s: float) -> None:
         """Let an open vote end, for a moment at most: its threads must not outlive the process group."""
         if self._vote is not None:
             _, work = self._vote
             self._vote = None
             with contextlib.suppress(RuntimeError):  # a peer is gone: there is nothing left to decide
-                work.wait(_CLOSE_TIMEOUT)
+                work.wait(timedelta(seconds=max(timeout_s, 0.001)))

@@ -35,14 +35,14 @@ class Team:
     def together(self, action: Callable[[], T]) -> T:
         """(all ranks) Do ``action`` on each rank; if it fails on one, the lowest such rank's error is raised on all.
 
-        ``action`` must not call collectives unless it does so on every rank before it can fail.
+        ``action`` must be local: a collective inside would be left alone by a rank that fails before it.
         """
         error: StreamCkptError | None = None
         result: T | None = None
         try:
             result = action()
-        except StreamCkptError as failure:
-            error = failure
+        except Exception as failure:  # whatever it is: the other ranks must hear of it
+            error = self._carried(failure)
         for raised in self.gather(error):
             if raised is not None:
                 raise raised
@@ -54,9 +54,17 @@ class Team:
         if self.rank == 0:
             try:
                 outcome[0] = action()
-            except StreamCkptError as failure:
-                outcome[0] = failure
+            except Exception as failure:  # as above
+                outcome[0] = self._carried(failure)
         dist.broadcast_object_list(outcome, src=0, group=self._group)
         if isinstance(outcome[0], StreamCkptError):
             raise outcome[0]
         return cast("T", outcome[0])
+
+    def _carried(self, failure: Exception) -> StreamCkptError:
+        """An error that other ranks can be sent; one that is not ours keeps its name, text and rank."""
+        if isinstance(failure, StreamCkptError):
+            return failure
+        error = StreamCkptError(f"{type(failure).__name__}: {failure}", rank=self.rank)
+        error.__cause__ = failure
+        return error

@@ -25,14 +25,19 @@ class Control:
         self._log = log
         self._lineage = Lineage()
         self._last = -1
+        self._lock = threading.Lock()
 
     def refresh(self) -> Lineage:
-        """Everything that the control partition says now."""
+        """Everything that the control partition says now. Safe to call from several threads."""
+        with self._lock:
+            self._read_on()
+        return self._lineage
+
+    def _read_on(self) -> None:
         for offset, record in self._log.read_control(max(self._last, 0)):
             if offset > self._last:
                 self._lineage.apply(parse_control(record, offset))
                 self._last = offset
-        return self._lineage
 
     def claim(self, claim: Claim) -> None:
         """Open a generation.
@@ -58,24 +63,27 @@ class Control:
             CommitUnknownError: it was sent, and nobody answered until the time was up.
         """
         deadline = time.monotonic() + timeout_s
-        sent = False
+        sent, failure = False, "it was appended and does not count"
         while True:
             try:
-                self._check_fence(commit)
-                if commit.id in self._lineage.commits:
+                if self._is_there(commit):
                     return
                 self._log.append_control(commit.to_frame())
-            except (CommitUnknownError, LogUnavailableError) as error:
-                sent = sent or isinstance(error, CommitUnknownError)
-                if time.monotonic() > deadline or abandoned.is_set():
-                    raise self._gave_up(commit, sent, error) from error
-                abandoned.wait(_RETRY_S)
+                sent = True
+                if self._is_there(commit):
+                    return
+            except CommitUnknownError as error:
+                sent, failure = True, error.headline
+            except LogUnavailableError as error:
+                failure = error.headline
+            if time.monotonic() > deadline or abandoned.wait(_RETRY_S):
+                raise self._gave_up(commit, sent, failure)
 
-    def _check_fence(self, commit: Commit) -> None:
+    def _is_there(self, commit: Commit) -> bool:
+        """Whether the marker exists, read from the log; raises when it cannot exist any more."""
         lineage = self.refresh()
-        owner = lineage.claims[commit.generation]
-        if commit.id in lineage.commits and owner.nonce == commit.nonce:
-            return
+        if commit.id in lineage.commits and lineage.claims[commit.generation].nonce == commit.nonce:
+            return True
         if lineage.newest_generation != commit.generation:
             raise FencedError(
                 f"generation {lineage.newest_generation} has taken over this job",
@@ -83,13 +91,14 @@ class Control:
                 generation=commit.generation,
                 marker=commit.marker,
             )
+        return False
 
     @staticmethod
-    def _gave_up(commit: Commit, sent: bool, error: Exception) -> CommitUnknownError | MarkerFailedError:
+    def _gave_up(commit: Commit, sent: bool, failure: str) -> CommitUnknownError | MarkerFailedError:
         kind = CommitUnknownError if sent else MarkerFailedError
         said = "nobody answered whether it arrived" if sent else "the log cannot be reached"
         return kind(
-            f"COMMIT: {said} ({getattr(error, 'headline', error)})",
+            f"COMMIT: {said} ({failure})",
             hint="stream-ckpt list tells, once the log answers again",
             generation=commit.generation,
             marker=commit.marker,

@@ -2,11 +2,17 @@
 
 Call order of a marker, as DCP writes it down:
 
-1. (all ranks, training thread) drain, MARK into the ring, dense state staged: :meth:`Coordinator.begin`
-2. (all ranks, commit thread) wait until the MARK is durable and the dense files are written; digest them
-3. (all ranks, commit thread) votes are gathered on rank 0, over a gloo group of our own
-4. (rank 0, commit thread) COMMIT into the control partition; its order decides
-5. (all ranks, commit thread) rank 0 tells the outcome; futures resolve
+1. (each rank, training thread) drain, MARK into the ring, dense state staged: all of it local
+2. (all ranks, commit thread) every rank says which cut it has made; unless all have made the same one, the marker
+   is given up here
+3. (all ranks, commit thread) DCP saves what was staged, over a gloo group of its own; each rank digests its files
+4. (each rank, commit thread) wait until the MARK is durable
+5. (all ranks, commit thread) votes are gathered
+6. (rank 0, commit thread) COMMIT into the control partition; its order decides
+7. (all ranks, commit thread) rank 0 tells the outcome; futures resolve
+
+A rank that fails anywhere says so in the next of these collectives; none is ever left out, so that no rank waits
+for one that has given up.
 """
 
 from __future__ import annotations
@@ -17,19 +23,15 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.commit.dense import written_by
+from torchrec_stream_ckpt.commit.collective import Team
+from torchrec_stream_ckpt.commit.dense import DenseState, written_by
+from torchrec_stream_ckpt.commit.generation import Generation
 from torchrec_stream_ckpt.errors import FencedError, MarkerFailedError, StreamCkptError
-from torchrec_stream_ckpt.format.control import Claim, Commit, DenseFile
+from torchrec_stream_ckpt.format.control import Commit, DenseFile
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.layout import dense_name
-from torchrec_stream_ckpt.log.api import Log
-from torchrec_stream_ckpt.log.publisher import Publisher
 from torchrec_stream_ckpt.types import Committed, MarkerId, RankEnd
 
 log = logging.getLogger(__name__)
@@ -37,15 +39,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What the training thread leaves to the commit thread."""
+    """What the training thread of one rank leaves to its commit thread."""
 
     marker: int
     step: int
-    mark_seq: int
-    """Seq of this rank's MARK; -1 when the cut did not fit the budget."""
-    rows: int
-    num_bytes: int
-    dense: Future[Any]
+    mark_seq: int = -1
+    """Seq of this rank's MARK."""
+    rows: int = 0
+    num_bytes: int = 0
+    staged: dict[str, Any] | None = None
+    """The dense state, copied."""
     reason: str = ""
     """Why this rank gives the marker up; empty when it does not."""
 
@@ -54,52 +57,31 @@ class Cut:
 class Vote:
     """One rank's part of a marker."""
 
-    end: RankEnd | None
-    files: tuple[DenseFile, ...]
+    marker: int
+    step: int
     reason: str
+    end: RankEnd | None = None
+    files: tuple[DenseFile, ...] = ()
 
 
 class Coordinator:
     """Commits the markers of one generation, one at a time.
 
     Args:
-        log: The job's log.
-        control: Its control partition, read up to our CLAIM.
-        claim: The generation that this job owns.
-        publisher: This rank's stream.
-        partition: The data partition of this rank.
-        store: Folder of the dense state.
-        store_url: What COMMIT says of it, empty for inside the file log.
-        group: A gloo group of our own for votes and outcomes.
+        generation: What this rank has open.
+        dense: Saves the dense state.
+        team: Votes and outcomes, over a gloo group that only the commit thread uses.
         timeout_s: How long a marker may wait for the log.
     """
 
-    def __init__(
-        self,
-        log: Log,
-        control: Control,
-        claim: Claim,
-        publisher: Publisher,
-        partition: int,
-        store: Path,
-        store_url: str,
-        group: dist.ProcessGroup,
-        timeout_s: float,
-    ) -> None:
-        self._log = log
-        self._control = control
-        self._claim = claim
-        self._publisher = publisher
-        self._partition = partition
-        self._store = store
-        self._store_url = store_url
-        self._group = group
+    def __init__(self, generation: Generation, dense: DenseState, team: Team, timeout_s: float) -> None:
+        self._generation = generation
+        self._dense = dense
+        self._team = team
         self._timeout_s = timeout_s
-        self._rank = dist.get_rank()
-        self._world = dist.get_world_size()
         self._thread: threading.Thread | None = None
         self._abandoned = threading.Event()
-        self.fenced: StreamCkptError | None = None
+        self.fenced: FencedError | None = None
         """Set once another trainer owns the job."""
 
     def begin(self, cut: Cut) -> Future[Committed]:
@@ -130,80 +112,92 @@ class Coordinator:
         self._abandoned.set()
         return settled
 
-    def _run(self, cut: Cut, future: Future[Committed]) -> None:
-        try:
-            outcome = self._decide_together(cut)
-        except Exception as error:  # a peer died, or its connection did: nothing may leave this thread unsaid
-            outcome = MarkerFailedError(
-                f"a rank was lost while the marker was decided: {error}",
-                hint="stream-ckpt list tells whether it was committed",
-                generation=self._claim.generation,
-                marker=cut.marker,
-                rank=self._rank,
-            )
-        if outcome is None:
-            if self._rank == 0:
-                log.info("marker %d:%d committed (step %d)", self._claim.generation, cut.marker, cut.step)
-            future.set_result(Committed(self._claim.generation, cut.marker, cut.step))
-            return
-        log.warning("marker %d:%d failed: %s", self._claim.generation, cut.marker, outcome)
-        future.set_exception(outcome)
+    # The commit thread.
 
-    def _decide_together(self, cut: Cut) -> StreamCkptError | None:
-        vote = self._prepare(cut)
-        votes: list[Vote | None] | None = [None] * self._world if self._rank == 0 else None
-        dist.gather_object(vote, votes, dst=0, group=self._group)
-        outcome: list[StreamCkptError | None] = [None]
-        if votes is not None:
-            outcome = [self._decide(cut, [vote for vote in votes if vote is not None])]
-        dist.broadcast_object_list(outcome, src=0, group=self._group)
-        if isinstance(outcome[0], FencedError):
-            self.fenced = outcome[0]
-        return outcome[0]
+    def _run(self, cut: Cut, future: Future[Committed]) -> None:
+        generation = self._generation.claim.generation
+        try:
+            self._decide_together(cut)
+        except StreamCkptError as error:
+            failure = error
+        except Exception as error:  # a peer died, or its connection did: nothing may leave this thread unsaid
+            failure = MarkerFailedError(
+                f"a rank was lost while the marker was decided: {type(error).__name__}: {error}",
+                hint="stream-ckpt list tells whether it was committed",
+                generation=generation,
+                marker=cut.marker,
+                rank=self._team.rank,
+            )
+        else:
+            if self._team.rank == 0:
+                log.info("marker %d:%d committed (step %d)", generation, cut.marker, cut.step)
+            future.set_result(Committed(generation, cut.marker, cut.step))
+            return
+        if isinstance(failure, FencedError):
+            self.fenced = failure
+        log.warning("marker %d:%d failed: %s", generation, cut.marker, failure)
+        future.set_exception(failure)
+
+    def _decide_together(self, cut: Cut) -> None:
+        """Return when the marker is committed, else raise why not; the same on every rank."""
+        self._check(self._team.gather(Vote(cut.marker, cut.step, cut.reason)))
+        votes = self._team.gather(self._prepare(cut))
+        self._team.on_rank0(lambda: self._commit(cut, votes))
 
     def _prepare(self, cut: Cut) -> Vote:
-        """Wait until this rank's part is durable. Every rank comes through here, whatever happened to it."""
+        """Make this rank's part durable; what goes wrong becomes the vote's reason."""
         deadline = time.monotonic() + self._timeout_s
-        reason = cut.reason
-        files: tuple[DenseFile, ...] = ()
-        end: RankEnd | None = None
+        folder = self._generation.folder(cut.marker)
         try:
-            cut.dense.result(self._timeout_s)
-            folder = self.folder(cut.marker)
-            files = digest_files(folder, written_by(folder, self._rank))
+            assert cut.staged is not None
+            self._dense.save(cut.staged, folder)
+            files = digest_files(folder, written_by(folder, self._team.rank))
         except Exception as error:  # DCP raises what its storage and peers raise
-            reason = reason or f"dense state was not saved: {type(error).__name__}: {error}"
-        if not reason:
-            durable = self._publisher.wait_mark(cut.mark_seq, max(0.0, deadline - time.monotonic()))
-            if durable is None:
-                waited = self._publisher.failure or "it is slow"
-                reason = f"the log did not acknowledge the rows in {self._timeout_s:.0f} s ({waited})"
-            else:
-                end = RankEnd(
-                    self._rank,
-                    self._partition,
-                    durable.begin,
-                    durable.end,
-                    durable.frames,
-                    durable.chain,
-                    cut.rows,
-                    cut.num_bytes,
-                )
-        return Vote(end, files, reason)
+            return Vote(cut.marker, cut.step, f"dense state was not saved: {type(error).__name__}: {error}")
+        try:
+            durable = self._generation.publisher.wait_mark(cut.mark_seq, max(0.0, deadline - time.monotonic()))
+        except Exception as error:  # the publisher has died or is closed
+            return Vote(cut.marker, cut.step, f"the stream has ended: {error}")
+        if durable is None:
+            waited = self._generation.publisher.failure or "it is slow"
+            return Vote(
+                cut.marker, cut.step, f"the log did not acknowledge the rows in {self._timeout_s:.0f} s ({waited})"
+            )
+        end = RankEnd(
+            self._team.rank,
+            self._generation.partition,
+            durable.begin,
+            durable.end,
+            durable.frames,
+            durable.chain,
+            cut.rows,
+            cut.num_bytes,
+        )
+        return Vote(cut.marker, cut.step, "", end, files)
 
-    def folder(self, marker: int) -> Path:
-        """Where the dense state of a marker of this generation goes."""
-        return self._store / dense_name(self._claim.job, MarkerId(self._claim.generation, marker))
-
-    def _decide(self, cut: Cut, votes: list[Vote]) -> StreamCkptError | None:
-        """(rank 0) Write COMMIT if all ranks voted for it; None means committed."""
+    def _check(self, votes: list[Vote]) -> None:
+        """Raise why the marker is given up, as far as the ranks' own words tell; the same on every rank."""
+        generation = self._generation.claim.generation
+        cuts = {(vote.marker, vote.step) for vote in votes}
+        if len(cuts) > 1:
+            raise MarkerFailedError(
+                f"the ranks have cut different markers: (marker, step) {sorted(cuts)}",
+                hint="call step() and mark() on all ranks at the same step; restart the job if a rank skipped one",
+                generation=generation,
+            )
         reasons = [f"rank {rank}: {vote.reason}" for rank, vote in enumerate(votes) if vote.reason]
-        claim = self._claim
-        if not reasons:
-            reasons = self._changed_log()
         if reasons:
-            shutil.rmtree(self.folder(cut.marker), ignore_errors=True)  # no COMMIT can name it any more
-            return MarkerFailedError("; ".join(reasons), generation=claim.generation, marker=cut.marker)
+            raise MarkerFailedError("; ".join(reasons), generation=generation, marker=votes[0].marker)
+
+    def _commit(self, cut: Cut, votes: list[Vote]) -> None:
+        """(rank 0) Write COMMIT if all ranks voted for it."""
+        generation, claim = self._generation, self._generation.claim
+        try:
+            self._check(votes)
+            generation.check_log(cut.marker)
+        except StreamCkptError:
+            shutil.rmtree(generation.folder(cut.marker), ignore_errors=True)  # no COMMIT can name it any more
+            raise
         commit = Commit(
             job=claim.job,
             generation=claim.generation,
@@ -214,19 +208,6 @@ class Coordinator:
             dense=dense_name(claim.job, MarkerId(claim.generation, cut.marker)),
             dense_files=tuple(file for vote in votes for file in vote.files),
             time_s=time.time(),
-            store=self._store_url,
+            store=generation.store_url,
         )
-        try:
-            self._control.commit(commit, self._timeout_s, self._abandoned)
-        except StreamCkptError as error:
-            return error
-        return None
-
-    def _changed_log(self) -> list[str]:
-        try:
-            now = self._log.incarnation()
-        except StreamCkptError as error:
-            return [error.headline]
-        if now is None or now.id != self._claim.incarnation:
-            return ["the log was deleted or made again behind our back: start a new job, or bring it back"]
-        return []
+        generation.control.commit(commit, self._timeout_s, self._abandoned)

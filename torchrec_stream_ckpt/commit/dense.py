@@ -1,11 +1,11 @@
 """The dense state of a marker: all of the job that is no fused shard, saved by torch's own DCP.
 
-=======================  =====================================================================
-``model.<name>``         parameters, data-parallel tables included; replicas are written once
-``optim.<key>.<name>``   state of the dense optimizers, by parameter name
-``shared.<name>``        one blob a ``Stateful`` that serves all ranks, written by rank 0
-``rank<r>.<name>``       random state, buffers and per-rank ``Stateful`` objects of rank r
-=======================  =====================================================================
+============================  ================================================================
+``model.<name>``              parameters, data-parallel tables included; replicas are written once
+``optim.<key>.<name>.<s>``    state ``s`` of a dense optimizer, by parameter name
+``shared.<name>``             one blob a ``Stateful`` that serves all ranks, written by rank 0
+``rank<r>.<name>``            random state, buffers and per-rank ``Stateful`` objects of rank r
+============================  ================================================================
 
 DCP's own metadata and the blobs are pickles: COMMIT holds the SHA-256 of every file, and nothing is opened
 before it has been compared.
@@ -17,27 +17,23 @@ import hashlib
 import io
 import random
 from collections.abc import Mapping
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from torchrec_stream_ckpt.adapter import dense_optimizers, dense_view
-from torchrec_stream_ckpt.errors import ConfigError, SchemaMismatchError, UnsupportedError
+from torchrec_stream_ckpt.adapter import check_dense, dense_optimizers, dense_view
+from torchrec_stream_ckpt.errors import ConfigError, SchemaMismatchError
 from torchrec_stream_ckpt.layout import fsync_dir
 
 
@@ -51,7 +47,7 @@ class Stateful(Protocol):
 
 
 class DenseState:
-    """Saves and loads the dense state of one job. Saving and loading are collective over ``group``.
+    """Saves and loads the dense state of one job.
 
     Args:
         dmp: The live model.
@@ -75,143 +71,146 @@ class DenseState:
         self._per_rank = dict(per_rank)
         self._group = group
         self._rank = dist.get_rank()
-        self._check()
-
-    def _check(self) -> None:
         for name, item in {**self._shared, **self._per_rank}.items():
             if not isinstance(item, Stateful):
                 raise ConfigError(f"'{name}' ({type(item).__name__}) has no state_dict() and load_state_dict()")
             if "." in name or not name:
                 raise ConfigError(f"'{name}' is no name for a Stateful", hint="use letters, digits and '_'")
-        known = {id(parameter) for parameter in dense_view(self._dmp).parameters()}
-        for optimizer in self._optimizers.values():
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                if id(parameter) not in known:
-                    raise UnsupportedError(
-                        f"a dense {type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} "
-                        "that is a fused table or is not in the model",
-                        hint="build it from in_backward_optimizer_filter(model.named_parameters())",
-                    )
+        check_dense(dmp, self._optimizers)
 
-    def save(self, path: Path) -> Future[Any]:
-        """(all ranks, training thread) Stage a copy now, write it in the background.
-
-        The live tensors may change as soon as this returns.
-        """
-        writer = FileSystemWriter(path)
-        return cast(
-            "Future[Any]",
-            async_save(self._collect(), storage_writer=writer, process_group=self._group),
-        )
-
-    def _collect(self) -> dict[str, Any]:
+    def stage(self) -> dict[str, Any]:
+        """(training thread) A copy on the CPU of the dense state as it is now. Local: no collectives."""
         view = dense_view(self._dmp)
-        buffers = dict(view.named_buffers())
-        model = get_model_state_dict(view)
-        own: dict[str, Any] = {
-            "random": _blob(_random_state()),
-            "buffers": _blob({name: model[name] for name in buffers if name in model}),
-            **{name: _blob(item.state_dict()) for name, item in self._per_rank.items()},
-        }
+        parameters = _parameter_names(view)
+        model = view.state_dict()
         state: dict[str, Any] = {
-            "model": {name: value for name, value in model.items() if name not in buffers},
+            "model": {name: value for name, value in model.items() if name in parameters.values()},
             "optim": {},
-            f"rank{self._rank}": own,
+            f"rank{self._rank}": {
+                "random": _blob(_random_state()),
+                "buffers": _blob({name: value for name, value in model.items() if name not in parameters.values()}),
+                "stateful": {name: _blob(item.state_dict()) for name, item in self._per_rank.items()},
+            },
         }
-        groups: dict[str, Any] = {}
+        optimizers: dict[str, Any] = {}
         for key, optimizer in self._optimizers.items():
-            if not optimizer.state:  # torch's helper would take a step to fill it
-                groups[key] = {"initialized": False, "param_groups": _bare_groups(optimizer)}
-                continue
-            found = get_optimizer_state_dict(view, optimizer)
-            state["optim"][key] = found["state"]
-            groups[key] = {"initialized": True, "param_groups": found["param_groups"]}
+            state["optim"][key] = {parameters[id(p)]: dict(values) for p, values in optimizer.state.items() if values}
+            optimizers[key] = {
+                "class": type(optimizer).__name__,
+                "param_groups": [
+                    {**group, "params": [parameters[id(p)] for p in group["params"]]}
+                    for group in optimizer.param_groups
+                ],
+            }
         if self._rank == 0:
             state["shared"] = {
                 "seed": _blob(torch.initial_seed()),
-                "param_groups": _blob(groups),
+                "optimizers": _blob(optimizers),
                 "stateful": {name: _blob(item.state_dict()) for name, item in self._shared.items()},
             }
-        return state
+        return BlockingAsyncStager().stage(_pruned(state))
+
+    def save(self, staged: dict[str, Any], path: Path) -> None:
+        """(all ranks, commit thread) Write what :meth:`stage` returned; returns when it is durable. Collective."""
+        save(staged, storage_writer=FileSystemWriter(path), process_group=self._group)
 
     def load(self, path: Path, world: int) -> None:
-        """(all ranks) Load a marker that ``world`` ranks wrote; its digests must have been compared already.
+        """Load a marker that ``world`` ranks wrote; its digests must have been compared already. Local.
 
         Random state and buffers come back on ranks that existed then; a new rank takes the buffers of rank 0
         and random state derived from the job's seed and its rank.
 
         Raises:
-            SchemaMismatchError: the dense model or optimizer differs; names the entry and both values.
+            SchemaMismatchError: the dense model or an optimizer differs; names the entry and both values.
             ConfigError: a per-rank object cannot take the changed number of ranks.
         """
-        self._check_world(world)
-        view = dense_view(self._dmp)
-        buffers = dict(view.named_buffers())
-        reader = FileSystemReader(path)
-        entries = reader.read_metadata().state_dict_metadata
-        source = self._rank if self._rank < world else 0
-
-        blobs: dict[str, Any] = {
-            "shared": {
-                "seed": _empty_blob(entries, "shared.seed"),
-                "param_groups": _empty_blob(entries, "shared.param_groups"),
-                "stateful": {name: _empty_blob(entries, f"shared.stateful.{name}") for name in self._shared},
-            },
-            f"rank{source}": {
-                name: _empty_blob(entries, f"rank{source}.{name}") for name in ("random", "buffers", *self._per_rank)
-            },
-        }
-        load(blobs, storage_reader=reader, process_group=self._group)
-        own = {name: _unblob(blob) for name, blob in blobs[f"rank{source}"].items()}
-        groups = _unblob(blobs["shared"]["param_groups"])
-        if groups.keys() != self._optimizers.keys():
-            raise SchemaMismatchError(
-                f"the marker has {len(groups)} dense optimizers, this job has {len(self._optimizers)}"
-            )
-
-        model = {name: value for name, value in get_model_state_dict(view).items() if name not in buffers}
-        optim = {key: self._optim_template(view, key) for key in groups if groups[key]["initialized"]}
-        state = {"model": model, "optim": optim}
-        _check_entries(state, entries)
-        load(state, storage_reader=reader, process_group=self._group)
-        set_model_state_dict(view, {**model, **own["buffers"]})
-        for key, optimizer in self._optimizers.items():
-            self._load_optimizer(view, key, optimizer, groups[key], optim.get(key))
-        for name, item in self._shared.items():
-            item.load_state_dict(_unblob(blobs["shared"]["stateful"][name]))
-        for name, item in self._per_rank.items():
-            item.load_state_dict(own[name])
-        if self._rank < world:
-            _set_random_state(own["random"])
-        else:
-            _seed_new_rank(_unblob(blobs["shared"]["seed"]), self._rank)
-
-    def _check_world(self, world: int) -> None:
         if self._per_rank and world != dist.get_world_size():
             raise ConfigError(
                 f"{', '.join(self._per_rank)}: saved for each of {world} ranks, this job has {dist.get_world_size()}",
                 hint="declare it shared, if the state of rank 0 can serve all ranks",
             )
+        reader = FileSystemReader(path)
+        entries = reader.read_metadata().state_dict_metadata
+        blobs = self._load_blobs(reader, entries, source=self._rank if self._rank < world else 0)
+        view = dense_view(self._dmp)
+        parameters = dict(view.named_parameters())
+        model = {name: value for name, value in view.state_dict().items() if name in parameters}
+        self._check_optimizers(blobs["optimizers"])
+        optim = _optim_template(entries, parameters)
+        _check_entries({"model": model}, entries)
+        load(_pruned({"model": model, "optim": optim}), storage_reader=reader, no_dist=True)  # in place
+        view.load_state_dict({**model, **blobs["buffers"]})
+        for key, optimizer in self._optimizers.items():
+            self._load_optimizer(optimizer, parameters, blobs["optimizers"][key], optim.get(key, {}))
+        for name, item in self._shared.items():
+            item.load_state_dict(blobs["shared"][name])
+        for name, item in self._per_rank.items():
+            item.load_state_dict(blobs["per_rank"][name])
+        if self._rank < world:
+            _set_random_state(blobs["random"])
+        else:
+            _seed_new_rank(blobs["seed"], self._rank)
 
-    def _optim_template(self, view: torch.nn.Module, key: str) -> dict[str, Any]:
-        optimizer = self._optimizers[key]
-        optimizer.zero_grad(set_to_none=True)  # torch's helper fills a fresh optimizer only without gradients
-        return cast("dict[str, Any]", get_optimizer_state_dict(view, optimizer)["state"])
+    def _load_blobs(self, reader: FileSystemReader, entries: Mapping[str, Any], source: int) -> dict[str, Any]:
+        _check_stateful(entries, "shared", self._shared)
+        _check_stateful(entries, f"rank{source}", self._per_rank)
+        blobs: dict[str, Any] = {
+            "shared": {
+                "seed": _empty_blob(entries, "shared.seed"),
+                "optimizers": _empty_blob(entries, "shared.optimizers"),
+                "stateful": {name: _empty_blob(entries, f"shared.stateful.{name}") for name in self._shared},
+            },
+            f"rank{source}": {
+                "random": _empty_blob(entries, f"rank{source}.random"),
+                "buffers": _empty_blob(entries, f"rank{source}.buffers"),
+                "stateful": {name: _empty_blob(entries, f"rank{source}.stateful.{name}") for name in self._per_rank},
+            },
+        }
+        load(_pruned(blobs), storage_reader=reader, no_dist=True)
+        shared, own = blobs["shared"], blobs[f"rank{source}"]
+        return {
+            "seed": _unblob(shared["seed"]),
+            "optimizers": _unblob(shared["optimizers"]),
+            "shared": {name: _unblob(blob) for name, blob in shared["stateful"].items()},
+            "random": _unblob(own["random"]),
+            "buffers": _unblob(own["buffers"]),
+            "per_rank": {name: _unblob(blob) for name, blob in own["stateful"].items()},
+        }
 
+    def _check_optimizers(self, saved: dict[str, Any]) -> None:
+        if saved.keys() != self._optimizers.keys():
+            raise SchemaMismatchError(
+                f"the marker has {len(saved)} dense optimizers, this job has {len(self._optimizers)}"
+            )
+        names = _parameter_names(dense_view(self._dmp))
+        for key, optimizer in self._optimizers.items():
+            if saved[key]["class"] != type(optimizer).__name__:
+                raise SchemaMismatchError(
+                    f"dense {key} is {saved[key]['class']} in the marker and {type(optimizer).__name__} in this job"
+                )
+            here = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+            there = [group["params"] for group in saved[key]["param_groups"]]
+            if here != there:
+                raise SchemaMismatchError(f"dense {key}: its parameter groups are {there!r:.200}, here {here!r:.200}")
+
+    @staticmethod
     def _load_optimizer(
-        self,
-        view: torch.nn.Module,
-        key: str,
         optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, nn.Parameter],
         saved: dict[str, Any],
-        state: dict[str, Any] | None,
+        state: dict[str, dict[str, Any]],
     ) -> None:
-        if state is not None:
-            set_optimizer_state_dict(view, optimizer, {"state": state, "param_groups": saved["param_groups"]})
-            return
+        """In place: wrappers and schedules hold on to the optimizer's own state and groups."""
+        before = {id(parameter): values for parameter, values in optimizer.state.items()}
         optimizer.state.clear()
+        for name, values in state.items():
+            parameter = parameters[name]
+            known = before.get(id(parameter), {})
+            optimizer.state[parameter] = {
+                key: _on_device(value, key, known.get(key), parameter) for key, value in values.items()
+            }
         for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-            group.update(values)
+            group.update({key: value for key, value in values.items() if key != "params"})
 
 
 def written_by(path: Path, rank: int) -> list[str]:
@@ -224,10 +223,64 @@ def written_by(path: Path, rank: int) -> list[str]:
     return mine
 
 
+def _pruned(state: dict[str, Any]) -> dict[str, Any]:
+    """Without empty mappings: DCP would take them for values of their own. The tensors are the same."""
+    pruned = {key: _pruned(value) if isinstance(value, dict) else value for key, value in state.items()}
+    return {key: value for key, value in pruned.items() if value != {} or not isinstance(value, dict)}
+
+
+def _parameter_names(view: nn.Module) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in view.named_parameters()}
+
+
+def _check_stateful(entries: Mapping[str, Any], owner: str, here: Mapping[str, Stateful]) -> None:
+    """The job must hand over the very objects whose state the marker holds."""
+    prefix = f"{owner}.stateful."
+    saved = {entry.removeprefix(prefix) for entry in entries if entry.startswith(prefix)}
+    for name in sorted(saved ^ here.keys()):
+        side = "the marker" if name in saved else "this job"
+        raise SchemaMismatchError(
+            f"only {side} has the state of '{name}'",
+            hint="hand over the same stateful objects as the job that wrote the marker",
+        )
+
+
+def _optim_template(entries: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """Empty tensors for every optimizer state of the marker: {optimizer: {parameter: {state: tensor}}}."""
+    template: dict[str, Any] = {}
+    for entry, saved in entries.items():
+        if not entry.startswith("optim."):
+            continue
+        _, key, path = entry.split(".", 2)
+        name, _, state = path.rpartition(".")
+        if name not in parameters:
+            raise SchemaMismatchError(f"dense state: only the marker has '{entry}'")
+        values = template.setdefault(key, {}).setdefault(name, {})
+        values[state] = _empty_like(saved, parameters[name])
+    return template
+
+
+def _empty_like(saved: Any, parameter: nn.Parameter) -> Any:
+    if not isinstance(saved, TensorStorageMetadata):
+        return None  # a plain value: DCP puts it in place of this
+    if isinstance(parameter.data, DTensor) and saved.size == parameter.size():
+        return torch.empty_like(parameter.data, dtype=saved.properties.dtype)
+    return torch.empty(saved.size, dtype=saved.properties.dtype)
+
+
+def _on_device(value: Any, key: str, known: Any, parameter: nn.Parameter) -> Any:
+    """Where the optimizer keeps a state: where it had it, else with the parameter, but step counters on the CPU."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(known, torch.Tensor):
+        return value.to(known.device)
+    return value if key == "step" else value.to(parameter.device)
+
+
 def _check_entries(state: dict[str, Any], entries: Mapping[str, Any]) -> None:
-    """Compare names, shapes and dtypes before anything is written, for an error that names both sides."""
+    """Compare names, shapes and dtypes of the model before anything is written, for an error with both sides."""
     wanted = _flat("", state)
-    for name in sorted({key for key in entries if key.partition(".")[0] in ("model", "optim")} ^ wanted.keys()):
+    for name in sorted({key for key in entries if key.startswith("model.")} ^ wanted.keys()):
         side = "the marker" if name in entries else "this job"
         raise SchemaMismatchError(f"dense state: only {side} has '{name}'")
     for name, value in wanted.items():
@@ -246,10 +299,6 @@ def _flat(prefix: str, value: Any) -> dict[str, Any]:
         for key, child in value.items()
         for name, leaf in _flat(f"{prefix}.{key}" if prefix else str(key), child).items()
     }
-
-
-def _bare_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 def _blob(value: object) -> torch.Tensor:

@@ -15,6 +15,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 
 from torchrec_stream_ckpt.errors import CommitUnknownError, ConfigError, CorruptionError, LogUnavailableError
@@ -43,6 +44,8 @@ class FileLog:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._control_end = 0
+        """Up to here the control log has been read; whole records only grow."""
 
     def prepare(self, partitions: int) -> Incarnation:
         if partitions > MAX_PARTITIONS:
@@ -109,18 +112,29 @@ class FileLog:
         path = self._root / CONTROL_FILE
         try:
             with self._control_lock(), open(path, "ab") as file:
-                if not os.fstat(file.fileno()).st_size:
-                    fsync_dir(self._root)
-                offset = self._cut_torn_tail(path, file.fileno())
-                _write_all(file.fileno(), [memoryview(record)])
-                os.fdatasync(file.fileno())
-                return offset
+                return self._append_locked(path, file.fileno(), record)
         except OSError as error:
-            raise CommitUnknownError(
-                f"cannot append to the control log: {error.strerror}",
-                hint="free space or mend the disk; stream-ckpt list tells which markers exist",
-                path=path,
-            ) from None
+            raise _unavailable("cannot append to the control log", path, error) from None
+
+    def _append_locked(self, path: Path, fd: int, record: bytes) -> int:
+        if not os.fstat(fd).st_size:
+            fsync_dir(self._root)
+        offset = self._cut_torn_tail(path, fd)
+        try:
+            _write_all(fd, [memoryview(record)])
+            os.fdatasync(fd)
+        except OSError as error:
+            # What a failed sync leaves in the page cache can be read and may never reach the disk: take it back.
+            try:
+                os.ftruncate(fd, offset)
+            except OSError:
+                raise CommitUnknownError(
+                    f"cannot append to the control log, nor take the record back: {error.strerror}",
+                    hint="mend the disk; stream-ckpt list tells which markers exist",
+                    path=path,
+                ) from None
+            raise
+        return offset
 
     @contextlib.contextmanager
     def _control_lock(self) -> Iterator[None]:
@@ -138,12 +152,11 @@ class FileLog:
 
     def _cut_torn_tail(self, path: Path, fd: int) -> int:
         """Remove what an appender left that died in the middle of a record: it held the lock, so it is gone."""
-        end = 0
-        for offset, record in self.read_control():
-            end = offset + len(record)
-        if os.fstat(fd).st_size != end:
-            os.ftruncate(fd, end)
-        return end
+        for offset, record in self.read_control(self._control_end):
+            self._control_end = offset + len(record)
+        if os.fstat(fd).st_size != self._control_end:
+            os.ftruncate(fd, self._control_end)
+        return self._control_end
 
     def read_control(self, start: int = 0) -> Iterator[tuple[int, bytes]]:
         path = self._root / CONTROL_FILE
@@ -195,12 +208,25 @@ class FileWriter:
         self.close()
         try:
             self._folder.mkdir(exist_ok=True)
+            self._check_acknowledged()
             # A segment that starts here holds only what its writer could not acknowledge: it is sent again.
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
             fsync_dir(self._folder)
         except OSError as error:
             raise _unavailable("cannot open a segment", path, error) from None
         self._room = SEGMENT_BYTES
+
+    def _check_acknowledged(self) -> None:
+        """What was acknowledged before must still be there: else no later marker can be restored."""
+        reach = 0
+        for _, base, end in _segments(self._folder, self._generation):
+            reach = max(reach, end) if base <= reach else reach
+        if reach < self._end:
+            raise LogUnavailableError(
+                f"acknowledged bytes [{reach}, {self._end}) of this generation are gone",
+                hint="they were deleted under a running job: bring them back, or start a new job",
+                path=self._folder,
+            )
 
     def send(self, frame: memoryview) -> None:
         self._sent.append(frame)
@@ -213,8 +239,11 @@ class FileWriter:
         try:
             _write_all(self._fd, self._sent)
             os.fdatasync(self._fd)
+            deleted = os.fstat(self._fd).st_nlink == 0
         except OSError as error:
             raise _unavailable("cannot write the stream", self._folder, error) from None
+        if deleted:
+            raise LogUnavailableError("the segment was deleted under its writer", path=self._folder)
         acks = []
         for frame in self._sent:
             acks.append(Ack(self._end, self._end + len(frame)))
@@ -247,8 +276,9 @@ def _segments(folder: Path, generation: int) -> Iterator[tuple[Path, int, int]]:
         ends = [base + path.stat().st_size for base, path in mine]
     except OSError as error:
         raise _unavailable("cannot read a partition", folder, error) from None
-    for (base, path), end, following in zip(mine, ends, [*mine[1:], None], strict=True):
-        yield path, base, min(end, following[0]) if following else end
+    following = [base for base, _ in mine[1:]]
+    for (base, path), end, limit in zip_longest(mine, ends, following):
+        yield path, base, end if limit is None else min(end, limit)
 
 
 def _frames(path: Path, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:

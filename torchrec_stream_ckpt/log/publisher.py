@@ -91,7 +91,9 @@ class Publisher:
                 if remaining <= 0:
                     return None
                 self._changed.wait(remaining)
-            return self._marks.pop(seq)
+            end = self._marks[seq]
+            self._marks = {later: mark for later, mark in self._marks.items() if later > seq}
+            return end
 
     def _check(self) -> None:
         if self._crash is not None:

@@ -119,7 +119,7 @@ def apply_rows(log: Log, plan: RestorePlan, kernels: list[FusedKernel]) -> int:
                 applied += _apply_frame(plan, read, header, frame, targets)
             elif header.seq == read.end.frames - 1 and read.commit.id == plan.marker:
                 mark = read_mark(header, frame, read.commit, read.end)
-                scalars |= {record.table: record for record in mark.scalars}
+                _collect_scalars(plan, mark.scalars, scalars)
     for shard, target in targets.items():
         target.finish(plan.schema.tables[shard.table].name)
     _set_scalars(plan, kernels, scalars)
@@ -159,6 +159,20 @@ def _apply_frame(
 def _tensor(array: Array, dtype: str) -> torch.Tensor:
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+
+
+def _collect_scalars(plan: RestorePlan, records: Sequence[TableScalars], by_table: dict[int, TableScalars]) -> None:
+    """Add one rank's records; the shards of a table must agree on its learning rate."""
+    for record in records:
+        known = by_table.setdefault(record.table, record)
+        if known.learning_rate != record.learning_rate or known.next_learning_rate != record.next_learning_rate:
+            raise SchemaMismatchError(
+                "the marker has two learning rates for one table",
+                hint="restore a marker of a step at which all ranks had set the same one",
+                table=plan.schema.tables[record.table].name,
+            )
+        if record.iteration > known.iteration:
+            by_table[record.table] = record
 
 
 def _set_scalars(plan: RestorePlan, kernels: list[FusedKernel], by_table: Mapping[int, TableScalars]) -> None:

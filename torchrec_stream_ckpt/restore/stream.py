@@ -54,6 +54,9 @@ def read_stream(log: Log, commit: Commit, end: RankEnd) -> Iterator[tuple[Header
     if len(seen) != end.frames or seen[-1] != end.chain or header.kind is not Kind.MARK:
         message = f"{len(seen)} of {end.frames} frames lead to this marker"
         raise _located(CorruptionError(message), commit, end, len(seen), end.end)
+    if (header.marker, header.step) != (commit.marker, commit.step):
+        message = f"MARK is of marker {header.marker} at step {header.step}, not of {commit.id} at step {commit.step}"
+        raise _located(CorruptionError(message), commit, end, header.seq, end.end)
 
 
 def read_hello(log: Log, claim: Claim, commit: Commit, end: RankEnd) -> Hello:

@@ -1,0 +1,128 @@
+"""Opening a generation: the log is made ready, its next number is claimed, and all ranks see the same."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.config import StreamConfig
+from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError
+from torchrec_stream_ckpt.format.control import Claim, Schema
+from torchrec_stream_ckpt.layout import KafkaUri, dense_name, fsync_dir, parse_uri
+from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.log.publisher import Publisher
+from torchrec_stream_ckpt.types import MarkerId
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What belongs to one open generation on one rank."""
+
+    log: Log
+    control: Control
+    claim: Claim
+    publisher: Publisher
+    partition: int
+    """The data partition of this rank."""
+    store: Path
+    """Folder of the dense state."""
+    store_url: str
+    """What COMMIT says of it, empty for inside the file log."""
+
+    def folder(self, marker: int) -> Path:
+        """Where the dense state of a marker of this generation goes."""
+        return self.store / dense_name(self.claim.job, MarkerId(self.claim.generation, marker))
+
+    def check_log(self, marker: int) -> None:
+        """The log must still be the one that was claimed.
+
+        Raises:
+            MarkerFailedError: it was deleted, or made again under its name.
+            LogUnavailableError: it does not answer.
+        """
+        now = self.log.incarnation()
+        if now is None or now.id != self.claim.incarnation:
+            raise MarkerFailedError(
+                "the log was deleted or made again behind our back",
+                hint="start a new job, or bring it back",
+                generation=self.claim.generation,
+                marker=marker,
+            )
+
+
+def claim_generation(
+    log_: Log,
+    control: Control,
+    config: StreamConfig,
+    schema: Schema,
+    world: int,
+    parent: MarkerId | None,
+    swept: tuple[int, ...],
+) -> Claim:
+    """(rank 0) Make log and store ready, and own the next generation.
+
+    Raises:
+        FencedError: another trainer was first.
+        LogUnavailableError: the log does not answer.
+        ConfigError: the store cannot be written.
+    """
+    incarnation = log_.prepare(world)
+    lineage = control.refresh()
+    if parent is None and lineage.commits:
+        log.warning("this log holds markers, and none was restored: the job starts from nothing")
+    parsed = parse_uri(config.uri)
+    claim = Claim(
+        # A function of the log, so that two trainers that race for a new one name the same job.
+        job=lineage.job if lineage.claims else uuid.uuid5(uuid.NAMESPACE_OID, incarnation.id).bytes,
+        generation=lineage.newest_generation + 1,
+        nonce=uuid.uuid4().hex,
+        name=parsed.job if isinstance(parsed, KafkaUri) else "",
+        parent=parent,
+        world=world,
+        partitions=incarnation.partitions,
+        incarnation=incarnation.id,
+        schema=schema,
+        swept=swept,
+        time_s=time.time(),
+    )
+    _make_store(_dense_root(config, claim))
+    control.claim(claim)
+    return claim
+
+
+def check_same_log(log_: Log, config: StreamConfig, claim: Claim, rank: int) -> None:
+    """Every rank must see the log and the store that rank 0 sees.
+
+    Raises:
+        ConfigError: this one does not.
+    """
+    seen = log_.incarnation()
+    if seen is None or seen.id != claim.incarnation or not _dense_root(config, claim).is_dir():
+        raise ConfigError(
+            "this rank does not see the log and the store that rank 0 sees",
+            hint="put them on a shared file system, or use Kafka and a shared store",
+            rank=rank,
+            uri=config.uri,
+        )
+
+
+def _dense_root(config: StreamConfig, claim: Claim) -> Path:
+    """The folder of this job's dense state."""
+    return (config.store_path / dense_name(claim.job, MarkerId(0, 0))).parent
+
+
+def _make_store(root: Path) -> None:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for folder in (root, root.parent, root.parent.parent):
+            fsync_dir(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the folder of the dense state: {error.strerror}", hint="check the store's path", path=root
+        ) from None
