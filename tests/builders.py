@@ -109,7 +109,8 @@ class Stream:
         return self.frames[-1]
 
     def mark(self, marker: int = 1) -> bytes:
-        return self.json(Kind.MARK, Mark(0, sum(map(len, self.frames)), ()).to_json(), marker=marker)
+        """The MARK that ``commit(generation, marker)`` asks for."""
+        return self.json(Kind.MARK, Mark(0, sum(map(len, self.frames)), ()).to_json(), marker=marker, step=10 * marker)
 
     def _header(self, kind: Kind, **fields: int) -> Header:
         chain = parse_header(self.frames[-1]).header_crc if self.frames else 0

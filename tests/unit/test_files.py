@@ -100,8 +100,57 @@ def test_a_flipped_control_header_is_refused_by_readers_and_appenders(
         control(log)
     assert refused.value.where == {"path": tmp_path / "control.log", "offset": offsets[record]}
     with pytest.raises(CorruptionError):
-        log.append_control(RECORDS[0])
+        FileLog(tmp_path).append_control(RECORDS[0])
     assert (tmp_path / "control.log").read_bytes() == data
+
+
+def _failing_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Make the next call of ``os.<name>`` fail, and the later ones work."""
+    real = getattr(os, name)
+
+    def fail(*_: Any) -> None:
+        monkeypatch.setattr(os, name, real)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, name, fail)
+
+
+@pytest.mark.parametrize("call", ["writev", "fdatasync"])
+def test_a_control_record_that_was_not_synced_is_taken_back(
+    log: FileLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    append(log, RECORDS[:1])
+    _failing_once(monkeypatch, call)
+    with pytest.raises(LogUnavailableError, match="cannot append to the control log: Input/output error"):
+        log.append_control(RECORDS[1])
+    assert (tmp_path / "control.log").read_bytes() == RECORDS[0]
+    append(log, RECORDS[1:])
+    assert control(log) == RECORDS
+
+
+def test_half_a_control_record_is_taken_back(log: FileLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    append(log, RECORDS[:1])
+
+    def full(fd: int, buffers: list[memoryview]) -> int:
+        if os.fstat(fd).st_size > len(RECORDS[0]):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return os.write(fd, bytes(buffers[0][:100]))
+
+    monkeypatch.setattr(os, "writev", full)
+    with pytest.raises(LogUnavailableError, match="No space left") as refused:
+        log.append_control(RECORDS[1])
+    assert refused.value.hint == "free space on that file system"
+    assert (tmp_path / "control.log").read_bytes() == RECORDS[0]
+
+
+def test_whether_a_control_record_that_cannot_be_taken_back_is_there_is_unknown(
+    log: FileLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append(log, RECORDS[:1])
+    _failing_once(monkeypatch, "fdatasync")
+    _failing_once(monkeypatch, "ftruncate")
+    with pytest.raises(CommitUnknownError, match="nor take the record back: Input/output error"):
+        log.append_control(RECORDS[1])
 
 
 def test_zeros_in_the_middle_are_no_torn_tail(log: FileLog, tmp_path: Path) -> None:
@@ -129,7 +178,7 @@ def test_a_lock_that_is_never_given_back_ends_the_wait(
     monkeypatch.setattr(files, "LOCK_TIMEOUT_S", 0.0)
     with open(tmp_path / "control.lock", "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(CommitUnknownError, match="cannot append to the control log: locked for 0 s"):
+        with pytest.raises(LogUnavailableError, match="cannot append to the control log: locked for 0 s"):
             log.append_control(RECORDS[0])
     assert control(log) == []
 
@@ -270,7 +319,7 @@ def test_a_folder_that_is_gone_says_so(tmp_path: Path) -> None:
     with pytest.raises(LogUnavailableError, match="cannot read a partition: No such file") as refused:
         read(FileLog(tmp_path / "gone"), 0, 1)
     assert refused.value.hint == "check the path; nothing was written there yet, or it was deleted"
-    with pytest.raises(CommitUnknownError, match="cannot append to the control log: No such file"):
+    with pytest.raises(LogUnavailableError, match="cannot append to the control log: No such file"):
         FileLog(tmp_path / "gone").append_control(RECORDS[0])
 
 
@@ -294,6 +343,54 @@ def test_a_full_disk_fails_the_writer_and_nothing_is_acknowledged(
         writer.poll(0)
     assert refused.value.hint == "free space on that file system"
     writer.close()
+
+
+def test_a_segment_that_is_deleted_under_its_writer_fails_it(log: FileLog, tmp_path: Path, frames: list[bytes]) -> None:
+    writer = log.open_writer(1, 0, 0)
+    writer.send(memoryview(frames[0]))
+    assert len(writer.poll(0)) == 1
+    (tmp_path / "data" / "p00000" / segment_name(1, 0)).unlink()
+    writer.send(memoryview(frames[1]))
+    with pytest.raises(LogUnavailableError, match="the segment was deleted under its writer") as refused:
+        writer.poll(0)
+    assert refused.value.where == {"path": tmp_path / "data" / "p00000"}
+    writer.close()
+
+
+@pytest.mark.parametrize("left", ["nothing", "no folder", "a part"])
+def test_a_writer_does_not_go_on_behind_acknowledged_bytes_that_are_gone(
+    log: FileLog, tmp_path: Path, frames: list[bytes], left: str
+) -> None:
+    end = write(log, frames[:3])[-1].end
+    folder = tmp_path / "data" / "p00000"
+    segment = folder / segment_name(1, 0)
+    if left == "a part":
+        os.truncate(segment, end - 1)
+    else:
+        segment.unlink()
+    if left == "no folder":
+        folder.rmdir()
+    reach = end - 1 if left == "a part" else 0
+    with pytest.raises(
+        LogUnavailableError, match=rf"acknowledged bytes \[{reach}, {end}\) of this generation are gone"
+    ):
+        log.open_writer(1, 0, end)
+    assert segments(tmp_path) == ([segment.name] if left == "a part" else [])
+
+
+def test_a_writer_does_not_go_on_behind_a_hole_in_the_middle(
+    log: FileLog, tmp_path: Path, frames: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "SEGMENT_BYTES", 1)
+    writer = log.open_writer(1, 0, 0)
+    for frame in frames[:3]:
+        writer.send(memoryview(frame))
+        writer.poll(0)
+    writer.close()
+    (tmp_path / "data" / "p00000" / segment_name(1, len(frames[0]))).unlink()
+    end = sum(map(len, frames[:3]))
+    with pytest.raises(LogUnavailableError, match=rf"acknowledged bytes \[{len(frames[0])}, {end}\)"):
+        log.open_writer(1, 0, end)
 
 
 def test_short_writes_are_finished(log: FileLog, frames: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,9 +231,20 @@ def test_wait_mark_tells_where_exactly_that_mark_ends(script: Script, stream: Pu
     (first,) = submit(stream, ring, 1, Kind.MARK)
     submit(stream, ring, 2)
     (second,) = submit(stream, ring, 1, Kind.MARK)
-    ends = {seq: stream.wait_mark(seq, WAIT_S) for seq in (second, first)}
+    ends = {seq: stream.wait_mark(seq, WAIT_S) for seq in (first, second)}
     by_seq = {parse_header(frame).seq: parse_header(frame) for frame in script.durable}
     assert ends == {seq: StreamEnd(seq + 1, 0, 1000 * (seq + 1), by_seq[seq].header_crc) for seq in (first, second)}
+
+
+def test_wait_mark_lets_go_of_the_marks_up_to_the_one_it_tells(
+    script: Script, stream: Publisher, ring: FrameRing
+) -> None:
+    first, second, third = submit(stream, ring, 3, Kind.MARK)
+    until(lambda: stream.pending == 0)
+    assert stream.wait_mark(second, WAIT_S) is not None
+    assert stream.wait_mark(first, 0.01) is None
+    assert stream.wait_mark(second, 0.01) is None
+    assert stream.wait_mark(third, 0.01) is not None
 
 
 def test_wait_mark_gives_up_when_its_time_is_over(script: Script, stream: Publisher, ring: FrameRing) -> None:

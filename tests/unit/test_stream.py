@@ -73,6 +73,14 @@ def test_frames_behind_the_mark_are_not_read(log: FileLog, stream: Stream) -> No
     assert read(log, stream.frames, end) == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(("marker", "step"), [(2, 10), (1, 11)])
+def test_a_mark_of_another_marker_or_step_is_refused(log: FileLog, marker: int, step: int) -> None:
+    stream = Stream()
+    stream.json(Kind.MARK, Mark(0, len(stream.frames[0]), ()).to_json(), marker=marker, step=step)
+    with pytest.raises(CorruptionError, match=f"MARK is of marker {marker} at step {step}, not of 1:1 at step 10"):
+        read(log, stream.frames, stream.end(0, 0))
+
+
 @pytest.mark.parametrize("missing", range(5))
 def test_a_missing_frame_is_found(log: FileLog, stream: Stream, missing: int) -> None:
     frames = stream.frames[:missing] + stream.frames[missing + 1 :]
