@@ -182,7 +182,11 @@ def _trainer_of_two(uri: str, directory: Path, name: str) -> str:
         return f"committed {future.result().id}"
     assert isinstance(error, FencedError)
     with pytest.raises(FencedError):
-        checkpointer.step()
+        checkpointer.mark()
+    with pytest.raises(FencedError):
+        for _ in range(3):  # the word goes around with the votes: all ranks stop at one step
+            job.step()
+            checkpointer.step()
     checkpointer.close()
     return str(error)
 
