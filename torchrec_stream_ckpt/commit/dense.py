@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import io
 import random
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -138,7 +139,7 @@ class DenseState:
         self._check_optimizers(blobs["optimizers"])
         optim = _optim_template(entries, parameters)
         _check_entries({"model": model}, entries)
-        load(_pruned({"model": model, "optim": optim}), storage_reader=reader, no_dist=True)  # in place
+        optim = _load_here({"model": model, "optim": optim}, reader).get("optim", {})
         view.load_state_dict({**model, **blobs["buffers"]})
         for key, optimizer in self._optimizers.items():
             self._load_optimizer(optimizer, parameters, blobs["optimizers"][key], optim.get(key, {}))
@@ -166,7 +167,7 @@ class DenseState:
                 "stateful": {name: _empty_blob(entries, f"rank{source}.stateful.{name}") for name in self._per_rank},
             },
         }
-        load(_pruned(blobs), storage_reader=reader, no_dist=True)
+        _load_here(blobs, reader)
         shared, own = blobs["shared"], blobs[f"rank{source}"]
         return {
             "seed": _unblob(shared["seed"]),
@@ -221,6 +222,18 @@ def written_by(path: Path, rank: int) -> list[str]:
         fsync_dir(path.parent)
         mine.append(".metadata")
     return mine
+
+
+def _load_here(state: dict[str, Any], reader: FileSystemReader) -> dict[str, Any]:
+    """Fill the tensors of ``state`` in place; returned with its plain values filled in too.
+
+    Every rank reads for itself, so that one that fails leaves none waiting.
+    """
+    filled = _pruned(state)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        load(filled, storage_reader=reader, no_dist=True)
+    return filled
 
 
 def _pruned(state: dict[str, Any]) -> dict[str, Any]:
