@@ -300,6 +300,8 @@ def act_1(folder: Path, flags: Sequence[str]) -> None:
                 last_wait = time.monotonic() + random.uniform(0.0, 4.0)
             time.sleep(0.01)
         kill(children)
+    if sys.stderr.isatty():
+        print(file=sys.stderr)  # the killed rank left its progress bar without a line end
     steps = [int(path.stem.removeprefix("step-")) for path in (folder / "truth").glob("step-*.pt")]
     say(f"killed both ranks with SIGKILL at step {max(steps)}; last marker seen: {committed(folder)[-1]}")
 
