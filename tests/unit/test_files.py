@@ -128,6 +128,15 @@ def test_a_control_record_that_was_not_synced_is_taken_back(
     assert control(log) == RECORDS
 
 
+def test_a_control_log_that_lost_records_is_not_filled_with_zeros(log: FileLog, tmp_path: Path) -> None:
+    append(log, RECORDS[:2])
+    log.append_control(RECORDS[2])  # it has read the first two by now
+    (tmp_path / "control.log").write_bytes(RECORDS[0])
+    with pytest.raises(LogUnavailableError, match="control log"):
+        log.append_control(RECORDS[2])
+    assert (tmp_path / "control.log").read_bytes() == RECORDS[0]
+
+
 def test_half_a_control_record_is_taken_back(log: FileLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     append(log, RECORDS[:1])
 
