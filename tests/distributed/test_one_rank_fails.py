@@ -1,0 +1,339 @@
+"""One rank fails, all ranks hear of it: no marker is committed by halves, no rank waits, and the job goes on."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+from tests import ranks
+from tests.model import PLAN_2, Trainer, differences, trainer, truth
+from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
+from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError, StreamCkptError
+from torchrec_stream_ckpt.format.control import parse_control
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.log.api import open_log
+from torchrec_stream_ckpt.log.files import FileWriter
+
+pytestmark = pytest.mark.distributed
+
+TIMEOUT_S = 5.0
+
+
+class Position:
+    """A Stateful of the user, that fails when it is told to."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self.fail_save = self.fail_load = False
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.fail_save:
+            self.fail_save = False
+            raise OSError("the loader hiccups")
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.fail_load:
+            raise ValueError("no such position")
+        self.value = state["value"]
+
+
+@dataclass
+class Running:
+    """A live job on one rank."""
+
+    job: Trainer
+    position: Position
+    checkpointer: StreamCheckpointer
+
+    def step(self) -> None:
+        self.job.step()
+        self.position.value += 1
+        self.checkpointer.step()
+
+    def mark(self) -> str:
+        """The marker, or the error of its future."""
+        future = self.checkpointer.mark()
+        error = future.exception(4 * TIMEOUT_S)
+        return str(future.result().id) if error is None else f"{type(error).__name__}: {error}"
+
+    def truth(self) -> dict[str, torch.Tensor]:
+        return {**truth(self.job), "position": torch.tensor(self.position.value)}
+
+
+def _start(uri: str, timeout_s: float = TIMEOUT_S) -> Running:
+    job, position = trainer(PLAN_2), Position()
+    settings = StreamConfig(uri=uri, marker_every=None, commit_timeout_s=timeout_s)
+    checkpointer = StreamCheckpointer(
+        job.dmp, job.optimizer, config=settings, stateful={"loader": job}, stateful_per_rank={"position": position}
+    )
+    return Running(job, position, checkpointer)
+
+
+def _restore(uri: str) -> dict[str, torch.Tensor]:
+    running = _start(uri)
+    running.job.step()
+    assert running.checkpointer.restore() is not None
+    state = running.truth()
+    running.checkpointer.close()
+    return state
+
+
+def _markers(uri: str) -> list[str]:
+    log = open_log(uri)
+    return [str(marker) for marker in Lineage.of(parse_control(record) for _, record in log.read_control()).commits]
+
+
+# What goes wrong on rank 1, once.
+
+
+def a_stateful_that_raises(running: Running) -> None:
+    running.position.fail_save = True
+
+
+def _patched_once(owner: type, name: str, before: Callable[[], None]) -> None:
+    real = getattr(owner, name)
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        setattr(owner, name, real)
+        before()
+        return real(*args, **kwargs)
+
+    setattr(owner, name, patched)
+
+
+def _full() -> None:
+    raise OSError("the store is full")
+
+
+def a_dense_save_that_raises(running: Running) -> None:
+    _patched_once(FileSystemWriter, "write_data", _full)
+
+
+FAILURES = {
+    a_stateful_that_raises: "rank 1: OSError: the loader hiccups",
+    a_dense_save_that_raises: "the store is full",
+}
+
+
+def _fail_once(uri: str, name: str) -> tuple[list[str], float, dict[str, torch.Tensor]]:
+    running = _start(uri)
+    running.step()
+    said = [running.mark()]
+    if dist.get_rank() == 1:
+        (fault,) = (fault for fault in FAILURES if fault.__name__ == name)
+        fault(running)
+    running.step()
+    begin = time.monotonic()
+    said.append(running.mark())
+    took_s = time.monotonic() - begin
+    running.step()
+    said.append(running.mark())
+    state = running.truth()
+    running.checkpointer.close()
+    return said, took_s, state
+
+
+@pytest.mark.parametrize("name", [fault.__name__ for fault in FAILURES])
+def test_what_raises_on_one_rank_fails_its_marker_on_all_and_the_next_one_is_exact(name: str, tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}"
+    results = ranks.run(2, _fail_once, uri, name, timeout_s=60)
+    (reason,) = (reason for fault, reason in FAILURES.items() if fault.__name__ == name)
+    for said, took_s, _ in results:
+        assert [said[0], said[2]] == ["1:1", "1:3"]
+        assert said[1].startswith("MarkerFailedError: ")
+        assert "rank 1" in said[1]
+        assert reason in said[1]
+        assert took_s < TIMEOUT_S
+    assert _markers(uri) == ["1:1", "1:3"]
+    assert not list(tmp_path.glob("dense/*/*m00000002"))
+    for rank, state in enumerate(ranks.run(2, _restore, uri)):
+        assert differences(results[rank][2], state) == []
+
+
+def _slow_save(uri: str) -> tuple[list[str], list[float], dict[str, torch.Tensor]]:
+    running = _start(uri)
+    said, took_s = [], []
+    if dist.get_rank() == 1:
+        _patched_once(FileSystemWriter, "write_data", lambda: time.sleep(3))
+    for _ in range(3):
+        running.step()
+        begin = time.monotonic()
+        said.append(running.mark())
+        took_s.append(time.monotonic() - begin)
+    state = running.truth()
+    running.checkpointer.close()
+    return said, took_s, state
+
+
+def test_a_slow_dense_save_on_one_rank_delays_its_marker_and_no_later_one(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}"
+    results = ranks.run(2, _slow_save, uri, timeout_s=60)
+    for said, took_s, _ in results:
+        assert said == ["1:1", "1:2", "1:3"]
+        assert took_s[0] >= 2.9
+        assert max(took_s[1:]) < 2.5
+    for rank, state in enumerate(ranks.run(2, _restore, uri)):
+        assert differences(results[rank][2], state) == []
+
+
+def _publisher_dies(uri: str) -> tuple[list[str], list[float]]:
+    running = _start(uri)
+    running.step()
+    said, took_s = [running.mark()], []
+    if dist.get_rank() == 1:
+
+        def die(*_: object) -> None:
+            raise ZeroDivisionError("a bug")
+
+        FileWriter.send = die  # type: ignore[method-assign]
+    for _ in range(2):
+        begin = time.monotonic()
+        said.append(running.mark())
+        took_s.append(time.monotonic() - begin)
+    running.checkpointer.close(5)
+    return said, took_s
+
+
+def test_a_publisher_that_dies_on_one_rank_fails_the_markers_on_all_within_seconds(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}"
+    for said, took_s in ranks.run(2, _publisher_dies, uri, timeout_s=60):
+        assert said[0] == "1:1"
+        for failed in said[1:]:
+            assert failed.startswith("MarkerFailedError: ")
+            assert "rank 1" in failed
+            assert "the publisher thread has died" in failed
+        assert max(took_s) < TIMEOUT_S
+    assert _markers(uri) == ["1:1"]
+
+
+def _train(uri: str) -> None:
+    running = _start(uri)
+    running.step()
+    assert running.mark() == "1:1"
+    running.checkpointer.close()
+
+
+def _load_raises(uri: str) -> tuple[str, str, float]:
+    running = _start(uri)
+    running.position.fail_load = dist.get_rank() == 1
+    begin = time.monotonic()
+    with pytest.raises(StreamCkptError) as caught:
+        running.checkpointer.restore()
+    took_s = time.monotonic() - begin
+    with pytest.raises(ConfigError) as refused:
+        running.checkpointer.step()
+    running.checkpointer.close()
+    return str(caught.value), str(refused.value), took_s
+
+
+def test_a_load_state_dict_that_raises_on_one_rank_raises_on_all_and_such_a_job_does_not_go_on(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}"
+    ranks.run(2, _train, uri)
+    for said, refused, took_s in ranks.run(2, _load_raises, uri, timeout_s=60):
+        assert "ValueError: no such position [rank=1]" in said
+        assert "a restore failed half way" in refused
+        assert took_s < TIMEOUT_S
+
+
+def _dense_load_raises(uri: str) -> tuple[str, float]:
+    running = _start(uri)
+    if dist.get_rank() == 1:
+        _patched_once(FileSystemReader, "read_data", _full)
+    begin = time.monotonic()
+    with pytest.raises(StreamCkptError) as caught:
+        running.checkpointer.restore()
+    took_s = time.monotonic() - begin
+    running.checkpointer.close()
+    return str(caught.value), took_s
+
+
+def test_a_dense_load_that_raises_on_one_rank_raises_on_all(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}"
+    ranks.run(2, _train, uri)
+    for said, took_s in ranks.run(2, _dense_load_raises, uri, timeout_s=60):
+        assert "the store is full" in said
+        assert "rank=1" in said
+        assert took_s < TIMEOUT_S
+
+
+def _store_below_a_file(uri: str, store: str) -> tuple[str, str]:
+    job = trainer(PLAN_2)
+    settings = StreamConfig(uri=uri, store=store, marker_every=None, commit_timeout_s=TIMEOUT_S)
+    checkpointer = StreamCheckpointer(job.dmp, job.optimizer, config=settings)
+    said = []
+    for opening in (checkpointer.restore, checkpointer.step):
+        with pytest.raises(ConfigError) as caught:
+            opening()
+        said.append(str(caught.value))
+    checkpointer.close()
+    return said[0], said[1]
+
+
+def test_a_store_below_a_plain_file_is_refused_on_all_ranks_before_any_claim(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a file")
+    uri = f"file://{tmp_path / 'log'}"
+    for said in ranks.run(2, _store_below_a_file, uri, f"file://{tmp_path / 'file' / 'store'}", timeout_s=60):
+        for one in said:
+            assert "Not a directory" in one
+            assert str(tmp_path / "file" / "store") in one
+    assert list(open_log(uri).read_control()) == []
+
+
+def _out_of_step(uri: str) -> list[str]:
+    running = _start(uri)
+    running.step()
+    said = [running.mark()]
+    if dist.get_rank() == 1:
+        running.checkpointer._next_marker += 1  # as if it had called mark() once more
+    running.step()
+    said.append(running.mark())
+    running.checkpointer.close()
+    return said
+
+
+def test_ranks_that_cut_different_markers_are_told_so_and_nothing_is_committed(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}"
+    for said in ranks.run(2, _out_of_step, uri, timeout_s=60):
+        assert said[0] == "1:1"
+        assert said[1].startswith("MarkerFailedError: ")
+        assert "the ranks have cut different markers: (marker, step) [(2, 2), (3, 2)]" in said[1]
+        assert "on all ranks at the same step" in said[1]
+    assert _markers(uri) == ["1:1"]
+
+
+def _partition_deleted(uri: str, folder: Path) -> list[str]:
+    running = _start(uri, timeout_s=2)
+    running.step()
+    said = [running.mark()]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+    dist.barrier()
+    for _ in range(2):
+        running.step()
+        said.append(running.mark())
+    running.checkpointer.close(1)
+    return said
+
+
+def test_a_partition_that_is_deleted_under_a_live_job_fails_its_markers_by_name(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}"
+    folder = tmp_path / "data" / "p00001"
+    for said in ranks.run(2, _partition_deleted, uri, folder, timeout_s=90):
+        assert said[0] == "1:1"
+        for failed in said[1:]:
+            assert failed.startswith(MarkerFailedError.__name__)
+            assert "rank 1" in failed
+            assert str(folder) in failed
+    assert _markers(uri) == ["1:1"]
+    assert not folder.exists() or not list(folder.iterdir())
