@@ -252,7 +252,7 @@ def _check_versions() -> None:
 
 
 def watch_outside_writes(
-    dmp: DistributedModelParallel, kernels: list[FusedKernel], on_all_changed: Callable[[], None]
+    dmp: DistributedModelParallel, optimizer: torch.optim.Optimizer | None, on_all_changed: Callable[[], None]
 ) -> Callable[[], None]:
     """Notice what changes rows outside the fused update; returns the remover.
 
@@ -264,7 +264,9 @@ def watch_outside_writes(
         on_all_changed()
 
     handles = [module.register_load_state_dict_pre_hook(loading) for _, module in sharded_modules(dmp)]
-    patched = [_patch(kernel.optimizer, "load_state_dict", on_all_changed) for kernel in kernels]
+    # A combined optimizer writes into the states of its parts by itself: each one that can be called is watched.
+    optimizers = {id(part): part for root in (dmp.fused_optimizer, optimizer) for part in _parts(root)}
+    patched = [_patch(part, "load_state_dict", on_all_changed) for part in optimizers.values()]
     patched.append(_patch(dmp, "reshard", _refuse_reshard))
 
     def remove() -> None:
@@ -274,6 +276,15 @@ def watch_outside_writes(
             undo()
 
     return remove
+
+
+def _parts(optimizer: Any) -> Iterator[Any]:
+    """An optimizer and all that it combines."""
+    if optimizer is not None:
+        yield optimizer
+    if isinstance(optimizer, CombinedOptimizer):
+        for _, child in optimizer.optimizers:
+            yield from _parts(child)
 
 
 def _patch(owner: Any, name: str, before: Callable[[], None]) -> Callable[[], None]:

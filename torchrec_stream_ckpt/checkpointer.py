@@ -85,7 +85,7 @@ class StreamCheckpointer:
         self._team.on_rank0(self._log.incarnation)  # a log that cannot be reached is said now, not at the first marker
         self._control = Control(self._log)
         self._capture = Capture(self._kernels, self._schema)
-        self._unwatch = watch_outside_writes(dmp, self._kernels, self._capture.mark_all)
+        self._unwatch = watch_outside_writes(dmp, optimizer, self._capture.mark_all)
         device = self._kernels[0].device if self._kernels else torch.device("cpu")
         self._ring = FrameRing(
             config.ring_bytes, config.marker_budget_bytes, lambda num_bytes: allocate(device, num_bytes)
@@ -96,6 +96,7 @@ class StreamCheckpointer:
         self._step = 0
         self._next_marker = 1
         self._broken: BaseException | None = None
+        self._stranded = False
         self._closed = False
 
     def __enter__(self) -> StreamCheckpointer:
@@ -172,7 +173,7 @@ class StreamCheckpointer:
         if ballot.ready:
             self._cut(stream, deadline_s=None)
         else:
-            self._drain()
+            self._try_drain()
         self._vote()
 
     def mark(self) -> Future[Committed]:
@@ -217,6 +218,17 @@ class StreamCheckpointer:
         self._log.close()
 
     # Drains and cuts.
+
+    def _try_drain(self) -> None:
+        """Drain; if that fails here alone, training goes on and the next marker says it on all ranks."""
+        try:
+            self._drain()
+        except Exception:  # the publisher has died: what was not sent stays marked
+            if not self._stranded:
+                log.exception(
+                    "rank %d cannot drain: every marker will fail until the job is restarted", self._team.rank
+                )
+            self._stranded = True
 
     def _drain(self) -> None:
         """Send what finds space, without waiting."""

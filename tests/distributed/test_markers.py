@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from tests import ranks
 from tests.jobs import attach
-from tests.model import PLAN_2, PLAN_3, differences, trainer, truth
-from torchrec_stream_ckpt import StreamConfig
+from tests.model import PLAN_2, PLAN_3, Trainer, differences, trainer, truth
+from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError, FencedError, MarkerFailedError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.control import parse_control
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -155,6 +155,12 @@ def test_a_marker_without_room_is_given_up_by_all_and_the_next_one_holds_its_row
     assert differences(torch.load(tmp_path / "truth.pt"), ranks.run(3, _restore, uri)[0]) == []
 
 
+def _steps(job: Trainer, checkpointer: StreamCheckpointer, count: int) -> None:
+    for _ in range(count):
+        job.step()
+        checkpointer.step()
+
+
 def _trainer_of_two(uri: str, directory: Path, name: str) -> str:
     """The first trainer commits, lets the second one take over, and tries to commit again."""
     job = trainer(PLAN_2)
@@ -184,9 +190,7 @@ def _trainer_of_two(uri: str, directory: Path, name: str) -> str:
     with pytest.raises(FencedError):
         checkpointer.mark()
     with pytest.raises(FencedError):
-        for _ in range(3):  # the word goes around with the votes: all ranks stop at one step
-            job.step()
-            checkpointer.step()
+        _steps(job, checkpointer, 3)  # the word goes around with the votes: all ranks stop at one step
     checkpointer.close()
     return str(error)
 

@@ -13,11 +13,12 @@ before it has been compared.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import random
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
@@ -113,7 +115,8 @@ class DenseState:
 
     def save(self, staged: dict[str, Any], path: Path) -> None:
         """(all ranks, commit thread) Write what :meth:`stage` returned; returns when it is durable. Collective."""
-        save(staged, storage_writer=FileSystemWriter(path), process_group=self._group)
+        with _as_error():
+            save(staged, storage_writer=FileSystemWriter(path), process_group=self._group)
 
     def load(self, path: Path, world: int) -> None:
         """Load a marker that ``world`` ranks wrote; its digests must have been compared already. Local.
@@ -214,6 +217,16 @@ class DenseState:
             group.update({key: value for key, value in values.items() if key != "params"})
 
 
+@contextlib.contextmanager
+def _as_error() -> Iterator[None]:
+    """DCP's failure is a BaseException that no handler of errors would see, and its text is tracebacks."""
+    try:
+        yield
+    except CheckpointException as error:
+        said = [f"rank {rank}: {type(failure).__name__}: {failure}" for rank, (failure, _) in error.failures.items()]
+        raise RuntimeError("; ".join(said)) from error
+
+
 def written_by(path: Path, rank: int) -> list[str]:
     """Names of the files that ``rank`` wrote into a dense directory; rank 0 also wrote DCP's metadata."""
     mine = [entry.name for entry in path.iterdir() if entry.name.startswith(f"__{rank}_")]
@@ -230,7 +243,7 @@ def _load_here(state: dict[str, Any], reader: FileSystemReader) -> dict[str, Any
     Every rank reads for itself, so that one that fails leaves none waiting.
     """
     filled = _pruned(state)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _as_error():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         load(filled, storage_reader=reader, no_dist=True)
     return filled

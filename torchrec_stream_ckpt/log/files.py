@@ -152,6 +152,12 @@ class FileLog:
 
     def _cut_torn_tail(self, path: Path, fd: int) -> int:
         """Remove what an appender left that died in the middle of a record: it held the lock, so it is gone."""
+        if os.fstat(fd).st_size < self._control_end:
+            raise LogUnavailableError(
+                f"the control log is shorter than the {self._control_end} bytes that were read from it",
+                hint="it was cut or deleted under a running job: bring it back, or start a new job",
+                path=path,
+            )
         for offset, record in self.read_control(self._control_end):
             self._control_end = offset + len(record)
         if os.fstat(fd).st_size != self._control_end:
