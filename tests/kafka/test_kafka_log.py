@@ -248,6 +248,13 @@ class OwnBroker:
         assert pid is not None
         os.kill(pid, signum)
 
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone: the kernel takes a while to take a Java apart."""
+        self.signal(signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while self._broker.status().running and time.monotonic() < deadline:
+            time.sleep(0.01)
+
     def start(self) -> None:
         self._broker.start(die_with=os.getpid())
 
@@ -272,7 +279,7 @@ def test_killed_broker_loses_no_acknowledged_frame(victim: OwnBroker) -> None:
     killed = threading.Event()
 
     def kill_and_restart() -> None:
-        victim.signal(signal.SIGKILL)
+        victim.kill()
         killed.set()
         victim.start()
 
