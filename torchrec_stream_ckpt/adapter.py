@@ -7,7 +7,7 @@ What is used, and where it was read (torchrec 1.9.2, fbgemm 1.9.0; the same name
 ``..._emb_modules[j].config.embedding_tables[i]``      i-th table of the j-th kernel: shard offsets, local sizes
 ``...fused_optimizer._emb_module``                     which kernel a fused optimizer steers
 ``SplitTableBatchedEmbeddingBagsCodegen._indices``     ids of the last forward, behind the bounds check
-``..._offsets``, ``_vbe_B_offsets``, ``_vbe_max_B``    their bounds by feature
+``..._offsets``, ``_vbe_B_offsets``                    their bounds by feature; the latter only with VBE
 ``...feature_table_map``, ``hash_size_cumsum``         feature to table, and to linear rows
 ``...iter``, ``iter_cpu``, ``learning_rate_tensor``    state of the kernel that no state_dict holds
 =====================================================  ==========================================
@@ -75,9 +75,7 @@ class Lookup:
     indices: torch.Tensor
     """Local rows, behind the bounds check, ordered by feature."""
     offsets: torch.Tensor
-    batch_offsets: torch.Tensor | None
-    """First bag of each feature, when batch sizes vary by feature (VBE)."""
-    max_batch: int
+    """Where the ids of each bag begin, features one behind the other, all with the same number of bags."""
 
 
 class FusedKernel:
@@ -123,7 +121,13 @@ class FusedKernel:
                     f"the output of the fused kernel comes from {node.name()}, not from its lookup",
                     hint="use the versions of torchrec and fbgemm that the README names",
                 )
-            lookup = Lookup(tbe._indices, tbe._offsets, tbe._vbe_B_offsets, tbe._vbe_max_B)
+            if tbe._vbe_B_offsets is not None:
+                raise UnsupportedError(
+                    "batch sizes that vary by feature (VBE) are not captured yet",
+                    hint="train without stride_per_key_per_rank",
+                    tables=",".join(shard.table.name for shard in self.shards),
+                )
+            lookup = Lookup(tbe._indices, tbe._offsets)
             node.register_hook(lambda *_grads: callback(lookup))
 
         handle: RemovableHandle = self._tbe.register_forward_hook(forward_hook, prepend=True)
@@ -132,7 +136,7 @@ class FusedKernel:
     def linear_rows(self, lookup: Lookup) -> torch.Tensor:
         """(GPU) Rows in the kernel's linear row space; ids that the kernel ignores become its row count."""
         rows: torch.Tensor = torch.ops.fbgemm.linearize_cache_indices(
-            self._tbe.hash_size_cumsum, lookup.indices, lookup.offsets, lookup.batch_offsets, lookup.max_batch
+            self._tbe.hash_size_cumsum, lookup.indices, lookup.offsets, None, -1
         )
         return rows
 

@@ -61,10 +61,25 @@ def _refusals(directory: Path) -> dict[str, str]:
     expect("unreachable broker", LogUnavailableError, job.dmp, job.optimizer, config=refused)
 
     checkpointer = attach(job, settings)
+    said["VBE"] = _variable_batches(checkpointer)
     with pytest.raises(UnsupportedError, match="reshard"):
         job.dmp.reshard("ebc", {})
     checkpointer.close()
     return said
+
+
+def _variable_batches(checkpointer: StreamCheckpointer) -> str:
+    """A lookup with a batch size of its own for each feature, straight into a kernel."""
+    tbe = checkpointer._kernels[0]._tbe
+    features = len(tbe.feature_table_map)
+    bags = features * (features + 1) // 2
+    with pytest.raises(UnsupportedError) as caught:
+        tbe(
+            torch.zeros(bags, dtype=torch.long),
+            torch.arange(bags + 1),
+            batch_size_per_feature_per_rank=[[1 + feature] for feature in range(features)],
+        )
+    return str(caught.value)
 
 
 def _dense_kernel() -> DistributedModelParallel:
@@ -115,6 +130,7 @@ def test_what_cannot_be_captured_is_refused_at_attach_by_name(tmp_path: Path) ->
     assert "ROWWISE_RMSPROP_AR" in said["ROWWISE_RMSPROP_AR"]
     assert "EXACT_ROWWISE_ADAGRAD" in said["ROWWISE_RMSPROP_AR"]  # what to use instead
     assert "tables=t_" in said["EMAINPLACE_ROWWISE_ADAGRAD"]
+    assert "(VBE) are not captured yet" in said["VBE"]
     assert "WarmupOptimizer" in said["warm-up"]
     assert "in_backward_optimizer_filter" in said["fused parameter"]
     assert "Linear is no DistributedModelParallel" in said["no DMP"]

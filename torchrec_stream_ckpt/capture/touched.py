@@ -41,8 +41,6 @@ class TouchedRows:
 
     def _bounds(self, lookup: Lookup) -> list[int]:
         """Where the ids of each feature begin, and where the last ones end."""
-        if lookup.batch_offsets is not None:
-            return lookup.offsets[lookup.batch_offsets.long()].tolist()
         batch = (lookup.offsets.numel() - 1) // len(self._feature_masks)
         if batch == 0:
             return [0] * (len(self._feature_masks) + 1)
