@@ -24,6 +24,7 @@ import os
 import random
 import re
 import sys
+import time
 import warnings
 import weakref
 import zlib
@@ -912,7 +913,8 @@ def train(
                     checkpointer.step()
                 bar.update()
                 if rank == 0 and step % args.log_every == 0:
-                    at = f"epoch {loader.epoch}, sample {loader.position.samples}: loss {loss.item():.4f}"
+                    at = f"epoch {loader.epoch}, sample {loader.position.samples}"
+                    at += f": loss of rank 0's part {loss.item():.4f}"
                     bar.set_postfix_str(at) if has_bar else log.info("step %d, %s", step, at)
                 observe(loss.detach())
         if checkpointer is not None:
@@ -963,6 +965,8 @@ def expected_errors(args: argparse.Namespace) -> tuple[type[Exception], ...]:
 def fail(message: str) -> NoReturn:
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # each node tells once
         print(f"train_dlrm.py: error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(3)  # torchrun ends all ranks when the first one leaves: that must be the one that tells
     raise SystemExit(2)
 
 

@@ -50,7 +50,8 @@ class StreamCheckpointer:
             None when all parameters are fused.
         config: Where to stream, and how often.
         stateful: Objects with ``state_dict()`` and ``load_state_dict()`` whose state on rank 0 serves all
-            ranks: a loader that counts samples, a learning-rate schedule.
+            ranks: a loader that counts samples, a schedule of the dense optimizer (one over all param groups has
+            a list that fits its own rank and plan only).
         stateful_per_rank: The same for objects with a state of their own on every rank; they can only be
             restored on as many ranks.
 

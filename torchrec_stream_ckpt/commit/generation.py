@@ -49,7 +49,7 @@ class Generation:
         now = self.log.incarnation()
         if now is None or now.id != self.claim.incarnation:
             raise MarkerFailedError(
-                "the log was deleted or made again behind our back",
+                "the log was deleted or made again while this job ran",
                 hint="start a new job, or bring it back",
                 generation=self.claim.generation,
                 marker=marker,

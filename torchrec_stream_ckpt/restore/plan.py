@@ -123,7 +123,7 @@ def check_schema(saved: Schema, here: Schema) -> None:
         side = "the log" if name in there_by_name else "this model"
         raise SchemaMismatchError(
             f"only {side} has a sharded table of this name",
-            hint="a table can not change between data-parallel and sharded, nor be renamed",
+            hint="a table cannot change between data-parallel and sharded, nor be renamed",
             table=name,
         )
     for name, there in there_by_name.items():
