@@ -14,6 +14,7 @@ The folder holds::
 from __future__ import annotations
 
 import base64
+import errno
 import json
 import os
 import re
@@ -34,6 +35,7 @@ from torchrec_stream_ckpt.broker.runtime import find_java, kafka_jars, locked
 from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
 
 HOST = "127.0.0.1"
+PORT_FREE_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
 _TETHER = Path(__file__).with_name("tether.py")
@@ -268,12 +270,18 @@ def _reserve(held: ExitStack, port: int) -> int:
     """Bind a loopback port (0: any free one) until ``held`` is closed."""
     probe = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        probe.bind((HOST, port))
-    except OSError as error:
-        raise ConfigError(
-            f"port {port} on {HOST} cannot be used: {error.strerror}", hint="name another one with --port"
-        ) from None
+    deadline = time.monotonic() + (PORT_FREE_TIMEOUT_S if port else 0.0)
+    while True:
+        try:
+            probe.bind((HOST, port))
+            break
+        except OSError as error:
+            # A broker that was killed a moment ago holds its sockets until the kernel has taken it apart.
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                raise ConfigError(
+                    f"port {port} on {HOST} cannot be used: {error.strerror}", hint="name another one with --port"
+                ) from None
+            time.sleep(0.05)
     taken: int = probe.getsockname()[1]
     return taken
 
