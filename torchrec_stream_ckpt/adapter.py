@@ -5,7 +5,7 @@ What is used, and where it was read (torchrec 1.9.2, fbgemm 1.9.0; the same name
 =====================================================  ==========================================
 ``ShardedEmbeddingBagCollection._lookups[k]``          one lookup a sharding type
 ``..._emb_modules[j].config.embedding_tables[i]``      i-th table of the j-th kernel: shard offsets, local sizes
-``...fused_optimizer._emb_module``                     which kernel a fused optimizer steers
+``..._emb_modules[j].fused_optimizer``                 the param group that sets the kernel's learning rate
 ``SplitTableBatchedEmbeddingBagsCodegen._indices``     ids of the last forward, behind the bounds check
 ``..._offsets``, ``_vbe_B_offsets``                    their bounds by feature; the latter only with VBE
 ``...feature_table_map``, ``hash_size_cumsum``         feature to table, and to linear rows

@@ -136,8 +136,7 @@ class StreamCheckpointer:
             raise ConfigError("restore() comes before the first step() and mark()")
         chosen = self._choose(marker)
         if chosen is None:
-            self._team.on_rank0(self._check_schema)
-            self._open(parent=None, swept=range(len(self._schema.tables)))
+            self._open_root()
             return None
         plan, choice = chosen
         store = self._config.store_path
@@ -306,8 +305,7 @@ class StreamCheckpointer:
     def _ensure_stream(self) -> Generation:
         self._check_open()
         if self._stream is None:
-            self._team.on_rank0(self._check_schema)
-            self._open(parent=None, swept=range(len(self._schema.tables)))
+            self._open_root()
         assert self._stream is not None
         return self._stream
 
@@ -316,6 +314,11 @@ class StreamCheckpointer:
             raise ConfigError("this StreamCheckpointer is closed")
         if self._broken is not None:
             raise ConfigError(f"a restore failed half way ({self._broken})", hint="start the job anew")
+
+    def _open_root(self) -> None:
+        """Open a generation that stands on nothing: every table is sent whole."""
+        self._team.on_rank0(self._check_schema)
+        self._open(parent=None, swept=range(len(self._schema.tables)))
 
     def _check_schema(self) -> None:
         """(rank 0) A job that restores nothing must still be of the log's kind."""
