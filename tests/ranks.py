@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import multiprocessing as mp
 import os
 import shutil
-import signal
 import tempfile
 import time
 import traceback
@@ -39,14 +39,14 @@ class Job:
     def kill(self, ranks: list[int] | None = None) -> None:
         """SIGKILL, all ranks or some."""
         for rank in ranks if ranks is not None else range(len(self.processes)):
-            process = self.processes[rank]
-            if process.pid is not None and process.is_alive():
-                os.kill(process.pid, signal.SIGKILL)
+            self.processes[rank].kill()  # which forgives a rank that ended by itself just before
 
     def signal(self, number: int) -> None:
+        """Any signal, to all ranks that still run."""
         for process in self.processes:
             if process.pid is not None and process.is_alive():
-                os.kill(process.pid, number)
+                with contextlib.suppress(ProcessLookupError):  # it ended between the question and the signal
+                    os.kill(process.pid, number)
 
     def join(self, timeout_s: float = 120.0) -> list[Any]:
         """What each rank returned.
