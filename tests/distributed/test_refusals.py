@@ -8,14 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
-from torchrec.modules.embedding_configs import EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.optim.warmup import WarmupOptimizer, WarmupStage
 
 import tests.model as model
@@ -44,10 +40,6 @@ def _refusals(directory: Path) -> dict[str, str]:
             StreamCheckpointer(*args, **{"config": settings, **kwargs})
         said[name] = str(caught.value)
 
-    for optimizer in ("ROWWISE_RMSPROP_AR", "EMAINPLACE_ROWWISE_ADAGRAD"):
-        model.OPTIMIZERS[optimizer] = EmbOptimType[optimizer]
-        expect(optimizer, UnsupportedError, trainer(PLAN_2, optimizer=optimizer).dmp)
-
     job = trainer(PLAN_2)
     warm = WarmupOptimizer(job.optimizer.optimizers[1][1], [WarmupStage()])
     expect("warm-up", UnsupportedError, job.dmp, warm)
@@ -56,30 +48,14 @@ def _refusals(directory: Path) -> dict[str, str]:
     expect("no DMP", UnsupportedError, nn.Linear(2, 2))
     expect("no state_dict", ConfigError, job.dmp, job.optimizer, stateful={"loader": object()})
     expect("dense kernel", UnsupportedError, _dense_kernel())
-    expect("EmbeddingCollection", UnsupportedError, _embedding_collection())
     refused = StreamConfig(uri="kafka://127.0.0.1:9/job", store=f"file://{directory}")
     expect("unreachable broker", LogUnavailableError, job.dmp, job.optimizer, config=refused)
 
     checkpointer = attach(job, settings)
-    said["VBE"] = _variable_batches(checkpointer)
     with pytest.raises(UnsupportedError, match="reshard"):
         job.dmp.reshard("ebc", {})
     checkpointer.close()
     return said
-
-
-def _variable_batches(checkpointer: StreamCheckpointer) -> str:
-    """A lookup with a batch size of its own for each feature, straight into a kernel."""
-    tbe = checkpointer._kernels[0]._tbe
-    features = len(tbe.feature_table_map)
-    bags = features * (features + 1) // 2
-    with pytest.raises(UnsupportedError) as caught:
-        tbe(
-            torch.zeros(bags, dtype=torch.long),
-            torch.arange(bags + 1),
-            batch_size_per_feature_per_rank=[[1 + feature] for feature in range(features)],
-        )
-    return str(caught.value)
 
 
 def _dense_kernel() -> DistributedModelParallel:
@@ -101,42 +77,13 @@ def _dense_kernel() -> DistributedModelParallel:
     )
 
 
-def _embedding_collection() -> DistributedModelParallel:
-    class Sequence(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            tables = [EmbeddingConfig(name="t", num_embeddings=20, embedding_dim=8, feature_names=["f"])]
-            self.ec = EmbeddingCollection(tables=tables, device=torch.device("meta"))
-
-    net = Sequence()
-    sharder = EmbeddingCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1})
-    plan = construct_module_sharding_plan(
-        net.ec,
-        {"t": table_wise(rank=0)},
-        sharder=sharder,
-        local_size=dist.get_world_size(),
-        world_size=dist.get_world_size(),
-        device_type="cpu",
-    )
-    plan["t"].compute_kernel = "fused"
-    env = ShardingEnv.from_process_group(dist.group.WORLD)
-    return DistributedModelParallel(
-        net, env=env, device=torch.device("cpu"), plan=ShardingPlan(plan={"ec": plan}), sharders=[sharder]
-    )
-
-
 def test_what_cannot_be_captured_is_refused_at_attach_by_name(tmp_path: Path) -> None:
     said = ranks.run(2, _refusals, tmp_path)[0]
-    assert "ROWWISE_RMSPROP_AR" in said["ROWWISE_RMSPROP_AR"]
-    assert "EXACT_ROWWISE_ADAGRAD" in said["ROWWISE_RMSPROP_AR"]  # what to use instead
-    assert "tables=t_" in said["EMAINPLACE_ROWWISE_ADAGRAD"]
-    assert "(VBE) are not captured yet" in said["VBE"]
     assert "WarmupOptimizer" in said["warm-up"]
     assert "in_backward_optimizer_filter" in said["fused parameter"]
     assert "Linear is no DistributedModelParallel" in said["no DMP"]
     assert "'loader' (object)" in said["no state_dict"]
     assert "compute_kernel='fused'" in said["dense kernel"]
-    assert "ShardedEmbeddingCollection is not captured yet" in said["EmbeddingCollection"]
     assert "127.0.0.1:9" in said["unreachable broker"]
 
 

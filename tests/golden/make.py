@@ -85,7 +85,10 @@ def frames() -> dict[str, bytes]:
         seal(header, frame)
         stream[name], previous = bytes(frame), header
     num_bytes = sum(map(len, stream.values()))
-    scalars = (TableScalars(0, 100, 0.05, 0.05), TableScalars(1, 100, 0.05, 0.025))
+    scalars = (
+        TableScalars(0, 0, 6, 1, 1, 100, 1.0, 0.05, 0.05),
+        TableScalars(1, 0, 4, 0, 4, 100, 1.0, 0.05, 0.025),
+    )
     mark = Header(Kind.MARK, JOB, 1, seq=3, step=STEP, marker=MARKER, schema_crc=SCHEMA.crc, chain=previous.header_crc)
     stream["mark"] = bytes(json_frame(mark, Mark(5, num_bytes, scalars).to_json()))
     end = RankEnd(0, 0, 0, num_bytes + len(stream["mark"]), 4, mark.header_crc, 5, num_bytes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -48,7 +49,9 @@ class Capture:
         self._ring: FrameRing | None = None
         self._submit: Callable[[FrameBuffer], int] | None = None
         self._removers: list[Callable[[], None]] = [
-            kernel.on_update(mask.mark) for kernel, mask in zip(kernels, self._masks, strict=True)
+            remover
+            for kernel, mask in zip(kernels, self._masks, strict=True)
+            for remover in (kernel.on_update(mask.mark), kernel.on_rewrite(mask.mark_rows))
         ]
 
     def open(
@@ -87,13 +90,21 @@ class Capture:
     def mark_all(self) -> None:
         """Something outside the fused update may have changed any row."""
         for mask in self._masks:
-            mask.mark_all()
+            mask.mark_rows(None)
 
     def scalars(self) -> tuple[TableScalars, ...]:
         """The kernels' own state, a record a shard."""
         return tuple(
             TableScalars(
-                self._index[shard.table.name], kernel.iteration, kernel.learning_rate, kernel.next_learning_rate
+                self._index[shard.table.name],
+                shard.row0,
+                shard.rows,
+                shard.col0,
+                shard.cols,
+                kernel.iteration,
+                kernel.max_counter,
+                kernel.learning_rate,
+                kernel.next_learning_rate,
             )
             for kernel in self._kernels
             for shard in kernel.shards
@@ -122,7 +133,15 @@ class Capture:
                     mask.sent(rows[:begin])
                     return False
                 local = rows[begin : min(begin + stager.max_rows, cuts[shard + 1])] - mask.bases[shard]
-                stager.fill(buffer, local, weights[shard], states[shard], step=drain.step, marker=drain.marker)
+                stager.fill(
+                    buffer,
+                    local,
+                    weights[shard],
+                    states[shard],
+                    newest=partial(kernel.newest, shard),
+                    step=drain.step,
+                    marker=drain.marker,
+                )
                 self._submit(buffer)
         mask.sent(rows)
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,9 @@ from torchrec_stream_ckpt.adapter import LocalShard
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind
 from torchrec_stream_ckpt.format.ring import Bytes, FrameBuffer
 from torchrec_stream_ckpt.format.rows import RowLayout, Section
+
+Newest = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(rows, their weights in the table) -> their weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +59,15 @@ class RowStager:
         weights: torch.Tensor,
         states: tuple[torch.Tensor, ...],
         *,
+        newest: Newest,
         step: int,
         marker: int,
     ) -> None:
         """Gather ``rows`` (local, at most ``max_rows``) of the live tensors into ``buffer``.
 
         On a CPU the rows are in the buffer on return. On a GPU the gather is queued on the current stream,
-        in front of any later update, and the buffer's ``ready`` waits for the copy.
+        in front of any later update, and the buffer's ``ready`` waits for the copy; ``newest`` puts over the
+        gathered weights what a cache in front of them holds.
         """
         shard, layout = self._shard, self._layout
         count = rows.numel()
@@ -72,8 +78,10 @@ class RowStager:
         )
         if rows.is_cuda:
             ids.copy_(rows + shard.row0, non_blocking=True)
-            for target, source in zip(values, (weights, *states), strict=True):
-                target.copy_(source.index_select(0, rows), non_blocking=True)
+            gathered = [source.index_select(0, rows) for source in (weights, *states)]
+            gathered[0] = newest(rows, gathered[0])
+            for target, source in zip(values, gathered, strict=True):
+                target.copy_(source, non_blocking=True)
             copied = torch.Event(rows.device)
             copied.record()
             buffer.ready = copied.synchronize

@@ -6,7 +6,7 @@ the tables' device: two bytes a row. Marking is a scatter; nothing here grows.
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import torch
 
@@ -18,8 +18,7 @@ class TouchedRows:
 
     def __init__(self, kernel: FusedKernel) -> None:
         self._kernel = kernel
-        self.bases = (0, *accumulate(shard.rows for shard in kernel.shards))
-        """Linear row of each shard's first row, and the total."""
+        self.bases = kernel.bases
         self.total = self.bases[-1]
         # One row more than there are: ids that the kernel ignores are marked there.
         self._touched = torch.zeros(self.total + 1, dtype=torch.bool, device=kernel.device)
@@ -41,13 +40,19 @@ class TouchedRows:
 
     def _bounds(self, lookup: Lookup) -> list[int]:
         """Where the ids of each feature begin, and where the last ones end."""
+        if lookup.bag_starts is not None:
+            return lookup.offsets[lookup.bag_starts.long()].tolist()
         batch = (lookup.offsets.numel() - 1) // len(self._feature_masks)
         if batch == 0:
             return [0] * (len(self._feature_masks) + 1)
         return lookup.offsets[::batch].tolist()
 
-    def mark_all(self) -> None:
-        self._touched[: self.total] = True
+    def mark_rows(self, rows: torch.Tensor | None) -> None:
+        """Something outside the fused update changes these linear rows; None: it may change any row."""
+        if rows is None:
+            self._touched[: self.total] = True
+        else:
+            self._touched.index_fill_(0, rows.to(self._touched.device), True)
 
     def sweep_again(self, shards: list[int]) -> None:
         """Every row of these shards is to be sent once, whether a step touches it or not."""

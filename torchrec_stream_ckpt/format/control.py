@@ -76,11 +76,17 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class TableScalars:
-    """State of the fused kernel that is no row: the same for all rows of a table."""
+    """State of the fused kernel that is no row, with the shard that it was read for."""
 
     table: int
+    row0: int
+    rows: int
+    col0: int
+    cols: int
     iteration: int
     """Number of forward passes that the kernel has counted."""
+    max_counter: float
+    """What counter-based regularization has seen at most; 1 where it is not used."""
     learning_rate: float
     """What the kernel used last."""
     next_learning_rate: float

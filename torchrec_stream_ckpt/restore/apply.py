@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -17,6 +18,8 @@ from torchrec_stream_ckpt.restore.plan import RestorePlan, StreamRead
 from torchrec_stream_ckpt.restore.reshard import Move
 from torchrec_stream_ckpt.restore.stream import checked_payload, read_mark, read_stream
 from torchrec_stream_ckpt.types import TableShard
+
+T = TypeVar("T")
 
 
 class _Target:
@@ -111,15 +114,16 @@ def apply_rows(log: Log, plan: RestorePlan, kernels: list[FusedKernel]) -> int:
         SchemaMismatchError: the plan puts tables with different learning rates into one kernel.
     """
     targets = _targets(plan, kernels)
-    scalars: dict[int, TableScalars] = {}
+    scalars: list[TableScalars] = []
     applied = 0
+    for kernel in kernels:
+        kernel.prepare_write()
     for read in plan.reads:
         for header, frame in read_stream(log, read.commit, read.end):
             if header.kind is Kind.ROWS:
                 applied += _apply_frame(plan, read, header, frame, targets)
             elif header.seq == read.end.frames - 1 and read.commit.id == plan.marker:
-                mark = read_mark(header, frame, read.commit, read.end)
-                _collect_scalars(plan, mark.scalars, scalars)
+                scalars += read_mark(header, frame, read.commit, read.end).scalars
     for shard, target in targets.items():
         target.finish(plan.schema.tables[shard.table].name)
     _set_scalars(plan, kernels, scalars)
@@ -161,31 +165,47 @@ def _tensor(array: Array, dtype: str) -> torch.Tensor:
     return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
 
 
-def _collect_scalars(plan: RestorePlan, records: Sequence[TableScalars], by_table: dict[int, TableScalars]) -> None:
-    """Add one rank's records; the shards of a table must agree on its learning rate."""
-    for record in records:
-        known = by_table.setdefault(record.table, record)
-        if known.learning_rate != record.learning_rate or known.next_learning_rate != record.next_learning_rate:
-            raise SchemaMismatchError(
-                "the marker has two learning rates for one table",
-                hint="restore a marker of a step at which all ranks had set the same one",
-                table=plan.schema.tables[record.table].name,
-            )
-        if record.iteration > known.iteration:
-            by_table[record.table] = record
-
-
-def _set_scalars(plan: RestorePlan, kernels: list[FusedKernel], by_table: Mapping[int, TableScalars]) -> None:
+def _set_scalars(plan: RestorePlan, kernels: list[FusedKernel], records: Sequence[TableScalars]) -> None:
+    """Give each kernel the state of those whose rows it has got."""
     index = plan.schema.index()
     for kernel in kernels:
-        found = [by_table[index[shard.table.name]] for shard in kernel.shards if shard.rows and shard.cols]
-        rates = {(record.learning_rate, record.next_learning_rate) for record in found}
-        if len(rates) > 1:
-            names = ", ".join(shard.table.name for shard in kernel.shards)
-            raise SchemaMismatchError(
-                f"tables with different learning rates share a kernel under this plan: {names}",
-                hint="place them apart, as in the job that wrote the marker",
+        shards = [shard for shard in kernel.shards if shard.rows and shard.cols]
+        names = ", ".join(shard.table.name for shard in shards)
+        sources = [
+            record
+            for shard in shards
+            for record in _sources(
+                TableShard(index[shard.table.name], shard.row0, shard.rows, shard.col0, shard.cols), records
             )
-        for rate, next_rate in rates:
-            # The optimizers that are captured do not read the iteration; kernels of one job count alike.
-            kernel.set_scalars(max(record.iteration for record in found), rate, next_rate)
+        ]
+        if not sources:
+            continue
+        rate, next_rate = _agreed(
+            "learning rate", names, ((each.learning_rate, each.next_learning_rate) for each in sources)
+        )
+        iterations = [each.iteration for each in sources]
+        kernel.set_scalars(
+            _agreed("iteration count", names, iterations) if kernel.reads_iteration else max(iterations),
+            max(each.max_counter for each in sources),
+            rate,
+            next_rate,
+        )
+
+
+def _sources(shard: TableShard, records: Sequence[TableScalars]) -> list[TableScalars]:
+    """What was recorded for this very shard; where the marker has no such one, for all shards of the table."""
+    of_table = [record for record in records if record.table == shard.table]
+    same = [r for r in of_table if TableShard(r.table, r.row0, r.rows, r.col0, r.cols) == shard]
+    return same or of_table
+
+
+def _agreed(what: str, tables: str, values: Iterable[T]) -> T:
+    """The one value that all tables of a kernel had."""
+    first, *others = dict.fromkeys(values)
+    if others:
+        raise SchemaMismatchError(
+            f"the marker has more than one {what} for tables that share a kernel under this plan: {first}, {others[0]}",
+            hint="place tables of different settings apart, or restore a marker at which all ranks had the same one",
+            tables=tables,
+        )
+    return first

@@ -1,0 +1,134 @@
+"""The part of a sharded model that is no fused shard: dense layers, data-parallel tables, feature processors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.batched_embedding_kernel import EmbeddingFusedOptimizer
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardedModule
+from torchrec.optim.fused import FusedOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+
+from torchrec_stream_ckpt.adapter.modules import is_sharded_embedding
+from torchrec_stream_ckpt.errors import UnsupportedError
+
+
+def dense_view(dmp: DistributedModelParallel) -> nn.Module:
+    """A throw-away module that shares everything of the model that is no fused shard, under the same names.
+
+    ``torch.distributed.checkpoint.state_dict`` works on it where it raises on a DMP. Data-parallel tables
+    are in it.
+    """
+    return _view(dmp.module)
+
+
+def _view(module: nn.Module) -> nn.Module:
+    if is_sharded_embedding(module):
+        return _data_parallel_tables(module)
+    if not any(isinstance(child, ShardedModule) for child in module.modules()):
+        return module
+    if type(module).get_extra_state is not nn.Module.get_extra_state:
+        raise UnsupportedError(
+            f"{type(module).__name__} has extra state and holds a sharded module: this is not captured yet",
+            hint="hand its state over as a Stateful, or move it to a child without embeddings",
+        )
+    view = nn.Module()
+    for name, parameter in module.named_parameters(recurse=False):
+        view.register_parameter(name, parameter)
+    for name, buffer in module.named_buffers(recurse=False):
+        view.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
+    for name, child in module.named_children():
+        view.add_module(name, _view(child))
+    return view
+
+
+def _data_parallel_tables(module: Any) -> nn.Module:
+    """The tables of a sharded module that are replicated: their lookups stand under DDP."""
+    replicated = {
+        table.name
+        for lookup in module._lookups
+        if isinstance(lookup, DistributedDataParallel)
+        for embedding in lookup.module._emb_modules
+        for table in embedding.config.embedding_tables
+    }
+    view = nn.Module()
+    for name, parameter in module.named_parameters():
+        *path, leaf = name.split(".")
+        if path and path[-1] in replicated:
+            holder = view
+            for part in path:
+                if part not in dict(holder.named_children()):
+                    holder.add_module(part, nn.Module())
+                holder = holder.get_submodule(part)
+            holder.register_parameter(leaf, parameter)
+    return view
+
+
+def check_dense(dmp: DistributedModelParallel, optimizers: dict[str, torch.optim.Optimizer]) -> None:
+    """Every dense parameter that is trained must be synchronized by DMP and stepped by a known optimizer.
+
+    Raises:
+        UnsupportedError: names the parameter and what to do.
+    """
+    view = dense_view(dmp)
+    names = {id(parameter): name for name, parameter in view.named_parameters()}
+    stepped = {
+        id(parameter)
+        for optimizer in optimizers.values()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    for kind, optimizer in optimizers.items():
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if id(parameter) not in names:
+                raise UnsupportedError(
+                    f"the dense {type(optimizer).__name__} ({kind}) holds a parameter of shape "
+                    f"{tuple(parameter.shape)} that is a fused table or is not in the model",
+                    hint="build it from in_backward_optimizer_filter(model.named_parameters())",
+                )
+    for name, parameter in view.named_parameters():
+        if hasattr(parameter, "_in_backward_optimizers"):
+            raise UnsupportedError(f"the dense parameter {name} is updated in the backward: this is not captured yet")
+        if parameter.requires_grad and id(parameter) not in stepped:
+            raise UnsupportedError(
+                f"the dense parameter {name} is trained by no optimizer that was handed over",
+                hint="pass the optimizer of the dense part, or set requires_grad_(False) on what is not trained",
+            )
+    if stepped and not dmp._ddp_wrapped:
+        raise UnsupportedError("the dense part is not data parallel yet", hint="call dmp.init_data_parallel() first")
+
+
+def dense_optimizers(optimizer: torch.optim.Optimizer | None) -> dict[str, torch.optim.Optimizer]:
+    """The optimizers of the dense parameters, by a name that does not depend on the plan.
+
+    Raises:
+        UnsupportedError: a wrapper whose own state we do not know.
+    """
+    return {
+        f"optimizer{position}": leaf
+        for position, leaf in enumerate(_dense_leaves(optimizer) if optimizer is not None else ())
+    }
+
+
+def _dense_leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    if isinstance(optimizer, CombinedOptimizer):
+        for _, child in optimizer.optimizers:
+            yield from _dense_leaves(child)
+    elif isinstance(optimizer, EmbeddingFusedOptimizer) or (
+        isinstance(optimizer, FusedOptimizer) and not optimizer.params
+    ):
+        return
+    elif type(optimizer) is KeyedOptimizerWrapper:
+        yield optimizer._optimizer
+    elif isinstance(optimizer, KeyedOptimizer):
+        raise UnsupportedError(
+            f"the optimizer {type(optimizer).__name__} has state that is not captured yet",
+            hint="pass a torch.optim optimizer, KeyedOptimizerWrapper or CombinedOptimizer of those",
+        )
+    else:
+        yield optimizer

@@ -1,0 +1,133 @@
+"""Walk a sharded model: every fused kernel of it, or a refusal that names what cannot be captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
+from torchrec.distributed.types import ShardedModule
+
+from torchrec_stream_ckpt.adapter.kernels import FusedKernel, LocalShard
+from torchrec_stream_ckpt.adapter.optimizers import OPTIMIZERS, FusedOptimizer, describe, row_states
+from torchrec_stream_ckpt.adapter.versions import check_versions
+from torchrec_stream_ckpt.errors import UnsupportedError
+from torchrec_stream_ckpt.types import StateSpec, TableSpec
+
+_WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_EMBEDDINGS = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
+_WRAPPERS = (ShardedFeatureProcessedEmbeddingBagCollection,)
+
+
+def is_sharded_embedding(module: nn.Module) -> bool:
+    """Whether it holds tables itself; wrappers around such a module do not."""
+    return type(module) in _EMBEDDINGS
+
+
+def sharded_embeddings(dmp: DistributedModelParallel) -> Iterator[tuple[str, Any]]:
+    """(path in the wrapped model, module) of every sharded module that holds tables.
+
+    Raises:
+        UnsupportedError: a sharded module of another kind.
+    """
+    for path, module in dmp.module.named_modules():
+        if is_sharded_embedding(module):
+            yield path, module
+        elif isinstance(module, ShardedModule) and type(module) not in _WRAPPERS:
+            raise UnsupportedError(
+                f"{type(module).__name__} is not captured",
+                hint="shard EmbeddingBagCollection or EmbeddingCollection",
+                module=path,
+            )
+
+
+def fused_kernels(dmp: DistributedModelParallel) -> list[FusedKernel]:
+    """All fused kernels of this rank, in a fixed order.
+
+    Raises:
+        UnsupportedError: the model holds a module, kernel or optimizer that cannot be captured exactly.
+    """
+    check_versions()
+    if not isinstance(dmp, DistributedModelParallel):
+        raise UnsupportedError(f"{type(dmp).__name__} is no DistributedModelParallel", hint="wrap the model in DMP")
+    if isinstance(dmp, DMPCollection):
+        raise UnsupportedError(
+            "2D parallelism (DMPCollection) is not captured: sync() rewrites rows on all replicas",
+            hint="use DistributedModelParallel",
+        )
+    return [
+        _kernel(path, embedding)
+        for path, module in sharded_embeddings(dmp)
+        for lookup in module._lookups
+        if not isinstance(lookup, DistributedDataParallel)
+        for embedding in lookup._emb_modules
+    ]
+
+
+def _kernel(path: str, embedding: Any) -> FusedKernel:
+    """Check one kernel and describe its shards."""
+    tables = [table.name for table in embedding.config.embedding_tables]
+    where = {"module": path, "tables": ",".join(tables)}
+    tbe = embedding.emb_module
+    if type(tbe) is not SplitTableBatchedEmbeddingBagsCodegen:
+        raise UnsupportedError(
+            f"the kernel {type(tbe).__name__} of sharded tables is not captured",
+            hint="ask for compute_kernel='fused' in the sharding plan or the planner's constraints",
+            **where,
+        )
+    kind = _check_kernel(tbe, where)
+    states = row_states(tbe, kind.states)
+    shards = []
+    for config, state in zip(embedding.config.embedding_tables, states, strict=True):
+        row0, col0 = config.local_metadata.shard_offsets
+        spec = TableSpec(
+            name=f"{path}.{config.name}",
+            rows=config.num_embeddings,
+            dim=config.embedding_dim,
+            dtype=_dtype_name(tbe.weights_precision.as_dtype()),
+            optimizer=tbe.optimizer.name.lower(),
+            states=tuple(
+                StateSpec(name, _dtype_name(rows.dtype), per_row=rows.dim() == 1)
+                for name, rows in zip(kind.states, state, strict=True)
+            ),
+        )
+        shards.append(LocalShard(spec, row0, config.local_rows, col0, config.local_cols))
+    return FusedKernel(tbe, tuple(shards), embedding.fused_optimizer, kind)
+
+
+def _check_kernel(tbe: SplitTableBatchedEmbeddingBagsCodegen, where: dict[str, str]) -> FusedOptimizer:
+    """What its optimizer keeps; raises where rows of this kernel could not be captured exactly."""
+    kind = describe(tbe)
+    if kind is None:
+        known = ", ".join(optimizer.name for optimizer in OPTIMIZERS if optimizer is not None)
+        raise UnsupportedError(
+            f"the fused optimizer {tbe.optimizer.name} is not captured", hint=f"use one of {known}", **where
+        )
+    if tbe.weights_precision.as_dtype() not in _WEIGHT_DTYPES:
+        raise UnsupportedError(
+            f"weights in {tbe.weights_precision.name} are not captured", hint="use FP32, FP16 or BF16", **where
+        )
+    if tbe.lxu_cache_weights.numel():
+        if tbe.lxu_cache_weights.dtype != tbe.weights_precision.as_dtype():
+            raise UnsupportedError(
+                f"the UVM cache holds {tbe.lxu_cache_weights.dtype} of {tbe.weights_precision.name} weights: "
+                "writing a row back rounds it",
+                hint="set cache_precision to the precision of the weights",
+                **where,
+            )
+        if tbe.lxu_cache_state.shape[1] == 1:
+            raise UnsupportedError(
+                "a direct-mapped UVM cache is not captured", hint="use a set-associative one", **where
+            )
+    return kind
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

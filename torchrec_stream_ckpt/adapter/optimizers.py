@@ -1,0 +1,68 @@
+"""The fused optimizers of FBGEMM: which states a row has, and what beside its gradient changes a row.
+
+Every kernel of this table updates only rows that its batch looked up (FBGEMM's optimizers.py: each loops over the
+unique valid ids of the batch), some of them also where the gradient is zero. So the ids of a lookup are the exact
+safe set. What rewrites whole tables on some steps is watched apart (``FusedKernel.on_rewrite``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+
+
+@dataclass(frozen=True, slots=True)
+class FusedOptimizer:
+    """What the capture has to know of one kind of optimizer."""
+
+    states: tuple[str, ...] = ()
+    """Names of the states in the order of ``split_optimizer_states()``."""
+    reads_iteration: bool = False
+    """Whether an update depends on the kernel's iteration."""
+
+
+def _of(kind: str) -> EmbOptimType | None:
+    """None where this FBGEMM does not have it."""
+    return EmbOptimType.__members__.get(kind)
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+OPTIMIZERS: dict[EmbOptimType | None, FusedOptimizer] = {
+    _of("EXACT_SGD"): FusedOptimizer(),
+    _of("EXACT_ADAGRAD"): FusedOptimizer(("sum",)),
+    _of("EXACT_ROWWISE_ADAGRAD"): FusedOptimizer(("sum",)),
+    _of("EMAINPLACE_ROWWISE_ADAGRAD"): FusedOptimizer(("sum",), reads_iteration=True),
+    _of("ROWWISE_RMSPROP_AR"): FusedOptimizer(("sum", "prev_iter"), reads_iteration=True),
+    _of("ENSEMBLE_ROWWISE_ADAGRAD"): FusedOptimizer(("sum", "sparse_ema"), reads_iteration=True),
+    _of("ADAM"): FusedOptimizer(_MOMENTS, reads_iteration=True),
+    _of("PARTIAL_ROWWISE_ADAM"): FusedOptimizer(_MOMENTS, reads_iteration=True),
+    _of("LAMB"): FusedOptimizer(_MOMENTS, reads_iteration=True),
+    _of("PARTIAL_ROWWISE_LAMB"): FusedOptimizer(_MOMENTS, reads_iteration=True),
+}
+OPTIMIZERS.pop(None, None)
+
+
+def describe(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> FusedOptimizer | None:
+    """What this kernel's optimizer keeps, with the counters of its weight decay; None: it is not known."""
+    known = OPTIMIZERS.get(tbe.optimizer)
+    if known is None:
+        return None
+    if tbe._used_rowwise_adagrad_with_counter:
+        return FusedOptimizer((*known.states, "prev_iter", "row_counter"), reads_iteration=True)
+    if tbe._used_rowwise_adagrad_with_global_weight_decay:
+        return FusedOptimizer((*known.states, "prev_iter"), reads_iteration=True)
+    if getattr(tbe, "use_rowwise_bias_correction", False):
+        return FusedOptimizer((*known.states, "row_counter"), reads_iteration=True)
+    return known
+
+
+def row_states(tbe: SplitTableBatchedEmbeddingBagsCodegen, names: tuple[str, ...]) -> list[tuple[torch.Tensor, ...]]:
+    """Live views of the optimizer's rows, a tuple a table: shape (rows,) or (rows, columns)."""
+    if not names:
+        return [() for _ in tbe.embedding_specs]
+    tables = [tuple(states) for states in tbe.split_optimizer_states()]
+    assert all(len(states) == len(names) for states in tables), f"{tbe.optimizer} has other states than {names}"
+    return tables
