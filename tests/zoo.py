@@ -1,0 +1,560 @@
+"""Any TorchRec model that the matrix needs, built from a plain description, and the truth about it by plain code.
+
+Everything a rank does is a pure function of the description and the step: initial tables, batches, events. So the
+same model can be built under any plan and any number of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import EmainplaceModeDefinition
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    grid_shard,
+    row_wise,
+    table_row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingPlan, ShardingType
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from tests.model import assemble
+from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
+
+warnings.filterwarnings("ignore")
+
+GLOBAL_BATCH = 12
+MAX_LENGTH = 3
+
+OPTIMIZERS = {
+    "sgd": EmbOptimType.EXACT_SGD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "emainplace_rowwise_adagrad": EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
+    "rowwise_rmsprop_ar": EmbOptimType.ROWWISE_RMSPROP_AR,
+}
+"""All that FBGEMM runs on a CPU."""
+POINTWISE = ("sgd", "adagrad")
+
+
+@dataclass(frozen=True)
+class Table:
+    name: str
+    rows: int
+    dim: int
+    features: tuple[str, ...]
+    pooling: str = "sum"
+    dtype: str = "fp32"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One embedding module."""
+
+    kind: str
+    """ebc | weighted (EBC) | ec | fp (position weights, one collection) | fp_dict (one module a feature)."""
+    tables: tuple[Table, ...]
+
+    def outputs(self) -> Iterator[tuple[str, Table]]:
+        """(key in the module's output, table), in the order of the tables."""
+        features = [feature for table in self.tables for feature in table.features]
+        for table in self.tables:
+            for feature in table.features:
+                yield (f"{feature}@{table.name}" if features.count(feature) > 1 else feature), table
+
+
+@dataclass(frozen=True)
+class Model:
+    parts: tuple[Part, ...]
+    optimizer: str
+    fused: tuple[tuple[str, Any], ...] = ()
+    """More arguments of the fused kernels."""
+    int32: bool = False
+    """Whether ids are int32, in the batches and in the kernels."""
+    vbe: bool = False
+    """Whether each feature has a batch size of its own (its distinct bags)."""
+    dedup: bool = False
+    """Whether an EmbeddingCollection looks each id up once."""
+
+    def rows(self) -> dict[str, int]:
+        """Feature -> ids that all of its tables have."""
+        rows: dict[str, int] = {}
+        for part in self.parts:
+            for table in part.tables:
+                rows |= {feature: min(table.rows, rows.get(feature, table.rows)) for feature in table.features}
+        return rows
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a table lies."""
+
+    family: str
+    """tw | rw | cw | twcw | twrw | grid | dp"""
+    where: tuple[int, ...] = ()
+    """tw: its rank. cw, twcw: a rank for each column shard. twrw, grid: hosts."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    world: int
+    host: int
+    """Ranks on one host."""
+    places: tuple[Place, ...]
+    """One a table, the parts one behind the other."""
+
+
+class Net(nn.Module):
+    """Embedding modules ``part0``, ``part1``, ... and one linear head for each of their outputs."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+        self.heads = nn.ModuleDict()
+        for number, part in enumerate(model.parts):
+            self.add_module(f"part{number}", _embeddings(part))
+            for key, table in part.outputs():
+                self.heads[f"{number}_{key}"] = nn.Linear(table.dim, 1)
+
+    def forward(self, sparse: dict[str, KeyedJaggedTensor], target: torch.Tensor) -> torch.Tensor:
+        loss = torch.zeros(())
+        for number, part in enumerate(self.model.parts):
+            kind = "weighted" if part.kind == "weighted" else "plain"
+            embedded = self.get_submodule(f"part{number}")(_only(sparse[kind], part))
+            for key, _ in part.outputs():
+                head = self.heads[f"{number}_{key}"]
+                if part.kind == "ec":
+                    loss = loss + torch.tanh(head(embedded[key].values().float())).sum() / GLOBAL_BATCH
+                else:
+                    loss = loss + (torch.tanh(head(embedded[key].float()).squeeze(1)) * target).mean()
+        return loss
+
+
+def _embeddings(part: Part) -> nn.Module:
+    if part.kind == "ec":
+        tables = [
+            EmbeddingConfig(
+                name=t.name,
+                num_embeddings=t.rows,
+                embedding_dim=t.dim,
+                feature_names=list(t.features),
+                data_type=DataType[t.dtype.upper()],
+            )
+            for t in part.tables
+        ]
+        return EmbeddingCollection(tables=tables, device=torch.device("meta"))
+    bags = [
+        EmbeddingBagConfig(
+            name=t.name,
+            num_embeddings=t.rows,
+            embedding_dim=t.dim,
+            feature_names=list(t.features),
+            pooling=PoolingType[t.pooling.upper()],
+            data_type=DataType[t.dtype.upper()],
+        )
+        for t in part.tables
+    ]
+    weighted = part.kind != "ebc"
+    ebc = EmbeddingBagCollection(tables=bags, device=torch.device("meta"), is_weighted=weighted)
+    lengths = {feature: MAX_LENGTH for table in part.tables for feature in table.features}
+    if part.kind == "fp":
+        return FeatureProcessedEmbeddingBagCollection(ebc, PositionWeightedModuleCollection(lengths))
+    if part.kind == "fp_dict":
+        return FeatureProcessedEmbeddingBagCollection(
+            ebc, {name: PositionWeightedModule(length) for name, length in lengths.items()}
+        )
+    return ebc
+
+
+def _only(sparse: KeyedJaggedTensor, part: Part) -> KeyedJaggedTensor:
+    """The part's features; a copy, for feature processors and kernels write into it."""
+    wanted = list(dict.fromkeys(feature for table in part.tables for feature in table.features))
+    split = sparse.split([1] * len(sparse.keys()))
+    return KeyedJaggedTensor.concat([split[sparse.keys().index(feature)] for feature in wanted])
+
+
+# Building a job.
+
+
+@dataclass
+class Job:
+    """A live job on one rank."""
+
+    model: Model
+    dmp: DistributedModelParallel
+    optimizer: CombinedOptimizer
+    dense: torch.optim.Optimizer
+    step: int = 0
+    marks: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """Marker -> the truth there."""
+
+    # A Stateful: the position of this job's loader.
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+
+
+def build(model: Model, plan: Plan) -> Job:
+    """Build a job with the same initial tables for every plan."""
+    assert plan.world == dist.get_world_size()
+    os.environ["LOCAL_WORLD_SIZE"] = str(plan.host)
+    torch.manual_seed(7)
+    net = Net(model)
+    places = iter(plan.places)
+    sharders = _sharders(model)
+    plans = {
+        f"part{number}": _module_plan(net.get_submodule(f"part{number}"), part, places, plan, sharders[_class(part)])
+        for number, part in enumerate(model.parts)
+    }
+    dmp = DistributedModelParallel(
+        net,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=torch.device("cpu"),
+        plan=ShardingPlan(plan=plans),
+        sharders=list(sharders.values()),
+    )
+    _fill(dmp)
+    dense = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(dmp.named_parameters())), partial(torch.optim.Adam, lr=0.01)
+    )
+    torch.manual_seed(100 + dist.get_rank())
+    return Job(model, dmp, CombinedOptimizer([dmp.fused_optimizer, dense]), dense._optimizer)
+
+
+def _class(part: Part) -> str:
+    return {"ec": "ec", "fp": "fp", "fp_dict": "fp"}.get(part.kind, "ebc")
+
+
+def _sharders(model: Model) -> dict[str, Any]:
+    fused: dict[str, Any] = {"optimizer": OPTIMIZERS[model.optimizer], "learning_rate": 0.1, "eps": 1e-6}
+    if model.int32:
+        fused |= {"embedding_table_index_type": torch.int32, "embedding_table_offset_type": torch.int32}
+    if model.optimizer == "emainplace_rowwise_adagrad":
+        fused["emainplace_mode"] = EmainplaceModeDefinition(step_ema=2, step_start=0, step_ema_coef=0.25)
+    fused |= dict(model.fused)
+    bags = partial(EmbeddingBagCollectionSharder, fused_params=fused)
+    return {
+        "ebc": bags(),
+        "ec": EmbeddingCollectionSharder(fused_params=fused, use_index_dedup=model.dedup),
+        "fp": FeatureProcessedEmbeddingBagCollectionSharder(ebc_sharder=bags()),
+    }
+
+
+def _module_plan(module: nn.Module, part: Part, places: Iterator[Place], plan: Plan, sharder: Any) -> Any:
+    where = {table.name: next(places) for table in part.tables}
+    module_plan = construct_module_sharding_plan(
+        module,
+        per_param_sharding={name: _generator(place) for name, place in where.items()},
+        sharder=sharder,
+        local_size=plan.host,
+        world_size=plan.world,
+        device_type="cpu",
+    )
+    for name, sharding in module_plan.items():
+        assert isinstance(sharding, ParameterSharding)
+        if where[name].family != "dp":
+            sharding.compute_kernel = "fused"
+        if where[name].family == "twcw":
+            # TorchRec has no generator for it: the column shards of one table on the ranks of one host.
+            sharding.sharding_type = ShardingType.TABLE_COLUMN_WISE.value
+    return module_plan
+
+
+def _generator(place: Place) -> Callable[..., ParameterSharding]:
+    generators: dict[str, Callable[[], Any]] = {
+        "tw": lambda: table_wise(rank=place.where[0]),
+        "rw": row_wise,
+        "cw": lambda: column_wise(ranks=list(place.where)),
+        "twcw": lambda: column_wise(ranks=list(place.where)),
+        "twrw": lambda: table_row_wise(host_index=place.where[0]),
+        "grid": lambda: grid_shard(host_indexes=list(place.where)),
+        "dp": data_parallel,
+    }
+    return generators[place.family]()
+
+
+@torch.no_grad()
+def _fill(dmp: DistributedModelParallel) -> None:
+    """Initial values that depend on names and global positions only."""
+    for name, value in dmp.state_dict().items():
+        generator = torch.Generator().manual_seed(crc32(name.encode()))
+        full = (torch.rand(value.size(), generator=generator) - 0.5) * 0.4
+        if isinstance(value, ShardedTensor):
+            for shard in value.local_shards():
+                offsets, sizes = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+                shard.tensor.copy_(full[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))])
+        else:
+            value.copy_(full)
+
+
+# Batches.
+
+
+def batch(model: Model, number: int, *, starved: str = "none") -> tuple[dict[str, KeyedJaggedTensor], torch.Tensor]:
+    """This rank's slice of global batch ``number``; ``starved`` ranks (none | first | all) get no ids."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(1000 + number)
+    target = torch.randn(GLOBAL_BATCH, generator=generator)
+    low, high = rank * GLOBAL_BATCH // world, (rank + 1) * GLOBAL_BATCH // world
+    empty = starved == "all" or (starved == "first" and rank == 0)
+    columns = [_column(rows, low, high, generator, model, empty=empty) for rows in model.rows().values()]
+    names = list(model.rows())
+    common: dict[str, Any] = {
+        "keys": names,
+        "values": torch.cat([ids for ids, _, _, _ in columns]),
+        "lengths": torch.cat([lengths for _, lengths, _, _ in columns]),
+    }
+    if model.vbe:
+        common |= {
+            "stride_per_key_per_rank": [[lengths.numel()] for _, lengths, _, _ in columns],
+            "inverse_indices": (names, torch.stack([inverse for _, _, _, inverse in columns])),
+        }
+    plain = KeyedJaggedTensor(**common)
+    weighted = KeyedJaggedTensor(**common, weights=torch.cat([weights for _, _, weights, _ in columns]))
+    return {"plain": plain, "weighted": weighted}, target[low:high]
+
+
+def _column(
+    rows: int, low: int, high: int, generator: torch.Generator, model: Model, *, empty: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids, lengths, weights of one feature for samples [low, high), and the bag of each sample."""
+    length = torch.randint(0, MAX_LENGTH + 1, (GLOBAL_BATCH,), generator=generator)
+    ids = (torch.rand(GLOBAL_BATCH, MAX_LENGTH, generator=generator) ** 3 * rows).long().clamp_(max=rows - 1)
+    ids[:, 1:2] = ids[:, :1]  # an id that is repeated inside a bag
+    weights = torch.rand(GLOBAL_BATCH, MAX_LENGTH, generator=generator)
+    same_bag = torch.randint(0, GLOBAL_BATCH, (GLOBAL_BATCH,), generator=generator)
+    bags = same_bag[low:high] if model.vbe else torch.arange(low, high)
+    distinct, inverse = bags.unique(return_inverse=True) if model.vbe else (bags, torch.arange(high - low))
+    lengths = torch.zeros_like(length[distinct]) if empty else length[distinct]
+    there = torch.arange(MAX_LENGTH) < lengths.unsqueeze(1)
+    kind = torch.int32 if model.int32 else torch.int64
+    return ids[distinct][there].to(kind), lengths.to(kind), weights[distinct][there], inverse
+
+
+# What happens between two markers.
+
+
+def _loss(job: Job, number: int, **how: Any) -> torch.Tensor:
+    return job.dmp(*batch(job.model, number, **how))
+
+
+def _learn(job: Job, losses: list[torch.Tensor]) -> None:
+    for loss in losses:
+        loss.backward()
+    job.optimizer.step()
+
+
+def train(job: Job) -> None:
+    job.optimizer.zero_grad()
+    _learn(job, [_loss(job, job.step)])
+
+
+def evaluate(job: Job) -> None:
+    job.dmp.eval()
+    with torch.no_grad():
+        _loss(job, job.step)
+    job.dmp.train()
+
+
+def no_grad(job: Job) -> None:
+    with torch.no_grad():
+        _loss(job, job.step)
+
+
+def skip_backward(job: Job) -> None:
+    _loss(job, job.step)
+
+
+def two_forwards(job: Job) -> None:
+    job.optimizer.zero_grad()
+    _learn(job, [_loss(job, job.step) + _loss(job, 5000 + job.step)])
+
+
+def accumulate(job: Job) -> None:
+    job.optimizer.zero_grad()
+    for number in (job.step, 6000 + job.step):
+        (_loss(job, number) / 2).backward()
+    job.optimizer.step()
+
+
+def again(job: Job) -> None:
+    """The batch of the step before: the same rows stay hot."""
+    job.optimizer.zero_grad()
+    _learn(job, [_loss(job, job.step - 1)])
+
+
+def empty(job: Job) -> None:
+    job.optimizer.zero_grad()
+    _learn(job, [_loss(job, job.step, starved="all")])
+
+
+def empty_on_first(job: Job) -> None:
+    job.optimizer.zero_grad()
+    _learn(job, [_loss(job, job.step, starved="first")])
+
+
+def schedule(job: Job) -> None:
+    """A learning rate of this step."""
+    for group in job.optimizer.param_groups:
+        group["lr"] = 0.1 / (1 + job.step)
+    train(job)
+
+
+EVENTS: dict[str, Callable[[Job], None]] = {
+    event.__name__: event
+    for event in (
+        train,
+        evaluate,
+        no_grad,
+        skip_backward,
+        two_forwards,
+        accumulate,
+        again,
+        empty,
+        empty_on_first,
+        schedule,
+    )
+}
+MARK = "mark"
+
+
+def play(job: Job, checkpointer: StreamCheckpointer, events: tuple[str, ...]) -> None:
+    """Go on with these events, each one a step, and note the truth at each ``mark``."""
+    for event in events:
+        if event == MARK:
+            committed = checkpointer.mark().result(60)
+            job.marks[str(committed.id)] = truth(job)
+        else:
+            job.step += 1
+            EVENTS[event](job)
+            checkpointer.step()
+
+
+# The truth.
+
+
+def truth(job: Job) -> dict[str, torch.Tensor]:
+    """The whole state of the live job by plain TorchRec and FBGEMM code; the same on every rank, but for ``rng``.
+
+    Full tables come from the DMP's own state dict. Fused states come from the kernels: TorchRec lays a state of one
+    value a row out by column shard, in an order of its own, so here it is kept as ``...columns 0:16`` by its rows.
+    """
+    state: dict[str, torch.Tensor] = {}
+    sharded: dict[str, ShardedTensor] = {}
+    for name, value in job.dmp.state_dict().items():
+        if isinstance(value, ShardedTensor):
+            sharded[f"model.{name}"] = value
+        else:
+            state[f"model.{name}"] = value.clone()
+    state |= assemble(sharded)
+    state |= _fused_states(job)
+    names = {id(parameter): name for name, parameter in job.dmp.named_parameters()}
+    for parameter, values in job.dense.state.items():
+        for key, value in values.items():
+            state[f"dense.{names[id(parameter)]}.{key}"] = torch.as_tensor(value).clone()
+    state["rng"] = torch.get_rng_state()
+    state["step"] = torch.tensor(job.step)
+    return state
+
+
+def _fused_states(job: Job) -> dict[str, torch.Tensor]:
+    """Optimizer rows and counters of the kernels of all ranks."""
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, list(_local_states(job)))
+    full: dict[str, torch.Tensor] = {}
+    scalars: dict[str, set[tuple[float, ...]]] = {}
+    for name, size, row0, col0, rows, counters in (piece for pieces in everywhere for piece in pieces):
+        scalars.setdefault(name.split(".")[1], set()).add(counters)
+        if rows is not None:
+            key = name if rows.dim() == 2 else f"{name} columns {col0}:{col0 + size[1]}"
+            whole = full.setdefault(key, torch.full(_shape(rows, size), float("nan"), dtype=rows.dtype))
+            whole[row0 : row0 + rows.shape[0], *([slice(col0, col0 + rows.shape[1])] if rows.dim() == 2 else [])] = rows
+    return full | {f"counters.{part}": torch.tensor(sorted(found)) for part, found in scalars.items()}
+
+
+def _shape(rows: torch.Tensor, size: tuple[int, int, int]) -> tuple[int, ...]:
+    return (size[0], size[2]) if rows.dim() == 2 else (size[0],)
+
+
+def _local_states(job: Job) -> Iterator[tuple[str, tuple[int, int, int], int, int, torch.Tensor | None, Any]]:
+    """(name, (rows of the table, columns of the shard, columns of the table), row, column, values, counters)."""
+    for number, part in enumerate(job.model.parts):
+        module: Any = job.dmp.module.get_submodule(f"part{number}")
+        for lookup in module._lookups:
+            for kernel in getattr(lookup, "_emb_modules", ()):
+                tbe = kernel.emb_module
+                rate, counted = float(tbe.get_learning_rate()), int(tbe.iter_cpu)
+                counters = (int(tbe.iter), counted, float(tbe.max_counter), rate)
+                states = [()] * len(tbe.embedding_specs) if part_has_no_state(job) else tbe.split_optimizer_states()
+                for config, tensors in zip(kernel.config.embedding_tables, states, strict=True):
+                    row0, col0 = config.local_metadata.shard_offsets
+                    name = f"fused.part{number}.{config.name}"
+                    if not config.local_rows:
+                        continue
+                    size = (config.num_embeddings, config.local_cols, config.embedding_dim)
+                    yield name, size, row0, col0, None, counters
+                    for position, tensor in enumerate(tensors):
+                        yield f"{name}.{position}", size, row0, col0, tensor.clone(), counters
+
+
+def part_has_no_state(job: Job) -> bool:
+    return job.model.optimizer == "sgd"
+
+
+# What the ranks run.
+
+Marks = dict[str, dict[str, torch.Tensor]]
+
+
+def attach(job: Job, settings: StreamConfig) -> StreamCheckpointer:
+    return StreamCheckpointer(job.dmp, job.optimizer, config=settings, stateful={"loader": job})
+
+
+def start(model: Model, plan: Plan, settings: StreamConfig, events: tuple[str, ...]) -> Marks:
+    """A fresh job: the truth at each of its markers."""
+    job = build(model, plan)
+    with attach(job, settings) as checkpointer:
+        assert checkpointer.restore() is None
+        play(job, checkpointer, events)
+    return job.marks
+
+
+def resume(
+    model: Model, plan: Plan, settings: StreamConfig, marker: str | None, events: tuple[str, ...]
+) -> tuple[dict[str, torch.Tensor], Marks]:
+    """Another job: the truth right after it has restored a marker, and at the markers that it sets from there on."""
+    job = build(model, plan)
+    job.step = 900
+    train(job)  # a live, different state: the restore must replace all of it
+    with attach(job, settings) as checkpointer:
+        assert checkpointer.restore(marker) is not None
+        restored = truth(job)
+        play(job, checkpointer, events)
+    return restored, job.marks
