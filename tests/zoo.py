@@ -95,8 +95,8 @@ class Model:
     """More arguments of the fused kernels."""
     int32: bool = False
     """Whether ids are int32, in the batches and in the kernels."""
-    vbe: bool = False
-    """Whether each feature has a batch size of its own (its distinct bags)."""
+    vbe: str = ""
+    """Whether each feature has a batch size of its own, its distinct bags: ``even`` on all ranks, or ``ragged``."""
     dedup: bool = False
     """Whether an EmbeddingCollection looks each id up once."""
 
@@ -114,9 +114,9 @@ class Place:
     """Where a table lies."""
 
     family: str
-    """tw | rw | cw | twcw | twrw | grid | dp"""
+    """tw | rw | cw | uneven | twcw | twrw | grid | dp"""
     where: tuple[int, ...] = ()
-    """tw: its rank. cw, twcw: a rank for each column shard. twrw, grid: hosts."""
+    """tw: its rank. cw, twcw: a rank for each column shard. uneven: columns on rank 0, 1, ... twrw, grid: hosts."""
 
 
 @dataclass(frozen=True)
@@ -140,11 +140,10 @@ class Net(nn.Module):
             for key, table in part.outputs():
                 self.heads[f"{number}_{key}"] = nn.Linear(table.dim, 1)
 
-    def forward(self, sparse: dict[str, KeyedJaggedTensor], target: torch.Tensor) -> torch.Tensor:
+    def forward(self, sparse: list[KeyedJaggedTensor], target: torch.Tensor) -> torch.Tensor:
         loss = torch.zeros(())
         for number, part in enumerate(self.model.parts):
-            kind = "weighted" if part.kind == "weighted" else "plain"
-            embedded = self.get_submodule(f"part{number}")(_only(sparse[kind], part))
+            embedded = self.get_submodule(f"part{number}")(sparse[number])
             for key, _ in part.outputs():
                 head = self.heads[f"{number}_{key}"]
                 if part.kind == "ec":
@@ -188,13 +187,6 @@ def _embeddings(part: Part) -> nn.Module:
             ebc, {name: PositionWeightedModule(length) for name, length in lengths.items()}
         )
     return ebc
-
-
-def _only(sparse: KeyedJaggedTensor, part: Part) -> KeyedJaggedTensor:
-    """The part's features; a copy, for feature processors and kernels write into it."""
-    wanted = list(dict.fromkeys(feature for table in part.tables for feature in table.features))
-    split = sparse.split([1] * len(sparse.keys()))
-    return KeyedJaggedTensor.concat([split[sparse.keys().index(feature)] for feature in wanted])
 
 
 # Building a job.
@@ -292,6 +284,7 @@ def _generator(place: Place) -> Callable[..., ParameterSharding]:
         "tw": lambda: table_wise(rank=place.where[0]),
         "rw": row_wise,
         "cw": lambda: column_wise(ranks=list(place.where)),
+        "uneven": lambda: column_wise(size_per_rank=list(place.where)),
         "twcw": lambda: column_wise(ranks=list(place.where)),
         "twrw": lambda: table_row_wise(host_index=place.where[0]),
         "grid": lambda: grid_shard(host_indexes=list(place.where)),
@@ -317,45 +310,62 @@ def _fill(dmp: DistributedModelParallel) -> None:
 # Batches.
 
 
-def batch(model: Model, number: int, *, starved: str = "none") -> tuple[dict[str, KeyedJaggedTensor], torch.Tensor]:
-    """This rank's slice of global batch ``number``; ``starved`` ranks (none | first | all) get no ids."""
+@dataclass(frozen=True)
+class Column:
+    """One feature of this rank's slice of a batch."""
+
+    ids: torch.Tensor
+    lengths: torch.Tensor
+    weights: torch.Tensor
+    bags: torch.Tensor
+    """The bag of each sample; with a batch size of its own, a feature has fewer bags than samples."""
+
+
+def batch(model: Model, number: int, *, starved: str = "none") -> tuple[list[KeyedJaggedTensor], torch.Tensor]:
+    """This rank's slice of global batch ``number``, by part; ``starved`` ranks (none | first | all) get no ids."""
     rank, world = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(1000 + number)
     target = torch.randn(GLOBAL_BATCH, generator=generator)
     low, high = rank * GLOBAL_BATCH // world, (rank + 1) * GLOBAL_BATCH // world
     empty = starved == "all" or (starved == "first" and rank == 0)
-    columns = [_column(rows, low, high, generator, model, empty=empty) for rows in model.rows().values()]
-    names = list(model.rows())
-    common: dict[str, Any] = {
-        "keys": names,
-        "values": torch.cat([ids for ids, _, _, _ in columns]),
-        "lengths": torch.cat([lengths for _, lengths, _, _ in columns]),
+    columns = {
+        feature: _column(model, rows, _bags(model, position, (low, high), generator), generator, empty=empty)
+        for position, (feature, rows) in enumerate(model.rows().items())
     }
-    if model.vbe:
-        common |= {
-            "stride_per_key_per_rank": [[lengths.numel()] for _, lengths, _, _ in columns],
-            "inverse_indices": (names, torch.stack([inverse for _, _, _, inverse in columns])),
-        }
-    plain = KeyedJaggedTensor(**common)
-    weighted = KeyedJaggedTensor(**common, weights=torch.cat([weights for _, _, weights, _ in columns]))
-    return {"plain": plain, "weighted": weighted}, target[low:high]
+    return [_sparse(model, part, columns) for part in model.parts], target[low:high]
 
 
-def _column(
-    rows: int, low: int, high: int, generator: torch.Generator, model: Model, *, empty: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ids, lengths, weights of one feature for samples [low, high), and the bag of each sample."""
+def _bags(model: Model, position: int, samples: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
+    """The global bag of each of this rank's samples, for the feature at ``position``."""
+    shuffled = torch.randint(0, GLOBAL_BATCH, (GLOBAL_BATCH,), generator=generator)[slice(*samples)]
+    own = torch.arange(*samples)
+    return {"": own, "even": samples[0] + (own - samples[0]) % (1 + position % 3), "ragged": shuffled}[model.vbe]
+
+
+def _column(model: Model, rows: int, bags: torch.Tensor, generator: torch.Generator, *, empty: bool) -> Column:
     length = torch.randint(0, MAX_LENGTH + 1, (GLOBAL_BATCH,), generator=generator)
     ids = (torch.rand(GLOBAL_BATCH, MAX_LENGTH, generator=generator) ** 3 * rows).long().clamp_(max=rows - 1)
-    ids[:, 1:2] = ids[:, :1]  # an id that is repeated inside a bag
+    ids[:, 1] = ids[:, 0]  # an id that is repeated inside a bag
     weights = torch.rand(GLOBAL_BATCH, MAX_LENGTH, generator=generator)
-    same_bag = torch.randint(0, GLOBAL_BATCH, (GLOBAL_BATCH,), generator=generator)
-    bags = same_bag[low:high] if model.vbe else torch.arange(low, high)
-    distinct, inverse = bags.unique(return_inverse=True) if model.vbe else (bags, torch.arange(high - low))
-    lengths = torch.zeros_like(length[distinct]) if empty else length[distinct]
+    distinct, bags = bags.unique(return_inverse=True)
+    lengths = torch.zeros_like(distinct) if empty else length[distinct]
     there = torch.arange(MAX_LENGTH) < lengths.unsqueeze(1)
     kind = torch.int32 if model.int32 else torch.int64
-    return ids[distinct][there].to(kind), lengths.to(kind), weights[distinct][there], inverse
+    return Column(ids[distinct][there].to(kind), lengths.to(kind), weights[distinct][there], bags)
+
+
+def _sparse(model: Model, part: Part, columns: dict[str, Column]) -> KeyedJaggedTensor:
+    """The features of one part; new tensors, for feature processors and kernels write into them."""
+    names = list(dict.fromkeys(feature for table in part.tables for feature in table.features))
+    chosen = [columns[name] for name in names]
+    return KeyedJaggedTensor(
+        keys=names,
+        values=torch.cat([column.ids for column in chosen]),
+        lengths=torch.cat([column.lengths for column in chosen]),
+        weights=torch.cat([column.weights for column in chosen]) if part.kind == "weighted" else None,
+        stride_per_key_per_rank=[[column.lengths.numel()] for column in chosen] if model.vbe else None,
+        inverse_indices=(names, torch.stack([column.bags for column in chosen])) if model.vbe else None,
+    )
 
 
 # What happens between two markers.
@@ -505,7 +515,7 @@ def _shape(rows: torch.Tensor, size: tuple[int, int, int]) -> tuple[int, ...]:
 
 def _local_states(job: Job) -> Iterator[tuple[str, tuple[int, int, int], int, int, torch.Tensor | None, Any]]:
     """(name, (rows of the table, columns of the shard, columns of the table), row, column, values, counters)."""
-    for number, part in enumerate(job.model.parts):
+    for number in range(len(job.model.parts)):
         module: Any = job.dmp.module.get_submodule(f"part{number}")
         for lookup in module._lookups:
             for kernel in getattr(lookup, "_emb_modules", ()):
@@ -558,3 +568,39 @@ def resume(
         restored = truth(job)
         play(job, checkpointer, events)
     return restored, job.marks
+
+
+def resume_each(
+    model: Model, plan: Plan, settings: StreamConfig, markers: tuple[str | None, ...], events: tuple[str, ...]
+) -> tuple[list[dict[str, torch.Tensor]], Marks]:
+    """``resume`` from each marker, one job after the other; the last one goes on with ``events``."""
+    restored = [resume(model, plan, settings, marker, ())[0] for marker in markers[:-1]]
+    last, marks = resume(model, plan, settings, markers[-1], events)
+    return [*restored, last], marks
+
+
+def losses(model: Model, plan: Plan, settings: StreamConfig, marker: str | None, steps: int) -> list[float]:
+    """Global losses of the next ``steps`` training steps behind ``marker``; None: of a fresh job, which marks last."""
+    job = build(model, plan)
+    with attach(job, settings) as checkpointer:
+        if marker is not None:
+            checkpointer.restore(marker)
+        found = []
+        for _ in range(steps):
+            job.step += 1
+            job.optimizer.zero_grad()
+            loss = _loss(job, job.step)
+            _learn(job, [loss])
+            checkpointer.step()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            found.append(float(total) / dist.get_world_size())
+        checkpointer.mark().result(60)
+    return found
+
+
+def only_train(model: Model, plan: Plan) -> None:
+    """Some steps, nothing attached."""
+    job = build(model, plan)
+    for job.step in range(3):
+        train(job)

@@ -81,6 +81,15 @@ def plan_restore(
         ColumnResplitError: row-wise state has no exact answer under the new columns.
         CorruptionError: the sources do not cover a target.
     """
+    plan = plan_reads(lineage, marker, hellos, schema, targets)
+    _check_resplit(plan, merge=merge)
+    return plan
+
+
+def plan_reads(
+    lineage: Lineage, marker: MarkerId, hellos: Hellos, schema: Schema, targets: Sequence[TableShard]
+) -> RestorePlan:
+    """``plan_restore`` for one that only reads: whether states can be put together is not asked."""
     commit = lineage.find(marker)
     check_schema(lineage.claims[marker.generation].schema, schema)
     bases = lineage.bases(marker)
@@ -91,12 +100,6 @@ def plan_restore(
     ]
     _check_cover(schema, targets, [move for read in reads for move in read.moves])
     resplit = _resplit_tables(schema, [move for read in reads for move in read.moves])
-    if resplit and not merge:
-        names = ", ".join(schema.tables[table].name for table in sorted(resplit))
-        raise ColumnResplitError(
-            f"row-wise optimizer state has no exact value under the changed column split of {names}",
-            hint='keep the column split of these tables, or set on_column_resplit="merge"',
-        )
     used = tuple(read for read in reads if read.moves)
     return RestorePlan(marker, commit.step, len(commit.ranks), schema, tuple(targets), used, resplit)
 
@@ -145,6 +148,24 @@ def _resplit_tables(schema: Schema, moves: Sequence[Move]) -> frozenset[int]:
     return frozenset(
         move.source.table for move in moves if schema.tables[move.source.table].has_row_state and not move.same_columns
     )
+
+
+def _check_resplit(plan: RestorePlan, *, merge: bool) -> None:
+    """Refuse a changed column split where there is no exact answer, unless ``merge`` asks for the rule of one."""
+    tables = [plan.schema.tables[table] for table in sorted(plan.merged)]
+    halves = ", ".join(table.name for table in tables if table.optimizer.startswith("emainplace"))
+    if halves:
+        raise ColumnResplitError(
+            f"each column shard of {halves} keeps weights on its left and their average on its right: under the "
+            "changed column split they would change places",
+            hint="keep the column split of these tables",
+        )
+    if tables and not merge:
+        names = ", ".join(table.name for table in tables)
+        raise ColumnResplitError(
+            f"row-wise optimizer state has no exact value under the changed column split of {names}",
+            hint='keep the column split of these tables, or set on_column_resplit="merge"',
+        )
 
 
 def _check_cover(schema: Schema, targets: Sequence[TableShard], moves: Sequence[Move]) -> None:

@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.restore.choose import check_incarnation, read_hellos
-from torchrec_stream_ckpt.restore.plan import plan_restore
+from torchrec_stream_ckpt.restore.plan import plan_reads
 from torchrec_stream_ckpt.restore.stream import checked_payload, read_mark, read_stream
 from torchrec_stream_ckpt.types import MarkerId, TableShard
 
@@ -59,7 +59,7 @@ def verify_marker(
     hellos = read_hellos(log, lineage, marker)
     # A plan for one process that holds every table whole reads every stream, and proves that they cover it.
     whole = [TableShard(index, 0, table.rows, 0, table.dim) for index, table in enumerate(schema.tables)]
-    plan = plan_restore(lineage, marker, hellos, schema, whole, merge=True)
+    plan = plan_reads(lineage, marker, hellos, schema, whole)
     coverage = _Coverage(schema)
     bases = lineage.bases(marker)
     streams = frames = rows = num_bytes = 0
