@@ -16,7 +16,9 @@ What is used, and where it was read (torchrec 1.9.2 with fbgemm 1.9.0, and torch
 ``...ema_inplace``, ``ensemble_and_swap``,                  writers of rows outside the update
 ``reset_embedding_weight_momentum``
 ``...lxu_cache_weights``, ``lxu_cache_state``,              (GPU) the newest value of a cached row
-``cache_hash_size_cumsum``
+``cache_hash_size_cumsum``, ``total_cache_hash_size``
+``..._prefetch()``, ``lxu_cache_locations_list``            (GPU) rows move in and out of the cache; batches whose
+                                                            rows have been moved ahead
 ==========================================================  ==========================================
 """
 

@@ -207,11 +207,18 @@ class DenseState:
         """In place: wrappers and schedules hold on to the optimizer's own state and groups."""
         before = {id(parameter): values for parameter, values in optimizer.state.items()}
         optimizer.state.clear()
+        counted_there = {
+            name
+            for group in saved["param_groups"]
+            if group.get("fused") or group.get("capturable")
+            for name in group["params"]
+        }
         for name, values in state.items():
             parameter = parameters[name]
             known = before.get(id(parameter), {})
             optimizer.state[parameter] = {
-                key: _on_device(value, key, known.get(key), parameter) for key, value in values.items()
+                key: _on_device(value, key, known.get(key), parameter, counted_there=name in counted_there)
+                for key, value in values.items()
             }
         for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
@@ -294,10 +301,15 @@ def _empty_like(saved: Any, parameter: nn.Parameter) -> Any:
     return torch.empty(saved.size, dtype=saved.properties.dtype)
 
 
-def _on_device(value: Any, key: str, known: Any, parameter: nn.Parameter) -> Any:
-    """Where the optimizer keeps a state: where it had it, else with the parameter, but step counters on the CPU."""
+def _on_device(value: Any, key: str, known: Any, parameter: nn.Parameter, *, counted_there: bool) -> Any:
+    """Where the optimizer keeps a state: where it had it, else with the parameter.
+
+    A step counter is on the CPU, but with the parameter in a group that is fused or capturable (``counted_there``).
+    """
     if not isinstance(value, torch.Tensor):
         return value
+    if key == "step" and counted_there:
+        return value.to(parameter.device)
     if isinstance(known, torch.Tensor):
         return value.to(known.device)
     return value if key == "step" else value.to(parameter.device)
