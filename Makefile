@@ -5,10 +5,11 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 BENCH ?= *
+GPU_PY ?= python3
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kafka test test-kafka lint bench lock clean kafka-tools
+.PHONY: help setup demo demo-kafka test test-kafka test-gpu lint bench lock clean kafka-tools
 
 help: ## Show these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +32,12 @@ test: kafka-tools ## Run all tests, Kafka included (PYTEST_ARGS="tests/unit -x")
 
 test-kafka: kafka-tools ## Run only the tests that need a broker (PYTEST_ARGS=...)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -m kafka $(PYTEST_ARGS)
+
+# Not in .venv: that has no CUDA. CONTRIBUTING.md says what this Python needs.
+test-gpu: ## Run the tests that need a GPU, one rank, by a Python that has the CUDA stack (GPU_PY=python3 PYTEST_ARGS=...)
+	@$(GPU_PY) -c 'import torch; raise SystemExit(not torch.cuda.is_available())' 2>/dev/null || \
+	  { echo "make test-gpu: $(GPU_PY) finds no CUDA device, or no torch with CUDA: nothing was tested" >&2; exit 1; }
+	@OMP_NUM_THREADS=1 $(GPU_PY) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
 lint: $(STAMP) ## Check style and types: ruff, mypy --strict on the package
 	@$(PY) -m ruff check .

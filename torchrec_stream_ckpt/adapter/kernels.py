@@ -215,7 +215,7 @@ class FusedKernel:
         return remove
 
     def linear_rows(self, lookup: Lookup) -> torch.Tensor:
-        """(GPU) Rows in the kernel's linear row space; ids that the kernel ignores become its row count."""
+        """(GPU) Rows in the kernel's linear row space; ids that lie in no table become its row count."""
         rows: torch.Tensor = torch.ops.fbgemm.linearize_cache_indices(
             self._tbe.hash_size_cumsum, lookup.indices, lookup.offsets, lookup.bag_starts, lookup.max_bags
         )

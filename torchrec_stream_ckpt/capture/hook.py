@@ -66,6 +66,7 @@ class Capture:
         for kernel, mask in zip(self._kernels, self._masks, strict=True):
             with kernel.reading():
                 mask.sent(mask.touched())  # the base, or the parent marker, holds what changed before
+                mask.forget_ids()
             tables = [self._index[shard.table.name] for shard in kernel.shards]
             mask.sweep_again([position for position, table in enumerate(tables) if table in swept])
 
@@ -73,6 +74,7 @@ class Capture:
         """Send the touched rows that find space; the rest stays marked. Whether nothing is left."""
         for position, (kernel, mask) in enumerate(zip(self._kernels, self._masks, strict=True)):
             with kernel.reading():
+                mask.check_ids()
                 if not self._send(position, mask.touched(), drain):
                     return False
         return True
