@@ -85,15 +85,14 @@ class FusedKernel:
         Raises:
             UnsupportedError: the tables are not on their device now: memory stashing has moved them to the host.
         """
-        views = list(self._tbe.split_embedding_weights())
-        for shard, view in zip(self.shards, views, strict=True):
-            if view.numel() and (view.device.type != self.device.type or not view.untyped_storage().size()):
+        for buffer in (self._tbe.weights_dev, self._tbe.weights_host, self._tbe.weights_uvm):
+            if buffer.numel() and (buffer.device.type != self.device.type or not buffer.untyped_storage().size()):
                 raise UnsupportedError(
-                    "the rows are not in their table: memory stashing has freed it between a forward and its backward",
+                    "there are no tables to read: memory stashing has freed them between a forward and its backward",
                     hint="call step() and mark() behind the backward",
-                    table=shard.table.name,
+                    tables=",".join(shard.table.name for shard in self.shards),
                 )
-        return views
+        return list(self._tbe.split_embedding_weights())
 
     def states(self) -> list[tuple[torch.Tensor, ...]]:
         """Live views of the optimizer states, one tuple a shard, in the schema's order; never cached."""
