@@ -18,6 +18,6 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch.device]:
         pytest.fail("no CUDA device, or a torch without CUDA: these tests need one (make test-gpu)", pytrace=False)
     chosen = torch.device("cuda", 0)
     torch.cuda.set_device(chosen)
-    open_group(chosen, tmp_path_factory.mktemp("group"))
+    open_group(tmp_path_factory.mktemp("group"))
     yield chosen
     dist.destroy_process_group()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -234,10 +235,15 @@ class Job:
             yield from lookup._emb_modules
 
 
-def open_group(device: torch.device, directory: Path) -> None:
-    """A process group of this one rank; NCCL where there is a GPU, gloo for what is on the CPU."""
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{directory}/store", rank=0, world_size=1)
+def open_group(directory: Path) -> None:
+    """Make this process the one rank of a job."""
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
+
+
+@cache
+def _group(kind: str) -> dist.ProcessGroup:
+    """For the models of one kind of device."""
+    return dist.new_group(backend="nccl" if kind == "cuda" else "gloo")
 
 
 def sharding(build: Build, net: Net, device: torch.device) -> tuple[ShardingPlan, Any]:
@@ -264,7 +270,7 @@ def make(build: Build, device: torch.device) -> Job:
     plan, sharder = sharding(build, net, device)
     dmp = DistributedModelParallel(
         net,
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        env=ShardingEnv.from_process_group(_group(device.type)),
         device=device,
         plan=plan,
         sharders=[sharder],
