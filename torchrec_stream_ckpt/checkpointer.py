@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -76,17 +76,15 @@ class StreamCheckpointer:
         # One group for each thread and purpose: calls on one group are in the same order on every rank.
         step_group, vote_group, dense_group = (new_group(2 * config.commit_timeout_s + 60) for _ in range(3))
         self._team, self._commit_team = Team(step_group), Team(vote_group)
-        self._kernels = self._team.together(lambda: fused_kernels(dmp))
-        self._schema = merge_schema(self._team.gather(local_tables(self._kernels)))
-        self._shards = local_shards(self._kernels, self._schema)
+        self._dmp, self._optimizer = dmp, optimizer
+        self._describe()
         self._dense = self._team.together(
             lambda: DenseState(dmp, optimizer, stateful or {}, stateful_per_rank or {}, dense_group)
         )
         self._log: Log = self._team.together(lambda: open_log(config.uri, config.kafka_options))
         self._team.on_rank0(self._log.incarnation)  # a log that cannot be reached is said now, not at the first marker
         self._control = Control(self._log)
-        self._capture = Capture(self._kernels, self._schema)
-        self._unwatch = watch_outside_writes(dmp, optimizer, self._capture.mark_all)
+        self._hook()
         device = self._kernels[0].device if self._kernels else torch.device("cpu")
         self._ring = FrameRing(
             config.ring_bytes, config.marker_budget_bytes, lambda num_bytes: allocate(device, num_bytes)
@@ -99,6 +97,17 @@ class StreamCheckpointer:
         self._broken: BaseException | None = None
         self._stranded = False
         self._closed = False
+
+    def _describe(self) -> None:
+        """Learn which rows this rank holds, and the schema of all ranks."""
+        self._kernels = self._team.together(lambda: fused_kernels(self._dmp))
+        self._schema = merge_schema(self._team.gather(local_tables(self._kernels)))
+        self._shards = local_shards(self._kernels, self._schema)
+
+    def _hook(self) -> None:
+        """Hook the kernels as they are now, and what changes rows beside them."""
+        self._capture = Capture(self._kernels, self._schema)
+        self._unwatch = watch_outside_writes(self._dmp, self._optimizer, self.mark_all, self._reshard)
 
     def __enter__(self) -> StreamCheckpointer:
         return self
@@ -199,6 +208,38 @@ class StreamCheckpointer:
         """
         self._capture.mark_all()
 
+    def _reshard(self, reshard: Callable[[], float]) -> float:
+        """``dmp.reshard()``: rows move between ranks, in kernels that are built anew.
+
+        A marker holds all rows where they were; once they have moved, a generation that stands on it goes on. Only
+        tables with another column split are sent whole again.
+        """
+        parent = self.mark().result().id if self._stream is not None else None
+        before = self._column_splits()
+        if self._stream is not None:
+            self._close_stream(_JOIN_S)
+        try:
+            moved = reshard()
+        except BaseException as error:
+            self._broken = error
+            raise
+        self._unwatch()
+        self._capture.close()
+        self._describe()
+        self._hook()
+        if parent is not None:
+            after = self._column_splits()
+            self._open(parent, [table for table in sorted(after) if after[table] != before[table]])
+        return moved
+
+    def _column_splits(self) -> dict[int, set[tuple[int, int]]]:
+        """Table -> the column ranges of its shards on all ranks."""
+        splits: dict[int, set[tuple[int, int]]] = {}
+        for shards in self._team.gather(self._shards):
+            for shard in shards:
+                splits.setdefault(shard.table, set()).add((shard.col0, shard.cols))
+        return splits
+
     def close(self, timeout_s: float = 60.0) -> None:
         """Remove the hooks, wait for the marker in flight and let go of the log; takes at most ``timeout_s``.
 
@@ -207,15 +248,20 @@ class StreamCheckpointer:
         if self._closed:
             return
         self._closed = True
-        deadline = time.monotonic() + timeout_s
         self._unwatch()
         self._capture.close()
-        if self._stream is not None and self._coordinator is not None:
-            if not self._coordinator.close(timeout_s):
-                log.warning("closed while a marker was in flight: it is given up, or settles when read")
-            self._cadence.close(min(_JOIN_S, deadline - time.monotonic()))
-            self._stream.publisher.close(max(0.0, min(_JOIN_S, deadline - time.monotonic())))
+        self._close_stream(timeout_s)
         self._log.close()
+
+    def _close_stream(self, timeout_s: float) -> None:
+        """End this generation on this rank."""
+        if self._stream is None or self._coordinator is None:
+            return
+        deadline = time.monotonic() + timeout_s
+        if not self._coordinator.close(timeout_s):
+            log.warning("closed while a marker was in flight: it is given up, or settles when read")
+        self._cadence.close(min(_JOIN_S, deadline - time.monotonic()))
+        self._stream.publisher.close(max(0.0, min(_JOIN_S, deadline - time.monotonic())))
 
     # Drains and cuts.
 
@@ -313,7 +359,7 @@ class StreamCheckpointer:
         if self._closed:
             raise ConfigError("this StreamCheckpointer is closed")
         if self._broken is not None:
-            raise ConfigError(f"a restore failed half way ({self._broken})", hint="start the job anew")
+            raise ConfigError(f"a restore or reshard failed half way ({self._broken})", hint="start the job anew")
 
     def _open_root(self) -> None:
         """Open a generation that stands on nothing: every table is sent whole."""
