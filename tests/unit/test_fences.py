@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "materialize": LEAVES | {"format", "log", "materialize"},
     "checkpointer": LEAVES | {"format", "adapter", "capture", "log", "commit", "restore"},
     "broker": {"errors", "broker"},
-    "cli": LEAVES | {"format", "log", "restore", "materialize", "broker", "cli"},
+    "cli": LEAVES | {"format", "log", "commit", "restore", "materialize", "broker", "cli"},
     "__init__": {"config", "errors", "types", "checkpointer"},
 }
 """Room or module -> what it may import of this package."""
