@@ -43,7 +43,7 @@ def list_markers(
 
 def _row(job: Job, commit: Commit) -> dict[str, Any]:
     parent = job.lineage.claims[commit.generation].parent
-    reason = _why_not(job, commit)
+    reason = why_not(job, commit)
     return {
         "marker": str(commit.id),
         "generation": commit.generation,
@@ -58,7 +58,7 @@ def _row(job: Job, commit: Commit) -> dict[str, Any]:
     }
 
 
-def _why_not(job: Job, commit: Commit) -> str:
+def why_not(job: Job, commit: Commit) -> str:
     """Why the marker cannot be restored, as far as names and sizes tell; empty when it can."""
     folder = dense_path(job.store_of(commit), commit)
     for file in commit.dense_files:

@@ -31,7 +31,8 @@ from torchrec_stream_ckpt.layout import (
     partition_dir,
     segment_name,
 )
-from torchrec_stream_ckpt.log.api import Ack, DataWriter, Incarnation
+from torchrec_stream_ckpt.log.api import Ack, DataWriter, Finding, Incarnation
+from torchrec_stream_ckpt.log.disk import examine_folder
 from torchrec_stream_ckpt.types import LogSpan
 
 SEGMENT_BYTES = 256 * 2**20
@@ -83,6 +84,9 @@ class FileLog:
         except OSError as error:
             raise _unavailable("cannot read the file log", self._root, error) from None
         return Incarnation(identity, partitions)
+
+    def examine(self) -> Iterator[Finding]:
+        return examine_folder("log", self._root)
 
     def open_writer(self, generation: int, partition: int, resume_at: int) -> DataWriter:
         return FileWriter(partition_dir(self._root, partition), generation, resume_at)
