@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -381,7 +382,7 @@ class StreamCheckpointer:
         publisher.submit(hello)
         identity = StreamIdentity(claim.job, claim.generation, team.rank, self._schema.crc)
         if self._oracle is not None:
-            self._oracle.open(claim.swept)
+            team.together(partial(self._oracle.open, claim.swept))
         self._capture.open(identity, self._ring, self._submitter(stream), claim.swept)
         self._vote()
 
