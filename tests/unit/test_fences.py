@@ -44,6 +44,7 @@ WITH_TORCH = frozenset(
     {
         *(source for source in SOURCES if source.startswith("adapter/")),
         "capture/hook.py",
+        "capture/oracle.py",
         "capture/shards.py",
         "capture/staging.py",
         "capture/touched.py",
