@@ -450,6 +450,7 @@ class StreamCheckpointer:
                 choice.lineage, choice.commit.id, choice.hellos, self._schema, self._shards, merge=merge
             )
         )
+        self._team.together(lambda: self._dense.check(dense_path(self._config.store_path, choice.commit)))
         return plan, choice
 
     def _look_up(self, marker: MarkerId | None) -> Choice | None:

@@ -53,6 +53,7 @@ WITH_TORCH = frozenset(
         "commit/collective.py",
         "commit/coordinator.py",
         "commit/dense.py",
+        "commit/id_maps.py",
         "restore/apply.py",
     }
 )

@@ -17,21 +17,28 @@ What is used, and where it was read (torchrec 1.9.2 with fbgemm 1.9.0, and torch
 ``reset_embedding_weight_momentum``
 ``...lxu_cache_weights``, ``lxu_cache_state``,              (GPU) the newest value of a cached row
 ``cache_hash_size_cumsum``
+``ShardedManagedCollisionCollection``                       one id map a table: its buffers, and the counters and
+``._managed_collision_modules[table]``                      history that no state_dict holds
 ==========================================================  ==========================================
 """
 
+from torchrec_stream_ckpt.adapter.collision import COUNTERS, NO_ID, IdMap, id_maps
 from torchrec_stream_ckpt.adapter.dense import check_dense, dense_optimizers, dense_view
 from torchrec_stream_ckpt.adapter.kernels import FusedKernel, LocalShard, Lookup
 from torchrec_stream_ckpt.adapter.modules import fused_kernels
 from torchrec_stream_ckpt.adapter.outside import watch_outside_writes
 
 __all__ = [
+    "COUNTERS",
+    "NO_ID",
     "FusedKernel",
+    "IdMap",
     "LocalShard",
     "Lookup",
     "check_dense",
     "dense_optimizers",
     "dense_view",
     "fused_kernels",
+    "id_maps",
     "watch_outside_writes",
 ]
