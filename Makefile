@@ -9,7 +9,7 @@ GPU_PY ?= python3
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kafka test test-kafka test-gpu lint bench lock clean kafka-tools
+.PHONY: help setup demo demo-kafka test test-kafka test-gpu fuzz coverage lint bench lock clean kafka-tools
 
 help: ## Show these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,12 @@ test-gpu: ## Run the tests that need a GPU, one rank, by a Python that has the C
 	@$(GPU_PY) -c 'import torch; raise SystemExit(not torch.cuda.is_available())' 2>/dev/null || \
 	  { echo "make test-gpu: $(GPU_PY) finds no CUDA device, or no torch with CUDA: nothing was tested" >&2; exit 1; }
 	@OMP_NUM_THREADS=1 $(GPU_PY) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+
+fuzz: $(STAMP) ## Damage bytes and read them (FUZZ_ARGS="--seconds 600 --seed 1")
+	@$(PY) -m tests.fuzz $(FUZZ_ARGS)
+
+coverage: $(STAMP) ## Write docs/coverage.md anew: what the tests show, cell by cell
+	@$(PY) -m tests.coverage
 
 lint: $(STAMP) ## Check style and types: ruff, mypy --strict on the package
 	@$(PY) -m ruff check .

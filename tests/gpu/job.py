@@ -376,13 +376,26 @@ def restored(
     return job, differences(expected, found)
 
 
-def covers(build: Build, *, pipeline: str = "none") -> pytest.MarkDecorator:
+MODULES = {"ebc": "EmbeddingBagCollection", "ec": "EmbeddingCollection"}
+KERNELS = {"key_value": "key-value (SSD)"}
+
+
+def covers(build: Build, *, pipeline: str = "plain") -> pytest.MarkDecorator:
     """The cell of docs/coverage.md that a test shows, once it has been run on a GPU."""
+    params = build.fused_params()
+    parts = [params["optimizer"].name]
+    if "weight_decay_mode" in params:
+        parts.append(f"weight decay {params['weight_decay_mode'].name}")
+    if "extra_optimizer_config" in params:
+        parts.append("bias correction for each row")
+    if "stochastic_rounding" in params:
+        parts.append("stochastic rounding")
     return pytest.mark.covers(
-        optimizer=build.optimizer,
-        plan="tw",
-        module=build.module,
-        kernel=build.kernel,
+        optimizer=", ".join(parts),
+        kernel=f"{KERNELS.get(build.kernel, build.kernel)} on a GPU, {build.dtype}",
+        plan="table-wise",
+        module=MODULES[build.module] + ", VBE" * build.vbe,
         pipeline=pipeline,
         outcome="unverified",
+        why="no GPU was at hand",
     )

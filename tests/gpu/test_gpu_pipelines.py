@@ -17,6 +17,7 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
 )
 
 from tests.gpu.job import Batch, Build, Job, attach, batch, covers, make, restored, truth
+from torchrec_stream_ckpt.errors import UnsupportedError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -26,28 +27,28 @@ CACHED = Build(optimizer="adam", kernel="fused_uvm_caching")
 FUSED = Build(optimizer="adam")
 
 PIPELINES: dict[str, Callable[[Job], Any]] = {
-    "base": lambda job: TrainPipelineBase(job.dmp, job.optimizer, job.device),
-    "sparse_dist": lambda job: TrainPipelineSparseDist(job.dmp, job.optimizer, job.device),
-    "semi_sync": lambda job: TrainPipelineSemiSync(job.dmp, job.optimizer, job.device, start_batch=2),
-    "prefetch": lambda job: PrefetchTrainPipelineSparseDist(job.dmp, job.optimizer, job.device),
+    "TrainPipelineBase": lambda job: TrainPipelineBase(job.dmp, job.optimizer, job.device),
+    "TrainPipelineSparseDist": lambda job: TrainPipelineSparseDist(job.dmp, job.optimizer, job.device),
+    "TrainPipelineSemiSync": lambda job: TrainPipelineSemiSync(job.dmp, job.optimizer, job.device, start_batch=2),
+    "PrefetchTrainPipelineSparseDist": lambda job: PrefetchTrainPipelineSparseDist(job.dmp, job.optimizer, job.device),
     **{
-        f"fused_sparse_dist_{stream}": lambda job, stream=stream: TrainPipelineFusedSparseDist(
-            job.dmp, job.optimizer, job.device, emb_lookup_stream=stream
+        f"TrainPipelineFusedSparseDist, lookup on stream {stream}": lambda job, stream=stream: (
+            TrainPipelineFusedSparseDist(job.dmp, job.optimizer, job.device, emb_lookup_stream=stream)
         )
         for stream in ("data_dist", "new", "current")
     },
 }
 CASES = [
-    ("base", CACHED),
-    ("sparse_dist", FUSED),
-    ("sparse_dist", CACHED),
-    ("semi_sync", FUSED),
-    ("semi_sync", CACHED),
-    ("prefetch", PREFETCHED),
-    ("fused_sparse_dist_data_dist", FUSED),
-    ("fused_sparse_dist_data_dist", CACHED),
-    ("fused_sparse_dist_new", CACHED),
-    ("fused_sparse_dist_current", CACHED),
+    ("TrainPipelineBase", CACHED),
+    ("TrainPipelineSparseDist", FUSED),
+    ("TrainPipelineSparseDist", CACHED),
+    ("TrainPipelineSemiSync", FUSED),
+    ("TrainPipelineSemiSync", CACHED),
+    ("PrefetchTrainPipelineSparseDist", PREFETCHED),
+    ("TrainPipelineFusedSparseDist, lookup on stream data_dist", FUSED),
+    ("TrainPipelineFusedSparseDist, lookup on stream data_dist", CACHED),
+    ("TrainPipelineFusedSparseDist, lookup on stream new", CACHED),
+    ("TrainPipelineFusedSparseDist, lookup on stream current", CACHED),
 ]
 
 
@@ -56,10 +57,16 @@ def batches() -> Iterator[Batch]:
     return iter([batch(number) for number in range(200, 200 + 2 * STEPS)])
 
 
+@pytest.mark.pitfall(2, 9, 10)
 @pytest.mark.parametrize(
     ("name", "build"),
     [
-        pytest.param(name, build, id=f"{name}-{build.kernel}", marks=covers(build, pipeline=name))
+        pytest.param(
+            name,
+            build,
+            id=f"{name}-{build.kernel}".replace(", lookup on stream ", "-"),
+            marks=covers(build, pipeline=name),
+        )
         for name, build in CASES
     ],
 )
@@ -77,18 +84,14 @@ def test_no_changed_row_is_missed(name: str, build: Build, device: torch.device,
     assert restored(build, tmp_path, expected, device)[1] == []
 
 
-@pytest.mark.covers(
-    optimizer="adam", plan="tw", module="ebc", kernel="fused_uvm_caching", pipeline="prefetch", outcome="unverified"
-)
+@covers(PREFETCHED, pipeline="PrefetchTrainPipelineSparseDist")
 def test_a_restore_behind_a_prefetched_batch_is_refused(device: torch.device, tmp_path: Path) -> None:
-    from torchrec_stream_ckpt.errors import UnsupportedError
-
     job = make(PREFETCHED, device)
     with attach(job, tmp_path) as checkpointer:
         job.step()
         checkpointer.step()
         checkpointer.mark().result(60)
     other = make(PREFETCHED, device)
-    PIPELINES["prefetch"](other).fill_pipeline(batches())
+    PIPELINES["PrefetchTrainPipelineSparseDist"](other).fill_pipeline(batches())
     with attach(other, tmp_path) as checkpointer, pytest.raises(UnsupportedError, match="prefetched"):
         checkpointer.restore()

@@ -42,6 +42,7 @@ def test_a_cache_of_another_precision_is_refused(device: torch.device, tmp_path:
         attach(make(MIXED, device), tmp_path)
 
 
+@pytest.mark.pitfall(8)
 @covers(FUSED)
 def test_a_pruned_id_fails_the_marker(device: torch.device, tmp_path: Path) -> None:
     """FBGEMM's backward writes in front of the table: here the last row of the table before it, so no harm is done."""

@@ -116,7 +116,12 @@ def a_prefetch_behind_a_slow_gather(job: Job, checkpointer: StreamCheckpointer, 
 @pytest.mark.parametrize(
     ("update", "build"),
     [
-        pytest.param(update, build, id=f"{update.__name__}-{build.kernel}", marks=covers(build, pipeline="side stream"))
+        pytest.param(
+            update,
+            build,
+            id=f"{update.__name__}-{build.kernel}",
+            marks=covers(build, pipeline="plain: streams held back"),
+        )
         for update, build in (
             (an_update_that_is_still_waiting, FUSED),
             (an_update_that_is_still_waiting, UVM),

@@ -19,21 +19,28 @@ What is used, and where it was read (torchrec 1.9.2 with fbgemm 1.9.0, and torch
 ``cache_hash_size_cumsum``, ``total_cache_hash_size``
 ``..._prefetch()``, ``lxu_cache_locations_list``            (GPU) rows move in and out of the cache; batches whose
                                                             rows have been moved ahead
+``ShardedManagedCollisionCollection``                       one id map a table: its buffers, and the counters and
+``._managed_collision_modules[table]``                      history that no state_dict holds
 ==========================================================  ==========================================
 """
 
+from torchrec_stream_ckpt.adapter.collision import COUNTERS, NO_ID, IdMap, id_maps
 from torchrec_stream_ckpt.adapter.dense import check_dense, dense_optimizers, dense_view
 from torchrec_stream_ckpt.adapter.kernels import FusedKernel, LocalShard, Lookup
 from torchrec_stream_ckpt.adapter.modules import fused_kernels
 from torchrec_stream_ckpt.adapter.outside import watch_outside_writes
 
 __all__ = [
+    "COUNTERS",
+    "NO_ID",
     "FusedKernel",
+    "IdMap",
     "LocalShard",
     "Lookup",
     "check_dense",
     "dense_optimizers",
     "dense_view",
     "fused_kernels",
+    "id_maps",
     "watch_outside_writes",
 ]

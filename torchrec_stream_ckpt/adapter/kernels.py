@@ -115,6 +115,11 @@ class FusedKernel:
         cached = tbe.lxu_cache_weights.index_select(0, slots.clamp(min=0).long())[:, : values.shape[1]]
         return torch.where((slots >= 0).unsqueeze(1), cached, values)
 
+    def flush(self) -> None:
+        """Write cached rows back, so that ``weights()`` holds the newest value of every row."""
+        if self._cached:
+            self._tbe.flush()
+
     def prepare_write(self) -> None:
         """Rows are about to be written into ``weights()``: no cached row may cover them afterwards.
 
