@@ -20,11 +20,13 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from torchrec_stream_ckpt import adapter
 from torchrec_stream_ckpt.adapter import versions
+from torchrec_stream_ckpt.adapter.optimizers import OPTIMIZERS
 from torchrec_stream_ckpt.adapter.versions import HOOK_POINTS, KERNEL, OPTIMIZER_WRAPPER, TESTED, Stack, installed
 from torchrec_stream_ckpt.errors import UnsupportedError
 
 REQUIREMENTS = Path(__file__).parents[2] / "requirements"
 ADAPTER = Path(adapter.__file__).parent
+_, NEWER = TESTED
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +110,20 @@ def test_a_class_is_checked_before_it_has_objects() -> None:
     OPTIMIZER_WRAPPER.require(KeyedOptimizerWrapper)
     with pytest.raises(UnsupportedError, match="no method of the wrapper of an optimizer object uses _optimizer,"):
         OPTIMIZER_WRAPPER.require(object)
+
+
+def test_the_optimizer_that_is_new_in_1_9_is_known_exactly_where_fbgemm_has_it() -> None:
+    """An older FBGEMM has no name to ask for it by; the others are in both."""
+    known = {kind.name for kind in OPTIMIZERS if kind is not None}
+    assert ("ROWWISE_RMSPROP_AR" in known) == (installed() == NEWER)
+    assert known >= {
+        "EXACT_SGD",
+        "EXACT_ADAGRAD",
+        "EXACT_ROWWISE_ADAGRAD",
+        "EMAINPLACE_ROWWISE_ADAGRAD",
+        "ADAM",
+        "LAMB",
+    }
 
 
 def table_names() -> set[str]:
