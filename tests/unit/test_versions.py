@@ -10,11 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torchrec
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice,
     SplitTableBatchedEmbeddingBagsCodegen,
+    UserEnabledConfigDefinition,
 )
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
@@ -104,6 +107,20 @@ def test_a_real_kernel_passes_and_one_without_a_method_is_refused(
     monkeypatch.delattr(SplitTableBatchedEmbeddingBagsCodegen, "reset_embedding_weight_momentum")
     with pytest.raises(UnsupportedError, match="has no reset_embedding_weight_momentum,"):
         KERNEL.require(kernel)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bias"), [*((kind, False) for kind in [*OPTIMIZERS, EmbOptimType.NONE]), (EmbOptimType.ADAM, True)]
+)
+def test_kernels_of_every_optimizer_have_what_is_checked(kind: EmbOptimType, bias: bool) -> None:
+    """As a GPU would build them, without memory; whether the optimizer itself is captured is another question."""
+    kernel = SplitTableBatchedEmbeddingBagsCodegen(
+        [(4, 8, EmbeddingLocation.DEVICE, ComputeDevice.CUDA)],
+        optimizer=kind,
+        extra_optimizer_config=UserEnabledConfigDefinition(use_rowwise_bias_correction=bias),
+        device=torch.device("meta"),
+    )
+    KERNEL.require(kernel)
 
 
 def test_a_class_is_checked_before_it_has_objects() -> None:

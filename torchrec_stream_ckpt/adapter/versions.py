@@ -128,11 +128,9 @@ KERNEL = HookPoints(
         "get_learning_rate",
         "hash_size_cumsum",
         "init_embedding_weights_uniform",
-        "iter",
         "iter_cpu",
         "lxu_cache_state",
         "lxu_cache_weights",
-        "max_counter",
         "optimizer",
         "reset_cache_states",
         "reset_embedding_weight_momentum",
@@ -150,7 +148,9 @@ KERNEL = HookPoints(
         "_vbe_max_B",
         "ema_inplace",
         "ensemble_and_swap",
+        "iter",
         "iter_cpu",
+        "max_counter",
     ),
 )
 CUDA_OPERATORS = HookPoints("namespace torch.ops.fbgemm", ("linearize_cache_indices", "lxu_cache_lookup"))
