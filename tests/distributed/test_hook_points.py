@@ -62,6 +62,7 @@ def _attach_without_hook_points(uri: str) -> tuple[list[str], int]:
     return said, hooked
 
 
+@pytest.mark.pitfall(34)
 def test_missing_hook_point_on_one_rank_is_refused_on_all_and_hooks_nothing(tmp_path: Path) -> None:
     for said, hooked in ranks.run(2, _attach_without_hook_points, f"file://{tmp_path}"):
         method, lookups = said
