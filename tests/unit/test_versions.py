@@ -109,7 +109,7 @@ def test_a_real_kernel_passes_and_one_without_a_method_is_refused(
         KERNEL.require(kernel)
 
 
-@pytest.mark.pitfall(24, 30)
+@pytest.mark.pitfall(30)
 @pytest.mark.parametrize(
     ("kind", "bias"), [*((kind, False) for kind in [*OPTIMIZERS, EmbOptimType.NONE]), (EmbOptimType.ADAM, True)]
 )
