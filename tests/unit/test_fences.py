@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "materialize": LEAVES | {"format", "log", "materialize"},
     "checkpointer": LEAVES | {"format", "adapter", "capture", "log", "commit", "restore"},
     "broker": {"errors", "broker"},
-    "cli": LEAVES | {"format", "log", "restore", "materialize", "broker", "cli"},
+    "cli": LEAVES | {"format", "log", "commit", "restore", "materialize", "broker", "cli"},
     "__init__": {"config", "errors", "types", "checkpointer"},
 }
 """Room or module -> what it may import of this package."""
@@ -44,6 +44,7 @@ WITH_TORCH = frozenset(
     {
         *(source for source in SOURCES if source.startswith("adapter/")),
         "capture/hook.py",
+        "capture/oracle.py",
         "capture/shards.py",
         "capture/staging.py",
         "capture/touched.py",
@@ -52,6 +53,7 @@ WITH_TORCH = frozenset(
         "commit/collective.py",
         "commit/coordinator.py",
         "commit/dense.py",
+        "commit/id_maps.py",
         "restore/apply.py",
     }
 )

@@ -5,6 +5,7 @@
 ``optim.<key>.<name>.<s>``    state ``s`` of a dense optimizer, by parameter name
 ``shared.<name>``             one blob a ``Stateful`` that serves all ranks, written by rank 0
 ``rank<r>.<name>``            random state, buffers and per-rank ``Stateful`` objects of rank r
+``collision.<table>.<row0>``  the id map of one table shard (managed collision)
 ============================  ================================================================
 
 DCP's own metadata and the blobs are pickles: COMMIT holds the SHA-256 of every file, and nothing is opened
@@ -35,7 +36,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from torchrec_stream_ckpt.adapter import check_dense, dense_optimizers, dense_view
+from torchrec_stream_ckpt.adapter import check_dense, dense_optimizers, dense_view, id_maps
+from torchrec_stream_ckpt.commit.id_maps import PREFIX, State, empty_pieces, merge_pieces, read_pieces
 from torchrec_stream_ckpt.errors import ConfigError, SchemaMismatchError
 from torchrec_stream_ckpt.layout import fsync_dir
 
@@ -70,6 +72,7 @@ class DenseState:
     ) -> None:
         self._dmp = dmp
         self._optimizers = dense_optimizers(optimizer)
+        self._id_maps = id_maps(dmp)
         self._shared = dict(shared)
         self._per_rank = dict(per_rank)
         self._group = group
@@ -82,13 +85,19 @@ class DenseState:
         check_dense(dmp, self._optimizers)
 
     def stage(self) -> dict[str, Any]:
-        """(training thread) A copy on the CPU of the dense state as it is now. Local: no collectives."""
+        """(training thread) A copy on the CPU of the dense state as it is now. Local: no collectives.
+
+        On a GPU the host waits for the whole device: buffers and id maps may be written on other streams.
+        """
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
         view = dense_view(self._dmp)
         parameters = _parameter_names(view)
         model = view.state_dict()
         state: dict[str, Any] = {
             "model": {name: value for name, value in model.items() if name in parameters.values()},
             "optim": {},
+            PREFIX: read_pieces(self._id_maps),
             f"rank{self._rank}": {
                 "random": _blob(_random_state()),
                 "buffers": _blob({name: value for name, value in model.items() if name not in parameters.values()}),
@@ -118,6 +127,14 @@ class DenseState:
         with _as_error():
             save(staged, storage_writer=FileSystemWriter(path), process_group=self._group)
 
+    def check(self, path: Path) -> None:
+        """Refuse a marker whose id maps do not fit this job's shards, before anything is written. Local.
+
+        Raises:
+            SchemaMismatchError: names the table, and the rows there and here.
+        """
+        self._read_id_maps(FileSystemReader(path))
+
     def load(self, path: Path, world: int) -> None:
         """Load a marker that ``world`` ranks wrote; its digests must have been compared already. Local.
 
@@ -143,6 +160,8 @@ class DenseState:
         optim = _optim_template(entries, parameters)
         _check_entries({"model": model}, entries)
         optim = _load_here({"model": model, "optim": optim}, reader).get("optim", {})
+        for id_map, state in zip(self._id_maps, self._read_id_maps(reader), strict=True):
+            id_map.write(state)
         view.load_state_dict({**model, **blobs["buffers"]})
         for key, optimizer in self._optimizers.items():
             self._load_optimizer(optimizer, parameters, blobs["optimizers"][key], optim.get(key, {}))
@@ -154,6 +173,13 @@ class DenseState:
             _set_random_state(blobs["random"])
         else:
             _seed_new_rank(blobs["seed"], self._rank)
+
+    def _read_id_maps(self, reader: FileSystemReader) -> list[State]:
+        if not self._id_maps:
+            return []
+        pieces = empty_pieces(reader.read_metadata().state_dict_metadata, self._id_maps)
+        _load_here({PREFIX: pieces}, reader)
+        return merge_pieces(self._id_maps, pieces)
 
     def _load_blobs(self, reader: FileSystemReader, entries: Mapping[str, Any], source: int) -> dict[str, Any]:
         _check_stateful(entries, "shared", self._shared)
@@ -207,11 +233,18 @@ class DenseState:
         """In place: wrappers and schedules hold on to the optimizer's own state and groups."""
         before = {id(parameter): values for parameter, values in optimizer.state.items()}
         optimizer.state.clear()
+        counted_there = {
+            name
+            for group in saved["param_groups"]
+            if group.get("fused") or group.get("capturable")
+            for name in group["params"]
+        }
         for name, values in state.items():
             parameter = parameters[name]
             known = before.get(id(parameter), {})
             optimizer.state[parameter] = {
-                key: _on_device(value, key, known.get(key), parameter) for key, value in values.items()
+                key: _on_device(value, key, known.get(key), parameter, counted_there=name in counted_there)
+                for key, value in values.items()
             }
         for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
@@ -294,10 +327,15 @@ def _empty_like(saved: Any, parameter: nn.Parameter) -> Any:
     return torch.empty(saved.size, dtype=saved.properties.dtype)
 
 
-def _on_device(value: Any, key: str, known: Any, parameter: nn.Parameter) -> Any:
-    """Where the optimizer keeps a state: where it had it, else with the parameter, but step counters on the CPU."""
+def _on_device(value: Any, key: str, known: Any, parameter: nn.Parameter, *, counted_there: bool) -> Any:
+    """Where the optimizer keeps a state: where it had it, else with the parameter.
+
+    A step counter is on the CPU, but with the parameter in a group that is fused or capturable (``counted_there``).
+    """
     if not isinstance(value, torch.Tensor):
         return value
+    if key == "step" and counted_there:
+        return value.to(parameter.device)
     if isinstance(known, torch.Tensor):
         return value.to(known.device)
     return value if key == "step" else value.to(parameter.device)
