@@ -544,7 +544,8 @@ Marks = dict[str, dict[str, torch.Tensor]]
 
 
 def attach(job: Job, settings: StreamConfig) -> StreamCheckpointer:
-    return StreamCheckpointer(job.dmp, job.optimizer, config=settings, stateful={"loader": job})
+    """Under the oracle, as ``tests.jobs`` does."""
+    return StreamCheckpointer(job.dmp, job.optimizer, config=settings, stateful={"loader": job}, paranoid=True)
 
 
 def start(model: Model, plan: Plan, settings: StreamConfig, events: tuple[str, ...]) -> Marks:

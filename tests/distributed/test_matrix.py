@@ -175,6 +175,7 @@ def test_every_cell_has_a_test() -> None:
     assert len(CELLS) == 135
 
 
+@pytest.mark.pitfall(12, 13, 22, 25)
 @pytest.mark.parametrize(
     ("kind", "optimizer", "family"),
     [pytest.param(*cell, marks=covers(cell[1], FAMILIES[cell[2]], cell[0]), id="-".join(cell)) for cell in CELLS],
@@ -378,6 +379,7 @@ def model_cell(name: str) -> pytest.MarkDecorator:
     return covers(model.optimizer, plan, model.parts[0].kind, what)
 
 
+@pytest.mark.pitfall(4, 7, 23, 26, 27)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=model_cell(name)) for name in MODELS])
 def test_a_model_is_exact(name: str, pool: Pool, tmp_path: Path) -> None:
     model, families, _ = MODELS[name]
@@ -460,6 +462,7 @@ def refused(optimizer: str) -> pytest.MarkDecorator:
     return covers(optimizer, "a changed column split", "ebc", outcome="refused", why=why)
 
 
+@pytest.mark.pitfall(14)
 @pytest.mark.parametrize("optimizer", [pytest.param(name, marks=refused(name)) for name in ROWWISE])
 def test_a_changed_column_split_is_refused_by_table(optimizer: str, pool: Pool, tmp_path: Path) -> None:
     model, source, target = resplit(optimizer, 1)
@@ -543,7 +546,6 @@ def test_after_a_merge_a_job_drifts_less_than_by_the_other_split_itself(pool: Po
     )
     assert merged[0] == pytest.approx(uninterrupted[0], abs=1e-6), "nothing but weights has been used yet"
     assert 0 < drift < min(other, 5e-3), (drift, other)
-    print("DRIFT", drift, other, min(uninterrupted), max(uninterrupted))
 
 
 # What TorchRec and FBGEMM cannot do on a CPU: not ours to capture. Once one of these runs, it wants a cell above.
@@ -625,6 +627,7 @@ def unverified(name: str) -> pytest.MarkDecorator:
     )
 
 
+@pytest.mark.pitfall(30)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=unverified(name)) for name in UPSTREAM])
 def test_what_torchrec_cannot_train_on_a_cpu(name: str, pool: Pool) -> None:
     model, where, message = UPSTREAM[name]
