@@ -1,0 +1,131 @@
+"""A lap of the matrix: train, restore on another world size and plan, go on, restore again; and what was not exact."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import zoo
+from tests.model import differences
+from tests.pool import Pool
+from tests.zoo import MARK, OPTIMIZERS, Marks, Model, Part, Place, Plan, Table
+from torchrec_stream_ckpt import StreamConfig
+
+WHOLE, SPLIT = ("tw", "rw", "twrw"), ("cw", "twcw", "grid")
+FAMILIES = {
+    "tw": "table-wise",
+    "rw": "row-wise",
+    "twrw": "table-row-wise",
+    "cw": "column-wise",
+    "twcw": "table-column-wise",
+    "grid": "grid",
+}
+MODULES = {
+    "ebc": "EmbeddingBagCollection",
+    "weighted": "EmbeddingBagCollection, weighted",
+    "ec": "EmbeddingCollection",
+    "fp": "FeatureProcessedEmbeddingBagCollection, PositionWeightedModuleCollection",
+    "fp_dict": "FeatureProcessedEmbeddingBagCollection, PositionWeightedModule",
+}
+EVERYTHING = (
+    *("train", "two_forwards", MARK, "evaluate", "no_grad", "train", "skip_backward", "accumulate"),
+    *("again", "empty", "empty_on_first", "schedule", MARK),
+)
+
+
+def covers(optimizer: str, plan: str, kind: str, what: str = "", **more: str) -> pytest.MarkDecorator:
+    """The cell of docs/coverage.md that a test proves."""
+    name = OPTIMIZERS[optimizer].name + (f", {what}" if what else "")
+    return pytest.mark.covers(optimizer=name, plan=plan, module=MODULES[kind], kernel="fused", pipeline="plain", **more)
+
+
+def place(family: str, world: int, host: int, turn: int) -> Place:
+    """Somewhere for a table, and for each turn somewhere else."""
+    hosts = world // host
+    first = (turn % hosts) * host
+    where = {
+        "tw": (turn % world,),
+        "cw": (turn % world, (turn + 1) % world),
+        "twcw": (first, first + host - 1),
+        "twrw": (turn % hosts,),
+        "grid": (turn % hosts, (turn + 1) % hosts),
+    }
+    return Place(family, where.get(family, ()))
+
+
+def plan(families: tuple[str, ...], world: int, host: int, turn: int) -> Plan:
+    return Plan(world, host, tuple(place(family, world, host, turn + at) for at, family in enumerate(families)))
+
+
+def config(directory: Path, **more: Any) -> StreamConfig:
+    return StreamConfig(uri=f"file://{directory}", marker_every=None, **more)
+
+
+def compare(source: list[Marks], marker: str, restored: list[dict[str, torch.Tensor]]) -> list[str]:
+    """What is not bitwise equal on some rank; a new rank has random state of its own."""
+    found: set[str] = set()
+    for rank, state in enumerate(restored):
+        expected = source[min(rank, len(source) - 1)][marker]
+        found |= set(differences(expected, state, rng=rank < len(source)))
+    return sorted(found)
+
+
+@dataclass(frozen=True)
+class Lap:
+    """A job, its markers restored on two other world sizes one behind the other, and what came out."""
+
+    marks: Marks
+    wrong: tuple[str, ...]
+    """Names of what was not bitwise equal, anywhere."""
+
+
+def lap(
+    pool: Pool,
+    model: Model,
+    plans: tuple[Plan, Plan, Plan],
+    directory: Path,
+    events: tuple[str, ...] = EVERYTHING,
+    more: tuple[str, ...] = ("train", "two_forwards", "evaluate", "train"),
+    **options: Any,
+) -> Lap:
+    """Train on the first plan; restore both markers on the second, go on; restore that on the third."""
+    first, second, third = plans
+    where = config(directory, **options)
+    begun = pool.run(first.world, zoo.start, model, first, where, events)
+    resumed = pool.run(second.world, zoo.resume_each, model, second, where, ("1:1", None), (*more, MARK))
+    gone_on = [marks for _, marks in resumed]
+    (newest,) = gone_on[0]
+    again = pool.run(third.world, zoo.resume, model, third, where, None, ())
+    wrong = [
+        *compare(begun, "1:1", [states[0] for states, _ in resumed]),
+        *compare(begun, "1:2", [states[1] for states, _ in resumed]),
+        *compare(gone_on, newest, [state for state, _ in again]),
+    ]
+    return Lap(begun[0], tuple(wrong))
+
+
+def cell_model(kind: str, optimizer: str) -> tuple[Model, tuple[str, ...]]:
+    """One table for each plan family that TorchRec has for the module, and the families."""
+    families = ("tw", "rw", "cw") if kind == "ec" else tuple(FAMILIES)
+    dims = {"grid": 256, "cw": 32, "twcw": 32} if kind != "ec" else {}
+    pooling = {"rw": "mean", "cw": "mean"} if kind == "ebc" else {}
+    tables = [
+        Table(
+            f"t_{family}",
+            35 + number,
+            dims.get(family, 16),
+            (f"f{number}", f"g{number}") if number % 2 else (f"f{number}",),
+            pooling.get(family, "sum"),
+        )
+        for number, family in enumerate(families)
+    ]
+    return Model((Part(kind, tuple(tables)),), optimizer), families
+
+
+def one(kind: str, *tables: Table, optimizer: str = "rowwise_adagrad", **more: Any) -> Model:
+    """A model of one module."""
+    return Model((Part(kind, tables),), optimizer, **more)
