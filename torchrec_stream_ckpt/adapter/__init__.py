@@ -17,21 +17,29 @@ What is used, and where it was read (torchrec 1.9.2 with fbgemm 1.9.0, and torch
 ``reset_embedding_weight_momentum``
 ``...lxu_cache_weights``, ``lxu_cache_state``,              (GPU) the newest value of a cached row
 ``cache_hash_size_cumsum``
+``...prefetch_stream``                                      (GPU) where a pipeline moves rows beside the step
+``WarmupOptimizer._get_warmup_state``, ``_warmup_param``,   a wrapper's own state, which its state_dict loses when
+``_stages``; ``GradientClippingOptimizer._step_num``        it stands around a combined optimizer
 ==========================================================  ==========================================
 """
 
 from torchrec_stream_ckpt.adapter.dense import check_dense, dense_optimizers, dense_view
 from torchrec_stream_ckpt.adapter.kernels import FusedKernel, LocalShard, Lookup
-from torchrec_stream_ckpt.adapter.modules import fused_kernels
+from torchrec_stream_ckpt.adapter.modules import fused_kernels, sharded_embeddings
 from torchrec_stream_ckpt.adapter.outside import watch_outside_writes
+from torchrec_stream_ckpt.adapter.wrappers import check_wrappers, load_wrapper_states, wrapper_states
 
 __all__ = [
     "FusedKernel",
     "LocalShard",
     "Lookup",
     "check_dense",
+    "check_wrappers",
     "dense_optimizers",
     "dense_view",
     "fused_kernels",
+    "load_wrapper_states",
+    "sharded_embeddings",
     "watch_outside_writes",
+    "wrapper_states",
 ]

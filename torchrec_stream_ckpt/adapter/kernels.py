@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from weakref import WeakSet
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
@@ -28,7 +29,7 @@ class LocalShard:
     cols: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Lookup:
     """The ids of one forward of one kernel, bound while later forwards overwrite the kernel's attributes."""
 
@@ -62,9 +63,14 @@ class FusedKernel:
         self.feature_shards: tuple[int, ...] = tuple(tbe.feature_table_map)
         """For each feature of the kernel, the index of its shard."""
         self._cached = bool(tbe.lxu_cache_weights.numel())
+        self._ahead: WeakSet[Lookup] = WeakSet()
+        """Lookups whose update is still to come; a graph that is given up takes its lookup with it."""
 
     def weights(self) -> list[torch.Tensor]:
         """Live views, one a shard, shape (rows, cols). Under UVM caching a cached row is newer than its view."""
+        if self._tbe.prefetch_stream is not None:
+            # A prefetching pipeline moves rows between cache and UVM beside the step: those moves come first.
+            torch.cuda.current_stream(self.device).wait_stream(self._tbe.prefetch_stream)
         return list(self._tbe.split_embedding_weights())
 
     def states(self) -> list[tuple[torch.Tensor, ...]]:
@@ -87,6 +93,8 @@ class FusedKernel:
             rows + tbe.cache_hash_size_cumsum[feature], tbe.lxu_cache_state, tbe.total_cache_hash_size
         )
         cached = tbe.lxu_cache_weights.index_select(0, slots.clamp(min=0).long())[:, : values.shape[1]]
+        if tbe.prefetch_stream is not None:  # and the next ones wait until these rows have been read
+            tbe.prefetch_stream.wait_stream(torch.cuda.current_stream(self.device))
         return torch.where((slots >= 0).unsqueeze(1), cached, values)
 
     def prepare_write(self) -> None:
@@ -102,6 +110,10 @@ class FusedKernel:
         without a backward calls nothing.
         """
 
+        def updated(lookup: Lookup) -> None:
+            self._ahead.discard(lookup)
+            callback(lookup)
+
         def forward_hook(tbe: SplitTableBatchedEmbeddingBagsCodegen, _args: object, output: torch.Tensor) -> None:
             node = output.grad_fn
             if node is None:
@@ -112,7 +124,8 @@ class FusedKernel:
                     hint="use the versions of torchrec and fbgemm that the README names",
                 )
             lookup = Lookup(tbe._indices, tbe._offsets, tbe._vbe_B_offsets, int(tbe._vbe_max_B))
-            node.register_hook(lambda *_grads: callback(lookup))
+            self._ahead.add(lookup)
+            node.register_hook(lambda *_grads: updated(lookup))
 
         handle: RemovableHandle = self._tbe.register_forward_hook(forward_hook, prepend=True)
         return handle.remove
@@ -171,6 +184,11 @@ class FusedKernel:
     def iteration(self) -> int:
         """Forward passes that the kernel has counted."""
         return int(self._tbe.iter_cpu.item())
+
+    @property
+    def trained_iteration(self) -> int:
+        """The same without lookups whose update is still to come: a restored pipeline looks those batches up again."""
+        return self.iteration - len(self._ahead)
 
     @property
     def max_counter(self) -> float:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_stream_ckpt.adapter.modules import sharded_embeddings
 from torchrec_stream_ckpt.adapter.patch import patch
+from torchrec_stream_ckpt.adapter.wrappers import walk
 from torchrec_stream_ckpt.errors import UnsupportedError
 
 
@@ -28,7 +28,8 @@ def watch_outside_writes(
 
     handles = [module.register_load_state_dict_pre_hook(loading) for _, module in sharded_embeddings(dmp)]
     # A combined optimizer writes into the states of its parts by itself: each one that can be called is watched.
-    optimizers = {id(part): part for root in (dmp.fused_optimizer, optimizer) for part in _parts(root)}
+    roots = [root for root in (dmp.fused_optimizer, optimizer) if root is not None]
+    optimizers = {id(part): part for root in roots for part in walk(root) if isinstance(part, KeyedOptimizer)}
     patched = [patch(part, "load_state_dict", loading) for part in optimizers.values()]
     patched.append(patch(dmp, "reshard", _refuse_reshard))
 
@@ -39,15 +40,6 @@ def watch_outside_writes(
             undo()
 
     return remove
-
-
-def _parts(optimizer: Any) -> Iterator[Any]:
-    """An optimizer and all that it combines."""
-    if optimizer is not None:
-        yield optimizer
-    if isinstance(optimizer, CombinedOptimizer):
-        for _, child in optimizer.optimizers:
-            yield from _parts(child)
 
 
 def _refuse_reshard(*_args: object, **_more: object) -> None:
