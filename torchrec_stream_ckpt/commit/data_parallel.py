@@ -61,6 +61,8 @@ def check_replicas(dmp: DistributedModelParallel, view: nn.Module) -> None:
         for name, parameter in wrapper.module.named_parameters()
         if name not in wrapper.parameters_to_ignore
     }
+    for _, module in sharded_embeddings(dmp):
+        replicated |= {id(table) for table in module.parameters()}  # TorchRec puts its data-parallel lookups under DDP
     for name, parameter in view.named_parameters():
         if parameter.requires_grad and id(parameter) not in replicated and not isinstance(parameter, DTensor):
             raise UnsupportedError(
