@@ -34,6 +34,7 @@ OPTIMIZERS = {
     "rowwise": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
     "sgd": EmbOptimType.EXACT_SGD,
+    "rmsprop": EmbOptimType.ROWWISE_RMSPROP_AR,
 }
 GLOBAL_BATCH = 12
 
@@ -227,7 +228,8 @@ def assemble(sharded: dict[str, ShardedTensor]) -> dict[str, torch.Tensor]:
         for name, (size, shards) in pieces.items():
             for offsets, tensor in shards:
                 if name not in full:
-                    full[name] = torch.full(size, float("nan"), dtype=tensor.dtype)
+                    nowhere = float("nan") if tensor.is_floating_point() else -(2**31)
+                    full[name] = torch.full(size, nowhere, dtype=tensor.dtype)
                 full[name][tuple(slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True))] = tensor
     return full
 
