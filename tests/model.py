@@ -203,6 +203,8 @@ def truth(job: Trainer) -> dict[str, torch.Tensor]:
     state |= assemble(sharded)
     names = {id(parameter): name for name, parameter in job.dmp.named_parameters()}
     for parameter, values in job.dense.state.items():
+        if id(parameter) not in names:
+            continue  # where TorchRec's warm-up keeps its iteration
         for key, value in values.items():
             state[f"dense.{names[id(parameter)]}.{key}"] = _whole(value)
     state["rng"] = torch.get_rng_state()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
-from weakref import WeakSet
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
@@ -29,7 +29,7 @@ class LocalShard:
     cols: int
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True)
 class Lookup:
     """The ids of one forward of one kernel, bound while later forwards overwrite the kernel's attributes."""
 
@@ -63,8 +63,8 @@ class FusedKernel:
         self.feature_shards: tuple[int, ...] = tuple(tbe.feature_table_map)
         """For each feature of the kernel, the index of its shard."""
         self._cached = bool(tbe.lxu_cache_weights.numel())
-        self._ahead: WeakSet[Lookup] = WeakSet()
-        """Lookups whose update is still to come; a graph that is given up takes its lookup with it."""
+        self._lookups = self._updated = 0
+        """Forwards that an update may follow; and of the newest one of them whose update has run, its number."""
 
     def weights(self) -> list[torch.Tensor]:
         """Live views, one a shard, shape (rows, cols). Under UVM caching a cached row is newer than its view."""
@@ -110,8 +110,8 @@ class FusedKernel:
         without a backward calls nothing.
         """
 
-        def updated(lookup: Lookup) -> None:
-            self._ahead.discard(lookup)
+        def updated(lookup: Lookup, number: int, *_grads: object) -> None:
+            self._updated = max(self._updated, number)
             callback(lookup)
 
         def forward_hook(tbe: SplitTableBatchedEmbeddingBagsCodegen, _args: object, output: torch.Tensor) -> None:
@@ -124,8 +124,8 @@ class FusedKernel:
                     hint="use the versions of torchrec and fbgemm that the README names",
                 )
             lookup = Lookup(tbe._indices, tbe._offsets, tbe._vbe_B_offsets, int(tbe._vbe_max_B))
-            self._ahead.add(lookup)
-            node.register_hook(lambda *_grads: updated(lookup))
+            self._lookups += 1
+            node.register_hook(partial(updated, lookup, self._lookups))
 
         handle: RemovableHandle = self._tbe.register_forward_hook(forward_hook, prepend=True)
         return handle.remove
@@ -187,8 +187,11 @@ class FusedKernel:
 
     @property
     def trained_iteration(self) -> int:
-        """The same without lookups whose update is still to come: a restored pipeline looks those batches up again."""
-        return self.iteration - len(self._ahead)
+        """The same without lookups behind the last update: they are of batches that a restored pipeline looks up again.
+
+        A forward whose backward never came is counted once a later one has had its update.
+        """
+        return self.iteration - (self._lookups - self._updated)
 
     @property
     def max_counter(self) -> float:
@@ -210,6 +213,7 @@ class FusedKernel:
         # set_optimizer_step() sets `iter` only, while the kernels count on in `iter_cpu`.
         self._tbe.iter.fill_(iteration)
         self._tbe.iter_cpu.fill_(iteration)
+        self._updated = self._lookups
         self._tbe.max_counter.fill_(max_counter)
         self._tbe.set_learning_rate(learning_rate)
         self.optimizer.param_groups[0]["lr"] = next_learning_rate
