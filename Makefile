@@ -8,7 +8,7 @@ BENCH ?= *
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kafka test test-kafka lint bench lock clean kafka-tools
+.PHONY: help setup demo demo-kafka test test-kafka fuzz coverage lint bench lock clean kafka-tools
 
 help: ## Show these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,12 @@ test: kafka-tools ## Run all tests, Kafka included (PYTEST_ARGS="tests/unit -x")
 
 test-kafka: kafka-tools ## Run only the tests that need a broker (PYTEST_ARGS=...)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -m kafka $(PYTEST_ARGS)
+
+fuzz: $(STAMP) ## Damage bytes and read them (FUZZ_ARGS="--seconds 600 --seed 1")
+	@$(PY) -m tests.fuzz $(FUZZ_ARGS)
+
+coverage: $(STAMP) ## Write docs/coverage.md anew: what the tests show, cell by cell
+	@$(PY) -m tests.coverage
 
 lint: $(STAMP) ## Check style and types: ruff, mypy --strict on the package
 	@$(PY) -m ruff check .

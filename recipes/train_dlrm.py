@@ -198,6 +198,12 @@ def make_parser() -> argparse.ArgumentParser:
     ckpt.add_argument("--marker_every", metavar="STEPS", type=whole(1), help="default: 100")
     ckpt.add_argument("--marker_every_s", metavar="SECONDS", type=positive, help="also a marker every so many seconds")
     ckpt.add_argument("--kafka_options", metavar="FILE", type=Path, help="client options, security included")
+    ckpt.add_argument(
+        "--paranoid",
+        action="store_true",
+        default=None,
+        help="compare the stream with the live tables at every marker; takes the tables' memory twice",
+    )
 
     model = parser.add_argument_group("model")
     model.add_argument(
@@ -280,7 +286,7 @@ def complete(args: argparse.Namespace) -> str | None:
 
 def complete_stream(args: argparse.Namespace) -> str | None:
     """The same for the flags of streaming checkpoints."""
-    defaults = {"restore": "latest", "drain_every": 1, "marker_every": 100}
+    defaults = {"restore": "latest", "drain_every": 1, "marker_every": 100, "paranoid": False}
     if args.stream_ckpt is None:
         for flag in (*defaults, "store", "marker_every_s", "kafka_options"):
             if getattr(args, flag) is not None:
@@ -861,7 +867,11 @@ def open_checkpointer(
         for name in ("store", "drain_every", "marker_every", "marker_every_s", "kafka_options")
     }
     checkpointer = StreamCheckpointer(
-        model, optimizer, config=StreamConfig(uri=args.stream_ckpt, **config), stateful={"loader": loader}
+        model,
+        optimizer,
+        config=StreamConfig(uri=args.stream_ckpt, **config),
+        stateful={"loader": loader},
+        paranoid=args.paranoid,
     )
     restored = None
     if args.restore == "latest":

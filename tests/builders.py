@@ -101,12 +101,22 @@ class Stream:
         chosen = np.array(list(ids), np.int64)
         weights = np.full((len(chosen), 4), value, np.float32)
         header, frame = rows_frame(SCHEMA.tables[1], [chosen, weights, weights[:, 0]], table=1)
+        return self._add(header, frame)
+
+    def _add(self, header: Header, frame: bytearray) -> bytes:
+        """Number, chain and seal a ROWS frame."""
         like = self._header(Kind.ROWS)
         for name in ("job", "generation", "rank", "seq", "chain", "schema_crc"):
             setattr(header, name, getattr(like, name))
         seal(header, frame)
         self.frames.append(bytes(frame))
         return self.frames[-1]
+
+    def items(self, ids: Iterable[int], value: float = 0.0) -> bytes:
+        """Rows of table 0, which has no optimizer state."""
+        chosen = np.array(list(ids), np.int64)
+        header, frame = rows_frame(SCHEMA.tables[0], [chosen, np.full((len(chosen), 4), value, np.float32)], table=0)
+        return self._add(header, frame)
 
     def mark(self, marker: int = 1) -> bytes:
         """The MARK that ``commit(generation, marker)`` asks for."""
@@ -125,11 +135,11 @@ class Stream:
             **fields,  # type: ignore[arg-type]
         )
 
-    def end(self, begin: int, end: int, *, partition: int = 0) -> RankEnd:
-        """Where this stream stands once its frames are at log offsets [begin, end)."""
-        return RankEnd(
-            self.rank, partition, begin, end, len(self.frames), parse_header(self.frames[-1]).header_crc, 0, 0
-        )
+    def end(self, begin: int, end: int, *, partition: int = 0, frames: int | None = None) -> RankEnd:
+        """Where this stream stood once its frames, or the first ``frames`` of them, were at offsets [begin, end)."""
+        count = len(self.frames) if frames is None else frames
+        chain = parse_header(self.frames[count - 1]).header_crc
+        return RankEnd(self.rank, partition, begin, end, count, chain, 0, 0)
 
 
 def write(log: Log, frames: Iterable[bytes], *, generation: int = 1, partition: int = 0, at: int = 0) -> list[Ack]:

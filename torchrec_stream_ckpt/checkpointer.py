@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_stream_ckpt.adapter import fused_kernels, watch_outside_writes
 from torchrec_stream_ckpt.capture.hook import Capture, Drain
+from torchrec_stream_ckpt.capture.oracle import Oracle, mismatch
 from torchrec_stream_ckpt.capture.shards import local_shards, local_tables, merge_schema
 from torchrec_stream_ckpt.capture.staging import StreamIdentity, allocate
 from torchrec_stream_ckpt.commit.cadence import Cadence
@@ -22,11 +24,11 @@ from torchrec_stream_ckpt.commit.coordinator import Coordinator, Cut
 from torchrec_stream_ckpt.commit.dense import DenseState, Stateful
 from torchrec_stream_ckpt.commit.generation import Generation, check_same_log, claim_generation
 from torchrec_stream_ckpt.config import StreamConfig
-from torchrec_stream_ckpt.errors import ConfigError, FencedError, MarkerNotFoundError
+from torchrec_stream_ckpt.errors import CaptureMismatchError, ConfigError, FencedError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.control import Hello, Mark
 from torchrec_stream_ckpt.format.dense import dense_path
 from torchrec_stream_ckpt.format.frame import Header, Kind
-from torchrec_stream_ckpt.format.ring import FrameRing
+from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
 from torchrec_stream_ckpt.loader import TrackedLoader
 from torchrec_stream_ckpt.log.api import Log, open_log
 from torchrec_stream_ckpt.log.publisher import Publisher
@@ -55,6 +57,10 @@ class StreamCheckpointer:
             schedule of the dense optimizer (one over all param groups has a list that fits its own rank and plan only).
         stateful_per_rank: The same for objects with a state of their own on every rank; they can only be
             restored on as many ranks.
+        paranoid: At every marker, compare the state that the stream implies with the live tables, bit by bit, and
+            fail at the first difference (``CaptureMismatchError``). Costs a second copy of this rank's tables and
+            optimizer rows in host memory and, at each marker, one pass over both and a collective on the training
+            thread: for tests, and for a day of a new job. See docs/guarantees.md.
 
     Raises:
         UnsupportedError: the model holds something that cannot be captured exactly; names it.
@@ -70,6 +76,7 @@ class StreamCheckpointer:
         config: StreamConfig,
         stateful: Mapping[str, Stateful] | None = None,
         stateful_per_rank: Mapping[str, Stateful] | None = None,
+        paranoid: bool = False,
     ) -> None:
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialized", hint="init_process_group() comes first")
@@ -77,9 +84,8 @@ class StreamCheckpointer:
         # One group for each thread and purpose: calls on one group are in the same order on every rank.
         step_group, vote_group, dense_group = (new_group(2 * config.commit_timeout_s + 60) for _ in range(3))
         self._team, self._commit_team = Team(step_group), Team(vote_group)
-        self._kernels = self._team.together(lambda: fused_kernels(dmp))
-        self._schema = merge_schema(self._team.gather(local_tables(self._kernels)))
-        self._shards = local_shards(self._kernels, self._schema)
+        self._dmp, self._optimizer, self._paranoid = dmp, optimizer, paranoid
+        self._describe()
         self._dense = self._team.together(
             lambda: DenseState(dmp, optimizer, stateful or {}, stateful_per_rank or {}, dense_group)
         )
@@ -88,8 +94,7 @@ class StreamCheckpointer:
         self._log: Log = self._team.together(lambda: open_log(config.uri, config.kafka_options))
         self._team.on_rank0(self._log.incarnation)  # a log that cannot be reached is said now, not at the first marker
         self._control = Control(self._log)
-        self._capture = Capture(self._kernels, self._schema)
-        self._unwatch = watch_outside_writes(dmp, optimizer, self._capture.mark_all)
+        self._hook()
         device = self._kernels[0].device if self._kernels else torch.device("cpu")
         self._ring = FrameRing(
             config.ring_bytes, config.marker_budget_bytes, lambda num_bytes: allocate(device, num_bytes)
@@ -100,8 +105,21 @@ class StreamCheckpointer:
         self._step = 0
         self._next_marker = 1
         self._broken: BaseException | None = None
+        self._mismatch: CaptureMismatchError | None = None
         self._stranded = False
         self._closed = False
+
+    def _describe(self) -> None:
+        """Learn which rows this rank holds, and the schema of all ranks."""
+        self._kernels = self._team.together(lambda: fused_kernels(self._dmp))
+        self._schema = merge_schema(self._team.gather(local_tables(self._kernels)))
+        self._shards = local_shards(self._kernels, self._schema)
+
+    def _hook(self) -> None:
+        """Hook the kernels as they are now, and what changes rows beside them."""
+        self._capture = Capture(self._kernels, self._schema)
+        self._oracle = Oracle(self._kernels, self._schema) if self._paranoid else None
+        self._unwatch = watch_outside_writes(self._dmp, self._optimizer, self.mark_all, self._reshard)
 
     def __enter__(self) -> StreamCheckpointer:
         return self
@@ -172,6 +190,8 @@ class StreamCheckpointer:
         Raises:
             ConfigError: a ``TrackedLoader`` has not so many batches in flight.
             FencedError: another trainer has taken over the job; raised by all ranks at the same step.
+            CaptureMismatchError: (``paranoid``) the stream does not say what the tables hold; raised by all ranks at
+                the same step, and by every call from then on.
         """
         stream = self._ensure_stream()
         for loader in self._loaders:
@@ -194,6 +214,9 @@ class StreamCheckpointer:
 
         Returns:
             A future that resolves on every rank once the marker is committed, or fails with the reason.
+
+        Raises:
+            FencedError, CaptureMismatchError: as in ``step()``.
         """
         stream = self._ensure_stream()
         assert self._coordinator is not None
@@ -209,6 +232,38 @@ class StreamCheckpointer:
         """
         self._capture.mark_all()
 
+    def _reshard(self, reshard: Callable[[], float]) -> float:
+        """``dmp.reshard()``: rows move between ranks, in kernels that are built anew.
+
+        A marker holds all rows where they were; once they have moved, a generation that stands on it goes on. Only
+        tables with another column split are sent whole again.
+        """
+        parent = self.mark().result().id if self._stream is not None else None
+        before = self._column_splits()
+        if self._stream is not None:
+            self._close_stream(_JOIN_S)
+        try:
+            moved = reshard()
+        except BaseException as error:
+            self._broken = error
+            raise
+        self._unwatch()
+        self._capture.close()
+        self._describe()
+        self._hook()
+        if parent is not None:
+            after = self._column_splits()
+            self._open(parent, [table for table in sorted(after) if after[table] != before[table]])
+        return moved
+
+    def _column_splits(self) -> dict[int, set[tuple[int, int]]]:
+        """Table -> the column ranges of its shards on all ranks."""
+        splits: dict[int, set[tuple[int, int]]] = {}
+        for shards in self._team.gather(self._shards):
+            for shard in shards:
+                splits.setdefault(shard.table, set()).add((shard.col0, shard.cols))
+        return splits
+
     def close(self, timeout_s: float = 60.0) -> None:
         """Remove the hooks, wait for the marker in flight and let go of the log; takes at most ``timeout_s``.
 
@@ -217,15 +272,20 @@ class StreamCheckpointer:
         if self._closed:
             return
         self._closed = True
-        deadline = time.monotonic() + timeout_s
         self._unwatch()
         self._capture.close()
-        if self._stream is not None and self._coordinator is not None:
-            if not self._coordinator.close(timeout_s):
-                log.warning("closed while a marker was in flight: it is given up, or settles when read")
-            self._cadence.close(min(_JOIN_S, deadline - time.monotonic()))
-            self._stream.publisher.close(max(0.0, min(_JOIN_S, deadline - time.monotonic())))
+        self._close_stream(timeout_s)
         self._log.close()
+
+    def _close_stream(self, timeout_s: float) -> None:
+        """End this generation on this rank."""
+        if self._stream is None or self._coordinator is None:
+            return
+        deadline = time.monotonic() + timeout_s
+        if not self._coordinator.close(timeout_s):
+            log.warning("closed while a marker was in flight: it is given up, or settles when read")
+        self._cadence.close(min(_JOIN_S, deadline - time.monotonic()))
+        self._stream.publisher.close(max(0.0, min(_JOIN_S, deadline - time.monotonic())))
 
     # Drains and cuts.
 
@@ -270,7 +330,19 @@ class StreamCheckpointer:
         except Exception as error:  # a Stateful of the user, memory, the publisher
             log.exception("marker %d:%d cannot be cut on this rank", stream.claim.generation, marker)
             cut = Cut(marker, self._step, reason=f"{type(error).__name__}: {error}")
+        if self._oracle is not None:
+            self._ask(self._oracle, stream, cut)
         return self._coordinator.begin(cut)
+
+    def _ask(self, oracle: Oracle, stream: Generation, cut: Cut) -> None:
+        """(all ranks) Whether the stream says what the tables hold: if not on one rank, no marker commits any more.
+
+        A rank that could not cut has not sent everything, so there it has nothing to compare.
+        """
+        found = self._team.together(lambda: None if cut.reason else oracle.compare(self._capture.scalars()))
+        self._mismatch = mismatch(self._team.gather(found), stream.claim.generation, cut.marker, cut.step)
+        if self._mismatch is not None:
+            raise self._mismatch
 
     def _cut_here(self, stream: Generation, drain: Drain) -> Cut:
         """The local part of a cut."""
@@ -283,8 +355,13 @@ class StreamCheckpointer:
         rows, num_bytes = stream.publisher.rows, stream.publisher.num_bytes
         mark = Mark(rows, num_bytes, self._capture.scalars())
         buffer.put_json(self._header(stream, Kind.MARK, drain.marker), mark.to_json())
-        seq = stream.publisher.submit(buffer)
+        seq = self._submitter(stream)(buffer)
         return Cut(drain.marker, self._step, seq, rows, num_bytes, self._dense.stage())
+
+    def _submitter(self, stream: Generation) -> Callable[[FrameBuffer], int]:
+        """Where frames go; the oracle, if there is one, reads them on their way."""
+        submit = stream.publisher.submit
+        return submit if self._oracle is None else self._oracle.listening(submit)
 
     def _finish_sweep(self, drain: Drain) -> bool:
         while not self._capture.swept:
@@ -323,7 +400,9 @@ class StreamCheckpointer:
         if self._closed:
             raise ConfigError("this StreamCheckpointer is closed")
         if self._broken is not None:
-            raise ConfigError(f"a restore failed half way ({self._broken})", hint="start the job anew")
+            raise ConfigError(f"a restore or reshard failed half way ({self._broken})", hint="start the job anew")
+        if self._mismatch is not None:
+            raise self._mismatch
 
     def _open_root(self) -> None:
         """Open a generation that stands on nothing: every table is sent whole."""
@@ -358,7 +437,9 @@ class StreamCheckpointer:
         )
         publisher.submit(hello)
         identity = StreamIdentity(claim.job, claim.generation, team.rank, self._schema.crc)
-        self._capture.open(identity, self._ring, publisher.submit, claim.swept)
+        if self._oracle is not None:
+            team.together(partial(self._oracle.open, claim.swept))
+        self._capture.open(identity, self._ring, self._submitter(stream), claim.swept)
         self._vote()
 
     # Choosing what to restore.
@@ -379,6 +460,7 @@ class StreamCheckpointer:
                 choice.lineage, choice.commit.id, choice.hellos, self._schema, self._shards, merge=merge
             )
         )
+        self._team.together(lambda: self._dense.check(dense_path(self._config.store_path, choice.commit)))
         return plan, choice
 
     def _look_up(self, marker: MarkerId | None) -> Choice | None:

@@ -76,5 +76,9 @@ class MarkerFailedError(StreamCkptError):
     """This marker was given up by all ranks; training and the stream go on, the next marker may commit."""
 
 
+class CaptureMismatchError(StreamCkptError):
+    """(``paranoid=True``) Rows changed that the stream does not know of: find their writer, restart from a marker."""
+
+
 class CommitUnknownError(StreamCkptError):
     """Nobody knows yet whether the COMMIT arrived: read the log once it answers again."""

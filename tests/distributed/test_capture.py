@@ -185,7 +185,24 @@ def _restore(uri: str) -> tuple[dict[str, torch.Tensor], list[tuple[int, float, 
         return truth(job), _scalars(job)
 
 
-@pytest.mark.parametrize("name", [case.__name__ for case in CASES])
+PITFALLS = {
+    drain_between_forward_and_backward: (1,),
+    evaluation: (3,),
+    forward_without_backward: (3, 25),
+}
+PIPELINES = {plain: "plain", train_pipeline_base: "TrainPipelineBase"}
+
+
+def _marked(case: Callable[[Trainer, StreamCheckpointer], None]) -> Any:
+    """The case as a parameter, with what docs/coverage.md says of it."""
+    pipeline = PIPELINES.get(case) or f"plain: {case.__name__.replace('_', ' ')}"
+    cell = {"optimizer": "EXACT_ROWWISE_ADAGRAD", "kernel": "fused", "module": "EmbeddingBagCollection"}
+    plan = "table-, row-, column-wise and data-parallel in one"
+    marks = [pytest.mark.covers(**cell, plan=plan, pipeline=pipeline), pytest.mark.pitfall(*PITFALLS.get(case, ()))]
+    return pytest.param(case.__name__, marks=marks)
+
+
+@pytest.mark.parametrize("name", [_marked(case) for case in CASES])
 def test_no_changed_row_is_missed(name: str, tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
     done = ranks.run(2, _do, uri, name)

@@ -93,7 +93,7 @@ def test_a_flipped_byte_in_the_stream_is_refused_with_its_place(log: Path) -> No
         assert said.startswith("CorruptionError")
         for part in ("generation=1", "rank=1", "seq="):
             assert part in said
-    assert "a restore failed half way" in ranks.run(3, _go_on_half_restored, f"file://{log}")[0]
+    assert "failed half way" in ranks.run(3, _go_on_half_restored, f"file://{log}")[0]
     verify = _cli("verify", f"file://{log}")
     assert verify.returncode == 1
     assert "Error: " in verify.stderr

@@ -167,7 +167,8 @@ def build(parts: tuple[str, ...] = ("dense",), dense: str = "adam", lr: float = 
 
 def attach(job: Job, uri: str, **stateful: Any) -> StreamCheckpointer:
     optimizer = job.optimizer if job.keyed is not None else None
-    return StreamCheckpointer(job.dmp, optimizer, config=StreamConfig(uri=uri, marker_every=None), **stateful)
+    settings = StreamConfig(uri=uri, marker_every=None)
+    return StreamCheckpointer(job.dmp, optimizer, config=settings, paranoid=True, **stateful)
 
 
 CASES: dict[str, dict[str, Any]] = {

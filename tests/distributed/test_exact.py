@@ -82,6 +82,7 @@ CASES = [
 ]
 
 
+@pytest.mark.pitfall(12, 13)
 @pytest.mark.parametrize("marker", [OLDER, None], ids=["older", "newest"])
 @pytest.mark.parametrize(("source", "world", "spec"), CASES, indirect=["source"])
 def test_a_marker_comes_back_bit_for_bit(
@@ -121,6 +122,13 @@ def test_the_continued_job_is_close_on_another_plan(source: Source, world: int, 
             assert torch.allclose(value, expected[name], atol=1e-5), name
 
 
+@pytest.mark.pitfall(14)
+@pytest.mark.covers(
+    optimizer="with a state of one value a row",
+    plan="a changed column split",
+    outcome="refused",
+    why='`ColumnResplitError: ...`, unless `on_column_resplit="merge"`',
+)
 @pytest.mark.parametrize("source", ["rowwise"], indirect=True)
 def test_a_changed_column_split_under_a_row_wise_optimizer_is_refused(source: Source, tmp_path: Path) -> None:
     settings = StreamConfig(uri=source.copy_to(tmp_path), marker_every=5)

@@ -74,7 +74,12 @@ def _start(uri: str, timeout_s: float = TIMEOUT_S) -> Running:
     job, position = trainer(PLAN_2), Position()
     settings = StreamConfig(uri=uri, marker_every=None, commit_timeout_s=timeout_s)
     checkpointer = StreamCheckpointer(
-        job.dmp, job.optimizer, config=settings, stateful={"loader": job}, stateful_per_rank={"position": position}
+        job.dmp,
+        job.optimizer,
+        config=settings,
+        stateful={"loader": job},
+        stateful_per_rank={"position": position},
+        paranoid=True,
     )
     return Running(job, position, checkpointer)
 

@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "materialize": LEAVES | {"format", "log", "materialize"},
     "checkpointer": LEAVES | {"loader", "format", "adapter", "capture", "log", "commit", "restore"},
     "broker": {"errors", "broker"},
-    "cli": LEAVES | {"format", "log", "restore", "materialize", "broker", "cli"},
+    "cli": LEAVES | {"format", "log", "commit", "restore", "materialize", "broker", "cli"},
     "__init__": {"config", "errors", "types", "loader", "checkpointer"},
 }
 """Room or module -> what it may import of this package."""
@@ -45,6 +45,7 @@ WITH_TORCH = frozenset(
     {
         *(source for source in SOURCES if source.startswith("adapter/")),
         "capture/hook.py",
+        "capture/oracle.py",
         "capture/shards.py",
         "capture/staging.py",
         "capture/touched.py",
@@ -54,6 +55,7 @@ WITH_TORCH = frozenset(
         "commit/coordinator.py",
         "commit/data_parallel.py",
         "commit/dense.py",
+        "commit/id_maps.py",
         "commit/random_state.py",
         "restore/apply.py",
     }

@@ -417,3 +417,13 @@ def test_a_poll_with_nothing_sent_acknowledges_nothing(log: FileLog) -> None:
     assert writer.poll(0) == []
     writer.close()
     writer.close()
+
+
+@pytest.mark.parametrize("identity", [b"", b"\xff" * 32, b"g" * 32, b"0" * 31, b"0" * 32 + b"\n"])
+def test_a_damaged_identity_is_refused(identity: bytes, tmp_path: Path) -> None:
+    log = FileLog(tmp_path)
+    log.prepare(1)
+    (tmp_path / "LOG").write_bytes(identity)
+    with pytest.raises(CorruptionError, match="identity is damaged") as caught:
+        log.incarnation()
+    assert str(tmp_path / "LOG") in str(caught.value)

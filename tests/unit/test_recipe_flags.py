@@ -62,6 +62,7 @@ WRONG = [
     (["--marker_every_s", "5"], "--marker_every_s needs --stream_ckpt"),
     (["--drain_every", "5"], "--drain_every needs --stream_ckpt"),
     (["--kafka_options", "x"], "--kafka_options needs --stream_ckpt"),
+    (["--paranoid"], "--paranoid needs --stream_ckpt"),
     (["--stream_ckpt", "s3://x"], "'s3://x' is neither file://DIR nor kafka://BROKERS/JOB"),
     (["--stream_ckpt", "ckpt"], "'ckpt' is neither"),
     (["--stream_ckpt", "kafka://h:1/j"], "needs --store URL"),
@@ -86,6 +87,10 @@ def test_a_mistake_prints_one_message_and_exits_with_2(
     printed = capsys.readouterr().err
     assert message in printed
     assert "Traceback" not in printed
+
+
+def test_the_oracle_is_off_unless_it_is_asked_for() -> None:
+    assert [recipe.parse_args([*STREAM, *flags]).paranoid for flags in ([], ["--paranoid"])] == [False, True]
 
 
 @pytest.mark.parametrize("value", ["latest", "none", "2:17"])

@@ -20,9 +20,12 @@ What is used, and where it was read (torchrec 1.9.2 with fbgemm 1.9.0, and torch
 ``...prefetch_stream``                                      (GPU) where a pipeline moves rows beside the step
 ``WarmupOptimizer._get_warmup_state``, ``_warmup_param``,   a wrapper's own state, which its state_dict loses when
 ``_stages``; ``GradientClippingOptimizer._step_num``        it stands around a combined optimizer
+``ShardedManagedCollisionCollection``                       one id map a table: its buffers, and the counters and
+``._managed_collision_modules[table]``                      history that no state_dict holds
 ==========================================================  ==========================================
 """
 
+from torchrec_stream_ckpt.adapter.collision import COUNTERS, NO_ID, IdMap, id_maps
 from torchrec_stream_ckpt.adapter.dense import check_dense, dense_optimizers, dense_view
 from torchrec_stream_ckpt.adapter.kernels import FusedKernel, LocalShard, Lookup
 from torchrec_stream_ckpt.adapter.modules import fused_kernels, sharded_embeddings
@@ -30,7 +33,10 @@ from torchrec_stream_ckpt.adapter.outside import watch_outside_writes
 from torchrec_stream_ckpt.adapter.wrappers import check_wrappers, load_wrapper_states, wrapper_states
 
 __all__ = [
+    "COUNTERS",
+    "NO_ID",
     "FusedKernel",
+    "IdMap",
     "LocalShard",
     "Lookup",
     "check_dense",
@@ -38,6 +44,7 @@ __all__ = [
     "dense_optimizers",
     "dense_view",
     "fused_kernels",
+    "id_maps",
     "load_wrapper_states",
     "sharded_embeddings",
     "watch_outside_writes",

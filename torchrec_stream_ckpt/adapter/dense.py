@@ -16,6 +16,7 @@ from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.warmup import WarmupOptimizer
 
+from torchrec_stream_ckpt.adapter.collision import holds_id_maps
 from torchrec_stream_ckpt.adapter.modules import is_sharded_embedding
 from torchrec_stream_ckpt.adapter.wrappers import walk
 from torchrec_stream_ckpt.errors import UnsupportedError
@@ -35,6 +36,8 @@ def dense_view(dmp: DistributedModelParallel) -> nn.Module:
 def _view(module: nn.Module) -> nn.Module:
     if is_sharded_embedding(module):
         return _data_parallel_tables(module)
+    if holds_id_maps(module):
+        return nn.Module()  # they are saved by row range, not by rank
     if not any(isinstance(child, ShardedModule) for child in module.modules()):
         return module
     if type(module).get_extra_state is not nn.Module.get_extra_state:

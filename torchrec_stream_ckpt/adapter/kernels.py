@@ -97,6 +97,11 @@ class FusedKernel:
             tbe.prefetch_stream.wait_stream(torch.cuda.current_stream(self.device))
         return torch.where((slots >= 0).unsqueeze(1), cached, values)
 
+    def flush(self) -> None:
+        """Write cached rows back, so that ``weights()`` holds the newest value of every row."""
+        if self._cached:
+            self._tbe.flush()
+
     def prepare_write(self) -> None:
         """Rows are about to be written into ``weights()``: no cached row may cover them afterwards."""
         if self._cached:

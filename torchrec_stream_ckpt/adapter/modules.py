@@ -15,6 +15,7 @@ from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddin
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.types import ShardedModule
 
+from torchrec_stream_ckpt.adapter.collision import COLLISION_WRAPPERS, holds_id_maps
 from torchrec_stream_ckpt.adapter.kernels import FusedKernel, LocalShard
 from torchrec_stream_ckpt.adapter.optimizers import OPTIMIZERS, FusedOptimizer, describe, row_states
 from torchrec_stream_ckpt.adapter.versions import check_versions
@@ -23,7 +24,7 @@ from torchrec_stream_ckpt.types import StateSpec, TableSpec
 
 _WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _EMBEDDINGS = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
-_WRAPPERS = (ShardedFeatureProcessedEmbeddingBagCollection,)
+_WRAPPERS = (ShardedFeatureProcessedEmbeddingBagCollection, *COLLISION_WRAPPERS)
 
 
 def is_sharded_embedding(module: nn.Module) -> bool:
@@ -40,7 +41,7 @@ def sharded_embeddings(dmp: DistributedModelParallel) -> Iterator[tuple[str, Any
     for path, module in dmp.module.named_modules():
         if is_sharded_embedding(module):
             yield path, module
-        elif isinstance(module, ShardedModule) and type(module) not in _WRAPPERS:
+        elif isinstance(module, ShardedModule) and not (type(module) in _WRAPPERS or holds_id_maps(module)):
             raise UnsupportedError(
                 f"{type(module).__name__} is not captured",
                 hint="shard EmbeddingBagCollection or EmbeddingCollection",

@@ -3,35 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_stream_ckpt.adapter.modules import sharded_embeddings
-from torchrec_stream_ckpt.adapter.patch import patch
+from torchrec_stream_ckpt.adapter.patch import patch, wrap
 from torchrec_stream_ckpt.adapter.wrappers import walk
 from torchrec_stream_ckpt.errors import UnsupportedError
 
 
 def watch_outside_writes(
-    dmp: DistributedModelParallel, optimizer: torch.optim.Optimizer | None, on_all_changed: Callable[[], None]
+    dmp: DistributedModelParallel,
+    optimizer: torch.optim.Optimizer | None,
+    on_all_changed: Callable[[], None],
+    on_reshard: Callable[[Callable[[], float]], float],
 ) -> Callable[[], None]:
     """Notice what changes rows outside the fused update; returns the remover.
 
     Loading a state dict, of the model, of a sharded module or of a fused optimizer, calls ``on_all_changed``.
-    ``reshard`` is refused. Tensors that are written in place are not seen: no API tells.
+    ``dmp.reshard(...)`` becomes ``on_reshard(call)``, where ``call()`` moves the rows. Tensors that are written in
+    place are not seen: no API tells.
     """
 
     def loading(*_args: object, **_more: object) -> None:
         on_all_changed()
+
+    def resharding(reshard: Callable[..., float], *args: Any, **kwargs: Any) -> float:
+        _check_reshard(dmp)
+        return on_reshard(lambda: reshard(*args, **kwargs))
 
     handles = [module.register_load_state_dict_pre_hook(loading) for _, module in sharded_embeddings(dmp)]
     # A combined optimizer writes into the states of its parts by itself: each one that can be called is watched.
     roots = [root for root in (dmp.fused_optimizer, optimizer) if root is not None]
     optimizers = {id(part): part for root in roots for part in walk(root) if isinstance(part, KeyedOptimizer)}
     patched = [patch(part, "load_state_dict", loading) for part in optimizers.values()]
-    patched.append(patch(dmp, "reshard", _refuse_reshard))
+    patched.append(wrap(dmp, "reshard", resharding))
 
     def remove() -> None:
         for handle in handles:
@@ -42,8 +52,12 @@ def watch_outside_writes(
     return remove
 
 
-def _refuse_reshard(*_args: object, **_more: object) -> None:
-    raise UnsupportedError(
-        "DMP.reshard() under streaming is not handled yet",
-        hint="mark(), close(), and restore in a new job with the other plan",
-    )
+def _check_reshard(dmp: DistributedModelParallel) -> None:
+    for path, module in sharded_embeddings(dmp):
+        if any(isinstance(lookup, DistributedDataParallel) for lookup in module._lookups):
+            raise UnsupportedError(
+                "DMP.reshard() of a module with data-parallel tables is not handled: TorchRec builds those anew, "
+                "without DDP",
+                hint="shard these tables, or mark(), close(), and restore in a new job with the other plan",
+                module=path,
+            )

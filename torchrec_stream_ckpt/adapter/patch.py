@@ -6,14 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 
-def patch(owner: Any, name: str, before: Callable[..., None]) -> Callable[[], None]:
-    """Call ``before`` with the same arguments in front of each call of ``owner.name``; returns the remover."""
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
+    """Call ``around(real, *args, **kwargs)`` in place of each ``owner.name(*args, **kwargs)``; returns the remover."""
     real, active = getattr(owner, name), True
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if active:
-            before(*args, **kwargs)
-        return real(*args, **kwargs)
+        return around(real, *args, **kwargs) if active else real(*args, **kwargs)
 
     def undo() -> None:
         nonlocal active
@@ -21,3 +19,13 @@ def patch(owner: Any, name: str, before: Callable[..., None]) -> Callable[[], No
 
     setattr(owner, name, wrapper)
     return undo
+
+
+def patch(owner: Any, name: str, before: Callable[..., None]) -> Callable[[], None]:
+    """Call ``before`` with the same arguments in front of each call of ``owner.name``; returns the remover."""
+
+    def around(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before(*args, **kwargs)
+        return real(*args, **kwargs)
+
+    return wrap(owner, name, around)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
+from rich.tree import Tree
 
 from torchrec_stream_ckpt.cli.common import Job, Json, KafkaOptions, Store, Uri, age, open_job, print_json, size
 from torchrec_stream_ckpt.errors import StreamCkptError
@@ -13,9 +15,16 @@ from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense import dense_path
 from torchrec_stream_ckpt.restore.choose import check_incarnation
 from torchrec_stream_ckpt.restore.stream import read_stream
+from torchrec_stream_ckpt.types import MarkerId
 
 
-def list_markers(uri: Uri, store: Store = None, kafka_options: KafkaOptions = None, json: Json = False) -> None:
+def list_markers(
+    uri: Uri,
+    tree: Annotated[bool, typer.Option("--tree", help="Show which generation stands on which marker.")] = False,
+    store: Store = None,
+    kafka_options: KafkaOptions = None,
+    json: Json = False,
+) -> None:
     """List the committed markers, oldest first, and whether each can be restored.
 
     "Restorable" looks at what is there (log ends, dense files and their sizes); ``verify`` reads every byte.
@@ -25,12 +34,16 @@ def list_markers(uri: Uri, store: Store = None, kafka_options: KafkaOptions = No
         if json:
             print_json({"uri": uri, "generations": job.lineage.newest_generation, "markers": rows})
             return
-        _print(job, rows)
+        if tree:
+            _print_tree(job, {row["marker"]: row for row in rows})
+        else:
+            _print(job, rows)
+        _print_newest(job)
 
 
 def _row(job: Job, commit: Commit) -> dict[str, Any]:
     parent = job.lineage.claims[commit.generation].parent
-    reason = _why_not(job, commit)
+    reason = why_not(job, commit)
     return {
         "marker": str(commit.id),
         "generation": commit.generation,
@@ -45,7 +58,7 @@ def _row(job: Job, commit: Commit) -> dict[str, Any]:
     }
 
 
-def _why_not(job: Job, commit: Commit) -> str:
+def why_not(job: Job, commit: Commit) -> str:
     """Why the marker cannot be restored, as far as names and sizes tell; empty when it can."""
     folder = dense_path(job.store_of(commit), commit)
     for file in commit.dense_files:
@@ -78,9 +91,29 @@ def _print(job: Job, rows: list[dict[str, Any]]) -> None:
             row["parent"] or "-",
             "yes" if row["restorable"] else f"no: {row['reason']}",
         )
-    console = Console()
-    console.print(table)
+    Console().print(table, "rows and bytes: sent by the marker's generation up to it, all ranks together")
+
+
+def _print_newest(job: Job) -> None:
+    """What the list of markers does not show of the newest generation."""
     newest = job.lineage.newest_generation
-    if newest and not any(row["generation"] == newest for row in rows):
-        console.print(f"generation {newest} has committed no marker yet")
-    console.print("rows and bytes: sent by the marker's generation up to it, all ranks together")
+    if any(commit.generation == newest for commit in job.lineage.commits.values()) or not newest:
+        return
+    if job.lineage.claims[newest].world:
+        Console().print(f"generation {newest} has committed no marker yet")
+    else:
+        Console().print(f"generation {newest} is a fence: an operator has ended the trainer of the one before")
+
+
+def _print_tree(job: Job, rows: dict[str, dict[str, Any]]) -> None:
+    """Generations below the marker that they stand on; those that stand on none at the top."""
+    roots = Tree(job.uri)
+    markers: dict[MarkerId | None, Tree] = {None: roots}
+    for generation, claim in sorted(job.lineage.claims.items()):
+        ranks = f"{claim.world} ranks" if claim.world else "a fence"
+        branch = markers.get(claim.parent, roots).add(f"generation {generation} ({ranks}, {age(claim.time_s)} ago)")
+        for marker in (marker for marker in job.lineage.commits if marker.generation == generation):
+            row = rows[str(marker)]
+            state = "" if row["restorable"] else f", not restorable: {row['reason']}"
+            markers[marker] = branch.add(f"marker {marker}, step {row['step']}, {age(row['time_s'])} ago{state}")
+    Console().print(roots)

@@ -85,9 +85,14 @@ class Control:
         if commit.id in lineage.commits and lineage.claims[commit.generation].nonce == commit.nonce:
             return True
         if lineage.newest_generation != commit.generation:
+            by_operator = not lineage.claims[lineage.newest_generation].world
             raise FencedError(
-                f"generation {lineage.newest_generation} has taken over this job",
-                hint="another trainer restored it: stop this one",
+                "an operator has ended this trainer"
+                if by_operator
+                else f"generation {lineage.newest_generation} has taken over this job",
+                hint="stop this one; a new job restores the newest marker"
+                if by_operator
+                else "another trainer restored it: stop this one",
                 generation=commit.generation,
                 marker=commit.marker,
             )

@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.adapter import sharded_embeddings
 from torchrec_stream_ckpt.errors import UnsupportedError
 
 
-def reshard(module: nn.Module) -> None:
+def at_rest(module: nn.Module) -> None:
     """Bring FSDP2 to rest: a forward without a backward leaves its root gathered, in parameters of another identity."""
     for child in module.modules():
         if isinstance(child, FSDPModule):

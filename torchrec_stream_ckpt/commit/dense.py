@@ -5,6 +5,7 @@
 ``optim.<key>.<name>.<s>``    state ``s`` of a dense optimizer, by parameter name
 ``shared.<name>``             one blob a ``Stateful`` that serves all ranks, written by rank 0
 ``rank<r>.<name>``            random state, buffers and per-rank ``Stateful`` objects of rank r
+``collision.<table>.<row0>``  the id map of one table shard (managed collision)
 ============================  ================================================================
 
 DCP's own metadata and the blobs are pickles: COMMIT holds the SHA-256 of every file, and nothing is opened
@@ -37,10 +38,12 @@ from torchrec_stream_ckpt.adapter import (
     check_wrappers,
     dense_optimizers,
     dense_view,
+    id_maps,
     load_wrapper_states,
     wrapper_states,
 )
-from torchrec_stream_ckpt.commit.data_parallel import check_fully_sharded, check_replicas, optimizer_state, reshard
+from torchrec_stream_ckpt.commit.data_parallel import at_rest, check_fully_sharded, check_replicas, optimizer_state
+from torchrec_stream_ckpt.commit.id_maps import PREFIX, State, empty_pieces, merge_pieces, read_pieces
 from torchrec_stream_ckpt.commit.random_state import random_state, seed_new_rank, set_random_state
 from torchrec_stream_ckpt.errors import ConfigError, SchemaMismatchError
 from torchrec_stream_ckpt.layout import fsync_dir
@@ -77,6 +80,7 @@ class DenseState:
         self._dmp = dmp
         self._optimizer = optimizer
         self._optimizers = dense_optimizers(optimizer)
+        self._id_maps = id_maps(dmp)
         self._shared = dict(shared)
         self._per_rank = dict(per_rank)
         self._group = group
@@ -98,6 +102,7 @@ class DenseState:
         state: dict[str, Any] = {
             "model": {name: value for name, value in model.items() if name in parameters.values()},
             "optim": {},
+            PREFIX: read_pieces(self._id_maps),
             f"rank{self._rank}": {
                 "random": _blob(random_state()),
                 "buffers": _blob({name: value for name, value in model.items() if name not in parameters.values()}),
@@ -128,6 +133,14 @@ class DenseState:
         with _as_error():
             save(staged, storage_writer=FileSystemWriter(path), process_group=self._group)
 
+    def check(self, path: Path) -> None:
+        """Refuse a marker whose id maps do not fit this job's shards, before anything is written. Local.
+
+        Raises:
+            SchemaMismatchError: names the table, and the rows there and here.
+        """
+        self._read_id_maps(FileSystemReader(path))
+
     def load(self, path: Path, world: int) -> None:
         """Load a marker that ``world`` ranks wrote; its digests must have been compared already. Local.
 
@@ -154,6 +167,8 @@ class DenseState:
         optim = _optim_template(entries, parameters)
         _check_entries({"model": model}, entries)
         optim = _load_here({"model": model, "optim": optim}, reader).get("optim", {})
+        for id_map, state in zip(self._id_maps, self._read_id_maps(reader), strict=True):
+            id_map.write(state)
         view.load_state_dict({**model, **blobs["buffers"]})
         for key, optimizer in self._optimizers.items():
             self._load_optimizer(optimizer, parameters, blobs["optimizers"][key], optim.get(key, {}))
@@ -168,9 +183,15 @@ class DenseState:
             seed_new_rank(blobs["seed"], self._rank)
 
     def _view(self) -> nn.Module:
-        """The dense part, at rest."""
-        reshard(self._dmp)
+        at_rest(self._dmp)
         return dense_view(self._dmp)
+
+    def _read_id_maps(self, reader: FileSystemReader) -> list[State]:
+        if not self._id_maps:
+            return []
+        pieces = empty_pieces(reader.read_metadata().state_dict_metadata, self._id_maps)
+        _load_here({PREFIX: pieces}, reader)
+        return merge_pieces(self._id_maps, pieces)
 
     def _load_blobs(self, reader: FileSystemReader, entries: Mapping[str, Any], source: int) -> dict[str, Any]:
         _check_stateful(entries, "shared", self._shared)

@@ -124,6 +124,7 @@ class Claim:
     """Name of the job as its URI gives it; empty for a file log."""
     parent: MarkerId | None
     world: int
+    """Ranks that write this generation; 0: nobody, an operator has ended the trainer of the one before."""
     partitions: int
     incarnation: str
     """Identity of the log when it was claimed: Kafka's topic id, or the file log's own."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +22,30 @@ class Incarnation:
 
     id: str
     partitions: int
+
+
+class Verdict(StrEnum):
+    """What a finding means for whoever runs the log."""
+
+    OK = "ok"
+    WARNING = "warning"
+    BAD = "bad"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    check: str
+    found: str
+    verdict: Verdict = Verdict.OK
+    hint: str = ""
+    """What to do, unless it is well."""
+
+    @classmethod
+    def of(cls, check: str, found: str, *, well: bool, hint: str, otherwise: Verdict = Verdict.WARNING) -> Finding:
+        """OK when it is ``well``; else ``otherwise``, with the hint."""
+        return cls(check, found) if well else cls(check, found, otherwise, hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +110,13 @@ class Log(Protocol):
 
         Raises:
             CorruptionError: a record is damaged (a torn tail is none).
+        """
+
+    def examine(self) -> Iterator[Finding]:
+        """Look at what the log's safety rests on, outside of this program; leaves nothing behind.
+
+        Raises:
+            LogUnavailableError: the log does not answer.
         """
 
     def close(self) -> None: ...

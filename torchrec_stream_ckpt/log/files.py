@@ -12,6 +12,7 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 import time
 import uuid
 from collections.abc import Iterator
@@ -31,12 +32,14 @@ from torchrec_stream_ckpt.layout import (
     partition_dir,
     segment_name,
 )
-from torchrec_stream_ckpt.log.api import Ack, DataWriter, Incarnation
+from torchrec_stream_ckpt.log.api import Ack, DataWriter, Finding, Incarnation
+from torchrec_stream_ckpt.log.disk import examine_folder
 from torchrec_stream_ckpt.types import LogSpan
 
 SEGMENT_BYTES = 256 * 2**20
 LOCK_TIMEOUT_S = 30.0
 _IOV_MAX = 512
+_IDENTITY = re.compile(rb"[0-9a-f]{32}")
 
 
 class FileLog:
@@ -76,13 +79,19 @@ class FileLog:
 
     def incarnation(self) -> Incarnation | None:
         try:
-            identity = (self._root / IDENTITY_FILE).read_text()
+            identity = (self._root / IDENTITY_FILE).read_bytes()
             partitions = sum(1 for _ in (self._root / DATA_DIR).glob("p?????"))
         except FileNotFoundError:
             return None
         except OSError as error:
             raise _unavailable("cannot read the file log", self._root, error) from None
-        return Incarnation(identity, partitions)
+        if not _IDENTITY.fullmatch(identity):
+            hint = "bring the file back from a copy of the log: its text stands in every CLAIM as the incarnation"
+            raise CorruptionError("the file log's identity is damaged", hint=hint, path=self._root / IDENTITY_FILE)
+        return Incarnation(identity.decode(), partitions)
+
+    def examine(self) -> Iterator[Finding]:
+        return examine_folder("log", self._root)
 
     def open_writer(self, generation: int, partition: int, resume_at: int) -> DataWriter:
         return FileWriter(partition_dir(self._root, partition), generation, resume_at)

@@ -23,7 +23,8 @@ import numpy as np
 from torchrec_stream_ckpt.errors import CommitUnknownError, ConfigError, CorruptionError, LogUnavailableError
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
 from torchrec_stream_ckpt.layout import KafkaUri
-from torchrec_stream_ckpt.log.api import Ack, Incarnation
+from torchrec_stream_ckpt.log.api import Ack, Finding, Incarnation
+from torchrec_stream_ckpt.log.kafka_health import examine_topic
 from torchrec_stream_ckpt.log.kafka_setup import (
     CONTROL_TIMEOUT_S,
     Reasons,
@@ -144,6 +145,20 @@ class KafkaLog:
         if not start and self._uri.control_topic not in self._describe():
             return iter(())
         return self._read(self._uri.control_topic, 0, start, None)
+
+    def examine(self) -> Iterator[Finding]:
+        """What the brokers say of themselves, of both topics, and of this user's rights."""
+        (cluster,) = self._ask("describe the cluster", lambda a: {"cluster": a.describe_cluster()}).values()
+        yield Finding("brokers", f"{len(cluster.nodes)} in cluster {cluster.cluster_id}")
+        names = ck.TopicCollection([self._uri.data_topic, self._uri.control_topic])
+        asked = partial(ck_admin.AdminClient.describe_topics, topics=names, include_authorized_operations=True)
+        for name, description in self._ask("find the job's topics", lambda admin: asked(admin)).items():
+            if isinstance(description, ck.KafkaError):
+                raise self._unavailable(f"find topic {name}", description)
+            settings = {key: entry.value for key, entry in self._settings(name).items()}
+            replicas = [(len(each.replicas), len(each.isr)) for each in description.partitions]
+            rights = {each.name for each in description.authorized_operations or ()}
+            yield from examine_topic(name, settings, replicas, rights)
 
     def close(self) -> None:
         with self._appending:

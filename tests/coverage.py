@@ -1,0 +1,162 @@
+"""Generate docs/coverage.md from the ``covers`` markers of the tests.
+
+``python -m tests.coverage`` writes it; a test holds it up to date. A marker names a cell of the cross product
+(optimizer, kernel, plan, module, pipeline), what is so there (``exact``, ``refused`` or ``unverified``), and why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOC = ROOT / "docs" / "coverage.md"
+# What is known to go wrong in checkpoints of TorchRec and FBGEMM; a test carries the number in a ``pitfall`` marker.
+PITFALLS = {
+    1: "ids are known at the lookup, before the update: rows read in between are stale",
+    2: "a semi-synchronous pipeline looks up the next batch before the backward of this one",
+    3: "evaluation and no_grad lookups change nothing, but may be recorded",
+    4: "two modules have features of one name",
+    5: "a model without dense parameters is not wrapped by DDP",
+    6: "EmbeddingCollection removes double ids before the lookup",
+    7: "with VBE, the bounds of a feature's ids are not at multiples of one batch size",
+    8: "the linear row space of a kernel is not the one of its cache, and has no slot for ignored ids",
+    9: "under UVM caching the newest value of a row is in the cache, not in the table",
+    10: "a prefetch moves rows before the backward in front of it",
+    11: "key-value (SSD) tables hold rows in more than one place",
+    12: "the column shards of a table have the same row ids",
+    13: "row-wise state is laid out end to end under column-wise plans, with rolling offsets under grid",
+    14: "a change of the column split changes the optimizer's meaning",
+    15: "2D parallelism averages rows that no local lookup has touched",
+    16: "fully sharded 2D parallelism resizes the tables' storage between forward and backward",
+    17: "memory stashing frees tables between forward and backward",
+    18: "managed collision gives ids other rows, and its eviction writes rows outside the update",
+    19: "the reset of evicted rows clears the optimizer's rows under row-wise Adagrad only",
+    20: "the 2D sync of hash tables (MPZCH) permutes whole tables",
+    21: "ITEP prunes rows and keeps an address table beside them",
+    22: "EMA and ensemble optimizers rewrite whole tables on some steps",
+    23: "lazy weight decay and counters need the row's last iteration, its counter, and the table's largest one",
+    24: "Adam's iteration is in no state dict",
+    25: "the kernel counts in iter_cpu, while set_optimizer_step sets iter alone",
+    26: "low-precision rows are rounded at random: replaying gradients does not give them again",
+    27: "clipping and max_norm change a row behind its gradient",
+    28: "momentum moves rows whose gradient is zero",
+    29: "tables with the dense kernel are updated by the dense optimizer, later",
+    30: "CPUs run five of the fused optimizers only",
+    31: "DMP.reshard builds the kernels anew and forgets hooks and iterations",
+    32: "a sharded module has one slot for a tracker, and the last one registered has it",
+    33: "optimizer states have other names in TorchRec than in FBGEMM",
+    34: "private API changes between versions",
+}
+OUTCOMES = ("exact", "refused", "unverified")
+
+INTRO = """# Coverage
+
+Which combinations are exact, by the test that shows it; which are refused, with what the error says; and which are
+written but have not been run, with the reason. Generated from the tests: `make coverage` writes this page anew, and a
+test fails when it is out of date. Exact means bit for bit: every table, every optimizer state, the kernels' own
+counters and the dense model, restored from a marker, equal what the live job had when it was cut.
+
+A row is a cell of the cross product; several tests that show the same cell stand in one row. The last table lists
+what is known to go wrong in checkpoints of TorchRec and FBGEMM, each with the tests that hold it off.
+"""
+HEADINGS = {
+    "exact": ("Exact", "shown by"),
+    "refused": ("Refused", "what the error says (test)"),
+    "unverified": ("Unverified", "why (test that will show it)"),
+}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Cell:
+    """What one test says of one combination; "any" where a part makes no difference."""
+
+    optimizer: str = "any"
+    kernel: str = "any"
+    plan: str = "any"
+    module: str = "any"
+    pipeline: str = "any"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    cell: Cell
+    outcome: str
+    test: str
+    why: str = ""
+
+
+@dataclass(slots=True)
+class Suite:
+    """What the whole suite says."""
+
+    claims: list[Claim] = field(default_factory=list)
+    pitfalls: dict[int, set[str]] = field(default_factory=dict)
+    """Number -> tests that carry it."""
+
+    def to_json(self) -> str:
+        pitfalls = {str(number): sorted(tests) for number, tests in self.pitfalls.items()}
+        return json.dumps({"claims": [asdict(claim) for claim in self.claims], "pitfalls": pitfalls})
+
+    @classmethod
+    def from_json(cls, text: str) -> Suite:
+        raw = json.loads(text)
+        claims = [Claim(**{**claim, "cell": Cell(**claim["cell"])}) for claim in raw["claims"]]
+        return cls(claims, {int(number): set(tests) for number, tests in raw["pitfalls"].items()})
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """As a plugin of pytest: read the markers of everything collected."""
+        for item in session.items:
+            test = item.nodeid.split("[")[0].removeprefix("tests/")
+            for mark in item.iter_markers("pitfall"):
+                for number in mark.args:
+                    self.pitfalls.setdefault(number, set()).add(test)
+            for mark in item.iter_markers("covers"):
+                says = dict(mark.kwargs)
+                outcome, why = says.pop("outcome", "exact"), says.pop("why", "")
+                assert outcome in OUTCOMES, f"{test}: unknown outcome {outcome}"
+                assert why or outcome == "exact", f"{test}: say why it is {outcome}"
+                self.claims.append(Claim(Cell(**says), outcome, test, why))
+
+
+def collect() -> Suite:
+    """Everything that the suite says, GPU tests included; imports every test, runs none."""
+    suite = Suite()
+    said = io.StringIO()
+    arguments = ["--collect-only", "-q", "-m", "gpu or not gpu", "-p", "no:cacheprovider", str(ROOT / "tests")]
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = pytest.main(arguments, plugins=[suite])
+    assert code == pytest.ExitCode.OK, said.getvalue()
+    return suite
+
+
+def render(suite: Suite) -> str:
+    """The page."""
+    parts = [INTRO]
+    for outcome in OUTCOMES:
+        title, shown = HEADINGS[outcome]
+        rows: dict[Cell, dict[str, None]] = {}
+        for claim in sorted(suite.claims, key=lambda each: (each.cell, each.why, each.test)):
+            if claim.outcome == outcome:
+                text = f"{claim.why} (`{claim.test}`)" if claim.why else f"`{claim.test}`"
+                rows.setdefault(claim.cell, {})[text] = None
+        parts.append(f"\n## {title}\n\n| optimizer | kernel | plan | module | pipeline | {shown} |\n")
+        parts.append("|---|---|---|---|---|---|\n")
+        for cell, texts in rows.items():
+            values = (cell.optimizer, cell.kernel, cell.plan, cell.module, cell.pipeline, "; ".join(texts))
+            parts.append("| " + " | ".join(values) + " |\n")
+    parts.append("\n## Pitfalls\n\n| # | what goes wrong elsewhere | test |\n|---|---|---|\n")
+    for number, text in PITFALLS.items():
+        tests = "; ".join(f"`{test}`" for test in sorted(suite.pitfalls.get(number, ())))
+        parts.append(f"| {number} | {text} | {tests} |\n")
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    DOC.write_text(render(collect()))
+    print(f"{DOC.relative_to(ROOT)} is up to date")

@@ -1,0 +1,165 @@
+"""What is fuzzed: each target takes damaged bytes to the code that reads them, and judges what came out."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from crc32c import crc32c
+
+from tests.builders import SCHEMA, Stream, claim, commit, write
+from tests.fuzz.mutate import mutate
+from tests.golden import make
+from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, StreamCkptError
+from torchrec_stream_ckpt.format.control import Hello, Mark, parse_control
+from torchrec_stream_ckpt.format.dense import dense_path, digest_files
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, parse_header, payload_of
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.rows import decode_rows
+from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.restore.stream import read_stream
+from torchrec_stream_ckpt.restore.verify import verify_marker
+from torchrec_stream_ckpt.types import MarkerId
+
+
+class Target(Protocol):
+    name: str
+
+    def attempt(self, rng: random.Random) -> str:
+        """Damage something, read it: "refused", "harmless" (nothing that counts was damaged) or "accepted".
+
+        Anything but our own errors is a crash and comes out.
+        """
+
+
+def resealed(frame: bytes) -> bytes:
+    """The frame with all checksums made to fit, as an attacker would: what stands behind them must hold as well."""
+    if len(frame) < HEADER_LEN:
+        return frame
+    data, at = bytearray(frame), 0
+    places = {}
+    for size, name, _ in make.HEADER_FIELDS:
+        places[name] = slice(at, at + size)
+        at += size
+    data[places["payload_crc"]] = crc32c(bytes(data[HEADER_LEN:])).to_bytes(4, "little")
+    data[places["header_crc"]] = crc32c(bytes(data[: places["header_crc"].start])).to_bytes(4, "little")
+    return bytes(data)
+
+
+class Frames:
+    """One damaged frame, its checksums left as they were: never accepted."""
+
+    name = "frame"
+    reseal = False
+
+    def __init__(self) -> None:
+        self._corpus = list(make.frames().values())
+
+    def attempt(self, rng: random.Random) -> str:
+        whole = rng.choice(self._corpus)
+        damaged = mutate(whole, self._corpus, rng)
+        if self.reseal:
+            damaged = resealed(damaged)
+        if damaged in self._corpus:
+            return "harmless"
+        try:
+            self._read(damaged)
+        except StreamCkptError:
+            return "refused"
+        return "harmless" if self.reseal else "accepted"
+
+    @staticmethod
+    def _read(frame: bytes) -> None:
+        """As readers do: header, checksum, then what the kind holds."""
+        header = parse_header(frame)
+        if header.kind in (Kind.CLAIM, Kind.COMMIT):
+            parse_control(frame)
+            return
+        payload = payload_of(header, frame)
+        if header.kind is Kind.HELLO:
+            Hello.from_json(payload)
+        elif header.kind is Kind.MARK:
+            Mark.from_json(payload)
+        elif header.table < len(make.SCHEMA.tables):
+            view = decode_rows(header, payload, make.SCHEMA.tables[header.table])
+            table = make.SCHEMA.tables[header.table]
+            assert all(0 <= id_ < table.rows for id_ in view.ids.tolist()), "an id outside of its table"
+            assert sum(array.nbytes for array in (view.ids, view.weights, *view.states)) <= len(payload)
+        else:
+            raise CorruptionError("a table that the schema does not have")
+
+
+class ForgedFrames(Frames):
+    """One damaged frame whose checksums fit: read within its bounds, or refused."""
+
+    name = "forged frame"
+    reseal = True
+
+
+class FileLogs:
+    """One damaged file of a whole log: a marker is verified with the very rows that it had, or refused."""
+
+    name = "file log"
+
+    def __init__(self, directory: Path) -> None:
+        self._whole, self._damaged = directory / "whole", directory / "damaged"
+        self._marker = MarkerId(1, 1)
+        self._make(self._whole)
+        self._files = [path for path in sorted(self._whole.rglob("*")) if path.is_file() and path.stat().st_size]
+        self._corpus = [path.read_bytes() for path in self._files]
+        self._rows = self._digest(self._whole)
+
+    def _make(self, root: Path) -> None:
+        log = FileLog(root)
+        incarnation = log.prepare(1)
+        stream = Stream()
+        stream.rows(range(8), 1.5)
+        stream.rows([1, 2, 5], -2.0)
+        stream.items(range(6))
+        stream.mark(1)
+        acks = write(log, stream.frames)
+        write(log, [stream.rows([3], 9.0)], at=acks[-1].end)  # behind the marker: no part of it
+        end = stream.end(0, acks[-1].end, frames=len(stream.frames) - 1)
+        made = commit(1, 1, [end])
+        folder = dense_path(root, made)
+        folder.mkdir(parents=True)
+        for name in (".metadata", "__0_0.distcp"):
+            (folder / name).write_bytes(bytes(range(200)))
+        files = digest_files(folder, (".metadata", "__0_0.distcp"))
+        log.append_control(claim(1, incarnation=incarnation.id).to_frame())
+        log.append_control(commit(1, 1, [end], dense=str(folder.relative_to(root)), dense_files=files).to_frame())
+
+    def _digest(self, root: Path) -> str:
+        """Everything that the marker's rows are, after verifying it."""
+        log = FileLog(root)
+        lineage = Lineage.of(parse_control(record, offset) for offset, record in log.read_control())
+        verify_marker(log, lineage, root, self._marker)
+        digest = hashlib.sha256()
+        made = lineage.find(self._marker)
+        for header, frame in read_stream(log, made, made.ranks[0]):
+            if header.kind is Kind.ROWS:
+                digest.update(payload_of(header, frame))
+        return digest.hexdigest()
+
+    def attempt(self, rng: random.Random) -> str:
+        shutil.rmtree(self._damaged, ignore_errors=True)
+        shutil.copytree(self._whole, self._damaged)
+        path = rng.choice(self._files)
+        victim = self._damaged / path.relative_to(self._whole)
+        victim.write_bytes(mutate(path.read_bytes(), self._corpus, rng))
+        try:
+            found = self._digest(self._damaged)
+        except MarkerNotFoundError:
+            return "refused"  # its COMMIT was torn off: as if it had never been written
+        except StreamCkptError:
+            return "refused"
+        return "harmless" if found == self._rows else "accepted"
+
+
+def targets(directory: Path) -> Sequence[Target]:
+    assert SCHEMA.tables
+    return [Frames(), ForgedFrames(), FileLogs(directory)]

@@ -1,0 +1,60 @@
+"""``stream-ckpt doctor`` over a real broker, whose settings somebody has changed."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.log.api import open_log
+
+pytestmark = pytest.mark.kafka
+
+
+def alter(bootstrap: str, topic: str, **settings: str) -> None:
+    from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
+
+    entries = [
+        ConfigEntry(name.replace("_", "."), value, incremental_operation=AlterConfigOpType.SET)
+        for name, value in settings.items()
+    ]
+    resource = ConfigResource(ConfigResource.Type.TOPIC, topic, incremental_configs=entries)
+    client = AdminClient({"bootstrap.servers": bootstrap})
+    client.incremental_alter_configs([resource])[resource].result(30)
+
+
+def doctor(uri: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    done = CliRunner().invoke(app, ["doctor", uri, "--json"])
+    return done.exit_code, {finding["check"]: finding for finding in json.loads(done.output)}
+
+
+def test_what_endangers_a_log_on_a_real_broker_is_named(bootstrap: str) -> None:
+    job = f"job-{uuid.uuid4().hex}"
+    uri = f"kafka://{bootstrap}/{job}"
+    log = open_log(uri)
+    log.prepare(2)
+    log.close()
+
+    status, found = doctor(uri)
+    assert status == 0
+    assert found["brokers"]["found"].startswith("1 in cluster ")
+    assert found[f"{job}.data: replication"]["verdict"] == "warning"  # one broker, one copy
+    assert found[f"{job}.data: in sync"]["verdict"] == "ok"
+    assert found[f"{job}.control: retention.ms"] == {
+        "check": f"{job}.control: retention.ms",
+        "found": "-1",
+        "verdict": "ok",
+        "hint": "",
+    }
+
+    alter(bootstrap, f"{job}.data", retention_ms="86400000", unclean_leader_election_enable="true")
+    status, found = doctor(uri)
+    assert status == 1
+    assert {check for check, finding in found.items() if finding["verdict"] == "bad"} == {
+        f"{job}.data: retention.ms",
+        f"{job}.data: unclean.leader.election.enable",
+    }

@@ -1,0 +1,102 @@
+"""What operators see of generations and branches, and how they end a trainer."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.builders import claim, commit
+from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.errors import FencedError, MarkerNotFoundError
+from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.types import MarkerId
+
+
+@pytest.fixture
+def uri(tmp_path: Path) -> str:
+    """A job, restarted from its second marker, and once more from its first: a branch."""
+    log = FileLog(tmp_path)
+    log.prepare(1)
+    records = [
+        claim(1),
+        commit(1, 1),
+        commit(1, 2),
+        claim(2, parent=MarkerId(1, 2), world=3),
+        commit(2, 3),
+        claim(3, parent=MarkerId(1, 1), world=2),
+        commit(3, 2),
+    ]
+    for record in records:
+        log.append_control(record.to_frame())
+    log.close()
+    return f"file://{tmp_path}"
+
+
+def run(*arguments: str, answer: str | None = None) -> str:
+    done = CliRunner().invoke(app, arguments, input=answer)
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == (0 if answer != "n\n" else 1), done.output
+    return done.output
+
+
+def depth(text: str, piece: str) -> int:
+    """How far a line of the tree is indented."""
+    (line,) = (line for line in text.splitlines() if piece in line)
+    return line.index(piece)
+
+
+def test_the_tree_hangs_each_generation_under_the_marker_that_it_stands_on(uri: str) -> None:
+    tree = run("list", uri, "--tree")
+    assert depth(tree, "marker 1:1,") == depth(tree, "marker 1:2,") > depth(tree, "generation 1 (1 ranks")
+    assert depth(tree, "generation 2 (3 ranks") > depth(tree, "marker 1:2,")
+    assert depth(tree, "generation 3 (2 ranks") > depth(tree, "marker 1:1,")
+    assert (
+        tree.index("marker 1:1,") < tree.index("generation 3") < tree.index("marker 3:2,") < tree.index("marker 1:2,")
+    )
+
+
+def test_the_list_names_the_parent_of_each_marker(uri: str) -> None:
+    rows = json.loads(run("list", uri, "--json"))["markers"]
+    assert {row["marker"]: row["parent"] for row in rows} == {"1:1": None, "1:2": None, "2:3": "1:2", "3:2": "1:1"}
+
+
+def test_a_fenced_trainer_commits_nothing_more_and_is_told_why(uri: str) -> None:
+    trainer = Control(FileLog(Path(uri.removeprefix("file://"))))
+    said = run("fence", uri, "--yes")
+    assert "generation 3 is fenced by generation 4" in said
+    assert "the next job restores marker 3:2" in said
+    with pytest.raises(FencedError, match="an operator has ended this trainer"):
+        trainer.commit(commit(3, 3), 5.0, threading.Event())
+    assert trainer.refresh().newest == commit(3, 2)
+    assert "generation 4 is a fence" in run("list", uri)
+    assert "generation 4 (a fence" in run("list", uri, "--tree")
+
+
+def test_the_next_job_stands_on_the_marker_in_front_of_the_fence(uri: str) -> None:
+    assert json.loads(run("fence", uri, "--yes", "--json")) == {
+        "uri": uri,
+        "fenced": 3,
+        "generation": 4,
+        "restores": "3:2",
+    }
+    control = Control(FileLog(Path(uri.removeprefix("file://"))))
+    control.claim(claim(5, parent=MarkerId(3, 2)))
+    control.commit(commit(5, 3), 5.0, threading.Event())
+    assert [str(each.id) for each in control.refresh().path(MarkerId(5, 3))] == ["1:1", "3:2", "5:3"]
+
+
+def test_nothing_is_fenced_without_a_yes(uri: str) -> None:
+    assert "End the trainer of generation 3" in run("fence", uri, answer="n\n")
+    assert "generation 4" not in run("list", uri, "--tree")
+
+
+def test_a_log_that_no_trainer_opened_cannot_be_fenced(tmp_path: Path) -> None:
+    FileLog(tmp_path).prepare(1)
+    with pytest.raises(MarkerNotFoundError, match="no trainer ever opened"):
+        run("fence", f"file://{tmp_path}", "--yes")

@@ -1,0 +1,53 @@
+"""docs/coverage.md says what the tests say."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.coverage import DOC, PITFALLS, ROOT, Cell, Claim, Suite, render
+
+pytest.importorskip("torch")  # the whole suite is collected, and most of it needs torch
+
+
+@pytest.fixture(scope="module")
+def suite() -> Suite:
+    """Collected in a process of its own: inside of a running suite every test would be imported twice."""
+    program = "from tests.coverage import collect; print(collect().to_json())"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return Suite.from_json(done.stdout)
+
+
+def test_the_page_is_what_the_tests_say(suite: Suite) -> None:
+    assert render(suite) == DOC.read_text(), "run: make coverage"
+
+
+def test_every_pitfall_has_a_test(suite: Suite) -> None:
+    assert suite.pitfalls.keys() == PITFALLS.keys()
+
+
+def test_a_cell_is_one_row_with_all_its_tests() -> None:
+    cell = Cell(optimizer="EXACT_SGD", plan="row-wise")
+    claims = [
+        Claim(cell, "exact", "b.py::two"),
+        Claim(cell, "exact", "a.py::one"),
+        Claim(cell, "exact", "a.py::one"),
+        Claim(Cell(module="ITEP"), "refused", "c.py::three", "is not captured"),
+    ]
+    page = render(Suite(claims, {12: {"d.py::four"}}))
+    assert "| EXACT_SGD | any | row-wise | any | any | `a.py::one`; `b.py::two` |\n" in page
+    assert "| any | any | any | ITEP | any | is not captured (`c.py::three`) |\n" in page
+    assert "| 12 | the column shards of a table have the same row ids | `d.py::four` |" in page
+    assert page.index("a.py::one") < page.index("## Refused") < page.index("c.py::three") < page.index("## Unverified")

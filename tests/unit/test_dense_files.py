@@ -1,0 +1,78 @@
+"""A marker's dense files are plain files in their own folder, of the size and digest that COMMIT names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.builders import commit
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.control import Commit, DenseFile
+from torchrec_stream_ckpt.format.dense import dense_path, digest_files, verify_dense
+
+NAMES = (".metadata", "__0_0.distcp")
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Commit:
+    folder = dense_path(tmp_path, commit(1, 1))
+    folder.mkdir(parents=True)
+    for name in NAMES:
+        (folder / name).write_bytes(name.encode() * 10)
+    return commit(1, 1, dense_files=digest_files(folder, NAMES))
+
+
+def _link(file: Path) -> None:
+    """The same bytes, elsewhere."""
+    other = file.parents[1] / "elsewhere"
+    file.rename(other)
+    file.symlink_to(other)
+
+
+def _pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def _huge(file: Path) -> None:
+    """A terabyte that takes no room: only its size may be looked at."""
+    os.truncate(file, 10**12)
+
+
+def _same_size(file: Path) -> None:
+    file.write_bytes(b"x" * file.stat().st_size)
+
+
+def test_what_was_committed_is_whole(made: Commit, tmp_path: Path) -> None:
+    verify_dense(tmp_path, made)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (Path.unlink, "dense state is gone"),
+        (_link, "dense state"),
+        (_pipe, "dense state"),
+        (_huge, "dense state was altered"),
+        (_same_size, "dense state was altered"),
+    ],
+)
+@pytest.mark.timeout(20)
+def test_anything_else_is_refused_with_its_path(
+    damage: Callable[[Path], None], said: str, made: Commit, tmp_path: Path
+) -> None:
+    file = dense_path(tmp_path, made) / NAMES[1]
+    damage(file)
+    with pytest.raises(CorruptionError, match=said) as caught:
+        verify_dense(tmp_path, made)
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["../escape", "", "..", "a/b", "a\nb"])
+def test_a_name_that_leads_outside_is_refused(name: str, made: Commit, tmp_path: Path) -> None:
+    planted = commit(1, 1, dense_files=(*made.dense_files, DenseFile(name, 1, "0" * 64)))
+    with pytest.raises(CorruptionError, match="outside the dense directory"):
+        verify_dense(tmp_path, planted)

@@ -1,0 +1,104 @@
+"""What ``stream-ckpt doctor`` finds, and what it says to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.builders import claim, commit
+from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.log.api import Finding, Verdict
+from torchrec_stream_ckpt.log.disk import examine_folder, file_system
+from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.log.kafka_health import examine_topic
+
+SAFE = {
+    "max.message.bytes": "1048588",
+    "min.insync.replicas": "2",
+    "unclean.leader.election.enable": "false",
+    "retention.ms": "-1",
+    "retention.bytes": "-1",
+    "cleanup.policy": "delete",
+}
+COPIES = [(3, 3), (3, 3)]
+RIGHTS = {"READ", "WRITE", "DESCRIBE", "ALTER"}
+
+
+def not_well(findings: list[Finding]) -> dict[str, Finding]:
+    assert all(bool(each.hint) == (each.verdict is not Verdict.OK) for each in findings)
+    return {each.check: each for each in findings if each.verdict is not Verdict.OK}
+
+
+def test_a_safe_topic_is_well() -> None:
+    assert not_well(list(examine_topic("job.data", SAFE, COPIES, RIGHTS))) == {}
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "verdict"),
+    [
+        ("retention.ms", "604800000", Verdict.BAD),
+        ("retention.bytes", "1000", Verdict.BAD),
+        ("cleanup.policy", "compact", Verdict.BAD),
+        ("unclean.leader.election.enable", "true", Verdict.BAD),
+        ("max.message.bytes", "500000", Verdict.BAD),
+        ("min.insync.replicas", "1", Verdict.WARNING),
+    ],
+)
+def test_a_setting_that_endangers_rows_is_named_with_the_command_that_mends_it(
+    setting: str, value: str, verdict: Verdict
+) -> None:
+    found = not_well(list(examine_topic("job.data", {**SAFE, setting: value}, COPIES, RIGHTS)))
+    (finding,) = found.values()
+    assert (finding.check, finding.found, finding.verdict) == (f"job.data: {setting}", value, verdict)
+    assert f"--entity-name job.data --add-config {setting}=" in finding.hint
+
+
+def test_copies_that_are_few_or_behind_are_named() -> None:
+    found = not_well(list(examine_topic("job.data", SAFE, [(1, 1), (1, 1)], RIGHTS)))
+    assert found.keys() == {"job.data: replication"}  # one copy cannot have two in sync: said once
+    found = not_well(list(examine_topic("job.data", SAFE, [(3, 3), (3, 2)], RIGHTS)))
+    assert found["job.data: in sync"].found == "1 of 2 partitions are behind"
+
+
+@pytest.mark.parametrize(("rights", "missing"), [({"READ", "DESCRIBE"}, "WRITE"), ({"ALL"}, ""), (set(), "")])
+def test_missing_rights_are_named(rights: set[str], missing: str) -> None:
+    found = not_well(list(examine_topic("job.data", SAFE, COPIES, rights)))
+    assert [each.found for each in found.values()] == ([f"{missing} not allowed"] if missing else [])
+
+
+def test_memory_is_no_place_for_a_log(tmp_path: Path) -> None:
+    assert file_system(Path("/proc")) == "proc"
+    if file_system(Path("/dev/shm")) != "tmpfs":
+        pytest.skip("no tmpfs at /dev/shm")
+    found = not_well(list(examine_folder("log", Path("/dev/shm"))))
+    assert "a reboot" in found["log: file system"].hint
+
+
+def test_a_folder_that_cannot_be_written_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    assert not_well(list(examine_folder("log", tmp_path)))["log: rights"].verdict is Verdict.BAD
+
+
+def test_looking_leaves_nothing_behind(tmp_path: Path) -> None:
+    checks = [each.check for each in examine_folder("log", tmp_path)]
+    assert checks == ["log: rights", "log: file system", "log: free space", "log: sync"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_fails_when_the_newest_marker_cannot_be_restored(tmp_path: Path) -> None:
+    log = FileLog(tmp_path)
+    incarnation = log.prepare(1)
+    log.append_control(claim(1, incarnation=incarnation.id, time_s=time.time() + 3600).to_frame())
+    before = json.loads(CliRunner().invoke(app, ["doctor", f"file://{tmp_path}", "--json"]).output)
+    verdicts = {finding["check"]: finding["verdict"] for finding in before}
+    assert verdicts["newest marker"] == "warning"  # none yet
+    assert verdicts["clock"] == "warning"
+    log.append_control(commit(1, 1).to_frame())
+    done = CliRunner().invoke(app, ["doctor", f"file://{tmp_path}"])
+    assert done.exit_code == 1
+    assert "Try: bring back what is missing" in done.output

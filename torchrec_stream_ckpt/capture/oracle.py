@@ -1,0 +1,255 @@
+"""What the stream says against what the tables hold, compared at every cut: ``StreamCheckpointer(..., paranoid=True)``.
+
+The oracle keeps a second copy of every shard of this rank in host memory and writes it from nothing but the frames
+that this rank submits, as a reader would: the header says which table, columns and rows, the payload says the values.
+So it knows only what the stream knows. A row that a writer changed behind the hook, a row that was never sent, or a
+frame that says other cells than it holds, makes the copy differ from the live table, and that is found before the
+marker can be committed. Values are compared as bytes: a NaN equals itself, and -0.0 is not 0.0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchrec_stream_ckpt.adapter import FusedKernel
+from torchrec_stream_ckpt.errors import CaptureMismatchError, CorruptionError
+from torchrec_stream_ckpt.format.control import Mark, Schema, TableScalars
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind
+from torchrec_stream_ckpt.format.ring import FrameBuffer
+from torchrec_stream_ckpt.format.rows import Array, RowLayout, RowsView, decode_rows
+
+Bytes = npt.NDArray[np.uint8]
+"""Shape (rows, bytes of one row)."""
+
+_CHUNK_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first difference on one rank, and how many there are."""
+
+    table: str
+    state: str
+    """``weight``, the name of an optimizer state or of a scalar of the kernel, or ``frame``."""
+    said: str
+    """What the stream says and what the table holds."""
+    row: int | None = None
+    """Global row; None where it is not about one."""
+    column: int | None = None
+    """Global column; None where the state has one value a row."""
+    rows: tuple[tuple[str, int], ...] = ()
+    """Table, and how many rows of this rank's shards of it differ."""
+
+
+class _ShardCopy:
+    """One shard as the stream has it."""
+
+    def __init__(self, kernel: FusedKernel, position: int) -> None:
+        self._kernel = kernel
+        self._position = position
+        self.shard = kernel.shards[position]
+        table, rows = self.shard.table, self.shard.rows
+        self._sections = RowLayout.of(table, self.shard.cols).sections[1:]
+        self._names = ("weight", *(state.name for state in table.states))
+        self._values: list[Bytes] = [np.zeros((rows, section.row_bytes), np.uint8) for section in self._sections]
+        self._arrived = np.zeros(rows, np.bool_)
+
+    def take(self, view: RowsView) -> int:
+        """Put those rows of a frame that lie in this shard; returns how many."""
+        local = view.ids - self.shard.row0
+        here = (local >= 0) & (local < self.shard.rows)
+        local = local[here]
+        self._arrived[local] = True
+        for copy, values in zip(self._values, (view.weights, *view.states), strict=True):
+            copy[local] = _bytes_of(values)[here]
+        return len(local)
+
+    def take_live(self) -> None:
+        """Start from what the table holds now."""
+        for copy, live in zip(self._values, self._live(), strict=True):
+            for begin, end in self._chunks():
+                copy[begin:end] = _bytes_of_tensor(live[begin:end])
+        self._arrived[:] = True
+
+    def compare(self) -> tuple[Difference | None, int]:
+        """The first row that differs, and how many do."""
+        first: Difference | None = None
+        count = 0
+        live = self._live()
+        for begin, end in self._chunks():
+            found = self._differing(begin, end, live)
+            count += len(found)
+            if first is None and len(found):
+                first = self._describe(begin + int(found[0]), live)
+        return first, count
+
+    def _differing(self, begin: int, end: int, live: list[torch.Tensor]) -> npt.NDArray[np.int64]:
+        """Which of the rows [begin, end) differ, counted from ``begin``."""
+        differ = ~self._arrived[begin:end]
+        for copy, tensor in zip(self._values, live, strict=True):
+            values = _bytes_of_tensor(tensor[begin:end])
+            if not np.array_equal(copy[begin:end], values):  # nearly always equal: then it takes one pass
+                differ |= (copy[begin:end] != values).any(1)
+        return differ.nonzero()[0]
+
+    def _live(self) -> list[torch.Tensor]:
+        """Weights and states as a reader of the model finds them: views."""
+        return [self._kernel.weights()[self._position], *self._kernel.states()[self._position]]
+
+    def _chunks(self) -> list[tuple[int, int]]:
+        """Rows that are compared at a time: what it takes beside the copy stays small."""
+        rows = self.shard.rows
+        step = max(1, _CHUNK_BYTES // max(section.row_bytes for section in self._sections))
+        return [(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
+
+    def _describe(self, local: int, live: list[torch.Tensor]) -> Difference:
+        table, row = self.shard.table.name, self.shard.row0 + local
+        if not self._arrived[local]:
+            return Difference(table, "weight", "the row was never sent", row)
+        for name, section, copy, tensor in zip(self._names, self._sections, self._values, live, strict=True):
+            values = _bytes_of_tensor(tensor[local : local + 1])[0]
+            differ = (copy[local] != values).nonzero()[0]
+            if len(differ):
+                size = section.row_bytes // section.width
+                place = int(differ[0]) // size
+                ours, theirs = (each[place * size : (place + 1) * size].tobytes() for each in (copy[local], values))
+                said = f"the stream has {_show(ours, section.dtype)}, the table {_show(theirs, section.dtype)}"
+                return Difference(table, name, said, row, None if section.per_row else self.shard.col0 + place)
+        raise AssertionError("compare() saw a difference that is none")
+
+
+class Oracle:
+    """The state of this rank's shards that follows from its stream. All methods run on the training thread."""
+
+    def __init__(self, kernels: list[FusedKernel], schema: Schema) -> None:
+        self._kernels = kernels
+        self._schema = schema
+        self._copies: dict[tuple[int, int, int], list[_ShardCopy]] = {}
+        """(table, first column, columns) -> the shards of them."""
+        self._scalars: tuple[TableScalars, ...] = ()
+        self._unreadable: Difference | None = None
+        """A frame that said what this rank cannot have sent: the copies are not to be trusted since."""
+
+    def open(self, swept: Collection[int]) -> None:
+        """A generation starts: nothing has arrived of the tables in ``swept``.
+
+        The others were just written from the streams of the parent marker, so they start as they stand.
+        """
+        index = self._schema.index()
+        self._copies, self._unreadable = {}, None
+        self._flush()
+        for kernel in self._kernels:
+            for position, shard in enumerate(kernel.shards):
+                if shard.rows and shard.cols:
+                    table, copy = index[shard.table.name], _ShardCopy(kernel, position)
+                    self._copies.setdefault((table, shard.col0, shard.cols), []).append(copy)
+                    if table not in swept:
+                        copy.take_live()
+
+    def listening(self, submit: Callable[[FrameBuffer], int]) -> Callable[[FrameBuffer], int]:
+        """``submit``, with this oracle reading each frame first, as long as the buffer is the caller's."""
+
+        def submit_and_listen(buffer: FrameBuffer) -> int:
+            self.take(buffer)
+            return submit(buffer)
+
+        return submit_and_listen
+
+    def take(self, buffer: FrameBuffer) -> None:
+        """Read a frame (ROWS or MARK). One that cannot be read is told by the next ``compare``."""
+        header = buffer.header
+        assert header is not None
+        if buffer.ready is not None:
+            buffer.ready()
+        payload = buffer.view()[HEADER_LEN:]
+        if header.kind is Kind.MARK:
+            self._scalars = Mark.from_json(payload).scalars
+            return
+        table = self._schema.tables[header.table]
+        try:
+            view = decode_rows(header, payload, table)
+            copies = self._copies.get((header.table, header.col0, header.cols), [])
+            if sum(copy.take(view) for copy in copies) != header.rows:
+                raise CorruptionError("it has rows or columns that this rank does not hold")
+        except CorruptionError as error:
+            self._unreadable = self._unreadable or Difference(table.name, "frame", f"a frame is wrong: {error.message}")
+
+    def compare(self, live_scalars: Sequence[TableScalars]) -> Difference | None:
+        """What the stream says, MARK included, against the live tables and ``live_scalars``; None: the same."""
+        if self._unreadable is not None:
+            return self._unreadable
+        self._flush()
+        first: Difference | None = None
+        rows: Counter[str] = Counter()
+        for copies in self._copies.values():
+            for copy in copies:
+                found, count = copy.compare()
+                first = first or found
+                rows[copy.shard.table.name] += count
+        if first is None:
+            return self._compare_scalars(live_scalars)
+        return replace(first, rows=tuple((+rows).items()))
+
+    def _compare_scalars(self, live: Sequence[TableScalars]) -> Difference | None:
+        for ours, theirs in zip(self._scalars, live, strict=True):
+            for field in fields(TableScalars):
+                values = [repr(getattr(scalars, field.name)) for scalars in (ours, theirs)]
+                if values[0] != values[1]:
+                    said = f"MARK has {values[0]}, the kernel {values[1]}"
+                    return Difference(self._schema.tables[theirs.table].name, field.name, said)
+        return None
+
+    def _flush(self) -> None:
+        """The capture reads through a cache in front of the weights; here the cache is written back instead."""
+        for kernel in self._kernels:
+            kernel.flush()
+
+
+def mismatch(
+    differences: Sequence[Difference | None], generation: int, marker: int, step: int
+) -> CaptureMismatchError | None:
+    """The error that all ranks raise for what each of them found; None if nobody found anything."""
+    found = [(rank, difference) for rank, difference in enumerate(differences) if difference is not None]
+    if not found:
+        return None
+    rank, first = found[0]
+    rows: Counter[str] = Counter()
+    for _, difference in found:
+        rows.update(dict(difference.rows))
+    tables = ", ".join(f"{table}: {count}" for table, count in sorted(rows.items()))
+    total = f"; rows of shards that differ in all: {rows.total()} ({tables})" if rows else ""
+    return CaptureMismatchError(
+        f"the stream does not say what the tables hold: {first.said}{total}",
+        hint="look for what writes this table beside the fused update (a write in place needs mark_all()), then "
+        "restart from the last committed marker; if nothing of yours writes it, report this",
+        table=first.table,
+        row=first.row,
+        state=first.state,
+        column=first.column,
+        rank=rank,
+        step=step,
+        marker=f"{generation}:{marker}",
+    )
+
+
+def _bytes_of(values: Array) -> Bytes:
+    """A row of bytes for each row of ``values``."""
+    return np.ascontiguousarray(values).view(np.uint8).reshape(len(values), -1)
+
+
+def _bytes_of_tensor(values: torch.Tensor) -> Bytes:
+    """The same for a tensor on any device, of any dtype."""
+    flat = values.detach().contiguous().cpu().view(torch.uint8)
+    return flat.reshape(len(values), -1).numpy()
+
+
+def _show(raw: bytes, dtype: str) -> str:
+    """One value with its bits: two NaNs, or two zeros, may differ in those alone."""
+    value = torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype)).item()
+    return f"{value!r} (0x{raw[::-1].hex()})"

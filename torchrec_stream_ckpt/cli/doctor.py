@@ -1,0 +1,92 @@
+"""``stream-ckpt doctor``: look at what a job's safety rests on, and say what to do."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from torchrec_stream_ckpt.cli.common import Job, Json, KafkaOptions, Store, Uri, open_job, print_json
+from torchrec_stream_ckpt.cli.list_ import why_not
+from torchrec_stream_ckpt.log.api import Finding, Verdict
+from torchrec_stream_ckpt.log.disk import examine_folder
+
+_STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.BAD: "red"}
+_PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "confluent-kafka")
+
+
+def examine_job(uri: Uri, store: Store = None, kafka_options: KafkaOptions = None, json: Json = False) -> None:
+    """Look at the log's settings, rights, room and copies, the store, the newest marker, the clock and the versions.
+
+    Changes nothing. Exits with status 1 when something is bad; warnings alone are status 0.
+    """
+    with open_job(uri, store, kafka_options) as job:
+        findings = list(_examine(job))
+    if json:
+        print_json([asdict(finding) for finding in findings])
+    else:
+        _print(findings)
+    if any(finding.verdict is Verdict.BAD for finding in findings):
+        raise typer.Exit(1)
+
+
+def _examine(job: Job) -> Iterator[Finding]:
+    yield from job.log.examine()
+    newest = job.lineage.newest
+    if newest is None:
+        yield Finding("newest marker", "none was committed yet", Verdict.WARNING, "let the job run to its first marker")
+    else:
+        reason = why_not(job, newest)
+        yield Finding.of(
+            "newest marker",
+            f"{newest.id}, step {newest.step}: {reason or 'can be restored'}",
+            well=not reason,
+            hint="bring back what is missing; until then a job restores an older marker",
+            otherwise=Verdict.BAD,
+        )
+        folder = job.store_of(newest)
+        if folder.is_dir() and newest.store:
+            yield from examine_folder("store", folder)
+    yield _clock(job)
+    yield Finding("versions", ", ".join(_versions()))
+
+
+def _clock(job: Job) -> Finding:
+    """Nothing rests on clocks but ages and names that people read."""
+    times_s = [claim.time_s for claim in job.lineage.claims.values()]
+    times_s += [commit.time_s for commit in job.lineage.commits.values()]
+    ahead = max(times_s, default=0.0) - time.time()
+    return Finding.of(
+        "clock",
+        "no record is from the future" if ahead <= 1 else f"the log has records {ahead:.0f} s from the future",
+        well=ahead <= 1,
+        hint="set the clocks of trainer and reader by NTP: ages are wrong, and nothing else",
+    )
+
+
+def _versions() -> Iterator[str]:
+    yield f"python {platform.python_version()}"
+    for package in _PACKAGES:
+        try:
+            yield f"{package} {version(package)}"
+        except PackageNotFoundError:
+            continue
+
+
+def _print(findings: list[Finding]) -> None:
+    table = Table("check", "found", "verdict")
+    for each in findings:
+        table.add_row(each.check, escape(each.found), f"[{_STYLES[each.verdict]}]{each.verdict}")
+    console = Console()
+    console.print(table)
+    for each in findings:
+        if each.hint:
+            text = f"{each.check}: {each.found}\n  Try: {each.hint}"
+            console.print(text, soft_wrap=True, highlight=False, markup=False)

@@ -1,0 +1,59 @@
+"""``stream-ckpt fence``: end a runaway trainer."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from torchrec_stream_ckpt.cli.common import Json, KafkaOptions, Uri, open_job, print_json
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.errors import MarkerNotFoundError
+from torchrec_stream_ckpt.format.control import Claim
+from torchrec_stream_ckpt.format.lineage import Lineage
+
+
+def fence_trainer(
+    uri: Uri,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    kafka_options: KafkaOptions = None,
+    json: Json = False,
+) -> None:
+    """Take the job away from the trainer that owns it, wherever it runs.
+
+    It can commit no marker from then on, and stops with an error at its next one. Committed markers stay, and the
+    next job restores them as usual.
+    """
+    with open_job(uri, None, kafka_options) as job:
+        control = Control(job.log)
+        claim = fence_of(control.refresh(), uri)
+        fenced = claim.generation - 1
+        if not yes:
+            typer.confirm(f"End the trainer of generation {fenced} of {uri}?", abort=True, err=True)
+        control.claim(claim)
+    if json:
+        print_json({"uri": uri, "fenced": fenced, "generation": claim.generation, "restores": str(claim.parent or "")})
+        return
+    typer.echo(
+        f"generation {fenced} is fenced by generation {claim.generation}: its trainer stops at its next marker; "
+        + (f"the next job restores marker {claim.parent}" if claim.parent else "no marker was ever committed")
+    )
+
+
+def fence_of(lineage: Lineage, uri: str) -> Claim:
+    """A CLAIM that nobody will write rows for: it only fences all generations below it."""
+    if not lineage.claims:
+        raise MarkerNotFoundError("no trainer ever opened this log", hint="check the URI", uri=uri)
+    newest = lineage.claims[lineage.newest_generation]
+    return replace(
+        newest,
+        generation=newest.generation + 1,
+        nonce=uuid.uuid4().hex,
+        parent=lineage.newest.id if lineage.newest else None,
+        world=0,
+        swept=(),
+        time_s=time.time(),
+    )

@@ -1,0 +1,95 @@
+"""What the safety of a folder rests on: its rights, its file system, its room, and what a sync costs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchrec_stream_ckpt.log.api import Finding, Verdict
+
+_VOLATILE = ("tmpfs", "ramfs", "overlay")
+_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p")
+_LOW_BYTES = 2**30
+_LOW_SHARE = 0.1
+_SLOW_SYNC_S = 0.05
+_SYNCS = 5
+
+
+def examine_folder(what: str, folder: Path) -> Iterator[Finding]:
+    """Findings about a folder that exists; writes a small file and takes it away again."""
+    writable = os.access(folder, os.W_OK | os.X_OK)
+    yield Finding.of(
+        f"{what}: rights",
+        "can be written" if writable else f"{folder} cannot be written by this user",
+        well=writable,
+        hint="run as the trainer's user, or give it the right to write",
+        otherwise=Verdict.BAD,
+    )
+    yield _file_system(what, folder)
+    yield _room(what, folder)
+    if writable:
+        yield _sync(what, folder)
+
+
+def _file_system(what: str, folder: Path) -> Finding:
+    kind = file_system(folder)
+    if kind in _VOLATILE:
+        hint = "keep it on a disk: a reboot, or the end of the container, takes everything"
+        return Finding(f"{what}: file system", kind, Verdict.WARNING, hint)
+    if kind in _NETWORK:
+        hint = "see that locks work there (NFS: version 4), and that it is not mounted with nolock"
+        return Finding(f"{what}: file system", kind, Verdict.WARNING, hint)
+    return Finding(f"{what}: file system", kind)
+
+
+def file_system(folder: Path) -> str:
+    """Type of the file system that holds ``folder``, as the kernel calls it; "unknown" where it does not tell."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    found = {Path(fields[4]): fields[fields.index("-") + 1] for fields in map(str.split, lines)}
+    place = folder.resolve()
+    return next((found[each] for each in (place, *place.parents) if each in found), "unknown")
+
+
+def _room(what: str, folder: Path) -> Finding:
+    usage = shutil.disk_usage(folder)
+    return Finding.of(
+        f"{what}: free space",
+        f"{usage.free / 1e9:.1f} GB of {usage.total / 1e9:.1f} GB",
+        well=usage.free >= max(_LOW_BYTES, _LOW_SHARE * usage.total),
+        hint="make room: a full disk fails markers until there is some",
+    )
+
+
+def _sync(what: str, folder: Path) -> Finding:
+    """Median time until 4 KiB are on the disk."""
+    scratch, took = folder / f".doctor-{uuid.uuid4().hex}", []
+    try:
+        fd = os.open(scratch, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600)
+        try:
+            for _ in range(_SYNCS):
+                begin = time.monotonic()
+                os.pwrite(fd, bytes(4096), 0)
+                os.fdatasync(fd)
+                took.append(time.monotonic() - begin)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        hint = "mend the disk: no marker can be committed on it"
+        return Finding(f"{what}: sync", f"fails: {error.strerror}", Verdict.BAD, hint)
+    finally:
+        scratch.unlink(missing_ok=True)
+    median = statistics.median(took)
+    return Finding.of(
+        f"{what}: sync",
+        f"{1000 * median:.1f} ms",
+        well=median < _SLOW_SYNC_S,
+        hint="use a faster disk: every marker waits for some syncs",
+    )

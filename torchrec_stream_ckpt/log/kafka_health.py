@@ -1,0 +1,91 @@
+"""What the safety of a topic rests on, judged from what its brokers say. Imports no Kafka client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
+from torchrec_stream_ckpt.log.api import Finding, Verdict
+
+_FRAMING_BYTES = 1000
+_NEEDED = frozenset({"READ", "WRITE", "DESCRIBE"})
+
+
+def examine_topic(
+    topic: str, settings: Mapping[str, str], replicas: Sequence[tuple[int, int]], rights: set[str]
+) -> Iterator[Finding]:
+    """Findings about one topic.
+
+    Args:
+        topic: Its name.
+        settings: Its effective settings.
+        replicas: (replicas, those in sync) of each partition.
+        rights: Names of the operations that this user may do; empty where the brokers do not say.
+    """
+    yield from _copies(topic, settings, replicas)
+    yield from _retention(topic, settings)
+    room = int(settings["max.message.bytes"])
+    yield Finding.of(
+        f"{topic}: max.message.bytes",
+        str(room),
+        well=room >= MAX_FRAME_BYTES + _FRAMING_BYTES,
+        hint=_alter(topic, "max.message.bytes=1048588"),
+        otherwise=Verdict.BAD,
+    )
+    missing = sorted(_NEEDED - rights - {"ALL"}) if rights and "ALL" not in rights else []
+    yield Finding.of(
+        f"{topic}: rights",
+        f"{', '.join(missing)} not allowed" if missing else "read, write and describe are allowed",
+        well=not missing,
+        hint=f"kafka-acls.sh --add --allow-principal User:NAME --topic {topic} "
+        + " ".join(f"--operation {name}" for name in missing),
+        otherwise=Verdict.BAD,
+    )
+
+
+def _copies(topic: str, settings: Mapping[str, str], replicas: Sequence[tuple[int, int]]) -> Iterator[Finding]:
+    factor = min(count for count, _ in replicas)
+    yield Finding.of(
+        f"{topic}: replication",
+        f"{factor} copies",
+        well=factor >= 3,
+        hint="make the topic anew on 3 brokers, or move it by kafka-reassign-partitions.sh: the loss of a broker's "
+        "disk else loses the job's log",
+    )
+    behind = sum(1 for count, in_sync in replicas if in_sync < count)
+    yield Finding.of(
+        f"{topic}: in sync",
+        f"{behind} of {len(replicas)} partitions are behind" if behind else "all partitions",
+        well=not behind,
+        hint="look at the brokers' logs: one is down or slow",
+    )
+    least = int(settings["min.insync.replicas"])
+    yield Finding.of(
+        f"{topic}: min.insync.replicas",
+        str(least),
+        well=least >= 2 or factor < 3,
+        hint=_alter(topic, "min.insync.replicas=2"),
+    )
+    unclean = settings["unclean.leader.election.enable"] == "true"
+    yield Finding.of(
+        f"{topic}: unclean.leader.election.enable",
+        settings["unclean.leader.election.enable"],
+        well=not unclean,
+        hint=_alter(topic, "unclean.leader.election.enable=false"),
+        otherwise=Verdict.BAD,
+    )
+
+
+def _retention(topic: str, settings: Mapping[str, str]) -> Iterator[Finding]:
+    for name, wanted in (("retention.ms", "-1"), ("retention.bytes", "-1"), ("cleanup.policy", "delete")):
+        yield Finding.of(
+            f"{topic}: {name}",
+            settings[name],
+            well=settings[name] == wanted,
+            hint=_alter(topic, f"{name}={wanted}") + " (it eats rows that markers need)",
+            otherwise=Verdict.BAD,
+        )
+
+
+def _alter(topic: str, setting: str) -> str:
+    return f"kafka-configs.sh --alter --entity-type topics --entity-name {topic} --add-config {setting}"
