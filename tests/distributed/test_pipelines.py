@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.streamable import Pipelineable
 
-from tests import ranks
+from tests import jobs, ranks
 from tests.model import FEATURES, PLAN_2, PLAN_3, Net, Trainer, batch, differences, trainer, truth
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig, TrackedLoader
 from torchrec_stream_ckpt.adapter import fused_kernels
@@ -135,7 +135,7 @@ def _job() -> tuple[Trainer, TrackedLoader[Batch]]:
 
 def _attach(job: Trainer, loader: TrackedLoader[Batch], uri: str) -> StreamCheckpointer:
     settings = StreamConfig(uri=uri, marker_every=None)
-    return StreamCheckpointer(job.dmp, job.optimizer, config=settings, stateful={"loader": loader})
+    return StreamCheckpointer(job.dmp, job.optimizer, config=settings, stateful={"loader": loader}, paranoid=True)
 
 
 def _from_the_start(kind: str, uri: str) -> Trained:
@@ -267,24 +267,29 @@ def _iterations(job: Trainer) -> set[int]:
     return {kernel.iteration for kernel in fused_kernels(job.dmp)}
 
 
-def _in_flight(name: str, uri: str, drain: bool) -> tuple[State, set[int], list[float], State]:
-    """The truth at a marker behind step CUT and the iterations of the kernels; all losses, and the truth at the end."""
-    job = trainer(PLANS[2], net=AheadNet, optimizer="rmsprop")
-    settings = StreamConfig(uri=uri, marker_every=None)
-    with StreamCheckpointer(job.dmp, job.optimizer, config=settings, stateful={"loader": job}) as checkpointer:
-        losses = []
-        for loss in _staged(job, checkpointer, 1, ORDERS[name], drain):
-            losses.append(loss)
-            if len(losses) == CUT:
-                at_marker, iterations = truth(job), _iterations(job)
-                checkpointer.mark().result(60)
-        return at_marker, iterations, losses, truth(job)
+Found = tuple[State, set[int], list[float], State]
+"""The truth at the marker behind step CUT, and the iterations of the kernels; losses, and the truth at the end."""
 
 
-def _in_flight_restored(name: str, uri: str) -> tuple[State, set[int], list[float], State]:
+def _in_flight(name: str, uris: list[str]) -> list[Found]:
+    """An uninterrupted job whose pipeline is full at the marker, and one whose pipeline was drained for it."""
+    found = []
+    for uri, drain in zip(uris, (False, True), strict=True):
+        job = trainer(PLANS[2], net=AheadNet, optimizer="rmsprop")
+        with jobs.attach(job, StreamConfig(uri=uri, marker_every=None)) as checkpointer:
+            losses = []
+            for loss in _staged(job, checkpointer, 1, ORDERS[name], drain):
+                losses.append(loss)
+                if len(losses) == CUT:
+                    at_marker, iterations = truth(job), _iterations(job)
+                    checkpointer.mark().result(60)
+            found.append((at_marker, iterations, losses, truth(job)))
+    return found
+
+
+def _in_flight_restored(name: str, uri: str) -> Found:
     job = trainer(PLANS[dist.get_world_size()], net=AheadNet, optimizer="rmsprop")
-    settings = StreamConfig(uri=uri, marker_every=None)
-    with StreamCheckpointer(job.dmp, job.optimizer, config=settings, stateful={"loader": job}) as checkpointer:
+    with jobs.attach(job, StreamConfig(uri=uri, marker_every=None)) as checkpointer:
         assert checkpointer.restore() is not None
         state, iterations = truth(job), _iterations(job)
         losses = list(_staged(job, checkpointer, CUT + 1, ORDERS[name], drain=False))
@@ -302,18 +307,17 @@ ORDERS = {"semi-sync": looked_up, "prefetch": distributed}
 @pytest.mark.parametrize(("name", "in_flight"), [("semi-sync", 1), ("prefetch", 0)])
 def test_a_marker_with_batches_in_flight_is_that_of_the_trained_ones(name: str, in_flight: int, tmp_path: Path) -> None:
     """The restored job looks its first batch up with the rows of the marker, as a pipeline does that was drained."""
-    uri = f"file://{tmp_path / 'log'}"
-    cut = ranks.run(2, _in_flight, name, uri, False)
-    drained = ranks.run(2, _in_flight, name, f"file://{tmp_path / 'drained'}", True)
+    uri, drained = f"file://{tmp_path / 'full'}", f"file://{tmp_path / 'drained'}"
+    uninterrupted = ranks.run(2, _in_flight, name, [uri, drained])
     restored = ranks.run(2, _in_flight_restored, name, uri)
-    for live, whole, (state, iterations, losses, later) in zip(cut, drained, restored, strict=True):
-        assert _but_iterations(differences(live[0], state)) == []
-        assert live[1] == {CUT + in_flight}
+    for (full, whole), (state, iterations, losses, later) in zip(uninterrupted, restored, strict=True):
+        assert _but_iterations(differences(full[0], state)) == []
+        assert full[1] == {CUT + in_flight}
         assert iterations == {CUT}
         assert losses == whole[2][CUT:]
         assert differences(whole[3], later) == []
         if not in_flight:
-            assert losses == live[2][CUT:]
+            assert losses == full[2][CUT:]
     state, iterations, _, _ = ranks.run(3, _in_flight_restored, name, uri)[0]
-    assert _but_iterations(differences(cut[0][0], state, rng=False)) == []
+    assert _but_iterations(differences(uninterrupted[0][0][0], state)) == []
     assert iterations == {CUT}
