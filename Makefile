@@ -1,22 +1,28 @@
-# Everything that a contributor runs. Each target makes .venv first when it is missing or out of date.
+# Everything that a contributor runs. Each target makes what it runs in first when it is missing or out of date: .venv,
+# and for test-matrix one folder more.
 # A Python other than the one that is found: make setup PYTHON=/path/to/python3.11
 
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+OLD_VENV := .venv-torch2.11
+OLD_STAMP := $(OLD_VENV)/.installed
 BENCH ?= *
+GPU_PY ?= python3
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kafka test test-kafka fuzz coverage lint bench lock clean kafka-tools
+.PHONY: help setup demo demo-kafka test test-kafka test-matrix test-gpu fuzz coverage lint bench lock clean kafka-tools
 
 help: ## Show these lines
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Make .venv with the pinned versions of requirements/cpu.txt
 
-$(STAMP): requirements/cpu.txt pyproject.toml scripts/setup.sh
-	@bash scripts/setup.sh
+$(STAMP): requirements/cpu.txt
+$(OLD_STAMP): requirements/cpu-torch2.11.txt
+$(STAMP) $(OLD_STAMP): pyproject.toml scripts/setup.sh
+	@bash scripts/setup.sh $(filter requirements/%,$^) $(@D)
 	@touch $@
 
 demo: $(STAMP) ## Train, kill, restore on other ranks, prove it bit for bit (DEMO_ARGS=...)
@@ -32,11 +38,20 @@ test: kafka-tools ## Run all tests, Kafka included (PYTEST_ARGS="tests/unit -x")
 test-kafka: kafka-tools ## Run only the tests that need a broker (PYTEST_ARGS=...)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -m kafka $(PYTEST_ARGS)
 
+# Not in .venv: that has no CUDA. CONTRIBUTING.md says what this Python needs.
+test-gpu: ## Run the tests that need a GPU, one rank, by a Python that has the CUDA stack (GPU_PY=python3 PYTEST_ARGS=...)
+	@$(GPU_PY) -c 'import torch; raise SystemExit(not torch.cuda.is_available())' 2>/dev/null || \
+	  { echo "make test-gpu: $(GPU_PY) finds no CUDA device, or no torch with CUDA: nothing was tested" >&2; exit 1; }
+	@OMP_NUM_THREADS=1 $(GPU_PY) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+
 fuzz: $(STAMP) ## Damage bytes and read them (FUZZ_ARGS="--seconds 600 --seed 1")
 	@$(PY) -m tests.fuzz $(FUZZ_ARGS)
 
 coverage: $(STAMP) ## Write docs/coverage.md anew: what the tests show, cell by cell
 	@$(PY) -m tests.coverage
+
+test-matrix: kafka-tools $(OLD_STAMP) ## Run all tests under both locked stacks, about twice as long (PYTEST_ARGS=...)
+	@OMP_NUM_THREADS=1 bash scripts/test_matrix.sh $(VENV) $(OLD_VENV) -- $(PYTEST_ARGS)
 
 lint: $(STAMP) ## Check style and types: ruff, mypy --strict on the package
 	@$(PY) -m ruff check .
@@ -49,12 +64,12 @@ bench: $(STAMP) ## Run benchmarks/*/run.py (BENCH=NAME for one, BENCH_ARGS=...)
 	  echo "== $$script"; $(PY) "$$script" $(BENCH_ARGS); \
 	done
 
-lock: $(STAMP) ## Resolve requirements/cpu.txt anew from pyproject.toml (UPGRADE=1 takes newer versions)
+lock: $(STAMP) ## Resolve requirements/cpu*.txt anew from pyproject.toml (UPGRADE=1 takes newer versions)
 	@bash scripts/lock.sh $(if $(UPGRADE),--upgrade)
 
-clean: ## Remove caches, build products and the demo's folder; .venv stays
+clean: ## Remove caches, build products and the demo's folder; .venv* stay
 	rm -rf build dist demo-run *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 kafka-tools: $(STAMP)
 	@bash scripts/kafka_tools.sh

@@ -1,16 +1,29 @@
 #!/usr/bin/env bash
-# Resolve pyproject.toml into requirements/cpu.txt; versions stay as they are unless --upgrade is given.
+# Resolve pyproject.toml into every lock of requirements/; versions stay as they are unless --upgrade is given.
+# cpu.txt is what pyproject.toml says, cpu-NAME.txt the same with what NAME.txt puts in its place.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-readonly lock=requirements/cpu.txt
+readonly python=.venv/bin/python
 scratch=$(mktemp)
 trap 'rm -f "$scratch"' EXIT
-sed '/^#/d' "$lock" >"$scratch"
-.venv/bin/python -m uv pip compile pyproject.toml --extra cpu --extra dev --extra jdk \
-  --overrides requirements/overrides.txt --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
-  --no-header --no-emit-index-url --quiet --output-file "$scratch" "$@" >/dev/null
-{
-  sed -n '/^#/!q;p' "$lock"
-  cat "$scratch"
-} >"$lock.new"
-mv "$lock.new" "$lock"
+
+# LOCK and more options for uv
+resolve() {
+  local lock=$1
+  shift
+  sed '/^#/d' "$lock" >"$scratch"
+  "$python" -m uv pip compile pyproject.toml --extra cpu --extra dev --extra jdk \
+    --overrides requirements/overrides.txt --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+    --no-header --no-emit-index-url --quiet --output-file "$scratch" "$@" >/dev/null
+  {
+    sed -n '/^#/!q;p' "$lock"
+    cat "$scratch"
+  } >"$lock.new"
+  mv "$lock.new" "$lock"
+}
+
+resolve requirements/cpu.txt "$@"
+for lock in requirements/cpu-*.txt; do
+  name=${lock#requirements/cpu-}
+  resolve "$lock" --overrides "requirements/$name" "$@"
+done

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Make .venv hold the versions of requirements/cpu.txt and this project, editable. `make setup` calls it.
+# Make a folder hold the versions of a lock and this project, editable. `make setup` and `make test-matrix` call it.
+# usage: setup.sh LOCK VENV
 #
 # Nothing is resolved here: the lock is complete, so every install runs with --no-deps. That also keeps out the CUDA
 # wheel fbgemm-gpu, which torchrec asks for and which holds the same module as fbgemm-gpu-cpu (pyproject.toml says more).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-readonly lock=requirements/cpu.txt venv=.venv wanted=3.11
+readonly lock=$1 venv=$2 wanted=3.11
 
 die() {
   printf 'setup: %s\n' "$@" >&2
@@ -46,9 +47,9 @@ make_venv() {
 "$venv/bin/python" -m pip --version >/dev/null 2>&1 || make_venv
 readonly python=$venv/bin/python
 [ "$(version_of "$python")" = "$wanted" ] ||
-  die "$venv holds Python $(version_of "$python"), $wanted is needed: rm -rf $venv && make setup"
+  die "$venv holds Python $(version_of "$python"), $wanted is needed: rm -rf $venv, then make it again"
 if compgen -G "$venv/lib/python$wanted/site-packages/fbgemm_gpu-[0-9]*.dist-info" >/dev/null; then
-  die "$venv holds the CUDA wheel fbgemm-gpu, which overwrites fbgemm-gpu-cpu: rm -rf $venv && make setup"
+  die "$venv holds the CUDA wheel fbgemm-gpu, which overwrites fbgemm-gpu-cpu: rm -rf $venv, then make it again"
 fi
 
 echo "setup: $(grep -c '==' "$lock") packages of $lock (about 6 GB: torch from PyPI is the CUDA build; it runs on CPUs)"

@@ -96,6 +96,10 @@ class StreamCheckpointer:
         self._control = Control(self._log)
         self._hook()
         device = self._kernels[0].device if self._kernels else torch.device("cpu")
+        if device.type == "cuda" and self._team.rank == 0:
+            log.warning(
+                "tables on a GPU: never run by its authors (docs/guarantees.md); paranoid=True checks each marker"
+            )
         self._ring = FrameRing(
             config.ring_bytes, config.marker_budget_bytes, lambda num_bytes: allocate(device, num_bytes)
         )

@@ -188,7 +188,7 @@ def _restore(uri: str) -> tuple[dict[str, torch.Tensor], list[tuple[int, float, 
 PITFALLS = {
     drain_between_forward_and_backward: (1,),
     evaluation: (3,),
-    forward_without_backward: (3, 25),
+    forward_without_backward: (3, 24, 25),
 }
 PIPELINES = {plain: "plain", train_pipeline_base: "TrainPipelineBase"}
 

@@ -296,7 +296,20 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+_MODULES = {"bag": "ManagedCollisionEmbeddingBagCollection", "sequence": "ManagedCollisionEmbeddingCollection"}
+
+
+def _covering(case: str) -> Any:
+    """The case as a parameter, with the cell of docs/coverage.md that it shows."""
+    build = CASES[case]
+    module = f"{_MODULES[build.get('kind', 'bag')]}, {build['policy']} eviction"
+    optimizer = build.get("optimizer", EmbOptimType.EXACT_ADAGRAD).name
+    cell = {"optimizer": optimizer, "kernel": "fused", "plan": "row-wise", "module": module, "pipeline": "plain"}
+    return pytest.param(case, marks=pytest.mark.covers(**cell))
+
+
+@pytest.mark.pitfall(18, 19)
+@pytest.mark.parametrize("case", [_covering(case) for case in CASES])
 def test_a_marker_and_what_follows_it_come_back_bit_for_bit(case: str, tmp_path: Path) -> None:
     """Evictions are at steps 3, 6, 9, 12, 15 of one table and 4, 8, 12, 16 of the other."""
     uri, build, marked = f"file://{tmp_path}", CASES[case], [1, 7, 11, 12, 13]
@@ -343,6 +356,7 @@ def _restore_newest(uri: str) -> tuple[State, State]:
         return each.truth(), each.map_truth()
 
 
+@pytest.mark.covers(plan="row-wise, fewer ranks whose shards are unions", module="managed collision", pipeline="plain")
 def test_maps_of_smaller_shards_are_put_together(tmp_path: Path) -> None:
     """4 ranks, then 2, then 1: at each change the histories since the last eviction are not empty."""
     uri = f"file://{tmp_path}"
@@ -393,6 +407,12 @@ def _refusals(uri: str) -> dict[str, str]:
     return {**said, "hash size": _refused(uri)}
 
 
+@pytest.mark.covers(
+    module="managed collision",
+    plan="shards that split the old ones",
+    outcome="refused",
+    why="`the id map of rows ... cannot be put together from whole ones`",
+)
 def test_what_has_no_exact_answer_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
     ranks.run(2, _train, uri, [3], 3, {})
@@ -426,6 +446,12 @@ def _attach_refused(uri: str) -> list[str]:
     return said
 
 
+@pytest.mark.pitfall(20)
+@pytest.mark.covers(
+    module="hash ZCH, own eviction policies",
+    outcome="refused",
+    why="`the id map of HashZchManagedCollisionModule is not captured`",
+)
 def test_maps_whose_state_is_not_known_are_refused_at_attach(tmp_path: Path) -> None:
     hashed, policy = ranks.run(2, _attach_refused, f"file://{tmp_path}")[0]
     assert "HashZchManagedCollisionModule is not captured" in hashed

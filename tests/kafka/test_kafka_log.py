@@ -255,11 +255,28 @@ class OwnBroker:
         while self._broker.status().running and time.monotonic() < deadline:
             time.sleep(0.01)
 
+    def pause(self) -> None:
+        """SIGSTOP, and wait until all threads have stopped: on a busy machine some may answer once more before."""
+        self.signal(signal.SIGSTOP)
+        threads = list(Path(f"/proc/{self._broker.status().pid}/task").iterdir())
+        deadline = time.monotonic() + 10
+        while any(_state(thread) != "T" for thread in threads):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
     def start(self) -> None:
         self._broker.start(die_with=os.getpid())
 
     def stop(self) -> None:
         self._broker.stop(timeout_s=5)
+
+
+def _state(thread: Path) -> str:
+    """One letter of /proc, T for stopped; a thread that has ended since will not answer either."""
+    try:
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "T"
 
 
 @pytest.fixture
@@ -316,7 +333,7 @@ def test_control_record_without_an_answer_is_unknown_until_read(
     log = open_log(victim.uri)
     log.prepare(1)
     first = log.append_control(b"first")
-    victim.signal(signal.SIGSTOP)
+    victim.pause()
     with pytest.raises(CommitUnknownError):
         log.append_control(b"second")
     victim.signal(signal.SIGCONT)

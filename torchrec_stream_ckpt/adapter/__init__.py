@@ -1,28 +1,80 @@
 """The only room that touches private API of TorchRec and FBGEMM.
 
-What is used, and where it was read (torchrec 1.9.2 with fbgemm 1.9.0, and torchrec 1.6.1 with fbgemm 1.6.0):
+All that it uses beside documented API. "Since" is the oldest release that has it, of those that were looked at:
+torchrec and fbgemm 1.0, 1.2, 1.4, 1.6 and 1.9. ``versions.py`` checks every one of these names at attach, and knows
+which versions the tests run with.
 
-==========================================================  ==========================================
-``ShardedEmbeddingBagCollection._lookups[k]``               one lookup a sharding type; the same in
-                                                            ``ShardedEmbeddingCollection``
-``..._emb_modules[j].config.embedding_tables[i]``           i-th table of the j-th kernel: shard offsets, local sizes
-``..._emb_modules[j].fused_optimizer``                      the param group that sets the kernel's learning rate
-``SplitTableBatchedEmbeddingBagsCodegen._indices``          ids of the last forward, behind the bounds check
-``..._offsets``, ``_vbe_B_offsets``, ``_vbe_max_B``         their bounds by feature; the latter two only with VBE
-``...feature_table_map``, ``hash_size_cumsum``              feature to table, and to linear rows
-``...iter``, ``iter_cpu``, ``learning_rate_tensor``,        state of the kernel that no state_dict holds
-``max_counter``
-``...split_optimizer_states()``                             views of the optimizer's rows
-``...ema_inplace``, ``ensemble_and_swap``,                  writers of rows outside the update
-``reset_embedding_weight_momentum``
-``...lxu_cache_weights``, ``lxu_cache_state``,              (GPU) the newest value of a cached row
-``cache_hash_size_cumsum``
-``...prefetch_stream``                                      (GPU) where a pipeline moves rows beside the step
-``WarmupOptimizer._get_warmup_state``, ``_warmup_param``,   a wrapper's own state, which its state_dict loses when
-``_stages``; ``GradientClippingOptimizer._step_num``        it stands around a combined optimizer
-``ShardedManagedCollisionCollection``                       one id map a table: its buffers, and the counters and
-``._managed_collision_modules[table]``                      history that no state_dict holds
-==========================================================  ==========================================
+====================================================  =====  ==================================================
+name                                                  since  what for
+====================================================  =====  ==================================================
+of ``DistributedModelParallel``:
+``_ddp_wrapped``                                      1.0    whether the dense part is data parallel yet
+``fused_optimizer``                                   1.0    loading its state writes rows
+``reshard``                                           1.4    moves rows
+of ``torch.nn.Module`` (torch 2.11 is the oldest that was looked at):
+``_non_persistent_buffers_set``                       2.11   which buffers are state
+of a sharded module:
+``_lookups``                                          1.0    one lookup a sharding type
+of a lookup:
+``_emb_modules``                                      1.0    one group of tables a kernel
+of a group of tables:
+``config``                                            1.0    ``embedding_tables[i]``: i-th table of the kernel
+``emb_module``                                        1.0    the kernel
+``fused_optimizer``                                   1.0    the param group that sets the kernel's learning rate
+of ``embedding_tables[i]``:
+``local_metadata``, ``local_rows``, ``local_cols``    1.0    shard offsets and sizes
+of ``SplitTableBatchedEmbeddingBagsCodegen``:
+``_indices``                                          1.0    ids of the last forward, behind the bounds check
+``_offsets``                                          1.0    their bounds by feature
+``_vbe_B_offsets``, ``_vbe_max_B``                    1.0    bags by feature; only with VBE
+``feature_table_map``, ``hash_size_cumsum``           1.0    feature to table, and to linear rows
+``iter``, ``max_counter``                             1.0    state of the kernel that no state_dict holds
+``iter_cpu``                                          1.2    the same: what the kernel really counts in
+``get_learning_rate``                                 1.2    the same: what it updates with now
+``set_learning_rate``                                 1.0    puts that back
+``split_embedding_weights``, ``embedding_specs``      1.0    views of the rows, one a table
+``split_optimizer_states``                            1.0    views of the optimizer's rows
+``optimizer``, ``weights_precision``                  1.0    which states and dtypes those have
+``use_rowwise_bias_correction``                       1.2    (Adam) one state more
+``_used_rowwise_adagrad_with_counter``                1.0    (row-wise Adagrad) two states more
+``_used_rowwise_adagrad_with_global_weight_decay``    1.0    (row-wise Adagrad) one state more
+``ema_inplace``                                       1.2    writer of rows outside the update
+``ensemble_and_swap``                                 1.0    writer of rows outside the update
+``reset_embedding_weight_momentum``                   1.0    writer of rows outside the update
+``init_embedding_weights_uniform``                    1.0    writer of rows outside the update
+``current_device``                                    1.0    where the rows are
+``lxu_cache_weights``, ``lxu_cache_state``            1.0    (GPU) the newest value of a cached row
+``cache_hash_size_cumsum``, ``total_cache_hash_size`` 1.0    (GPU) where to look for it
+``flush``, ``reset_cache_states``                     1.0    (GPU) no cached row may cover one that is restored
+``_prefetch``, ``lxu_cache_locations_list``           1.0    (GPU) moves cached rows; batches it has done that for
+``weights_dev``, ``weights_host``, ``weights_uvm``    1.0    whether there is memory behind the views
+of a managed collision collection and its wrapper:
+``_managed_collision_collection``, ``_env``           1.0    the collection inside; its ranks
+``_managed_collision_modules``                        1.0    one id map a table
+of ``MCHManagedCollisionModule``:
+``_mch_sorted_raw_ids``,                              1.0    raw ids and their rows
+``_mch_remapped_ids_mapping``, ``_mch_metadata``
+``_output_global_offset``, ``_zch_size``              1.0    which rows those are
+``_eviction_policy``, ``_eviction_interval``          1.0    what it keeps of an id, and when it evicts
+``_current_iter``, ``_current_iter_tensor``,          1.0    counters; the first and the last two are in no state_dict
+``_last_eviction_iter``, ``_evicted``
+``_evicted_emb_indices``                              1.0    rows whose reset is due
+``_history_accumulator``, ``_history_metadata``,      1.0    raw ids since the last eviction
+``_current_history_buffer_offset``,
+``_input_history_buffer_size``
+of ``torch.ops.fbgemm``:
+``linearize_cache_indices``, ``lxu_cache_lookup``     1.0    (GPU) linear rows, and their place in the cache
+of ``KeyedOptimizerWrapper``, ``WarmupOptimizer`` and ``GradientClippingOptimizer``:
+``_optimizer``                                        1.0    the optimizer inside
+of ``WarmupOptimizer``:
+``_get_warmup_state``, ``_warmup_param``              1.6    iteration and stage, which its state_dict may lose
+``_stages``                                           1.6    how many it has
+of ``GradientClippingOptimizer``:
+``_step_num``                                         1.6    how many steps it has made
+====================================================  =====  ==================================================
+
+Of the fused optimizers in ``optimizers.py``, ROWWISE_RMSPROP_AR is new in 1.9, and EMAINPLACE_ROWWISE_ADAGRAD
+in 1.2.
 """
 
 from torchrec_stream_ckpt.adapter.collision import COUNTERS, NO_ID, IdMap, id_maps

@@ -20,6 +20,7 @@ from torchrec.modules.mc_modules import (
     MCHManagedCollisionModule,
 )
 
+from torchrec_stream_ckpt.adapter import versions
 from torchrec_stream_ckpt.errors import UnsupportedError
 
 COLLISION_WRAPPERS = (ShardedManagedCollisionEmbeddingBagCollection, ShardedManagedCollisionEmbeddingCollection)
@@ -150,12 +151,16 @@ def id_maps(dmp: DistributedModelParallel) -> list[IdMap]:
     Raises:
         UnsupportedError: a managed collision module or an eviction policy whose state is not known here.
     """
-    return [
-        _id_map(f"{path}._embedding_module".lstrip("."), table, module, wrapper._managed_collision_collection._env)
-        for path, wrapper in dmp.module.named_modules()
-        if type(wrapper) in COLLISION_WRAPPERS
-        for table, module in wrapper._managed_collision_collection._managed_collision_modules.items()
-    ]
+    maps = []
+    for path, wrapper in dmp.module.named_modules():
+        if type(wrapper) in COLLISION_WRAPPERS:
+            versions.COLLISION_WRAPPER.require(wrapper, module=path)
+            collection = wrapper._managed_collision_collection
+            versions.COLLISION_COLLECTION.require(collection, module=path)
+            inner = f"{path}._embedding_module".lstrip(".")
+            for table, module in collection._managed_collision_modules.items():
+                maps.append(_id_map(inner, table, module, collection._env))
+    return maps
 
 
 def _id_map(path: str, table: str, module: Any, env: Any) -> IdMap:
@@ -166,6 +171,7 @@ def _id_map(path: str, table: str, module: Any, env: Any) -> IdMap:
             module=path,
             table=table,
         )
+    versions.ID_MAP.require(module, module=path, table=table)
     if type(module._eviction_policy) not in _POLICIES:
         raise UnsupportedError(
             f"the eviction policy {type(module._eviction_policy).__name__} is not captured",

@@ -107,6 +107,8 @@ def check_dense(dmp: DistributedModelParallel, optimizers: dict[str, torch.optim
                 f"the dense parameter {name} is trained by no optimizer that was handed over",
                 hint="pass the optimizer of the dense part, or set requires_grad_(False) on what is not trained",
             )
+    if stepped and not dmp._ddp_wrapped:
+        raise UnsupportedError("the dense part is not data parallel yet", hint="call dmp.init_data_parallel() first")
 
 
 def dense_optimizers(optimizer: torch.optim.Optimizer | None) -> dict[str, torch.optim.Optimizer]:

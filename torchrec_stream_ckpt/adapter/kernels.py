@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -14,6 +15,7 @@ from torchrec.optim.fused import FusedOptimizer as FusedModuleOptimizer
 
 from torchrec_stream_ckpt.adapter.optimizers import FusedOptimizer, row_states
 from torchrec_stream_ckpt.adapter.patch import patch
+from torchrec_stream_ckpt.adapter.streams import StreamOrder
 from torchrec_stream_ckpt.errors import UnsupportedError
 from torchrec_stream_ckpt.types import TableSpec
 
@@ -63,14 +65,36 @@ class FusedKernel:
         self.feature_shards: tuple[int, ...] = tuple(tbe.feature_table_map)
         """For each feature of the kernel, the index of its shard."""
         self._cached = bool(tbe.lxu_cache_weights.numel())
+        self._cache_bases = self._first_cache_rows() if self._cached else {}
+        self._order = StreamOrder(self.device)
         self._lookups = self._updated = 0
         """Forwards that an update may follow; and of the newest one of them whose update has run, its number."""
 
+    def _first_cache_rows(self) -> dict[int, int]:
+        """For each shard that a feature looks up, the number by which the cache knows its first row; -1: not cached."""
+        return dict(zip(self.feature_shards, self._tbe.cache_hash_size_cumsum.tolist()[:-1], strict=True))
+
+    def reading(self) -> AbstractContextManager[None]:
+        """(GPU) Rows and masks of this kernel are read inside, on the current stream: see :class:`StreamOrder`."""
+        return self._order.reading()
+
+    def writing(self) -> None:
+        """(GPU) Something outside the hooks of this class is about to change rows on the current stream."""
+        self._order.writing()
+
     def weights(self) -> list[torch.Tensor]:
-        """Live views, one a shard, shape (rows, cols). Under UVM caching a cached row is newer than its view."""
-        if self._tbe.prefetch_stream is not None:
-            # A prefetching pipeline moves rows between cache and UVM beside the step: those moves come first.
-            torch.cuda.current_stream(self.device).wait_stream(self._tbe.prefetch_stream)
+        """Live views, one a shard, shape (rows, cols). Under UVM caching a cached row is newer than its view.
+
+        Raises:
+            UnsupportedError: the tables are not on their device now: memory stashing has moved them to the host.
+        """
+        for buffer in (self._tbe.weights_dev, self._tbe.weights_host, self._tbe.weights_uvm):
+            if buffer.numel() and (buffer.device.type != self.device.type or not buffer.untyped_storage().size()):
+                raise UnsupportedError(
+                    "there are no tables to read: memory stashing has freed them between a forward and its backward",
+                    hint="call step() and mark() behind the backward",
+                    tables=",".join(shard.table.name for shard in self.shards),
+                )
         return list(self._tbe.split_embedding_weights())
 
     def states(self) -> list[tuple[torch.Tensor, ...]]:
@@ -85,16 +109,13 @@ class FusedKernel:
             rows: Local rows, int64, on the device.
             values: What ``weights()[shard]`` has for them, shape (len(rows), cols).
         """
-        if not self._cached or not rows.numel():
+        base = self._cache_bases.get(shard, -1)
+        if base < 0 or not rows.numel():
             return values
         tbe = self._tbe
-        feature = self.feature_shards.index(shard)
-        slots = torch.ops.fbgemm.lxu_cache_lookup(
-            rows + tbe.cache_hash_size_cumsum[feature], tbe.lxu_cache_state, tbe.total_cache_hash_size
-        )
+        # -1 where the cache does not hold a row; else the cache row, whose first columns are those of the table.
+        slots = torch.ops.fbgemm.lxu_cache_lookup(rows + base, tbe.lxu_cache_state, tbe.total_cache_hash_size)
         cached = tbe.lxu_cache_weights.index_select(0, slots.clamp(min=0).long())[:, : values.shape[1]]
-        if tbe.prefetch_stream is not None:  # and the next ones wait until these rows have been read
-            tbe.prefetch_stream.wait_stream(torch.cuda.current_stream(self.device))
         return torch.where((slots >= 0).unsqueeze(1), cached, values)
 
     def flush(self) -> None:
@@ -103,10 +124,25 @@ class FusedKernel:
             self._tbe.flush()
 
     def prepare_write(self) -> None:
-        """Rows are about to be written into ``weights()``: no cached row may cover them afterwards."""
+        """Rows are about to be written into ``weights()``: no cached row may cover them afterwards.
+
+        Raises:
+            UnsupportedError: a pipeline has moved rows of its next batch into the cache already.
+        """
+        self._order.settle()
         if self._cached:
+            if self._tbe.lxu_cache_locations_list:
+                raise UnsupportedError(
+                    "a batch has been prefetched into the UVM cache, whose rows are about to be replaced",
+                    hint="call restore() before the pipeline takes its first batch",
+                    tables=",".join(shard.table.name for shard in self.shards),
+                )
             self._tbe.flush()
             self._tbe.reset_cache_states()
+
+    def finish_write(self) -> None:
+        """Rows were written: whichever stream looks them up next finds them."""
+        self._order.settle()
 
     def on_update(self, callback: Callable[[Lookup], None]) -> Callable[[], None]:
         """Call ``callback`` whenever the fused update of a forward has been applied; returns the remover.
@@ -120,6 +156,8 @@ class FusedKernel:
             callback(lookup)
 
         def forward_hook(tbe: SplitTableBatchedEmbeddingBagsCodegen, _args: object, output: torch.Tensor) -> None:
+            if torch.compiler.is_compiling():
+                raise UnsupportedError("a compiled lookup keeps no ids", hint="leave sharded embeddings uncompiled")
             node = output.grad_fn
             if node is None:
                 return
@@ -129,11 +167,22 @@ class FusedKernel:
                     hint="use the versions of torchrec and fbgemm that the README names",
                 )
             lookup = Lookup(tbe._indices, tbe._offsets, tbe._vbe_B_offsets, int(tbe._vbe_max_B))
+            if output.is_cuda:
+                node.register_prehook(lambda *_grads: self._order.writing())
             self._lookups += 1
             node.register_hook(partial(updated, lookup, self._lookups))
 
+        self._order.settle()  # what was queued before, no hook has seen
         handle: RemovableHandle = self._tbe.register_forward_hook(forward_hook, prepend=True)
-        return handle.remove
+        # Moves rows in and out of the cache, inside a forward or ahead of it on a pipeline's prefetch stream.
+        undo = patch(self._tbe, "_prefetch", lambda *_args, **_more: self._order.writing()) if self._cached else None
+
+        def remove() -> None:
+            handle.remove()
+            if undo is not None:
+                undo()
+
+        return remove
 
     def on_rewrite(self, callback: Callable[[torch.Tensor | None], None]) -> Callable[[], None]:
         """Call ``callback`` when the kernel is about to rewrite rows outside its update; returns the remover.
@@ -142,13 +191,17 @@ class FusedKernel:
         an ensemble, new random weights.
         """
 
+        def rewriting(rows: torch.Tensor | None) -> None:
+            self._order.writing()
+            callback(rows)
+
         def averaging(mode: Mapping[str, float]) -> None:
             if self.iteration % int(mode["step_ema"]) == 0 and self.iteration >= int(mode["step_start"]):
-                callback(None)
+                rewriting(None)
 
         def swapping(mode: Mapping[str, float]) -> None:
             if self.iteration % int(mode["step_ema"]) == 0 or self.iteration % int(mode["step_swap"]) == 0:
-                callback(None)
+                rewriting(None)
 
         def resetting(
             pruned_indices: torch.Tensor,
@@ -158,13 +211,13 @@ class FusedKernel:
         ) -> None:
             for position, shard in enumerate(logical_table_ids.tolist()):
                 begin, end = pruned_indices_offsets[position : position + 2].tolist()
-                callback(pruned_indices[begin:end].long() + self.bases[shard])
+                rewriting(pruned_indices[begin:end].long() + self.bases[shard])
 
         undo = [
             patch(self._tbe, "ema_inplace", averaging),
             patch(self._tbe, "ensemble_and_swap", swapping),
             patch(self._tbe, "reset_embedding_weight_momentum", resetting),
-            patch(self._tbe, "init_embedding_weights_uniform", lambda *_args, **_more: callback(None)),
+            patch(self._tbe, "init_embedding_weights_uniform", lambda *_args, **_more: rewriting(None)),
         ]
 
         def remove() -> None:
@@ -174,7 +227,7 @@ class FusedKernel:
         return remove
 
     def linear_rows(self, lookup: Lookup) -> torch.Tensor:
-        """(GPU) Rows in the kernel's linear row space; ids that the kernel ignores become its row count."""
+        """(GPU) Rows in the kernel's linear row space; ids that lie in no table become its row count."""
         rows: torch.Tensor = torch.ops.fbgemm.linearize_cache_indices(
             self._tbe.hash_size_cumsum, lookup.indices, lookup.offsets, lookup.bag_starts, lookup.max_bags
         )
@@ -201,7 +254,13 @@ class FusedKernel:
     @property
     def max_counter(self) -> float:
         """What counter-based regularization has seen at most; 1 where it is not used."""
-        return float(self._tbe.max_counter.item())
+        counter = self._counter()
+        return float(counter.item()) if counter is not None else 1.0
+
+    def _counter(self) -> torch.Tensor | None:
+        """Adam with a bias correction for each row has none."""
+        counter: torch.Tensor | None = getattr(self._tbe, "max_counter", None)
+        return counter
 
     @property
     def learning_rate(self) -> float:
@@ -219,6 +278,8 @@ class FusedKernel:
         self._tbe.iter.fill_(iteration)
         self._tbe.iter_cpu.fill_(iteration)
         self._updated = self._lookups
-        self._tbe.max_counter.fill_(max_counter)
+        counter = self._counter()
+        if counter is not None:
+            counter.fill_(max_counter)
         self._tbe.set_learning_rate(learning_rate)
         self.optimizer.param_groups[0]["lr"] = next_learning_rate

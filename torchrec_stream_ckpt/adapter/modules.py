@@ -14,11 +14,14 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.types import ShardedModule
+from torchrec.optim.clipping import GradientClippingOptimizer
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.optim.warmup import WarmupOptimizer
 
+from torchrec_stream_ckpt.adapter import versions
 from torchrec_stream_ckpt.adapter.collision import COLLISION_WRAPPERS, holds_id_maps
 from torchrec_stream_ckpt.adapter.kernels import FusedKernel, LocalShard
 from torchrec_stream_ckpt.adapter.optimizers import OPTIMIZERS, FusedOptimizer, describe, row_states
-from torchrec_stream_ckpt.adapter.versions import check_versions
 from torchrec_stream_ckpt.errors import UnsupportedError
 from torchrec_stream_ckpt.types import StateSpec, TableSpec
 
@@ -53,9 +56,13 @@ def fused_kernels(dmp: DistributedModelParallel) -> list[FusedKernel]:
     """All fused kernels of this rank, in a fixed order.
 
     Raises:
-        UnsupportedError: the model holds a module, kernel or optimizer that cannot be captured exactly.
+        UnsupportedError: the model holds a module, kernel or optimizer that cannot be captured exactly, or something
+            that the capture hooks into is gone from TorchRec or FBGEMM.
     """
-    check_versions()
+    versions.check_versions()
+    versions.OPTIMIZER_WRAPPER.require(KeyedOptimizerWrapper)
+    versions.WARM_UP.require(WarmupOptimizer)
+    versions.CLIPPING.require(GradientClippingOptimizer)
     if not isinstance(dmp, DistributedModelParallel):
         raise UnsupportedError(f"{type(dmp).__name__} is no DistributedModelParallel", hint="wrap the model in DMP")
     if isinstance(dmp, DMPCollection):
@@ -63,17 +70,23 @@ def fused_kernels(dmp: DistributedModelParallel) -> list[FusedKernel]:
             "2D parallelism (DMPCollection) is not captured: sync() rewrites rows on all replicas",
             hint="use DistributedModelParallel",
         )
-    return [
-        _kernel(path, embedding)
-        for path, module in sharded_embeddings(dmp)
-        for lookup in module._lookups
-        if not isinstance(lookup, DistributedDataParallel)
-        for embedding in lookup._emb_modules
-    ]
+    versions.MODEL.require(dmp)
+    return [kernel for path, module in sharded_embeddings(dmp) for kernel in _kernels(path, module)]
+
+
+def _kernels(path: str, module: Any) -> Iterator[FusedKernel]:
+    """The fused kernels of one sharded module; a lookup under DDP holds replicated tables, which are dense state."""
+    versions.SHARDED_MODULE.require(module, module=path)
+    for lookup in module._lookups:
+        replicated = isinstance(lookup, DistributedDataParallel)
+        versions.LOOKUP.require(lookup.module if replicated else lookup, module=path)
+        if not replicated:
+            yield from (_kernel(path, embedding) for embedding in lookup._emb_modules)
 
 
 def _kernel(path: str, embedding: Any) -> FusedKernel:
     """Check one kernel and describe its shards."""
+    versions.GROUP.require(embedding, module=path)
     tables = [table.name for table in embedding.config.embedding_tables]
     where = {"module": path, "tables": ",".join(tables)}
     tbe = embedding.emb_module
@@ -83,6 +96,7 @@ def _kernel(path: str, embedding: Any) -> FusedKernel:
             hint="ask for compute_kernel='fused' in the sharding plan or the planner's constraints",
             **where,
         )
+    _check_hook_points(embedding, where)
     kind = _check_kernel(tbe, where)
     states = row_states(tbe, kind.states)
     shards = []
@@ -101,6 +115,16 @@ def _kernel(path: str, embedding: Any) -> FusedKernel:
         )
         shards.append(LocalShard(spec, row0, config.local_rows, col0, config.local_cols))
     return FusedKernel(tbe, tuple(shards), embedding.fused_optimizer, kind)
+
+
+def _check_hook_points(embedding: Any, where: dict[str, str]) -> None:
+    """All that the capture of one kernel will reach for."""
+    versions.FUSED_GROUP.require(embedding, **where)
+    for table in embedding.config.embedding_tables:
+        versions.TABLE.require(table, **where)
+    versions.KERNEL.require(embedding.emb_module, **where)
+    if torch.device(embedding.emb_module.current_device).type == "cuda":
+        versions.CUDA_OPERATORS.require(torch.ops.fbgemm, **where)
 
 
 def _check_kernel(tbe: SplitTableBatchedEmbeddingBagsCodegen, where: dict[str, str]) -> FusedOptimizer:

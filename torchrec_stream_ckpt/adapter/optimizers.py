@@ -54,7 +54,7 @@ def describe(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> FusedOptimizer | Non
         return FusedOptimizer((*known.states, "prev_iter", "row_counter"), reads_iteration=True)
     if tbe._used_rowwise_adagrad_with_global_weight_decay:
         return FusedOptimizer((*known.states, "prev_iter"), reads_iteration=True)
-    if getattr(tbe, "use_rowwise_bias_correction", False):
+    if tbe.use_rowwise_bias_correction:
         return FusedOptimizer((*known.states, "row_counter"), reads_iteration=True)
     return known
 

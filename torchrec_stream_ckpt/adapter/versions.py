@@ -1,22 +1,204 @@
-"""Which versions of TorchRec and FBGEMM this room has been tested with."""
+"""Which versions this room was tested with, and a check at attach that all that it reaches for is still there.
+
+Names that are gone are an error here, before anything is hooked: a hook that never fires would lose rows in silence.
+"""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from inspect import getmro, isfunction, unwrap
+
+import fbgemm_gpu
+import torch
+import torchrec
+
+from torchrec_stream_ckpt.errors import UnsupportedError
 
 log = logging.getLogger(__name__)
 
-TESTED_TORCHREC = ("1.9",)
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Releases that belong together."""
+
+    torchrec: str
+    fbgemm: str
+    torch: str
+
+    def __str__(self) -> str:
+        return f"torchrec {self.torchrec} + fbgemm {self.fbgemm} + torch {self.torch}"
+
+
+TESTED = (Stack("1.6.1", "1.6.0", "2.11.0"), Stack("1.9.2", "1.9.0", "2.14.1"))
+"""What ``make test-matrix`` runs the tests with."""
+
+
+def installed() -> Stack:
+    """What is imported here, without the local part that names a build (``+cu130``)."""
+    modules = (torchrec, fbgemm_gpu, torch)
+    return Stack(*(str(getattr(module, "__version__", "unknown")).split("+")[0] for module in modules))
 
 
 @cache
 def check_versions() -> None:
     """Say it once when the private API was tested with other versions."""
-    try:
-        found = version("torchrec")
-    except PackageNotFoundError:
-        return
-    if not found.startswith(TESTED_TORCHREC):
-        log.warning("torchrec %s is untested here, tested are %s", found, ", ".join(TESTED_TORCHREC))
+    if installed() not in TESTED:
+        log.warning("untested versions: %s; tested are %s", installed(), _tested())
+
+
+def _tested() -> str:
+    return " and ".join(map(str, TESTED))
+
+
+@dataclass(frozen=True, slots=True)
+class HookPoints:
+    """What this room uses of one kind of object, beside its public API. The table of this package says what for."""
+
+    owner: str
+    names: tuple[str, ...]
+    """Attributes that the object must have."""
+    used_inside: tuple[str, ...] = ()
+    """What the object's own methods must use, where being there is not enough: set by a forward, called by it."""
+
+    def require(self, thing: object, **where: str) -> None:
+        """Check one live object, or a class whose objects come later.
+
+        Args:
+            thing: What ``owner`` says.
+            where: Coordinates for the error, such as ``module=``.
+
+        Raises:
+            UnsupportedError: names what is missing, and the versions.
+        """
+        kind = thing if isinstance(thing, type) else type(thing)
+        for name in self.names:
+            if not hasattr(thing, name):
+                raise _gone(f"the {self.owner} {kind.__name__} has no {name}", where)
+        for name in self.used_inside:
+            if not _uses(kind, name):
+                raise _gone(f"no method of the {self.owner} {kind.__name__} uses {name}", where)
+
+
+def _gone(what: str, where: dict[str, str]) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what}, which the capture relies on: found {installed()}, tested are {_tested()}",
+        hint="install versions that were tested",
+        **where,
+    )
+
+
+def _uses(kind: type, name: str) -> bool:
+    """Whether a method of a class reads, writes or calls ``name``."""
+    return any(
+        name in unwrap(member).__code__.co_names
+        for base in getmro(kind)
+        for member in vars(base).values()
+        if isfunction(member)
+    )
+
+
+MODEL = HookPoints(
+    "model",
+    ("_ddp_wrapped", "_non_persistent_buffers_set", "fused_optimizer", "reshard"),
+    used_inside=("_ddp_wrapped",),
+)
+SHARDED_MODULE = HookPoints("sharded module", ("_lookups",), used_inside=("_lookups",))
+LOOKUP = HookPoints("lookup", ("_emb_modules",), used_inside=("_emb_modules",))
+GROUP = HookPoints("group of tables", ("config", "emb_module"))
+FUSED_GROUP = HookPoints("group of fused tables", ("fused_optimizer",))
+TABLE = HookPoints("table of a group", ("local_cols", "local_metadata", "local_rows"))
+KERNEL = HookPoints(
+    "kernel",
+    (
+        "_indices",
+        "_offsets",
+        "_prefetch",
+        "_used_rowwise_adagrad_with_counter",
+        "_used_rowwise_adagrad_with_global_weight_decay",
+        "_vbe_B_offsets",
+        "_vbe_max_B",
+        "cache_hash_size_cumsum",
+        "current_device",
+        "ema_inplace",
+        "embedding_specs",
+        "ensemble_and_swap",
+        "feature_table_map",
+        "flush",
+        "get_learning_rate",
+        "hash_size_cumsum",
+        "init_embedding_weights_uniform",
+        "iter_cpu",
+        "lxu_cache_locations_list",
+        "lxu_cache_state",
+        "lxu_cache_weights",
+        "optimizer",
+        "reset_cache_states",
+        "reset_embedding_weight_momentum",
+        "set_learning_rate",
+        "split_embedding_weights",
+        "split_optimizer_states",
+        "total_cache_hash_size",
+        "use_rowwise_bias_correction",
+        "weights_dev",
+        "weights_host",
+        "weights_precision",
+        "weights_uvm",
+    ),
+    used_inside=(
+        "_indices",
+        "_offsets",
+        "_prefetch",
+        "_vbe_B_offsets",
+        "_vbe_max_B",
+        "ema_inplace",
+        "ensemble_and_swap",
+        "iter",
+        "iter_cpu",
+        "max_counter",
+    ),
+)
+COLLISION_WRAPPER = HookPoints("managed collision wrapper", ("_managed_collision_collection",))
+COLLISION_COLLECTION = HookPoints("managed collision collection", ("_env", "_managed_collision_modules"))
+ID_MAP = HookPoints(
+    "id map",
+    (
+        "_current_history_buffer_offset",
+        "_current_iter",
+        "_current_iter_tensor",
+        "_evicted",
+        "_evicted_emb_indices",
+        "_eviction_interval",
+        "_eviction_policy",
+        "_history_metadata",
+        "_input_history_buffer_size",
+        "_last_eviction_iter",
+        "_mch_metadata",
+        "_mch_remapped_ids_mapping",
+        "_mch_sorted_raw_ids",
+        "_output_global_offset",
+        "_zch_size",
+    ),
+    used_inside=("_current_history_buffer_offset", "_evicted_emb_indices", "_history_accumulator"),
+)
+CUDA_OPERATORS = HookPoints("namespace torch.ops.fbgemm", ("linearize_cache_indices", "lxu_cache_lookup"))
+OPTIMIZER_WRAPPER = HookPoints("wrapper of an optimizer", (), used_inside=("_optimizer",))
+WARM_UP = HookPoints("warm-up wrapper", ("_get_warmup_state",), used_inside=("_stages", "_warmup_param"))
+CLIPPING = HookPoints("clipping wrapper", (), used_inside=("_step_num",))
+HOOK_POINTS = (
+    MODEL,
+    SHARDED_MODULE,
+    LOOKUP,
+    GROUP,
+    FUSED_GROUP,
+    TABLE,
+    KERNEL,
+    COLLISION_WRAPPER,
+    COLLISION_COLLECTION,
+    ID_MAP,
+    CUDA_OPERATORS,
+    OPTIMIZER_WRAPPER,
+    WARM_UP,
+    CLIPPING,
+)

@@ -64,22 +64,30 @@ class Capture:
             for kernel in self._kernels
         ]
         for kernel, mask in zip(self._kernels, self._masks, strict=True):
-            mask.sent(mask.touched())  # the base, or the parent marker, holds what changed before
+            with kernel.reading():
+                mask.sent(mask.touched())  # the base, or the parent marker, holds what changed before
+                mask.forget_ids()
             tables = [self._index[shard.table.name] for shard in kernel.shards]
             mask.sweep_again([position for position, table in enumerate(tables) if table in swept])
 
     def drain(self, drain: Drain) -> bool:
         """Send the touched rows that find space; the rest stays marked. Whether nothing is left."""
-        return all(self._send(position, mask.touched(), drain) for position, mask in enumerate(self._masks))
+        for position, (kernel, mask) in enumerate(zip(self._kernels, self._masks, strict=True)):
+            with kernel.reading():
+                mask.check_ids()
+                if not self._send(position, mask.touched(), drain):
+                    return False
+        return True
 
     def sweep(self, drain: Drain, max_bytes: int) -> bool:
         """Send up to about ``max_bytes`` of rows that were never sent. Whether all that was looked at found space."""
         for position, mask in enumerate(self._masks):
             row_bytes = max((stager.row_bytes for stager in self._stagers[position]), default=1)
             while not mask.swept and max_bytes > 0:
-                rows = mask.unswept(max(1, max_bytes // row_bytes))
-                if not self._send(position, rows, drain):
-                    return False
+                with self._kernels[position].reading():
+                    rows = mask.unswept(max(1, max_bytes // row_bytes))
+                    if not self._send(position, rows, drain):
+                        return False
                 max_bytes -= rows.numel() * row_bytes
         return True
 
@@ -89,7 +97,8 @@ class Capture:
 
     def mark_all(self) -> None:
         """Something outside the fused update may have changed any row."""
-        for mask in self._masks:
+        for kernel, mask in zip(self._kernels, self._masks, strict=True):
+            kernel.writing()
             mask.mark_rows(None)
 
     def scalars(self) -> tuple[TableScalars, ...]:

@@ -82,9 +82,7 @@ class RowStager:
             gathered[0] = newest(rows, gathered[0])
             for target, source in zip(values, gathered, strict=True):
                 target.copy_(source, non_blocking=True)
-            copied = torch.Event(rows.device)
-            copied.record()
-            buffer.ready = copied.synchronize
+            buffer.ready = _copied(rows.device)
         else:
             torch.add(rows, shard.row0, out=ids)
             for target, source in zip(values, (weights, *states), strict=True):
@@ -106,6 +104,21 @@ class RowStager:
             section_offsets=offsets,
             payload_len=length,
         )
+
+
+def _copied(device: torch.device) -> Callable[[], None]:
+    """(GPU) Waits, on any thread, for what is queued on the current stream by now, without spinning.
+
+    The thread that waits has chosen no device: without one, its first call would set up the first GPU for it.
+    """
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+
+    def wait() -> None:
+        with torch.cuda.device(device):
+            event.synchronize()
+
+    return wait
 
 
 def _section(frame: torch.Tensor, section: Section, offset: int, rows: int) -> torch.Tensor:

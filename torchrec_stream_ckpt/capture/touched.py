@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 
 from torchrec_stream_ckpt.adapter import FusedKernel, Lookup
+from torchrec_stream_ckpt.errors import UnsupportedError
 
 
 class TouchedRows:
@@ -20,7 +21,7 @@ class TouchedRows:
         self._kernel = kernel
         self.bases = kernel.bases
         self.total = self.bases[-1]
-        # One row more than there are: ids that the kernel ignores are marked there.
+        # One row more than there are: ids that lie in no table are marked there.
         self._touched = torch.zeros(self.total + 1, dtype=torch.bool, device=kernel.device)
         self._unswept = torch.zeros(self.total, dtype=torch.bool, device=kernel.device)
         self._cursor = self.total
@@ -59,6 +60,23 @@ class TouchedRows:
         for shard in shards:
             self._unswept[self.bases[shard] : self.bases[shard + 1]] = True
         self._cursor = 0 if shards else self._cursor
+
+    def check_ids(self) -> None:
+        """(GPU) Say it when an update has got an id that lies in no table; a CPU kernel raises by itself.
+
+        FBGEMM's bounds check lets -1 pass, and its CUDA backward then writes the row in front of the table
+        (``linearize_index_kernel`` adds the table's first row without a look at the sign): no mark would be true.
+        """
+        if self._touched[self.total]:
+            raise UnsupportedError(
+                "an id of -1 was trained: on a GPU the fused update then writes outside of its table",
+                hint="drop such ids before the lookup",
+                tables=",".join(shard.table.name for shard in self._kernel.shards),
+            )
+
+    def forget_ids(self) -> None:
+        """What was trained so far is sent as it is, whatever changed it."""
+        self._touched[self.total] = False
 
     def touched(self) -> torch.Tensor:
         """Linear rows that changed since they were last sent, ascending."""

@@ -67,7 +67,7 @@ def check_replicas(dmp: DistributedModelParallel, view: nn.Module) -> None:
         if parameter.requires_grad and id(parameter) not in replicated and not isinstance(parameter, DTensor):
             raise UnsupportedError(
                 f"neither DDP nor FSDP2 holds the dense parameter {name}: ranks may differ in it",
-                hint="call dmp.init_data_parallel() first, and let the DataParallelWrapper take in every parameter",
+                hint="let the DataParallelWrapper take in every parameter",
             )
 
 

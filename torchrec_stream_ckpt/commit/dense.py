@@ -95,7 +95,12 @@ class DenseState:
         check_replicas(dmp, self._view())
 
     def stage(self) -> dict[str, Any]:
-        """(training thread) A copy on the CPU of the dense state as it is now. Local: no collectives."""
+        """(training thread) A copy on the CPU of the dense state as it is now. Local: no collectives.
+
+        On a GPU the host waits for the whole device: buffers and id maps may be written on other streams.
+        """
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
         view = self._view()
         parameters = _parameter_names(view)
         model = view.state_dict()
@@ -246,11 +251,18 @@ class DenseState:
         """In place: wrappers and schedules hold on to the optimizer's own state and groups."""
         before = {id(parameter): values for parameter, values in optimizer.state.items()}
         optimizer.state.clear()
+        counted_there = {
+            name
+            for group in saved["param_groups"]
+            if group.get("fused") or group.get("capturable")
+            for name in group["params"]
+        }
         for name, values in state.items():
             parameter = parameters[name]
             known = before.get(id(parameter), {})
             optimizer.state[parameter] = {
-                key: _on_device(value, key, known.get(key), parameter) for key, value in values.items()
+                key: _on_device(value, key, known.get(key), parameter, counted_there=name in counted_there)
+                for key, value in values.items()
             }
         for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
@@ -333,10 +345,15 @@ def _empty_like(saved: Any, parameter: nn.Parameter) -> Any:
     return torch.empty(saved.size, dtype=saved.properties.dtype)
 
 
-def _on_device(value: Any, key: str, known: Any, parameter: nn.Parameter) -> Any:
-    """Where the optimizer keeps a state: where it had it, else with the parameter, but step counters on the CPU."""
+def _on_device(value: Any, key: str, known: Any, parameter: nn.Parameter, *, counted_there: bool) -> Any:
+    """Where the optimizer keeps a state: where it had it, else with the parameter.
+
+    A step counter is on the CPU, but with the parameter in a group that is fused or capturable (``counted_there``).
+    """
     if not isinstance(value, torch.Tensor):
         return value
+    if key == "step" and counted_there:
+        return value.to(parameter.device)
     if isinstance(known, torch.Tensor):
         return value.to(known.device)
     return value if key == "step" else value.to(parameter.device)

@@ -126,6 +126,8 @@ def apply_rows(log: Log, plan: RestorePlan, kernels: list[FusedKernel]) -> int:
                 scalars += read_mark(header, frame, read.commit, read.end).scalars
     for shard, target in targets.items():
         target.finish(plan.schema.tables[shard.table].name)
+    for kernel in kernels:
+        kernel.finish_write()
     _set_scalars(plan, kernels, scalars)
     return applied
 

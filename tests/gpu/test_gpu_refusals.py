@@ -1,0 +1,83 @@
+"""What cannot be captured exactly on a GPU is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from tests.gpu.job import Build, attach, covers, make, restored, truth
+from torchrec_stream_ckpt.errors import StreamCkptError, UnsupportedError
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+FUSED = Build()
+LARS = Build(optimizer="lars_sgd")
+SSD = Build(kernel="key_value")
+MIXED = Build(kernel="fused_uvm_caching", dtype="fp16", more=(("cache_precision", SparseType.FP32),))
+
+
+@covers(LARS)
+def test_lars_is_refused(device: torch.device, tmp_path: Path) -> None:
+    """TorchRec cannot build it either: FBGEMM has no get_optimizer_state() for it."""
+    with pytest.raises((UnsupportedError, NotImplementedError), match=r"(?i)lars"):
+        attach(make(LARS, device), tmp_path)
+
+
+@covers(SSD)
+def test_tables_on_an_ssd_are_refused(device: torch.device, tmp_path: Path) -> None:
+    more = (("ssd_storage_directory", str(tmp_path)),)
+    job = make(dataclasses.replace(SSD, more=more), device)
+    with pytest.raises(UnsupportedError, match="SSDTableBatchedEmbeddingBags"):
+        attach(job, tmp_path)
+
+
+@covers(MIXED)
+def test_a_cache_of_another_precision_is_refused(device: torch.device, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="cache_precision"):
+        attach(make(MIXED, device), tmp_path)
+
+
+@pytest.mark.pitfall(8)
+@covers(FUSED)
+def test_a_pruned_id_fails_the_marker(device: torch.device, tmp_path: Path) -> None:
+    """FBGEMM's backward writes in front of the table: here the last row of the table before it, so no harm is done."""
+    job = make(FUSED, device)
+    with attach(job, tmp_path) as checkpointer:
+        job.step()
+        checkpointer.step()
+        batch = job.batch(2)
+        values = batch.sparse.values().clone()
+        values[-1] = -1
+        sparse = KeyedJaggedTensor(keys=batch.sparse.keys(), values=values, lengths=batch.sparse.lengths())
+        loss, _ = job.dmp(dataclasses.replace(batch, sparse=sparse))
+        loss.backward()
+        with pytest.raises(StreamCkptError, match="an id of -1 was trained"):
+            checkpointer.mark().result(60)
+
+
+@covers(FUSED)
+def test_a_drain_while_the_tables_are_freed_fails_and_loses_nothing(device: torch.device, tmp_path: Path) -> None:
+    """As TorchRec's memory stashing leaves them between a forward and its backward."""
+    job = make(FUSED, device)
+    with attach(job, tmp_path) as checkpointer:
+        job.step()
+        checkpointer.step()
+        job.step()
+        (group,) = job.groups()
+        weights = group.emb_module.weights_dev
+        storage = weights.untyped_storage()
+        size, aside = storage.size(), weights.detach().clone()
+        storage.resize_(0)
+        with pytest.raises(StreamCkptError, match="memory stashing"):
+            checkpointer.mark().result(60)
+        storage.resize_(size)
+        with torch.no_grad():
+            weights.copy_(aside)
+        assert checkpointer.mark().result(60).step == 1
+        expected = truth(job)
+    assert restored(FUSED, tmp_path, expected, device)[1] == []
