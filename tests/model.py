@@ -11,8 +11,9 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.sharding_plan import (
     column_wise,
     construct_module_sharding_plan,
@@ -33,6 +34,7 @@ OPTIMIZERS = {
     "rowwise": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
     "sgd": EmbOptimType.EXACT_SGD,
+    "rmsprop": EmbOptimType.ROWWISE_RMSPROP_AR,
 }
 GLOBAL_BATCH = 12
 
@@ -108,11 +110,13 @@ def trainer(
     dense: str = "adam",
     dtype: str = "fp32",
     dropout: float = 0.1,
+    net: type[Net] = Net,
+    wrapper: DataParallelWrapper | None = None,
     **fused: Any,
 ) -> Trainer:
     """Build a job with the same initial state for every plan and world size."""
     torch.manual_seed(7)
-    net = Net(DataType[dtype.upper()], dropout)
+    module = net(DataType[dtype.upper()], dropout)
     params: dict[str, Any] = {"optimizer": OPTIMIZERS[optimizer], "learning_rate": 0.1, "eps": 1e-6, **fused}
     sharder = EmbeddingBagCollectionSharder(fused_params=params)
     makers = {
@@ -123,7 +127,7 @@ def trainer(
     }
     world = dist.get_world_size()
     plan = construct_module_sharding_plan(
-        net.ebc,
+        module.ebc,
         per_param_sharding={name: makers[kind](arg) for name, (kind, arg) in spec.items()},
         sharder=sharder,
         local_size=world,
@@ -134,22 +138,27 @@ def trainer(
         if parameter.sharding_type != ShardingType.DATA_PARALLEL.value:
             parameter.compute_kernel = "fused"
     dmp = DistributedModelParallel(
-        net,
+        module,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=torch.device("cpu"),
         plan=ShardingPlan(plan={"ebc": plan}),
         sharders=[sharder],
+        data_parallel_wrapper=wrapper,
     )
     with torch.no_grad():
         for name, value in dmp.state_dict().items():
             shards = [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
             for shard in shards:
                 generator = torch.Generator().manual_seed(len(name))
-                shard.copy_((torch.rand(shard.shape, generator=generator) - 0.5) * 0.2)
+                values = (torch.rand(shard.shape, generator=generator) - 0.5) * 0.2
+                if isinstance(shard, DTensor):
+                    values = distribute_tensor(values, shard.device_mesh, shard.placements)
+                shard.copy_(values)
     parameters = dict(in_backward_optimizer_filter(dmp.named_parameters()))
     makers_dense = {
         "adam": lambda p: torch.optim.Adam(p, lr=0.01),
         "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+        "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
         "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
     }
     keyed = KeyedOptimizerWrapper(parameters, makers_dense[dense])
@@ -188,17 +197,24 @@ def truth(job: Trainer) -> dict[str, torch.Tensor]:
         if isinstance(value, ShardedTensor):
             sharded[f"model.{name}"] = value
         else:
-            state[f"model.{name}"] = value.clone()
+            state[f"model.{name}"] = _whole(value)
     for name, values in job.dmp.fused_optimizer.state_dict()["state"].items():
         sharded |= {f"fused.{name}.{key}": value for key, value in values.items() if isinstance(value, ShardedTensor)}
     state |= assemble(sharded)
     names = {id(parameter): name for name, parameter in job.dmp.named_parameters()}
     for parameter, values in job.dense.state.items():
+        if id(parameter) not in names:
+            continue  # where TorchRec's warm-up keeps its iteration
         for key, value in values.items():
-            state[f"dense.{names[id(parameter)]}.{key}"] = torch.as_tensor(value).clone()
+            state[f"dense.{names[id(parameter)]}.{key}"] = _whole(value)
     state["rng"] = torch.get_rng_state()
     state["step"] = torch.tensor(job.step_number)
     return state
+
+
+def _whole(value: Any) -> torch.Tensor:
+    """A copy, of all of it where FSDP2 has sharded it."""
+    return value.full_tensor().clone() if isinstance(value, DTensor) else torch.as_tensor(value).clone()
 
 
 def assemble(sharded: dict[str, ShardedTensor]) -> dict[str, torch.Tensor]:
@@ -214,7 +230,8 @@ def assemble(sharded: dict[str, ShardedTensor]) -> dict[str, torch.Tensor]:
         for name, (size, shards) in pieces.items():
             for offsets, tensor in shards:
                 if name not in full:
-                    full[name] = torch.full(size, float("nan"), dtype=tensor.dtype)
+                    nowhere = float("nan") if tensor.is_floating_point() else -(2**31)
+                    full[name] = torch.full(size, nowhere, dtype=tensor.dtype)
                 full[name][tuple(slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True))] = tensor
     return full
 

@@ -4,12 +4,21 @@ from typing import TYPE_CHECKING, Any
 
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import StreamCkptError
+from torchrec_stream_ckpt.loader import TrackedLoader
 from torchrec_stream_ckpt.types import Committed, MarkerId, Restored
 
 if TYPE_CHECKING:
     from torchrec_stream_ckpt.checkpointer import StreamCheckpointer
 
-__all__ = ["Committed", "MarkerId", "Restored", "StreamCheckpointer", "StreamCkptError", "StreamConfig"]
+__all__ = [
+    "Committed",
+    "MarkerId",
+    "Restored",
+    "StreamCheckpointer",
+    "StreamCkptError",
+    "StreamConfig",
+    "TrackedLoader",
+]
 
 __version__ = "0.1.0"
 

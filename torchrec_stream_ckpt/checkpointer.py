@@ -29,6 +29,7 @@ from torchrec_stream_ckpt.format.control import Hello, Mark
 from torchrec_stream_ckpt.format.dense import dense_path
 from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
+from torchrec_stream_ckpt.loader import TrackedLoader
 from torchrec_stream_ckpt.log.api import Log, open_log
 from torchrec_stream_ckpt.log.publisher import Publisher
 from torchrec_stream_ckpt.restore.apply import apply_rows
@@ -52,8 +53,8 @@ class StreamCheckpointer:
             None when all parameters are fused.
         config: Where to stream, and how often.
         stateful: Objects with ``state_dict()`` and ``load_state_dict()`` whose state on rank 0 serves all
-            ranks: a loader that counts samples, a schedule of the dense optimizer (one over all param groups has
-            a list that fits its own rank and plan only).
+            ranks: a loader that counts samples (within a ``TrackedLoader`` for pipelines, which fetch ahead), a
+            schedule of the dense optimizer (one over all param groups has a list that fits its own rank and plan only).
         stateful_per_rank: The same for objects with a state of their own on every rank; they can only be
             restored on as many ranks.
         paranoid: At every marker, compare the state that the stream implies with the live tables, bit by bit, and
@@ -88,6 +89,8 @@ class StreamCheckpointer:
         self._dense = self._team.together(
             lambda: DenseState(dmp, optimizer, stateful or {}, stateful_per_rank or {}, dense_group)
         )
+        handed = (*(stateful or {}).values(), *(stateful_per_rank or {}).values())
+        self._loaders = [item for item in handed if isinstance(item, TrackedLoader)]
         self._log: Log = self._team.together(lambda: open_log(config.uri, config.kafka_options))
         self._team.on_rank0(self._log.incarnation)  # a log that cannot be reached is said now, not at the first marker
         self._control = Control(self._log)
@@ -181,15 +184,22 @@ class StreamCheckpointer:
         chosen = self._choose(marker)
         return chosen[0] if chosen is not None else None
 
-    def step(self) -> None:
+    def step(self, batches: int = 1) -> None:
         """A training step is done: forward, backward and optimizer. Drains and cuts markers by cadence.
 
+        Args:
+            batches: How many batches it trained: more with gradient accumulation, 0 for none of the loader. Each
+                ``TrackedLoader`` among the stateful objects is told; of no meaning without one.
+
         Raises:
+            ConfigError: a ``TrackedLoader`` has not so many batches in flight.
             FencedError: another trainer has taken over the job; raised by all ranks at the same step.
             CaptureMismatchError: (``paranoid``) the stream does not say what the tables hold; raised by all ranks at
                 the same step, and by every call from then on.
         """
         stream = self._ensure_stream()
+        for loader in self._loaders:
+            loader.trained(batches)
         self._step += 1
         ballot = self._cadence.decide()
         if not ballot.owner:

@@ -12,7 +12,7 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
-from torchrec.optim.warmup import WarmupOptimizer, WarmupStage
+from torchrec.optim.keyed import OptimizerWrapper
 
 import tests.model as model
 from tests import ranks
@@ -41,8 +41,7 @@ def _refusals(directory: Path) -> dict[str, str]:
         said[name] = str(caught.value)
 
     job = trainer(PLAN_2)
-    warm = WarmupOptimizer(job.optimizer.optimizers[1][1], [WarmupStage()])
-    expect("warm-up", UnsupportedError, job.dmp, warm)
+    expect("unknown wrapper", UnsupportedError, job.dmp, OptimizerWrapper(job.optimizer.optimizers[1][1]))
     fused = torch.optim.SGD(job.dmp.parameters(), lr=0.1)
     expect("fused parameter", UnsupportedError, job.dmp, fused)
     expect("no DMP", UnsupportedError, nn.Linear(2, 2))
@@ -79,7 +78,7 @@ def _dense_kernel() -> DistributedModelParallel:
 
 def test_what_cannot_be_captured_is_refused_at_attach_by_name(tmp_path: Path) -> None:
     said = ranks.run(2, _refusals, tmp_path)[0]
-    assert "WarmupOptimizer" in said["warm-up"]
+    assert "the optimizer OptimizerWrapper may have state that is not captured" in said["unknown wrapper"]
     assert "in_backward_optimizer_filter" in said["fused parameter"]
     assert "Linear is no DistributedModelParallel" in said["no DMP"]
     assert "'loader' (object)" in said["no state_dict"]

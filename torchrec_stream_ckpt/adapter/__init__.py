@@ -64,8 +64,13 @@ of ``MCHManagedCollisionModule``:
 ``_input_history_buffer_size``
 of ``torch.ops.fbgemm``:
 ``linearize_cache_indices``, ``lxu_cache_lookup``     1.0    (GPU) linear rows, and their place in the cache
-of ``KeyedOptimizerWrapper``:
-``_optimizer``                                        1.0    the torch optimizer inside
+of ``KeyedOptimizerWrapper``, ``WarmupOptimizer`` and ``GradientClippingOptimizer``:
+``_optimizer``                                        1.0    the optimizer inside
+of ``WarmupOptimizer``:
+``_get_warmup_state``, ``_warmup_param``              1.6    iteration and stage, which its state_dict may lose
+``_stages``                                           1.6    how many it has
+of ``GradientClippingOptimizer``:
+``_step_num``                                         1.6    how many steps it has made
 ====================================================  =====  ==================================================
 
 Of the fused optimizers in ``optimizers.py``, ROWWISE_RMSPROP_AR is new in 1.9, and EMAINPLACE_ROWWISE_ADAGRAD
@@ -75,8 +80,9 @@ in 1.2.
 from torchrec_stream_ckpt.adapter.collision import COUNTERS, NO_ID, IdMap, id_maps
 from torchrec_stream_ckpt.adapter.dense import check_dense, dense_optimizers, dense_view
 from torchrec_stream_ckpt.adapter.kernels import FusedKernel, LocalShard, Lookup
-from torchrec_stream_ckpt.adapter.modules import fused_kernels
+from torchrec_stream_ckpt.adapter.modules import fused_kernels, sharded_embeddings
 from torchrec_stream_ckpt.adapter.outside import watch_outside_writes
+from torchrec_stream_ckpt.adapter.wrappers import check_wrappers, load_wrapper_states, wrapper_states
 
 __all__ = [
     "COUNTERS",
@@ -86,9 +92,13 @@ __all__ = [
     "LocalShard",
     "Lookup",
     "check_dense",
+    "check_wrappers",
     "dense_optimizers",
     "dense_view",
     "fused_kernels",
     "id_maps",
+    "load_wrapper_states",
+    "sharded_embeddings",
     "watch_outside_writes",
+    "wrapper_states",
 ]

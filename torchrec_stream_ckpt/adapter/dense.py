@@ -11,12 +11,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.batched_embedding_kernel import EmbeddingFusedOptimizer
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
+from torchrec.optim.clipping import GradientClippingOptimizer
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.warmup import WarmupOptimizer
 
 from torchrec_stream_ckpt.adapter.collision import holds_id_maps
 from torchrec_stream_ckpt.adapter.modules import is_sharded_embedding
+from torchrec_stream_ckpt.adapter.wrappers import walk
 from torchrec_stream_ckpt.errors import UnsupportedError
+
+_KNOWN = (KeyedOptimizerWrapper, WarmupOptimizer, GradientClippingOptimizer)
 
 
 def dense_view(dmp: DistributedModelParallel) -> nn.Module:
@@ -119,19 +124,14 @@ def dense_optimizers(optimizer: torch.optim.Optimizer | None) -> dict[str, torch
 
 
 def _dense_leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    if isinstance(optimizer, CombinedOptimizer):
-        for _, child in optimizer.optimizers:
-            yield from _dense_leaves(child)
-    elif isinstance(optimizer, EmbeddingFusedOptimizer) or (
-        isinstance(optimizer, FusedOptimizer) and not optimizer.params
-    ):
-        return
-    elif type(optimizer) is KeyedOptimizerWrapper:
-        yield optimizer._optimizer
-    elif isinstance(optimizer, KeyedOptimizer):
-        raise UnsupportedError(
-            f"the optimizer {type(optimizer).__name__} has state that is not captured yet",
-            hint="pass a torch.optim optimizer, KeyedOptimizerWrapper or CombinedOptimizer of those",
-        )
-    else:
-        yield optimizer
+    """The torch optimizers in it; fused ones are no part of the dense state."""
+    for part in walk(optimizer):
+        fused = isinstance(part, EmbeddingFusedOptimizer) or (isinstance(part, FusedOptimizer) and not part.params)
+        if not isinstance(part, KeyedOptimizer):
+            yield part
+        elif not fused and not isinstance(part, CombinedOptimizer) and type(part) not in _KNOWN:
+            raise UnsupportedError(
+                f"the optimizer {type(part).__name__} may have state that is not captured",
+                hint="pass a torch.optim optimizer, KeyedOptimizerWrapper, WarmupOptimizer, GradientClippingOptimizer "
+                "or CombinedOptimizer of those",
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -66,6 +67,8 @@ class FusedKernel:
         self._cached = bool(tbe.lxu_cache_weights.numel())
         self._cache_bases = self._first_cache_rows() if self._cached else {}
         self._order = StreamOrder(self.device)
+        self._lookups = self._updated = 0
+        """Forwards that an update may follow; and of the newest one of them whose update has run, its number."""
 
     def _first_cache_rows(self) -> dict[int, int]:
         """For each shard that a feature looks up, the number by which the cache knows its first row; -1: not cached."""
@@ -148,6 +151,10 @@ class FusedKernel:
         without a backward calls nothing.
         """
 
+        def updated(lookup: Lookup, number: int, *_grads: object) -> None:
+            self._updated = max(self._updated, number)
+            callback(lookup)
+
         def forward_hook(tbe: SplitTableBatchedEmbeddingBagsCodegen, _args: object, output: torch.Tensor) -> None:
             if torch.compiler.is_compiling():
                 raise UnsupportedError("a compiled lookup keeps no ids", hint="leave sharded embeddings uncompiled")
@@ -162,7 +169,8 @@ class FusedKernel:
             lookup = Lookup(tbe._indices, tbe._offsets, tbe._vbe_B_offsets, int(tbe._vbe_max_B))
             if output.is_cuda:
                 node.register_prehook(lambda *_grads: self._order.writing())
-            node.register_hook(lambda *_grads: callback(lookup))
+            self._lookups += 1
+            node.register_hook(partial(updated, lookup, self._lookups))
 
         self._order.settle()  # what was queued before, no hook has seen
         handle: RemovableHandle = self._tbe.register_forward_hook(forward_hook, prepend=True)
@@ -236,6 +244,14 @@ class FusedKernel:
         return int(self._tbe.iter_cpu.item())
 
     @property
+    def trained_iteration(self) -> int:
+        """The same without lookups behind the last update: they are of batches that a restored pipeline looks up again.
+
+        A forward whose backward never came is counted once a later one has had its update.
+        """
+        return self.iteration - (self._lookups - self._updated)
+
+    @property
     def max_counter(self) -> float:
         """What counter-based regularization has seen at most; 1 where it is not used."""
         counter = self._counter()
@@ -261,6 +277,7 @@ class FusedKernel:
         # set_optimizer_step() sets `iter` only, while the kernels count on in `iter_cpu`.
         self._tbe.iter.fill_(iteration)
         self._tbe.iter_cpu.fill_(iteration)
+        self._updated = self._lookups
         counter = self._counter()
         if counter is not None:
             counter.fill_(max_counter)

@@ -14,7 +14,9 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.types import ShardedModule
+from torchrec.optim.clipping import GradientClippingOptimizer
 from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.optim.warmup import WarmupOptimizer
 
 from torchrec_stream_ckpt.adapter import versions
 from torchrec_stream_ckpt.adapter.collision import COLLISION_WRAPPERS, holds_id_maps
@@ -59,6 +61,8 @@ def fused_kernels(dmp: DistributedModelParallel) -> list[FusedKernel]:
     """
     versions.check_versions()
     versions.OPTIMIZER_WRAPPER.require(KeyedOptimizerWrapper)
+    versions.WARM_UP.require(WarmupOptimizer)
+    versions.CLIPPING.require(GradientClippingOptimizer)
     if not isinstance(dmp, DistributedModelParallel):
         raise UnsupportedError(f"{type(dmp).__name__} is no DistributedModelParallel", hint="wrap the model in DMP")
     if isinstance(dmp, DMPCollection):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_stream_ckpt.adapter.modules import sharded_embeddings
 from torchrec_stream_ckpt.adapter.patch import patch, wrap
+from torchrec_stream_ckpt.adapter.wrappers import walk
 from torchrec_stream_ckpt.errors import UnsupportedError
 
 
@@ -37,7 +38,8 @@ def watch_outside_writes(
 
     handles = [module.register_load_state_dict_pre_hook(loading) for _, module in sharded_embeddings(dmp)]
     # A combined optimizer writes into the states of its parts by itself: each one that can be called is watched.
-    optimizers = {id(part): part for root in (dmp.fused_optimizer, optimizer) for part in _parts(root)}
+    roots = [root for root in (dmp.fused_optimizer, optimizer) if root is not None]
+    optimizers = {id(part): part for root in roots for part in walk(root) if isinstance(part, KeyedOptimizer)}
     patched = [patch(part, "load_state_dict", loading) for part in optimizers.values()]
     patched.append(wrap(dmp, "reshard", resharding))
 
@@ -48,15 +50,6 @@ def watch_outside_writes(
             undo()
 
     return remove
-
-
-def _parts(optimizer: Any) -> Iterator[Any]:
-    """An optimizer and all that it combines."""
-    if optimizer is not None:
-        yield optimizer
-    if isinstance(optimizer, CombinedOptimizer):
-        for _, child in optimizer.optimizers:
-            yield from _parts(child)
 
 
 def _check_reshard(dmp: DistributedModelParallel) -> None:

@@ -184,6 +184,8 @@ ID_MAP = HookPoints(
 )
 CUDA_OPERATORS = HookPoints("namespace torch.ops.fbgemm", ("linearize_cache_indices", "lxu_cache_lookup"))
 OPTIMIZER_WRAPPER = HookPoints("wrapper of an optimizer", (), used_inside=("_optimizer",))
+WARM_UP = HookPoints("warm-up wrapper", ("_get_warmup_state",), used_inside=("_stages", "_warmup_param"))
+CLIPPING = HookPoints("clipping wrapper", (), used_inside=("_step_num",))
 HOOK_POINTS = (
     MODEL,
     SHARDED_MODULE,
@@ -197,4 +199,6 @@ HOOK_POINTS = (
     ID_MAP,
     CUDA_OPERATORS,
     OPTIMIZER_WRAPPER,
+    WARM_UP,
+    CLIPPING,
 )

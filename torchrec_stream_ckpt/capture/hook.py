@@ -110,7 +110,7 @@ class Capture:
                 shard.rows,
                 shard.col0,
                 shard.cols,
-                kernel.iteration,
+                kernel.trained_iteration,
                 kernel.max_counter,
                 kernel.learning_rate,
                 kernel.next_learning_rate,

@@ -15,15 +15,12 @@ before it has been compared.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
-import random
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -36,8 +33,18 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from torchrec_stream_ckpt.adapter import check_dense, dense_optimizers, dense_view, id_maps
+from torchrec_stream_ckpt.adapter import (
+    check_dense,
+    check_wrappers,
+    dense_optimizers,
+    dense_view,
+    id_maps,
+    load_wrapper_states,
+    wrapper_states,
+)
+from torchrec_stream_ckpt.commit.data_parallel import at_rest, check_fully_sharded, check_replicas, optimizer_state
 from torchrec_stream_ckpt.commit.id_maps import PREFIX, State, empty_pieces, merge_pieces, read_pieces
+from torchrec_stream_ckpt.commit.random_state import random_state, seed_new_rank, set_random_state
 from torchrec_stream_ckpt.errors import ConfigError, SchemaMismatchError
 from torchrec_stream_ckpt.layout import fsync_dir
 
@@ -71,6 +78,7 @@ class DenseState:
         group: dist.ProcessGroup,
     ) -> None:
         self._dmp = dmp
+        self._optimizer = optimizer
         self._optimizers = dense_optimizers(optimizer)
         self._id_maps = id_maps(dmp)
         self._shared = dict(shared)
@@ -82,7 +90,9 @@ class DenseState:
                 raise ConfigError(f"'{name}' ({type(item).__name__}) has no state_dict() and load_state_dict()")
             if "." in name or not name:
                 raise ConfigError(f"'{name}' is no name for a Stateful", hint="use letters, digits and '_'")
+        check_fully_sharded(dmp)
         check_dense(dmp, self._optimizers)
+        check_replicas(dmp, self._view())
 
     def stage(self) -> dict[str, Any]:
         """(training thread) A copy on the CPU of the dense state as it is now. Local: no collectives.
@@ -91,7 +101,7 @@ class DenseState:
         """
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
-        view = dense_view(self._dmp)
+        view = self._view()
         parameters = _parameter_names(view)
         model = view.state_dict()
         state: dict[str, Any] = {
@@ -99,14 +109,14 @@ class DenseState:
             "optim": {},
             PREFIX: read_pieces(self._id_maps),
             f"rank{self._rank}": {
-                "random": _blob(_random_state()),
+                "random": _blob(random_state()),
                 "buffers": _blob({name: value for name, value in model.items() if name not in parameters.values()}),
                 "stateful": {name: _blob(item.state_dict()) for name, item in self._per_rank.items()},
             },
         }
         optimizers: dict[str, Any] = {}
         for key, optimizer in self._optimizers.items():
-            state["optim"][key] = {parameters[id(p)]: dict(values) for p, values in optimizer.state.items() if values}
+            state["optim"][key] = optimizer_state(optimizer, parameters)
             optimizers[key] = {
                 "class": type(optimizer).__name__,
                 "param_groups": [
@@ -118,6 +128,7 @@ class DenseState:
             state["shared"] = {
                 "seed": _blob(torch.initial_seed()),
                 "optimizers": _blob(optimizers),
+                "wrappers": _blob(wrapper_states(self._optimizer)),
                 "stateful": {name: _blob(item.state_dict()) for name, item in self._shared.items()},
             }
         return BlockingAsyncStager().stage(_pruned(state))
@@ -153,10 +164,11 @@ class DenseState:
         reader = FileSystemReader(path)
         entries = reader.read_metadata().state_dict_metadata
         blobs = self._load_blobs(reader, entries, source=self._rank if self._rank < world else 0)
-        view = dense_view(self._dmp)
+        view = self._view()
         parameters = dict(view.named_parameters())
         model = {name: value for name, value in view.state_dict().items() if name in parameters}
-        self._check_optimizers(blobs["optimizers"])
+        self._check_optimizers(blobs["optimizers"], _parameter_names(view))
+        check_wrappers(self._optimizer, blobs["wrappers"])
         optim = _optim_template(entries, parameters)
         _check_entries({"model": model}, entries)
         optim = _load_here({"model": model, "optim": optim}, reader).get("optim", {})
@@ -165,14 +177,19 @@ class DenseState:
         view.load_state_dict({**model, **blobs["buffers"]})
         for key, optimizer in self._optimizers.items():
             self._load_optimizer(optimizer, parameters, blobs["optimizers"][key], optim.get(key, {}))
+        load_wrapper_states(self._optimizer, blobs["wrappers"])
         for name, item in self._shared.items():
             item.load_state_dict(blobs["shared"][name])
         for name, item in self._per_rank.items():
             item.load_state_dict(blobs["per_rank"][name])
         if self._rank < world:
-            _set_random_state(blobs["random"])
+            set_random_state(blobs["random"], blobs["seed"], self._rank)
         else:
-            _seed_new_rank(blobs["seed"], self._rank)
+            seed_new_rank(blobs["seed"], self._rank)
+
+    def _view(self) -> nn.Module:
+        at_rest(self._dmp)
+        return dense_view(self._dmp)
 
     def _read_id_maps(self, reader: FileSystemReader) -> list[State]:
         if not self._id_maps:
@@ -188,6 +205,7 @@ class DenseState:
             "shared": {
                 "seed": _empty_blob(entries, "shared.seed"),
                 "optimizers": _empty_blob(entries, "shared.optimizers"),
+                "wrappers": _empty_blob(entries, "shared.wrappers") if "shared.wrappers" in entries else _blob([]),
                 "stateful": {name: _empty_blob(entries, f"shared.stateful.{name}") for name in self._shared},
             },
             f"rank{source}": {
@@ -201,18 +219,18 @@ class DenseState:
         return {
             "seed": _unblob(shared["seed"]),
             "optimizers": _unblob(shared["optimizers"]),
+            "wrappers": _unblob(shared["wrappers"]),
             "shared": {name: _unblob(blob) for name, blob in shared["stateful"].items()},
             "random": _unblob(own["random"]),
             "buffers": _unblob(own["buffers"]),
             "per_rank": {name: _unblob(blob) for name, blob in own["stateful"].items()},
         }
 
-    def _check_optimizers(self, saved: dict[str, Any]) -> None:
+    def _check_optimizers(self, saved: dict[str, Any], names: Mapping[int, str]) -> None:
         if saved.keys() != self._optimizers.keys():
             raise SchemaMismatchError(
                 f"the marker has {len(saved)} dense optimizers, this job has {len(self._optimizers)}"
             )
-        names = _parameter_names(dense_view(self._dmp))
         for key, optimizer in self._optimizers.items():
             if saved[key]["class"] != type(optimizer).__name__:
                 raise SchemaMismatchError(
@@ -384,28 +402,3 @@ def _empty_blob(entries: Mapping[str, Any], name: str) -> torch.Tensor:
             f"the marker holds no '{name}'", hint="hand over the same stateful objects as the job that wrote it"
         )
     return torch.empty(entry.size, dtype=torch.uint8)
-
-
-def _random_state() -> dict[str, Any]:
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-    }
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def _seed_new_rank(seed: int, rank: int) -> None:
-    """A rank that did not exist: 64 bits of SHA-256 over the job's seed and the rank."""
-    derived = int.from_bytes(hashlib.sha256(f"{seed}:{rank}".encode()).digest()[:8], "little")
-    random.seed(derived)
-    np.random.seed(derived % 2**32)
-    torch.manual_seed(derived)

@@ -1,0 +1,225 @@
+"""FSDP2 inside DMP: sharded parameters and optimizer state come back bit for bit, on any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
+from torchrec.distributed.types import ShardingEnv
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from tests import ranks
+from tests.jobs import attach
+from tests.model import PLAN_2, PLAN_3, Net, Trainer, batch, differences, trainer, truth
+from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
+from torchrec_stream_ckpt.errors import MarkerFailedError, UnsupportedError
+
+pytestmark = pytest.mark.distributed
+
+State = dict[str, torch.Tensor]
+
+
+class NetWithBias(Net):
+    """A parameter of its own beside the sharded collection: five values, which no number of ranks here divides."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.bias = nn.Parameter(torch.zeros(5))
+
+    def forward(self, dense: torch.Tensor, sparse: KeyedJaggedTensor, label: torch.Tensor) -> torch.Tensor:
+        return super().forward(dense + self.bias[:4] * self.bias[4], sparse, label)
+
+
+class Root(DataParallelWrapper):
+    """The whole model but for its embeddings; one tower apart."""
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        module: Any = dmp.module
+        mesh = init_device_mesh("cpu", (env.world_size,))
+        fully_shard(module.top, mesh=mesh)
+        fully_shard(module, mesh=mesh, ignored_params=set(module.ebc.parameters()))
+
+
+class Towers(DataParallelWrapper):
+    """The two towers, each by itself; never gathered while no step runs."""
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        module: Any = dmp.module
+        mesh = init_device_mesh("cpu", (env.world_size,))
+        for tower in (module.bottom, module.top):
+            fully_shard(tower, mesh=mesh, reshard_after_forward=True)
+
+
+class First(DataParallelWrapper):
+    """FSDP1."""
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        module: Any = dmp.module
+        module.top = FullyShardedDataParallel(
+            module.top, process_group=env.process_group, use_orig_params=True, device_id=torch.device("cpu")
+        )
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "root adam": {"wrapper": Root(), "net": NetWithBias},
+    "root momentum": {"wrapper": Root(), "net": NetWithBias, "dense": "momentum"},
+    "towers adagrad": {"wrapper": Towers(), "dense": "adagrad"},
+    "ddp adam": {"net": NetWithBias},
+}
+
+
+def _job(kind: str) -> Trainer:
+    world = torch.distributed.get_world_size()
+    return trainer({2: PLAN_2, 3: PLAN_3}[world], **KINDS[kind])
+
+
+def _evaluate(job: Trainer) -> None:
+    """A forward without a backward: FSDP2 leaves its root gathered."""
+    job.dmp.eval()
+    with torch.no_grad():
+        job.dmp(*batch(50))
+    job.dmp.train()
+
+
+def _go_on(job: Trainer, checkpointer: StreamCheckpointer) -> tuple[list[float], State]:
+    losses = []
+    for _ in range(2):
+        losses.append(job.step())
+        checkpointer.step()
+    return losses, truth(job)
+
+
+def _save(kind: str, uri: str) -> tuple[State, list[float], State, set[str]]:
+    """The truth at a marker that is saved while training goes on, and what follows."""
+    job = _job(kind)
+    with attach(job, StreamConfig(uri=uri, marker_every=None)) as checkpointer:
+        for _ in range(3):
+            job.step()
+            checkpointer.step()
+        expected = truth(job)
+        _evaluate(job)
+        committed = checkpointer.mark()
+        losses, later = _go_on(job, checkpointer)
+        committed.result(60)
+    sharded = {name for name, value in job.dmp.state_dict().items() if isinstance(value, DTensor)}
+    return expected, losses, later, sharded
+
+
+def _restore(kinds: list[str], uri: str) -> list[tuple[State, list[float], State]]:
+    """Into jobs of several kinds, one after another in one set of processes."""
+    found = []
+    for kind in kinds:
+        job = _job(kind)
+        job.step()
+        with attach(job, StreamConfig(uri=uri, marker_every=None)) as checkpointer:
+            _evaluate(job)
+            assert checkpointer.restore() is not None
+            found.append((truth(job), *_go_on(job, checkpointer)))
+    return found
+
+
+CASES = [
+    ("root adam", 2, {2: ["root adam"], 3: ["root adam", "ddp adam"]}),
+    ("ddp adam", 2, {2: ["root adam"]}),
+    ("root momentum", 3, {2: ["root momentum"]}),
+    ("towers adagrad", 3, {2: ["towers adagrad"]}),
+]
+
+
+@pytest.mark.parametrize(("source", "world", "targets"), CASES)
+def test_sharded_dense_state_comes_back_bit_for_bit(
+    source: str, world: int, targets: dict[int, list[str]], tmp_path: Path
+) -> None:
+    uri = f"file://{tmp_path}"
+    saved = ranks.run(world, _save, source, uri)
+    towers = {f"{name}.{index}.{kind}" for name in ("bottom", "top") for index in (0, 2) for kind in ("weight", "bias")}
+    wanted = {"root": {"bias", *towers}, "towers": towers, "ddp": set()}
+    assert saved[0][3] == wanted[source.split()[0]]
+    for target_world, kinds in targets.items():
+        for rank, found in enumerate(ranks.run(target_world, _restore, kinds, uri)):
+            expected, losses_then, later_then, _ = saved[min(rank, world - 1)]
+            for kind, (state, losses, later) in zip(kinds, found, strict=True):
+                assert differences(expected, state, rng=rank < world) == []
+                if (kind, target_world) == (source, world):
+                    assert losses == losses_then
+                    assert differences(later_then, later) == []
+
+
+def _leaves(state: dict[str, Any]) -> list[DTensor]:
+    values = [leaf for value in state.values() for leaf in (_leaves(value) if isinstance(value, dict) else [value])]
+    return [value for value in values if isinstance(value, DTensor)]
+
+
+def _staged(uri: str) -> tuple[int, int]:
+    """How many sharded tensors of a marker's copy there are, and how many of them a later step has changed."""
+    job = _job("root adam")
+    with attach(job, StreamConfig(uri=uri)) as checkpointer:
+        job.step()
+        staged = _leaves(checkpointer._dense.stage())
+        before = [value.to_local().clone() for value in staged]
+        job.step()
+        live = _leaves(checkpointer._dense.stage())
+        assert any(not torch.equal(now.to_local(), then) for now, then in zip(live, before, strict=True))
+        changed = [not torch.equal(copy.to_local(), then) for copy, then in zip(staged, before, strict=True)]
+    return len(staged), sum(changed)
+
+
+def test_a_markers_copy_is_not_touched_by_the_next_step(tmp_path: Path) -> None:
+    parameters = 9
+    for found in ranks.run(2, _staged, f"file://{tmp_path}"):
+        assert found == (3 * parameters, 0)  # weights, exp_avg, exp_avg_sq
+
+
+class LocalMomentum(torch.optim.Optimizer):
+    """Keeps a plain tensor for the part of a parameter that its rank holds."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                self.state[parameter] = {"momentum": torch.ones_like(local)}
+
+
+def _refusals(uri: str) -> dict[str, str]:
+    said: dict[str, str] = {}
+
+    def expect(name: str, job: Trainer) -> None:
+        with pytest.raises(UnsupportedError) as caught:
+            attach(job, StreamConfig(uri=uri))
+        said[name] = str(caught.value)
+
+    expect("fsdp1", trainer(PLAN_2, wrapper=First()))
+    expect("left out", trainer(PLAN_2, wrapper=Towers(), net=NetWithBias))
+    job = _job("towers adagrad")
+    fully_shard(job.dmp.module, mesh=init_device_mesh("cpu", (2,)))
+    expect("tables", job)
+    job = _job("towers adagrad")
+    optimizer = LocalMomentum(
+        [value for value in job.dmp.parameters() if not hasattr(value, "_in_backward_optimizers")]
+    )
+    with StreamCheckpointer(job.dmp, optimizer, config=StreamConfig(uri=uri)) as checkpointer:
+        optimizer.step()
+        with pytest.raises(MarkerFailedError) as caught:
+            checkpointer.mark().result(60)
+    said["local state"] = str(caught.value)
+    return said
+
+
+def test_what_cannot_be_captured_is_refused_by_name(tmp_path: Path) -> None:
+    said = ranks.run(2, _refusals, f"file://{tmp_path}")[0]
+    assert "FullyShardedDataParallel (FSDP1) is not captured" in said["fsdp1"]
+    assert "module=_dmp_wrapped_module.top" in said["fsdp1"]
+    assert "neither DDP nor FSDP2 holds the dense parameter bias" in said["left out"]
+    assert "fully_shard holds tables of a sharded module" in said["tables"]
+    assert "the momentum that LocalMomentum keeps for the sharded parameter bottom.0.weight" in said["local state"]

@@ -1,0 +1,228 @@
+"""A tracked loader stands where training stands, however far ahead batches are fetched."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data.distributed import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from torchrec_stream_ckpt import TrackedLoader
+from torchrec_stream_ckpt.errors import ConfigError
+
+
+class Numbers:
+    """Batches 0, 1, ... of one pass, numbered through all passes; knows its position."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.state: dict[str, Any] = {"next": 0, "passes": [0]}
+
+    def __iter__(self) -> Iterator[int]:
+        while self.state["next"] < self.size:
+            self.state["next"] += 1
+            yield self.state["passes"][0] * 100 + self.state["next"] - 1
+        self.state["next"] = 0
+        self.state["passes"][0] += 1  # in place: who keeps a state must copy it
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def pipelined(
+    loader: TrackedLoader[Any],
+    ahead: int,
+    first_epoch: int,
+    epochs: int,
+    begin: Callable[[int], object] = lambda epoch: None,
+) -> Iterator[Any]:
+    """What a pipeline trains that keeps ``ahead`` batches in flight; the loader is told behind each one."""
+    for epoch in range(first_epoch, epochs):
+        begin(epoch)
+        source, queue = iter(loader), deque[Any]()
+        while True:
+            queue.extend(itertools.islice(source, ahead + 1 - len(queue)))
+            if not queue:
+                break
+            batch = queue.popleft()
+            loader.trained()
+            yield batch
+
+
+def plain(loader: TrackedLoader[int], first_epoch: int, epochs: int) -> Iterator[int]:
+    for _ in range(first_epoch, epochs):
+        for batch in loader:
+            loader.trained()
+            yield batch
+
+
+@given(size=st.integers(0, 6), ahead=st.integers(0, 4), stop=st.integers(0, 18), ahead_after=st.integers(0, 4))
+def test_what_a_restored_job_trains_follows_what_was_trained(
+    size: int, ahead: int, stop: int, ahead_after: int
+) -> None:
+    """Any depth of the pipeline, any batch to stop at, and another depth afterwards: none lost, none twice."""
+    epochs = 3
+    everything = [epoch * 100 + number for epoch in range(epochs) for number in range(size)]
+    first = TrackedLoader(Numbers(size))
+    before = list(itertools.islice(pipelined(first, ahead, 0, epochs), stop))
+    state = first.state_dict()
+    second = TrackedLoader(Numbers(size))
+    second.load_state_dict(state)
+    after = list(pipelined(second, ahead_after, second.epoch, epochs))
+    assert before + after == everything
+    third = TrackedLoader(Numbers(size))
+    third.load_state_dict(state)
+    assert before + list(plain(third, third.epoch, epochs)) == everything
+
+
+def test_a_pipeline_has_the_positions_of_a_plain_loop() -> None:
+    ahead, alone = TrackedLoader(Numbers(4)), TrackedLoader(Numbers(4))
+    for left, right in zip(pipelined(ahead, 2, 0, 3), plain(alone, 0, 3), strict=True):
+        assert left == right
+        assert ahead.state_dict() == alone.state_dict()
+    assert alone.in_flight == ahead.in_flight == 0
+
+
+def test_a_position_between_two_passes_counts_the_pass() -> None:
+    loader = TrackedLoader(Numbers(3))
+    assert list(plain(loader, 0, 1)) == [0, 1, 2]
+    assert loader.epoch == 1
+    assert loader.state_dict()["loader"] == {"next": 0, "passes": [1]}
+    ahead = TrackedLoader(Numbers(3))
+    assert list(pipelined(ahead, 2, 0, 1)) == [0, 1, 2]
+    # The pipeline has met the end before it trained the last batches: the pass is over once the next one begins.
+    assert ahead.epoch == 0
+    assert ahead.state_dict()["loader"] == {"next": 3, "passes": [0]}
+    next(iter(ahead))
+    assert ahead.epoch == 1
+    assert ahead.state_dict()["loader"] == {"next": 0, "passes": [1]}
+
+
+def test_a_pipeline_that_runs_through_ends_of_passes_loses_nothing() -> None:
+    loader = TrackedLoader(Numbers(2))
+    source = itertools.chain.from_iterable(itertools.repeat(loader))
+    queue = deque(itertools.islice(source, 3))
+    seen = []
+    for _ in range(7):
+        loader.trained()
+        again = TrackedLoader(Numbers(2))
+        again.load_state_dict(loader.state_dict())
+        seen.append((queue.popleft(), loader.epoch, next(itertools.chain.from_iterable(itertools.repeat(again)))))
+        queue.append(next(source))
+    order = [0, 1, 100, 101, 200, 201, 300, 301]
+    assert seen == [(order[k], order[k] // 100, order[k + 1]) for k in range(7)]
+
+
+def test_several_batches_a_step() -> None:
+    loader = TrackedLoader(Numbers(5))
+    source = iter(loader)
+    assert [next(source) for _ in range(4)] == [0, 1, 2, 3]
+    loader.trained(2)
+    loader.trained(0)
+    assert loader.in_flight == 2
+    assert loader.state_dict()["loader"]["next"] == 2
+
+
+def test_a_position_is_a_copy() -> None:
+    loader = TrackedLoader(Numbers(2))
+    before = loader.state_dict()
+    assert list(plain(loader, 0, 1)) == [0, 1]
+    assert before == {"epoch": 0, "loader": {"next": 0, "passes": [0]}}
+
+
+def test_more_trained_than_fetched_is_an_error() -> None:
+    loader = TrackedLoader(Numbers(3))
+    with pytest.raises(ConfigError, match="1 batches are said to be trained, 0 are in flight"):
+        loader.trained()
+    next(iter(loader))
+    with pytest.raises(ConfigError, match="2 batches are said to be trained, 1 are in flight"):
+        loader.trained(2)
+    loader.trained()
+
+
+def test_batches_that_nobody_trains_are_an_error() -> None:
+    source = iter(TrackedLoader(Numbers(9), max_in_flight=3))
+    assert [next(source) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(ConfigError, match="3 batches were fetched and none of them was trained"):
+        next(source)
+    with pytest.raises(ConfigError, match="max_in_flight must be at least 1"):
+        TrackedLoader(Numbers(9), max_in_flight=0)
+
+
+def test_a_pass_that_was_broken_off_must_say_what_becomes_of_its_batches() -> None:
+    loader = TrackedLoader(Numbers(9))
+    source = iter(loader)
+    assert [next(source) for _ in range(3)] == [0, 1, 2]
+    loader.trained()
+    with pytest.raises(ConfigError, match="another pass begins while 2 batches of an unfinished one are not trained"):
+        next(iter(loader))
+    loader.drop_in_flight()
+    assert loader.state_dict() == {"epoch": 0, "loader": {"next": 1, "passes": [0]}}
+    assert next(iter(loader)) == 3  # this loader goes on where it is
+    assert loader.epoch == 1
+    assert loader.state_dict()["loader"]["next"] == 3
+    with pytest.raises(ConfigError, match="this pass over the loader is over"):
+        next(source)
+
+
+def test_batches_in_flight_at_the_end_can_be_dropped() -> None:
+    loader = TrackedLoader(Numbers(3))
+    assert list(loader) == [0, 1, 2]
+    loader.drop_in_flight()
+    assert loader.epoch == 1
+    assert next(iter(loader)) == 100
+
+
+def test_a_pass_that_began_before_a_restore_is_over() -> None:
+    loader = TrackedLoader(Numbers(9))
+    state = loader.state_dict()
+    early, begun = iter(loader), iter(loader)
+    next(begun)
+    loader.load_state_dict(state)
+    with pytest.raises(ConfigError, match="this pass over the loader is over"):
+        next(begun)
+    assert next(early) == 0  # it begins with its first batch: behind the restore
+
+
+class Samples(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Shuffled:
+    """torchdata's loader over shuffled samples, in an order that follows from the epoch; two passes of six batches."""
+
+    def __init__(self, workers: int) -> None:
+        self.sampler = DistributedSampler(Samples(), num_replicas=1, rank=0)
+        self.loader = TrackedLoader(
+            StatefulDataLoader(Samples(), batch_size=2, sampler=self.sampler, num_workers=workers)
+        )
+
+    def train(self) -> Iterator[list[int]]:
+        for batch in pipelined(self.loader, 2, self.loader.epoch, 2, begin=self.sampler.set_epoch):
+            yield batch.tolist()
+
+
+@pytest.mark.parametrize(("workers", "stops"), [(0, range(13)), (1, (0, 4, 6))])
+def test_torchdatas_loader_goes_on_with_the_next_batch(workers: int, stops: Iterable[int]) -> None:
+    everything = list(Shuffled(workers).train())
+    assert len(everything) == 12
+    assert everything[:6] != everything[6:]
+    for stop in stops:
+        first, second = Shuffled(workers), Shuffled(workers)
+        before = list(itertools.islice(first.train(), stop))
+        second.loader.load_state_dict(first.loader.state_dict())
+        assert before + list(second.train()) == everything

@@ -1,0 +1,81 @@
+"""TorchRec's optimizer wrappers: which optimizers they hold, and what they keep beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torchrec.optim.clipping import GradientClippingOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.warmup import WarmupOptimizer
+
+from torchrec_stream_ckpt.errors import SchemaMismatchError
+
+State = dict[str, Any]
+
+
+def walk(optimizer: Any) -> Iterator[Any]:
+    """An optimizer and all that it wraps or combines, outermost first."""
+    yield optimizer
+    if isinstance(optimizer, CombinedOptimizer):
+        for _, child in optimizer.optimizers:
+            yield from walk(child)
+    elif type(optimizer) in (WarmupOptimizer, GradientClippingOptimizer, KeyedOptimizerWrapper):
+        yield from walk(optimizer._optimizer)
+
+
+def wrapper_states(optimizer: torch.optim.Optimizer | None) -> list[State]:
+    """What the wrappers keep, in the order of :func:`walk`: the same on every rank and under every plan.
+
+    A wrapper around ``dmp.fused_optimizer`` has no place for its state in any ``state_dict``.
+    """
+    return [_state(wrapper) for wrapper in _wrappers(optimizer)]
+
+
+def check_wrappers(optimizer: torch.optim.Optimizer | None, saved: list[State]) -> None:
+    """Compare a job's wrappers with those of a marker.
+
+    Raises:
+        SchemaMismatchError: the job has others, or the warm-up has fewer stages than the marker has reached.
+    """
+    wrappers = list(_wrappers(optimizer))
+    there, here = [state["class"] for state in saved], [type(wrapper).__name__ for wrapper in wrappers]
+    if there != here:
+        raise SchemaMismatchError(
+            f"the marker's optimizer wrappers are {', '.join(there) or 'none'}, "
+            f"those of this job are {', '.join(here) or 'none'}",
+            hint="wrap the optimizers in the same way and order as the job that wrote the marker",
+        )
+    for wrapper, state in zip(wrappers, saved, strict=True):
+        if isinstance(wrapper, WarmupOptimizer) and state["stage"] >= len(wrapper._stages):
+            raise SchemaMismatchError(
+                f"the marker is in stage {state['stage']} of the warm-up, this job has {len(wrapper._stages)} stages",
+                hint="give WarmupOptimizer the stages of the job that wrote the marker",
+            )
+
+
+def load_wrapper_states(optimizer: torch.optim.Optimizer | None, saved: list[State]) -> None:
+    """Put back what :func:`wrapper_states` said. The rates that warm-up has set stand in the param groups."""
+    for wrapper, state in zip(_wrappers(optimizer), saved, strict=True):
+        if isinstance(wrapper, WarmupOptimizer):
+            at = (state["iteration"], state["stage"])
+            wrapper.state.pop(wrapper._warmup_param, None)
+            if at != (0, 0):  # before its first step it has none
+                wrapper.state[wrapper._warmup_param] = {"warmup": torch.tensor(at, dtype=torch.long)}
+        else:
+            wrapper._step_num = state["steps"]
+
+
+def _wrappers(optimizer: Any) -> Iterator[Any]:
+    for part in walk(optimizer):
+        if isinstance(part, (WarmupOptimizer, GradientClippingOptimizer)):
+            yield part
+
+
+def _state(wrapper: Any) -> State:
+    """Plain values; the last gradient norm that clipping shows is no state: the next step replaces it unread."""
+    if isinstance(wrapper, WarmupOptimizer):
+        iteration, stage = wrapper._get_warmup_state()
+        return {"class": type(wrapper).__name__, "iteration": iteration, "stage": stage}
+    return {"class": type(wrapper).__name__, "steps": wrapper._step_num}

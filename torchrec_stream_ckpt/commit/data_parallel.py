@@ -1,0 +1,93 @@
+"""Data parallelism of the dense part: what DDP replicates and FSDP2 shards is captured, all else is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from torchrec_stream_ckpt.adapter import sharded_embeddings
+from torchrec_stream_ckpt.errors import UnsupportedError
+
+
+def at_rest(module: nn.Module) -> None:
+    """Bring FSDP2 to rest: a forward without a backward leaves its root gathered, in parameters of another identity."""
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()
+
+
+def check_fully_sharded(dmp: DistributedModelParallel) -> None:
+    """FSDP1 does not load at a new world size; FSDP2 does, around anything that is no embedding.
+
+    Raises:
+        UnsupportedError: names the module.
+    """
+    for path, module in dmp.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise UnsupportedError(
+                "FullyShardedDataParallel (FSDP1) is not captured: its state does not load on another number of ranks",
+                hint="use fully_shard (FSDP2) in a DataParallelWrapper, or DDP",
+                module=path,
+            )
+    for path, module in sharded_embeddings(dmp):
+        if isinstance(module, FSDPModule) or any(isinstance(each, DTensor) for each in module.parameters()):
+            raise UnsupportedError(
+                "fully_shard holds tables of a sharded module",
+                hint="leave sharded modules out, or pass their parameters as ignored_params",
+                module=path,
+            )
+
+
+def check_replicas(dmp: DistributedModelParallel, view: nn.Module) -> None:
+    """One copy of a parameter is saved for all ranks: DDP or FSDP2 must keep them equal.
+
+    Raises:
+        UnsupportedError: names the parameter.
+    """
+    if dist.get_world_size() == 1:
+        return
+    replicated = {
+        id(parameter)
+        for wrapper in dmp.modules()
+        if isinstance(wrapper, DistributedDataParallel)
+        for name, parameter in wrapper.module.named_parameters()
+        if name not in wrapper.parameters_to_ignore
+    }
+    for _, module in sharded_embeddings(dmp):
+        replicated |= {id(table) for table in module.parameters()}  # TorchRec puts its data-parallel lookups under DDP
+    for name, parameter in view.named_parameters():
+        if parameter.requires_grad and id(parameter) not in replicated and not isinstance(parameter, DTensor):
+            raise UnsupportedError(
+                f"neither DDP nor FSDP2 holds the dense parameter {name}: ranks may differ in it",
+                hint="let the DataParallelWrapper take in every parameter",
+            )
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
+    """{parameter: {state: value}}: DTensors for sharded parameters, of which DCP saves each rank's part.
+
+    Raises:
+        UnsupportedError: the optimizer keeps something for a sharded parameter that does not say how it is sharded.
+    """
+    state: dict[str, dict[str, Any]] = {}
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        values, name = optimizer.state.get(parameter), names[id(parameter)]
+        for key, value in values.items() if values and isinstance(parameter, DTensor) else ():
+            scalar = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim() == 0
+            like = isinstance(value, DTensor) and value.shape == parameter.shape
+            if isinstance(value, torch.Tensor) and not scalar and not like:
+                raise UnsupportedError(
+                    f"the {key} that {type(optimizer).__name__} keeps for the sharded parameter {name} is not captured",
+                    hint="use DDP for this optimizer, or one whose states are sharded as their parameters are",
+                )
+        if values:
+            state[name] = dict(values)
+    return state
