@@ -133,6 +133,7 @@ CASES = [
 ]
 
 
+@pytest.mark.covers(kernel="fused", module="EmbeddingBagCollection, FSDP2 around the dense part", pipeline="plain")
 @pytest.mark.parametrize(("source", "world", "targets"), CASES)
 def test_sharded_dense_state_comes_back_bit_for_bit(
     source: str, world: int, targets: dict[int, list[str]], tmp_path: Path
@@ -216,6 +217,10 @@ def _refusals(uri: str) -> dict[str, str]:
     return said
 
 
+@pytest.mark.covers(module="FSDP1", outcome="refused", why="`FullyShardedDataParallel (FSDP1) is not captured`")
+@pytest.mark.covers(
+    module="tables inside FSDP2", outcome="refused", why="`fully_shard holds tables of a sharded module`"
+)
 def test_what_cannot_be_captured_is_refused_by_name(tmp_path: Path) -> None:
     said = ranks.run(2, _refusals, f"file://{tmp_path}")[0]
     assert "FullyShardedDataParallel (FSDP1) is not captured" in said["fsdp1"]

@@ -40,7 +40,7 @@ def test_every_cell_has_a_test() -> None:
     assert len(CELLS) == 135
 
 
-@pytest.mark.pitfall(12, 13, 22, 25)
+@pytest.mark.pitfall(12, 13, 22, 25, 28)
 @pytest.mark.parametrize(
     ("kind", "optimizer", "family"),
     [pytest.param(*cell, marks=covers(cell[1], FAMILIES[cell[2]], cell[0]), id="-".join(cell)) for cell in CELLS],

@@ -270,7 +270,7 @@ def unverified(name: str) -> pytest.MarkDecorator:
     return pytest.mark.covers(**cell, outcome="unverified", why=f"TorchRec and FBGEMM fail: `{UPSTREAM[name][2]}`")
 
 
-@pytest.mark.pitfall(30)
+@pytest.mark.pitfall(6, 30)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=unverified(name)) for name in UPSTREAM])
 def test_what_torchrec_cannot_train_on_a_cpu(name: str, pool: Pool) -> None:
     model, where, message = UPSTREAM[name]

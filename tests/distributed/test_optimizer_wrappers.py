@@ -145,6 +145,7 @@ def _restore(nest: str, uri: str, steps: list[int]) -> list[tuple[Seen, Seen, li
         ("clipping_around_warm_up", {2: [4], 3: [0]}),
     ],
 )
+@pytest.mark.covers(optimizer="in WarmupOptimizer and GradientClippingOptimizer", kernel="fused", pipeline="plain")
 def test_wrappers_and_the_next_rates_come_back(nest: str, targets: dict[int, list[int]], tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
     trained = ranks.run(2, _train, nest, uri)

@@ -21,6 +21,9 @@ from torchrec_stream_ckpt.adapter import fused_kernels
 
 pytestmark = pytest.mark.distributed
 
+CELL = {"optimizer": "EXACT_ROWWISE_ADAGRAD", "kernel": "fused", "module": "EmbeddingBagCollection"}
+"""What docs/coverage.md calls the job of these tests."""
+
 State = dict[str, torch.Tensor]
 
 PASS = 6
@@ -195,6 +198,8 @@ def test_a_restored_job_trains_exactly_the_batches_that_follow(
                     assert differences(then.truths[later], expected) == []
 
 
+@pytest.mark.covers(**CELL, pipeline="TrainPipelineBase, with a TrackedLoader")
+@pytest.mark.covers(**CELL, pipeline="TrainPipelineSparseDist, with a TrackedLoader")
 @pytest.mark.parametrize(("kind", "in_flight"), [("plain", 0), ("base", 1), ("sparse dist", 2)])
 def test_every_pipeline_trains_what_the_plain_loop_trains(
     kind: str, in_flight: int, tmp_path_factory: pytest.TempPathFactory
@@ -304,6 +309,10 @@ def _but_iterations(names: list[str]) -> list[str]:
 ORDERS = {"semi-sync": looked_up, "prefetch": distributed}
 
 
+@pytest.mark.pitfall(2, 10)
+@pytest.mark.covers(
+    **CELL, pipeline="TrainPipelineSemiSync and PrefetchTrainPipelineSparseDist, their order staged by hand"
+)
 @pytest.mark.parametrize(("name", "in_flight"), [("semi-sync", 1), ("prefetch", 0)])
 def test_a_marker_with_batches_in_flight_is_that_of_the_trained_ones(name: str, in_flight: int, tmp_path: Path) -> None:
     """The restored job looks its first batch up with the rows of the marker, as a pipeline does that was drained."""

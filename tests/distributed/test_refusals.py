@@ -76,6 +76,12 @@ def _dense_kernel() -> DistributedModelParallel:
     )
 
 
+@pytest.mark.pitfall(29)
+@pytest.mark.covers(
+    kernel="dense, of a sharded table",
+    outcome="refused",
+    why="`the kernel DenseTableBatchedEmbeddingBagsCodegen of sharded tables is not captured`",
+)
 def test_what_cannot_be_captured_is_refused_at_attach_by_name(tmp_path: Path) -> None:
     said = ranks.run(2, _refusals, tmp_path)[0]
     assert "the optimizer OptimizerWrapper may have state that is not captured" in said["unknown wrapper"]
