@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -69,6 +70,8 @@ class FusedKernel:
         self._order = StreamOrder(self.device)
         self._lookups = self._updated = 0
         """Forwards that an update may follow; and of the newest one of them whose update has run, its number."""
+        self._pending: dict[int, weakref.ref[Callable[..., None]]] = {}
+        """Number of a forward behind the last update -> its hook, which lives as long as its graph does."""
 
     def _first_cache_rows(self) -> dict[int, int]:
         """For each shard that a feature looks up, the number by which the cache knows its first row; -1: not cached."""
@@ -153,6 +156,7 @@ class FusedKernel:
 
         def updated(lookup: Lookup, number: int, *_grads: object) -> None:
             self._updated = max(self._updated, number)
+            self._pending = {later: hook for later, hook in self._pending.items() if later > self._updated}
             callback(lookup)
 
         def forward_hook(tbe: SplitTableBatchedEmbeddingBagsCodegen, _args: object, output: torch.Tensor) -> None:
@@ -170,7 +174,10 @@ class FusedKernel:
             if output.is_cuda:
                 node.register_prehook(lambda *_grads: self._order.writing())
             self._lookups += 1
-            node.register_hook(partial(updated, lookup, self._lookups))
+            hook = partial(updated, lookup, self._lookups)
+            node.register_hook(hook)
+            self._pending = {number: known for number, known in self._pending.items() if known() is not None}
+            self._pending[self._lookups] = weakref.ref(hook)
 
         self._order.settle()  # what was queued before, no hook has seen
         handle: RemovableHandle = self._tbe.register_forward_hook(forward_hook, prepend=True)
@@ -244,12 +251,12 @@ class FusedKernel:
         return int(self._tbe.iter_cpu.item())
 
     @property
-    def trained_iteration(self) -> int:
-        """The same without lookups behind the last update: they are of batches that a restored pipeline looks up again.
+    def in_flight(self) -> int:
+        """Lookups that a restored pipeline makes again, where their number matters to the updates; else 0.
 
-        A forward whose backward never came is counted once a later one has had its update.
+        In flight is a forward behind the last update whose backward may still come: its graph is alive.
         """
-        return self.iteration - (self._lookups - self._updated)
+        return sum(hook() is not None for hook in self._pending.values()) if self.reads_iteration else 0
 
     @property
     def max_counter(self) -> float:
@@ -277,7 +284,7 @@ class FusedKernel:
         # set_optimizer_step() sets `iter` only, while the kernels count on in `iter_cpu`.
         self._tbe.iter.fill_(iteration)
         self._tbe.iter_cpu.fill_(iteration)
-        self._updated = self._lookups
+        self._updated, self._pending = self._lookups, {}
         counter = self._counter()
         if counter is not None:
             counter.fill_(max_counter)

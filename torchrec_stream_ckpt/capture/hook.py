@@ -6,6 +6,7 @@ drained: a row that is hot for a hundred steps is sent once a drain, with its la
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -102,7 +103,9 @@ class Capture:
             mask.mark_rows(None)
 
     def scalars(self) -> tuple[TableScalars, ...]:
-        """The kernels' own state, a record a shard."""
+        """The kernels' own state, a record a shard; the iteration is that of the trained batches."""
+        if any(kernel.in_flight for kernel in self._kernels):
+            gc.collect()  # the graph of a forward that was dropped may hang in a cycle: nobody looks it up again
         return tuple(
             TableScalars(
                 self._index[shard.table.name],
@@ -110,7 +113,7 @@ class Capture:
                 shard.rows,
                 shard.col0,
                 shard.cols,
-                kernel.trained_iteration,
+                kernel.iteration - kernel.in_flight,
                 kernel.max_counter,
                 kernel.learning_rate,
                 kernel.next_learning_rate,
