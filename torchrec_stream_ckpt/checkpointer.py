@@ -89,7 +89,7 @@ class StreamCheckpointer:
             lambda: DenseState(dmp, optimizer, stateful or {}, stateful_per_rank or {}, dense_group)
         )
         self._log: Log = self._team.together(lambda: open_log(config.uri, config.kafka_options))
-        self._team.on_rank0(self._log.incarnation)  # a log that cannot be reached is said now, not at the first marker
+        self._team.on_rank0(self._log.preflight)  # a log that cannot be reached is said now, not at the first marker
         self._control = Control(self._log)
         self._hook()
         device = self._kernels[0].device if self._kernels else torch.device("cpu")

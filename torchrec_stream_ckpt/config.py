@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +25,7 @@ class StreamConfig:
     """Cut a marker at every multiple of so many steps; None: not by steps."""
     marker_every_s: float | None = None
     """Cut a marker when so many seconds have passed since the last one; None: not by time."""
-    kafka_options: Mapping[str, str] | str | Path | None = None
+    kafka_options: Mapping[str, str] | str | Path | None = field(default=None, repr=False)
     """Kafka client settings, security included, or a file of ``key=value`` lines."""
     on_column_resplit: Literal["refuse", "merge"] = "refuse"
     """What a restore does when the plan splits columns of a row-wise optimizer in another way."""
