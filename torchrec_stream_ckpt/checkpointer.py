@@ -90,7 +90,7 @@ class StreamCheckpointer:
         )
         self._log: Log = self._team.together(lambda: open_log(config.uri, config.kafka_options))
         self._team.on_rank0(self._log.preflight)  # a log that cannot be reached is said now, not at the first marker
-        self._control = Control(self._log)
+        self._control = self._open_control()
         self._hook()
         device = self._kernels[0].device if self._kernels else torch.device("cpu")
         self._ring = FrameRing(
@@ -105,6 +105,11 @@ class StreamCheckpointer:
         self._mismatch: CaptureMismatchError | None = None
         self._stranded = False
         self._closed = False
+
+    def _open_control(self) -> Control:
+        """Only rank 0 reads and writes control records, so only there the commit key is read."""
+        key_file = self._config.commit_key_file if self._team.rank == 0 else None
+        return self._team.together(lambda: Control(self._log, key_file))
 
     def _describe(self) -> None:
         """Learn which rows this rank holds, and the schema of all ranks."""
