@@ -78,7 +78,9 @@ class Secure:
     cli_output: str
     command_lines: set[bytes]
     told: list[str] = field(default_factory=list)
-    """All that was said to anybody: errors, logs, output."""
+    """All that was said to anybody: errors, output."""
+    logged: io.StringIO = field(default_factory=io.StringIO)
+    """All that was logged, of every level."""
 
     def options(self, user: str) -> Options:
         assert self.status.clients is not None
@@ -109,16 +111,15 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
         os.getppid = os_getppid
         watcher.end()
     assert done.exit_code == 0, done.output
-    yield Secure(directory, Broker(directory).status(), done.output, watcher.seen)
+    made = Secure(directory, Broker(directory).status(), done.output, watcher.seen)
+    handler, root = logging.StreamHandler(made.logged), logging.getLogger()
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.DEBUG)
+    yield made
+    root.removeHandler(handler)
+    root.setLevel(level)
     Broker(directory).stop()
-
-
-@pytest.fixture(autouse=True)
-def said(secure: Secure, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Keep all that is logged, of every level."""
-    with caplog.at_level(logging.DEBUG):
-        yield
-    secure.told.append(caplog.text)
 
 
 def admin(secure: Secure) -> Any:
@@ -501,7 +502,7 @@ def _check_no_secret_at_rest(secure: Secure, uri: str, store: Path, key: bytes) 
 
 
 def test_no_secret_stands_in_any_message_log_or_command_line(secure: Secure) -> None:
-    told = "\n".join([secure.cli_output, *secure.told])
+    told = "\n".join([secure.cli_output, secure.logged.getvalue(), *secure.told])
     assert len(secure.told) > len(WRONG)
     assert "FAIL [torchrec_stream_ckpt" in told  # the client's own log lines were kept
     lines = b"\n".join(secure.command_lines)

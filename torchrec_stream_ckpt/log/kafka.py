@@ -392,6 +392,8 @@ class KafkaLog:
         doing = f"read {topic}"
         with _surfacing(reasons, self._uri, doing):
             batch = consumer.consume(count, timeout=0.2)
+        # The client looks for the group that it was made to name. Nothing is asked of it, so no right to it is needed.
+        batch = [each for each in batch if not _is(each.error(), ck.KafkaError.GROUP_AUTHORIZATION_FAILED)]
         for message in batch:
             error = message.error()
             if error is None or error.code() == ck.KafkaError._PARTITION_EOF:
@@ -403,7 +405,7 @@ class KafkaLog:
             if error.code() in (ck.KafkaError.UNKNOWN_TOPIC_OR_PART, ck.KafkaError._UNKNOWN_PARTITION):
                 raise CorruptionError(f"topic '{topic}' was deleted while it was read", hint=_DESTROYED_HINT)
             raise reasons.unavailable(self._uri, doing, _plain(error))
-        return list(batch)
+        return batch
 
 
 class KafkaWriter:
@@ -577,6 +579,10 @@ def _outcome(future: Future[Any]) -> Any:
         return future.result()
     except ck.KafkaException as error:
         return error.args[0]
+
+
+def _is(error: Any, code: int) -> bool:
+    return error is not None and bool(error.code() == code)
 
 
 def _plain(error: Any) -> str:

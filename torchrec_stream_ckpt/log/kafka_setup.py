@@ -175,6 +175,8 @@ class Reasons:
     def note(self, error: Any) -> None:
         """The client's ``error_cb``."""
         code, text = error.name(), self.redact(error.str())
+        if code == "GROUP_AUTHORIZATION_FAILED":  # no group is used, see KafkaLog
+            return
         rank, meaning, hint = _meaning(f"{code} {text}")
         if rank > self._rank:
             self._rank, self._what, self._hint = rank, f"{meaning} ({text})", hint
