@@ -162,7 +162,8 @@ class Broker:
                     pid=status.pid,
                 )
             java = find_java()
-            self._configure(port, java if secure else None)
+            # A first start that was broken off may have left the one and not the other: it is made whole.
+            self._configure(port, java if secure or (self._security.exists() and not self._ports()) else None)
             kafka = [java, *_JVM, f"-Dlog4j2.configurationFile={self._dir / 'log4j2.properties'}"]
             kafka += ["-cp", f"{kafka_jars()}/*"]
             self._format(kafka)

@@ -102,7 +102,8 @@ class Security:
         """
         self.directory.chmod(0o700)
         scratch = self.directory / "security"
-        shutil.rmtree(scratch, ignore_errors=True)  # of a start that was broken off
+        for old in (scratch, self.clients):  # of a start that was broken off
+            shutil.rmtree(old, ignore_errors=True)
         made = scratch / "clients"
         made.mkdir(parents=True)
         ca = self.clients / "ca.pem"

@@ -215,7 +215,7 @@ class KafkaLog:
             while wait(futures.values(), timeout=0.1).not_done:
                 admin.poll(0)
                 waited_s = time.monotonic() - begin
-                if not probed and (reasons.hopeless() or waited_s > PROBE_AFTER_S):
+                if not probed and (reasons.hopeless() or (waited_s > PROBE_AFTER_S and not reasons.unreachable())):
                     probed, cause = True, find_cause(self._uri, self._options)
                     if cause is not None:
                         raise reasons.found(self._uri, doing, cause)

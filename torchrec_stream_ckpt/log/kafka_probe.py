@@ -49,6 +49,8 @@ def _compare(address: tuple[str, int], options: Mapping[str, str]) -> Cause | No
     protocol = options.get("security.protocol", "plaintext").lower()
     wants_tls, wants_login = protocol.endswith("ssl"), protocol.startswith("sasl")
     has_tls = _speaks_tls(address)
+    if has_tls is None:
+        return None
     mechanisms = _mechanisms(address, tls=has_tls)
     right = {
         (True, True): "SASL_SSL",
@@ -60,7 +62,7 @@ def _compare(address: tuple[str, int], options: Mapping[str, str]) -> Cause | No
     place = f"the listener at {address[0]}:{address[1]}"
     if has_tls and not wants_tls:
         return Cause(f"{place} speaks TLS, and this client does not", fitting)
-    if wants_tls and not has_tls:
+    if wants_tls and not has_tls and mechanisms is not None:
         return Cause(f"{place} speaks no TLS, and this client does", fitting)
     if has_tls and (cause := _certificate(address, options)) is not None:
         return cause
@@ -75,13 +77,17 @@ def _compare(address: tuple[str, int], options: Mapping[str, str]) -> Cause | No
     return None
 
 
-def _speaks_tls(address: tuple[str, int]) -> bool:
-    context = _blind()
+def _speaks_tls(address: tuple[str, int]) -> bool | None:
+    """Whether a handshake is answered; None where there is no answer, or one that does not tell."""
     try:
-        with socket.create_connection(address, TIMEOUT_S) as raw, context.wrap_socket(raw):
+        with socket.create_connection(address, TIMEOUT_S) as raw, _blind().wrap_socket(raw):
             return True
-    except OSError:
+    except (ssl.SSLEOFError, ConnectionError):
         return False
+    except ssl.SSLError as error:
+        return False if error.reason == "WRONG_VERSION_NUMBER" else None
+    except OSError:
+        return None
 
 
 def _blind() -> ssl.SSLContext:

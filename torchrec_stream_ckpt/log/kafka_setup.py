@@ -144,6 +144,7 @@ _MEANINGS = (
     ("_TRANSPORT", 1, "no connection to the broker", "check that the broker runs and can be reached from here"),
 )
 _FINAL_RANK = 4
+_UNREACHABLE_RANK = 2
 # Errors that say only that there was no answer: what the client has complained about is the better reason.
 _VAGUE = ("TIMED_OUT", "_ALL_BROKERS_DOWN", "_TRANSPORT", "no answer", "stays full")
 
@@ -202,6 +203,10 @@ class Reasons:
         Not at the first complaint, for one broker of several may be the odd one.
         """
         return self._rank >= _FINAL_RANK and time.monotonic() - self._since > SECURITY_GRACE_S
+
+    def unreachable(self) -> bool:
+        """Whether the client has got through to nobody: there is no port to ask."""
+        return self._rank == _UNREACHABLE_RANK
 
     def found(self, uri: KafkaUri, doing: str, cause: Cause) -> LogUnavailableError:
         """The error for a cause that the broker's port has given away."""
