@@ -12,14 +12,14 @@ from contextlib import contextmanager
 import pytest
 
 from torchrec_stream_ckpt.layout import KafkaUri
-from torchrec_stream_ckpt.log.kafka_probe import find_cause
+from torchrec_stream_ckpt.log.kafka_probe import TIMEOUT_S, find_cause
 
 TLS = {"security.protocol": "SASL_SSL", "sasl.mechanism": "SCRAM-SHA-512"}
 LOGIN = TLS | {"security.protocol": "SASL_PLAINTEXT"}
 
 
 @contextmanager
-def listener(serve: Callable[[socket.socket], None]) -> Iterator[KafkaUri]:
+def listener(serve: Callable[[socket.socket], object]) -> Iterator[KafkaUri]:
     """A port of this machine whose connections are treated by ``serve``."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -56,7 +56,7 @@ def answering(code: int, *mechanisms: str) -> Callable[[socket.socket], None]:
 @pytest.mark.parametrize("options", [{}, TLS, LOGIN], ids=["plaintext", "TLS", "login"])
 def test_silence_is_no_cause(options: dict[str, str]) -> None:
     begin = time.monotonic()
-    with listener(lambda connection: time.sleep(1.6)) as uri:
+    with listener(lambda connection: threading.Event().wait(1.1 * TIMEOUT_S)) as uri:
         assert find_cause(uri, options) is None
     assert time.monotonic() - begin < 8
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torchrec_stream_ckpt.layout import KafkaUri
 
-TIMEOUT_S = 1.5
+TIMEOUT_S = 2.5
 _SASL_HANDSHAKE = 17
 _ILLEGAL_SASL_STATE = 34
 _MAX_ANSWER_BYTES = 2**16
