@@ -57,7 +57,7 @@ class CommandLines(threading.Thread):
         self._ended = threading.Event()
 
     def run(self) -> None:
-        while not self._ended.wait(0.01):
+        while not self._ended.wait(0.05):
             for process in Path("/proc").glob("[0-9]*/cmdline"):
                 try:
                     self.seen.add(process.read_bytes())
@@ -458,7 +458,9 @@ def test_a_job_over_tls_outlives_rights_that_are_taken_away_and_comes_back_bit_f
     lineage = key_less.refresh()
     newest = lineage.newest
     assert newest is not None
-    log.append_control(commit(newest.generation, newest.marker + 1, job=newest.job, nonce=newest.nonce).to_frame())
+    owner = lineage.claims[lineage.newest_generation]
+    planted = commit(owner.generation, newest.marker + 1, job=owner.job, nonce=owner.nonce)
+    log.append_control(planted.to_frame())
     assert key_less.refresh().newest != newest
     log.append_control(b"no frame at all")
     with pytest.raises(CorruptionError):
