@@ -198,6 +198,7 @@ def make_parser() -> argparse.ArgumentParser:
     ckpt.add_argument("--marker_every", metavar="STEPS", type=whole(1), help="default: 100")
     ckpt.add_argument("--marker_every_s", metavar="SECONDS", type=positive, help="also a marker every so many seconds")
     ckpt.add_argument("--kafka_options", metavar="FILE", type=Path, help="client options, security included")
+    ckpt.add_argument("--commit_key_file", metavar="FILE", type=Path, help="sign markers; only signed ones count")
     ckpt.add_argument(
         "--paranoid",
         action="store_true",
@@ -288,7 +289,7 @@ def complete_stream(args: argparse.Namespace) -> str | None:
     """The same for the flags of streaming checkpoints."""
     defaults = {"restore": "latest", "drain_every": 1, "marker_every": 100, "paranoid": False}
     if args.stream_ckpt is None:
-        for flag in (*defaults, "store", "marker_every_s", "kafka_options"):
+        for flag in (*defaults, "store", "marker_every_s", "kafka_options", "commit_key_file"):
             if getattr(args, flag) is not None:
                 return f"--{flag} needs --stream_ckpt"
     else:
@@ -864,7 +865,7 @@ def open_checkpointer(
 
     config = {
         name: getattr(args, name)
-        for name in ("store", "drain_every", "marker_every", "marker_every_s", "kafka_options")
+        for name in ("store", "drain_every", "marker_every", "marker_every_s", "kafka_options", "commit_key_file")
     }
     checkpointer = StreamCheckpointer(
         model,

@@ -92,8 +92,8 @@ class StreamCheckpointer:
         handed = (*(stateful or {}).values(), *(stateful_per_rank or {}).values())
         self._loaders = [item for item in handed if isinstance(item, TrackedLoader)]
         self._log: Log = self._team.together(lambda: open_log(config.uri, config.kafka_options))
-        self._team.on_rank0(self._log.incarnation)  # a log that cannot be reached is said now, not at the first marker
-        self._control = Control(self._log)
+        self._team.on_rank0(self._log.preflight)  # a log that cannot be reached is said now, not at the first marker
+        self._control = self._open_control()
         self._hook()
         device = self._kernels[0].device if self._kernels else torch.device("cpu")
         if device.type == "cuda" and self._team.rank == 0:
@@ -112,6 +112,11 @@ class StreamCheckpointer:
         self._mismatch: CaptureMismatchError | None = None
         self._stranded = False
         self._closed = False
+
+    def _open_control(self) -> Control:
+        """Only rank 0 reads and writes control records, so only there the commit key is read."""
+        key_file = self._config.commit_key_file if self._team.rank == 0 else None
+        return self._team.together(lambda: Control(self._log, key_file))
 
     def _describe(self) -> None:
         """Learn which rows this rank holds, and the schema of all ranks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -25,8 +25,11 @@ class StreamConfig:
     """Cut a marker at every multiple of so many steps; None: not by steps."""
     marker_every_s: float | None = None
     """Cut a marker when so many seconds have passed since the last one; None: not by time."""
-    kafka_options: Mapping[str, str] | str | Path | None = None
+    kafka_options: Mapping[str, str] | str | Path | None = field(default=None, repr=False)
     """Kafka client settings, security included, or a file of ``key=value`` lines."""
+    commit_key_file: str | Path | None = None
+    """A file of at least 32 random bytes, or 64 hex digits, that only its owner may open. With it, rank 0 signs what
+    it claims and commits, and takes nothing for committed that is not signed with it (docs/security.md)."""
     on_column_resplit: Literal["refuse", "merge"] = "refuse"
     """What a restore does when the plan splits columns of a row-wise optimizer in another way."""
     ring_bytes: int = 64 * 2**20

@@ -6,6 +6,11 @@ Every error says what failed, where (table, generation, rank, seq, offset, path)
 from __future__ import annotations
 
 
+def printable(text: str) -> str:
+    """``text`` without what a terminal obeys: a log or a broker may have been written by anybody."""
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode("ascii") for sign in text)
+
+
 class StreamCkptError(Exception):
     """Base of all errors of this project.
 
@@ -23,11 +28,12 @@ class StreamCkptError(Exception):
 
     @property
     def headline(self) -> str:
-        """The message with its coordinates, without the hint."""
+        """The message with its coordinates, without the hint; as it can be printed."""
+        message = "\n".join(printable(line) for line in self.message.splitlines())
         if not self.where:
-            return self.message
-        place = ", ".join(f"{key}={value}" for key, value in self.where.items())
-        return f"{self.message} [{place}]"
+            return message
+        place = ", ".join(f"{key}={printable(str(value))}" for key, value in self.where.items())
+        return f"{message} [{place}]"
 
     def __str__(self) -> str:
         return f"{self.headline}\n  Try: {self.hint}" if self.hint else self.headline

@@ -27,6 +27,7 @@ CONTROL_LOCK = "control.lock"
 DATA_DIR = "data"
 DENSE_DIR = "dense"
 MAX_PARTITIONS = 65_536
+MAX_GENERATION = 99_999_999
 
 _SEGMENT = re.compile(r"g(\d{8})-(\d{20})\.seg")
 _BROKER = re.compile(r"[^\s:/]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
@@ -77,6 +78,8 @@ def parse_uri(uri: str) -> FileUri | KafkaUri:
 
 def parse_store(store: str) -> Path:
     """Read the URL of a store: ``file://DIR`` or a plain path."""
+    if not store.isprintable():
+        raise ConfigError(f"{store!r} is not a store: it has control characters", hint="use file://DIR")
     scheme, separator, rest = store.partition("://")
     if not separator:
         return Path(store).absolute()

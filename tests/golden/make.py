@@ -15,6 +15,7 @@ from crc32c import crc32c
 
 from torchrec_stream_ckpt.format.control import Claim, Commit, DenseFile, Hello, Mark, Schema, TableScalars
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_frame, parse_header, seal
+from torchrec_stream_ckpt.format.mac import CommitKey
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout
 from torchrec_stream_ckpt.layout import dense_name
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
@@ -29,6 +30,7 @@ ROWWISE = (StateSpec("momentum1", "float32", True),)
 USER = TableSpec("sparse.ebc.t_user", 4, 4, "float32", "exact_rowwise_adagrad", ROWWISE)
 SCHEMA = Schema((ITEM, USER))
 STEP, MARKER = 100, 1
+KEY = CommitKey(bytes(range(32)))
 
 
 def rows_payload(table: TableSpec, cols: int, arrays: list[np.ndarray]) -> tuple[Header, bytearray]:
@@ -92,7 +94,8 @@ def frames() -> dict[str, bytes]:
     mark = Header(Kind.MARK, JOB, 1, seq=3, step=STEP, marker=MARKER, schema_crc=SCHEMA.crc, chain=previous.header_crc)
     stream["mark"] = bytes(json_frame(mark, Mark(5, num_bytes, scalars).to_json()))
     end = RankEnd(0, 0, 0, num_bytes + len(stream["mark"]), 4, mark.header_crc, 5, num_bytes)
-    return stream | {"claim": claim().to_frame(), "commit": commit(end).to_frame()}
+    signed = {"claim_signed": KEY.sign(claim()).to_frame(), "commit_signed": KEY.sign(commit(end)).to_frame()}
+    return stream | {"claim": claim().to_frame(), "commit": commit(end).to_frame()} | signed
 
 
 def claim() -> Claim:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hmac
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.restore.stream import read_mark, read_stream
 
-GOOD = ("hello", "rows", "rows_slice", "mark", "claim", "commit")
+GOOD = ("hello", "rows", "rows_slice", "mark", "claim", "commit", "claim_signed", "commit_signed")
 
 
 def golden(name: str) -> bytes:
@@ -50,6 +52,16 @@ def test_golden_control_records_read_as_written() -> None:
     commit = parse_control(golden("commit"))
     assert isinstance(commit, Commit)
     assert commit == make.commit(commit.ranks[0])
+
+
+def test_golden_signatures_are_those_that_any_hmac_gives() -> None:
+    for name in ("claim", "commit"):
+        unsigned = bytes(payload_of(parse_header(golden(name)), golden(name))).rstrip(b" ")
+        signed = parse_control(golden(f"{name}_signed"))
+        text = f"torchrec_stream_ckpt {name.upper()} version 1\n".encode() + unsigned
+        assert signed.mac == hmac.new(bytes(range(32)), text, "sha256").hexdigest()
+        assert make.KEY.vouches_for(signed)
+        assert replace(signed, mac="") == parse_control(golden(name))
 
 
 def test_golden_rows_read_as_written() -> None:

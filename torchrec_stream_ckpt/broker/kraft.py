@@ -9,6 +9,7 @@ The folder holds::
     broker.json         what runs: pid, birth of that pid, address
     broker.pid          the pid alone, for people
     broker.lock         held while starting and stopping
+    clients/, security/ of a secure broker: see :mod:`~torchrec_stream_ckpt.broker.security`
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ import os
 import re
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchrec_stream_ckpt.broker.process import ProcessId, spawn, wait_until
 from torchrec_stream_ckpt.broker.runtime import find_java, kafka_jars, locked
+from torchrec_stream_ckpt.broker.security import ADMIN, PROTOCOLS, READER, TRAINER, Security, write_secret
+from torchrec_stream_ckpt.broker.wire import OPERATIONS, Connection, Right
 from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
 
 HOST = "127.0.0.1"
@@ -46,10 +48,10 @@ _PROPERTIES = """\
 process.roles=broker,controller
 node.id=1
 controller.quorum.voters=1@{host}:{controller_port}
-listeners=PLAINTEXT://{host}:{port},CONTROLLER://{host}:{controller_port}
-advertised.listeners=PLAINTEXT://{host}:{port}
+listeners={listeners},CONTROLLER://{host}:{controller_port}
+advertised.listeners={listeners}
 controller.listener.names=CONTROLLER
-inter.broker.listener.name=PLAINTEXT
+inter.broker.listener.name={own_listener}
 log.dirs={data}
 auto.create.topics.enable=false
 default.replication.factor=1
@@ -76,6 +78,12 @@ rootLogger.level = WARN
 rootLogger.appenderRef.out.ref = out
 """
 
+_RIGHTS = [
+    *(Right(TRAINER, operation) for operation in OPERATIONS),
+    *(Right(READER, operation) for operation in ("READ", "DESCRIBE", "DESCRIBE_CONFIGS")),
+]
+"""What users may do on every topic from the first start on."""
+
 
 @dataclass(frozen=True, slots=True)
 class BrokerStatus:
@@ -85,7 +93,11 @@ class BrokerStatus:
     running: bool
     pid: int | None
     bootstrap: str | None
-    """HOST:PORT of the clients' listener; known from the first start on."""
+    """HOST:PORT of the clients' listener; known from the first start on. The one with TLS and login, if secure."""
+    listeners: dict[str, str] = field(default_factory=dict)
+    """Protocol -> HOST:PORT of all listeners for clients."""
+    clients: Path | None = None
+    """Folder of the files of client options, if secure."""
 
     def uri(self, job: str = "JOB") -> str:
         """The log's URI for a job on this broker."""
@@ -105,26 +117,35 @@ class Broker:
         self._log = self._dir / "broker.log"
         self._state = self._dir / "broker.json"
         self._pid_file = self._dir / "broker.pid"
+        self._security = Security(self._dir)
 
     def status(self) -> BrokerStatus:
         """Whether it runs, and where."""
         process = self._process()
         running = process is not None and process.alive()
-        port = self._port()
+        listeners = {protocol: f"{HOST}:{port}" for protocol, port in self._ports().items()}
         return BrokerStatus(
             directory=self._dir,
             running=running,
             pid=process.pid if process and running else None,
-            bootstrap=f"{HOST}:{port}" if port else None,
+            bootstrap=next(iter(listeners.values()), None),
+            listeners=listeners,
+            clients=self._security.clients if self._security.exists() else None,
         )
 
     def start(
-        self, *, port: int | None = None, die_with: int | None = None, timeout_s: float = START_TIMEOUT_S
+        self,
+        *,
+        port: int | None = None,
+        secure: bool = False,
+        die_with: int | None = None,
+        timeout_s: float = START_TIMEOUT_S,
     ) -> BrokerStatus:
         """Start it and wait until it answers.
 
         Args:
             port: Port of the clients' listener; by default a free one, and from then on the same.
+            secure: (first start) With TLS, logins and rights, on three listeners: SASL_SSL, SASL_PLAINTEXT and SSL.
             die_with: Pid of a process that the broker must not outlive, such as ``os.getpid()``.
             timeout_s: Longest wait for an answer.
 
@@ -140,8 +161,10 @@ class Broker:
                     path=self._dir,
                     pid=status.pid,
                 )
-            self._configure(port)
-            kafka = [find_java(), *_JVM, f"-Dlog4j2.configurationFile={self._dir / 'log4j2.properties'}"]
+            java = find_java()
+            # A first start that was broken off may have left the one and not the other: it is made whole.
+            self._configure(port, java if secure or (self._security.exists() and not self._ports()) else None)
+            kafka = [java, *_JVM, f"-Dlog4j2.configurationFile={self._dir / 'log4j2.properties'}"]
             kafka += ["-cp", f"{kafka_jars()}/*"]
             self._format(kafka)
             process = self._spawn([*kafka, "kafka.Kafka", str(self._properties)], die_with)
@@ -193,33 +216,55 @@ class Broker:
                 path=self._state,
             ) from None
 
-    def _port(self) -> int | None:
+    def _ports(self) -> dict[str, int]:
+        """Port of each listener for clients, the one to prefer first; empty before the first start."""
         try:
-            match = re.search(r"^listeners=PLAINTEXT://[^:]+:(\d+),", self._properties.read_text(), re.MULTILINE)
+            match = re.search(r"^advertised\.listeners=(.*)$", self._properties.read_text(), re.MULTILINE)
         except FileNotFoundError:
-            return None
-        return int(match[1]) if match else None
+            return {}
+        found = re.findall(r"(\w+)://[^:]+:(\d+)", match[1]) if match else []
+        return {protocol: int(port) for protocol, port in found}
 
-    def _configure(self, port: int | None) -> None:
-        """Write the settings once: a later start finds its data and its address again."""
-        known = self._port()
-        if known is not None:
-            if port not in (None, known):
-                raise ConfigError(
-                    f"this folder's broker has port {known}, not {port}",
-                    hint=f"leave --port away, or stop it and set the port in {self._properties}",
-                    path=self._dir,
-                )
-            _check_free(known)
+    def _configure(self, port: int | None, secured_by: str | None) -> None:
+        """Write the settings once: a later start finds its data and its address again.
+
+        Args:
+            port: Of the first listener.
+            secured_by: A Java whose keytool makes the certificates; None for a broker without security.
+        """
+        known = self._ports()
+        if known:
+            self._check_same(known, port, secure=secured_by is not None)
             return
+        protocols = PROTOCOLS if secured_by else ("PLAINTEXT",)
         with ExitStack() as held:
-            # Both at once: the second must not be given the port of the first.
-            chosen = _reserve(held, port or 0)
+            # All at once: the second must not be given the port of the first.
+            ports = [_reserve(held, 0 if number else port or 0) for number in range(len(protocols))]
             controller = _reserve(held, 0)
-        data = self._dir / "data"
-        text = _PROPERTIES.format(host=HOST, port=chosen, controller_port=controller, data=data)
+        text = _PROPERTIES.format(
+            host=HOST,
+            listeners=",".join(f"{protocol}://{HOST}:{port}" for protocol, port in zip(protocols, ports, strict=True)),
+            own_listener=protocols[-1],
+            controller_port=controller,
+            data=self._dir / "data",
+        )
         (self._dir / "log4j2.properties").write_text(_LOG4J)
-        _write(self._properties, text)
+        _write(self._properties, text + (self._security.make(secured_by) if secured_by else ""))
+
+    def _check_same(self, known: dict[str, int], port: int | None, *, secure: bool) -> None:
+        first = next(iter(known.values()))
+        if secure and not self._security.exists():
+            raise ConfigError(
+                "this folder's broker has no security, and cannot be given any", hint="name another folder with --dir"
+            )
+        if port not in (None, first):
+            raise ConfigError(
+                f"this folder's broker has port {first}, not {port}",
+                hint=f"leave --port away, or stop it and set the port in {self._properties}",
+                path=self._dir,
+            )
+        for taken in known.values():
+            _check_free(taken)
 
     def _format(self, kafka: list[str]) -> None:
         if (self._dir / "data" / "meta.properties").exists():
@@ -227,6 +272,8 @@ class Broker:
         cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
         # An id that begins with a dash would be taken for an option.
         arguments = ["format", f"--cluster-id={cluster}", "--config", str(self._properties)]
+        if self._security.exists():
+            arguments += self._security.format_arguments()
         done = subprocess.run(
             [*kafka, "kafka.tools.StorageTool", *arguments], capture_output=True, text=True, timeout=120, check=False
         )
@@ -238,20 +285,37 @@ class Broker:
         if die_with is not None:
             command = [*_tether(die_with), *command]
         process = spawn(command, self._log)
-        _write(self._state, json.dumps({"pid": process.pid, "birth": process.birth, "port": self._port()}) + "\n")
+        _write(self._state, json.dumps({"pid": process.pid, "birth": process.birth, "ports": self._ports()}) + "\n")
         _write(self._pid_file, f"{process.pid}\n")
         return process
 
     def _await_ready(self, process: ProcessId, timeout_s: float) -> None:
-        port = self._port()
-        assert port is not None
         for _ in wait_until(time.monotonic() + timeout_s):
-            if _answers(port):
+            if self._answers():
                 return
             if process.wait(0):
                 raise self._failed("the broker ended while starting")
         self._end(process, 5)
         raise self._failed(f"the broker did not answer within {timeout_s:.0f} s and was stopped")
+
+    def _answers(self) -> bool:
+        """Whether the broker answers a Metadata request and counts itself among the living.
+
+        The listener accepts connections long before requests are served, so an open port says little.
+        """
+        ports = self._ports()
+        try:
+            with Connection((HOST, ports.get("PLAINTEXT") or ports["SASL_PLAINTEXT"])) as connection:
+                if self._security.exists():
+                    connection.log_in(ADMIN, self._security.options(ADMIN)["sasl.password"])
+                alive = connection.brokers() > 0
+                if alive and self._security.is_new():
+                    # Once: a right that somebody takes away later stays taken away.
+                    connection.allow(_RIGHTS)
+                    self._security.forget_arguments()
+                return alive
+        except OSError:
+            return False
 
     def _failed(self, what: str) -> LogUnavailableError:
         lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
@@ -291,33 +355,8 @@ def _check_free(port: int) -> None:
         _reserve(held, port)
 
 
-def _answers(port: int) -> bool:
-    """Whether a broker answers a Metadata request and counts itself among the living.
-
-    The listener accepts connections long before requests are served, so an open port says little.
-    """
-    client = b"stream-ckpt"
-    body = struct.pack(">hhih", 3, 1, 1, len(client)) + client + struct.pack(">i", 0)
-    try:
-        with socket.create_connection((HOST, port), timeout=1) as connection:
-            connection.settimeout(5)
-            connection.sendall(struct.pack(">i", len(body)) + body)
-            answer = _read_exactly(connection, 12)
-    except OSError:
-        return False
-    _, _, brokers = struct.unpack(">iii", answer) if len(answer) == 12 else (0, 0, 0)
-    return bool(brokers > 0)
-
-
-def _read_exactly(connection: socket.socket, length: int) -> bytes:
-    data = b""
-    while len(data) < length and (piece := connection.recv(length - len(data))):
-        data += piece
-    return data
-
-
 def _write(path: Path, text: str) -> None:
     """Replace a file as a whole: a reader sees the old text or the new one."""
     scratch = path.with_name(path.name + ".tmp")
-    scratch.write_text(text)
+    write_secret(scratch, text)
     os.replace(scratch, path)

@@ -21,6 +21,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 def start(
     directory: Dir,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port for clients; default: a free one.")] = None,
+    secure: Annotated[
+        bool,
+        typer.Option("--secure", help="(first start) With TLS, logins and rights; writes files of client options."),
+    ] = False,
     with_parent: Annotated[
         bool, typer.Option("--with-parent", help="End with the process that ran this command, such as the shell.")
     ] = False,
@@ -28,12 +32,14 @@ def start(
 ) -> None:
     """Start the broker and wait until it answers."""
     # This process ends when the broker is up: the one to live with is its own parent.
-    status = Broker(directory).start(port=port, die_with=os.getppid() if with_parent else None)
+    status = Broker(directory).start(port=port, secure=secure, die_with=os.getppid() if with_parent else None)
     if as_json:
         _print_json(status)
         return
     typer.echo(f"broker runs: pid {status.pid}, folder {status.directory}")
     typer.echo(f"use {status.uri()}  (JOB is a name of your choice)")
+    if status.clients is not None:
+        typer.echo(f"with --kafka-options {status.clients / 'trainer.properties'}  (or reader, admin, trainer-tls)")
 
 
 @app.command()
@@ -68,5 +74,7 @@ def _print_json(status: BrokerStatus, **more: object) -> None:
         "pid": status.pid,
         "bootstrap": status.bootstrap,
         "uri": status.uri() if status.bootstrap else None,
+        "listeners": status.listeners,
+        "clients": str(status.clients) if status.clients else None,
     }
     typer.echo(json.dumps(record | more))

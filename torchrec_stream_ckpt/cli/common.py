@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
-from torchrec_stream_ckpt.errors import MarkerNotFoundError
-from torchrec_stream_ckpt.format.control import Commit, parse_control
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.errors import MarkerNotFoundError, printable
+from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.layout import FileUri, parse_store, parse_uri
 from torchrec_stream_ckpt.log.api import Log, open_log
@@ -26,6 +28,10 @@ Store = Annotated[
 KafkaOptions = Annotated[
     str | None, typer.Option(help="File of key=value client settings, security included.", metavar="FILE")
 ]
+CommitKeyFile = Annotated[
+    Path | None,
+    typer.Option(help="The job's commit key: what is not signed with it counts for nothing.", metavar="FILE"),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -35,6 +41,7 @@ class Job:
 
     uri: str
     log: Log
+    control: Control
     lineage: Lineage
     store: str | None
 
@@ -62,20 +69,27 @@ class Job:
 
 
 @contextlib.contextmanager
-def open_job(uri: str, store: str | None, kafka_options: str | None) -> Iterator[Job]:
+def open_job(
+    uri: str, store: str | None, kafka_options: str | None, commit_key_file: Path | None = None
+) -> Iterator[Job]:
     """Open a log that exists, and fold its control partition."""
     log = open_log(uri, kafka_options)
     try:
         if log.incarnation() is None:
             raise MarkerNotFoundError("there is no log here", hint="check the URI; a job makes its log", uri=uri)
-        lineage = Lineage.of(parse_control(record, offset) for offset, record in log.read_control())
-        yield Job(uri, log, lineage, store)
+        control = Control(log, commit_key_file)
+        yield Job(uri, log, control, control.refresh(), store)
     finally:
         log.close()
 
 
 def print_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=2))
+
+
+def plain(text: str) -> str:
+    """Text of a log in a table or tree: neither the terminal nor rich takes any of it for an order."""
+    return escape(printable(text))
 
 
 def age(time_s: float) -> str:

@@ -10,11 +10,21 @@ from importlib.metadata import PackageNotFoundError, version
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from torchrec_stream_ckpt.cli.common import Job, Json, KafkaOptions, Store, Uri, open_job, print_json
+from torchrec_stream_ckpt.cli.common import (
+    CommitKeyFile,
+    Job,
+    Json,
+    KafkaOptions,
+    Store,
+    Uri,
+    open_job,
+    plain,
+    print_json,
+)
 from torchrec_stream_ckpt.cli.list_ import why_not
+from torchrec_stream_ckpt.errors import printable
 from torchrec_stream_ckpt.log.api import Finding, Verdict
 from torchrec_stream_ckpt.log.disk import examine_folder
 
@@ -22,12 +32,18 @@ _STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.BAD: "red"}
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "confluent-kafka")
 
 
-def examine_job(uri: Uri, store: Store = None, kafka_options: KafkaOptions = None, json: Json = False) -> None:
+def examine_job(
+    uri: Uri,
+    store: Store = None,
+    kafka_options: KafkaOptions = None,
+    commit_key_file: CommitKeyFile = None,
+    json: Json = False,
+) -> None:
     """Look at the log's settings, rights, room and copies, the store, the newest marker, the clock and the versions.
 
     Changes nothing. Exits with status 1 when something is bad; warnings alone are status 0.
     """
-    with open_job(uri, store, kafka_options) as job:
+    with open_job(uri, store, kafka_options, commit_key_file) as job:
         findings = list(_examine(job))
     if json:
         print_json([asdict(finding) for finding in findings])
@@ -53,7 +69,8 @@ def _examine(job: Job) -> Iterator[Finding]:
         )
         folder = job.store_of(newest)
         if folder.is_dir() and newest.store:
-            yield from examine_folder("store", folder)
+            # Where COMMIT says that the store is, anybody may have said it: nothing is written there.
+            yield from examine_folder("store", folder, write=job.store is not None or job.control.signs)
     yield _clock(job)
     yield Finding("versions", ", ".join(_versions()))
 
@@ -83,10 +100,10 @@ def _versions() -> Iterator[str]:
 def _print(findings: list[Finding]) -> None:
     table = Table("check", "found", "verdict")
     for each in findings:
-        table.add_row(each.check, escape(each.found), f"[{_STYLES[each.verdict]}]{each.verdict}")
+        table.add_row(plain(each.check), plain(each.found), f"[{_STYLES[each.verdict]}]{each.verdict}")
     console = Console()
     console.print(table)
     for each in findings:
         if each.hint:
-            text = f"{each.check}: {each.found}\n  Try: {each.hint}"
+            text = f"{printable(f'{each.check}: {each.found}')}\n  Try: {printable(each.hint)}"
             console.print(text, soft_wrap=True, highlight=False, markup=False)

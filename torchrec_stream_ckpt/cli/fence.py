@@ -9,9 +9,8 @@ from typing import Annotated
 
 import typer
 
-from torchrec_stream_ckpt.cli.common import Json, KafkaOptions, Uri, open_job, print_json
-from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.errors import MarkerNotFoundError
+from torchrec_stream_ckpt.cli.common import CommitKeyFile, Json, KafkaOptions, Uri, open_job, print_json
+from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.lineage import Lineage
 
@@ -20,6 +19,7 @@ def fence_trainer(
     uri: Uri,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     kafka_options: KafkaOptions = None,
+    commit_key_file: CommitKeyFile = None,
     json: Json = False,
 ) -> None:
     """Take the job away from the trainer that owns it, wherever it runs.
@@ -27,13 +27,18 @@ def fence_trainer(
     It can commit no marker from then on, and stops with an error at its next one. Committed markers stay, and the
     next job restores them as usual.
     """
-    with open_job(uri, None, kafka_options) as job:
-        control = Control(job.log)
-        claim = fence_of(control.refresh(), uri)
-        fenced = claim.generation - 1
+    with open_job(uri, None, kafka_options, commit_key_file) as job:
+        job.log.preflight()
+        claim = fence_of(job.lineage, uri)
+        fenced = job.lineage.newest_generation
+        if job.lineage.claims[fenced].mac and not job.control.signs:
+            raise ConfigError(
+                "this job has a commit key: its trainer ignores a fence that is not signed with it",
+                hint="give it with --commit-key-file",
+            )
         if not yes:
             typer.confirm(f"End the trainer of generation {fenced} of {uri}?", abort=True, err=True)
-        control.claim(claim)
+        job.control.claim(claim)
     if json:
         print_json({"uri": uri, "fenced": fenced, "generation": claim.generation, "restores": str(claim.parent or "")})
         return
@@ -50,10 +55,11 @@ def fence_of(lineage: Lineage, uri: str) -> Claim:
     newest = lineage.claims[lineage.newest_generation]
     return replace(
         newest,
-        generation=newest.generation + 1,
+        generation=lineage.next_generation,
         nonce=uuid.uuid4().hex,
         parent=lineage.newest.id if lineage.newest else None,
         world=0,
         swept=(),
+        mac="",
         time_s=time.time(),
     )

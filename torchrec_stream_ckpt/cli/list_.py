@@ -9,7 +9,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.tree import Tree
 
-from torchrec_stream_ckpt.cli.common import Job, Json, KafkaOptions, Store, Uri, age, open_job, print_json, size
+from torchrec_stream_ckpt.cli.common import (
+    CommitKeyFile,
+    Job,
+    Json,
+    KafkaOptions,
+    Store,
+    Uri,
+    age,
+    open_job,
+    plain,
+    print_json,
+    size,
+)
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense import dense_path
@@ -23,16 +35,18 @@ def list_markers(
     tree: Annotated[bool, typer.Option("--tree", help="Show which generation stands on which marker.")] = False,
     store: Store = None,
     kafka_options: KafkaOptions = None,
+    commit_key_file: CommitKeyFile = None,
     json: Json = False,
 ) -> None:
     """List the committed markers, oldest first, and whether each can be restored.
 
     "Restorable" looks at what is there (log ends, dense files and their sizes); ``verify`` reads every byte.
     """
-    with open_job(uri, store, kafka_options) as job:
+    with open_job(uri, store, kafka_options, commit_key_file) as job:
         rows = [_row(job, commit) for commit in job.lineage.commits.values()]
         if json:
-            print_json({"uri": uri, "generations": job.lineage.newest_generation, "markers": rows})
+            counts = {"generations": job.lineage.newest_generation, "unsigned": job.lineage.unsigned}
+            print_json({"uri": uri, **counts, "markers": rows})
             return
         if tree:
             _print_tree(job, {row["marker"]: row for row in rows})
@@ -60,10 +74,13 @@ def _row(job: Job, commit: Commit) -> dict[str, Any]:
 
 def why_not(job: Job, commit: Commit) -> str:
     """Why the marker cannot be restored, as far as names and sizes tell; empty when it can."""
-    folder = dense_path(job.store_of(commit), commit)
+    try:
+        folder = dense_path(job.store_of(commit), commit)
+    except StreamCkptError as error:
+        return error.headline
     for file in commit.dense_files:
         try:
-            found = (folder / file.name).stat().st_size
+            found = (folder / file.name).lstat().st_size
         except OSError as error:
             return f"dense state is gone: {folder / file.name}: {error.strerror}"
         if found != file.num_bytes:
@@ -89,13 +106,15 @@ def _print(job: Job, rows: list[dict[str, Any]]) -> None:
             f"{row['rows']:,}",
             size(row["bytes"]),
             row["parent"] or "-",
-            "yes" if row["restorable"] else f"no: {row['reason']}",
+            "yes" if row["restorable"] else f"no: {plain(row['reason'])}",
         )
     Console().print(table, "rows and bytes: sent by the marker's generation up to it, all ranks together")
 
 
 def _print_newest(job: Job) -> None:
     """What the list of markers does not show of the newest generation."""
+    if job.lineage.unsigned:
+        Console().print(f"{job.lineage.unsigned} records are not signed with the commit key, and count for nothing")
     newest = job.lineage.newest_generation
     if any(commit.generation == newest for commit in job.lineage.commits.values()) or not newest:
         return
@@ -107,13 +126,13 @@ def _print_newest(job: Job) -> None:
 
 def _print_tree(job: Job, rows: dict[str, dict[str, Any]]) -> None:
     """Generations below the marker that they stand on; those that stand on none at the top."""
-    roots = Tree(job.uri)
+    roots = Tree(plain(job.uri))
     markers: dict[MarkerId | None, Tree] = {None: roots}
     for generation, claim in sorted(job.lineage.claims.items()):
         ranks = f"{claim.world} ranks" if claim.world else "a fence"
         branch = markers.get(claim.parent, roots).add(f"generation {generation} ({ranks}, {age(claim.time_s)} ago)")
         for marker in (marker for marker in job.lineage.commits if marker.generation == generation):
             row = rows[str(marker)]
-            state = "" if row["restorable"] else f", not restorable: {row['reason']}"
+            state = "" if row["restorable"] else f", not restorable: {plain(row['reason'])}"
             markers[marker] = branch.add(f"marker {marker}, step {row['step']}, {age(row['time_s'])} ago{state}")
     Console().print(roots)

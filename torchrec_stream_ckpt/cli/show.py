@@ -9,7 +9,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from torchrec_stream_ckpt.cli.common import Job, Json, KafkaOptions, Store, Uri, age, open_job, print_json, size
+from torchrec_stream_ckpt.cli.common import (
+    CommitKeyFile,
+    Job,
+    Json,
+    KafkaOptions,
+    Store,
+    Uri,
+    age,
+    open_job,
+    plain,
+    print_json,
+    size,
+)
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense import dense_path
 
@@ -17,10 +29,15 @@ Marker = Annotated[str | None, typer.Option(help="GENERATION:MARKER (default: th
 
 
 def show_marker(
-    uri: Uri, marker: Marker = None, store: Store = None, kafka_options: KafkaOptions = None, json: Json = False
+    uri: Uri,
+    marker: Marker = None,
+    store: Store = None,
+    kafka_options: KafkaOptions = None,
+    commit_key_file: CommitKeyFile = None,
+    json: Json = False,
 ) -> None:
     """Show one marker: its lineage, its tables, where each rank's stream ends, its dense files."""
-    with open_job(uri, store, kafka_options) as job:
+    with open_job(uri, store, kafka_options, commit_key_file) as job:
         commit = job.find(marker)
         if json:
             print_json(_record(job, commit))
@@ -54,13 +71,15 @@ def _print(job: Job, commit: Commit) -> None:
     console.print(f"lineage: {' -> '.join(record['lineage'])}")
     tables = Table("table", "rows", "dim", "dtype", "optimizer", "states", "sent whole in generation")
     for table in record["tables"]:
-        states = ", ".join(f"{s['name']} a {'row' if s['per_row'] else 'weight'}" for s in table["states"]) or "-"
+        states = (
+            ", ".join(f"{plain(s['name'])} a {'row' if s['per_row'] else 'weight'}" for s in table["states"]) or "-"
+        )
         tables.add_row(
-            table["name"],
+            plain(table["name"]),
             f"{table['rows']:,}",
             str(table["dim"]),
             table["dtype"],
-            table["optimizer"],
+            plain(table["optimizer"]),
             states,
             str(table["base_generation"]),
         )
@@ -71,4 +90,5 @@ def _print(job: Job, commit: Commit) -> None:
         ranks.add_row(*map(str, cells), f"{end.rows:,}", size(end.num_bytes))
     console.print(ranks)
     total = sum(file.num_bytes for file in commit.dense_files)
-    console.print(f"dense: {len(commit.dense_files)} files, {size(total)}, in {record['dense']}", soft_wrap=True)
+    place = plain(record["dense"])
+    console.print(f"dense: {len(commit.dense_files)} files, {size(total)}, in {place}", soft_wrap=True)

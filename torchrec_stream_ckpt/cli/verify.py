@@ -9,7 +9,17 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from torchrec_stream_ckpt.cli.common import Job, Json, KafkaOptions, Store, Uri, open_job, print_json, size
+from torchrec_stream_ckpt.cli.common import (
+    CommitKeyFile,
+    Job,
+    Json,
+    KafkaOptions,
+    Store,
+    Uri,
+    open_job,
+    print_json,
+    size,
+)
 from torchrec_stream_ckpt.cli.show import Marker
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.restore.verify import Verified, verify_marker
@@ -21,13 +31,14 @@ def verify_markers(
     all_markers: Annotated[bool, typer.Option("--all", help="Verify every committed marker.")] = False,
     store: Store = None,
     kafka_options: KafkaOptions = None,
+    commit_key_file: CommitKeyFile = None,
     json: Json = False,
 ) -> None:
     """Read everything that a marker needs and check every checksum, chain, sequence and digest.
 
     Ends at the first thing that is wrong, says where it is, and exits with status 1.
     """
-    with open_job(uri, store, kafka_options) as job:
+    with open_job(uri, store, kafka_options, commit_key_file) as job:
         commits = list(job.lineage.commits.values()) if all_markers else [job.find(marker)]
         verified = [_verify(job, commit, quiet=json) for commit in commits]
         if json:

@@ -2,42 +2,88 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from pathlib import Path
 
 from torchrec_stream_ckpt.errors import (
     CommitUnknownError,
+    ConfigError,
+    CorruptionError,
     FencedError,
     LogUnavailableError,
     MarkerFailedError,
 )
 from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
+from torchrec_stream_ckpt.format.frame import parse_header
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.mac import CommitKey
 from torchrec_stream_ckpt.log.api import Log
+
+log = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
 
 
 class Control:
-    """The folded control partition of one log, read forward as it grows."""
+    """The folded control partition of one log, read forward as it grows.
 
-    def __init__(self, log: Log) -> None:
-        self._log = log
+    Args:
+        log_: The log.
+        key_file: The commit key: with it, records are signed, and only records that it vouches for count.
+    """
+
+    def __init__(self, log_: Log, key_file: Path | str | None = None) -> None:
+        self._log = log_
+        self._key = CommitKey.load(key_file) if key_file is not None else None
         self._lineage = Lineage()
         self._last = -1
         self._lock = threading.Lock()
 
+    @property
+    def signs(self) -> bool:
+        """Whether there is a commit key."""
+        return self._key is not None
+
     def refresh(self) -> Lineage:
-        """Everything that the control partition says now. Safe to call from several threads."""
+        """Everything that the control partition says now. Safe to call from several threads.
+
+        Raises:
+            CorruptionError: a record is damaged.
+            ConfigError: there are records, and the commit key vouches for none of them.
+        """
         with self._lock:
             self._read_on()
+        if self._lineage.unsigned and not self._lineage.claims:
+            raise ConfigError(
+                f"this log has {self._lineage.unsigned} control records, and none is signed with this commit key",
+                hint="give the key that the job began with; a job that began without one goes on without one",
+            )
         return self._lineage
 
     def _read_on(self) -> None:
         for offset, record in self._log.read_control(max(self._last, 0)):
             if offset > self._last:
-                self._lineage.apply(parse_control(record, offset))
+                parsed = self._accept(record, offset)
+                if parsed is not None:
+                    self._lineage.apply(parsed)
                 self._last = offset
+
+    def _accept(self, record: bytes, offset: int) -> Claim | Commit | None:
+        """The record, or None if there is a key that does not vouch for it."""
+        if self._key is None:
+            return parse_control(record, offset)
+        try:
+            parsed, why = parse_control(record, offset), "it is not signed with the commit key"
+        except CorruptionError as error:
+            parsed, why = None, error.headline
+        if parsed is not None and self._key.vouches_for(parsed):
+            return parsed
+        level = logging.DEBUG if self._lineage.unsigned else logging.WARNING
+        log.log(level, "the control record at offset %d is ignored: %s", offset, why)
+        self._lineage.disregard(_generation_of(record))
+        return None
 
     def claim(self, claim: Claim) -> None:
         """Open a generation.
@@ -45,7 +91,7 @@ class Control:
         Raises:
             FencedError: somebody else was first.
         """
-        self._log.append_control(claim.to_frame())
+        self._log.append_control((self._key.sign(claim) if self._key else claim).to_frame())
         winner = self.refresh().claims.get(claim.generation)
         if winner is None or winner.nonce != claim.nonce:
             raise FencedError(
@@ -63,12 +109,13 @@ class Control:
             CommitUnknownError: it was sent, and nobody answered until the time was up.
         """
         deadline = time.monotonic() + timeout_s
+        frame = (self._key.sign(commit) if self._key else commit).to_frame()
         sent, failure = False, "it was appended and does not count"
         while True:
             try:
                 if self._is_there(commit):
                     return
-                self._log.append_control(commit.to_frame())
+                self._log.append_control(frame)
                 sent = True
                 if self._is_there(commit):
                     return
@@ -108,3 +155,11 @@ class Control:
             generation=commit.generation,
             marker=commit.marker,
         )
+
+
+def _generation_of(record: bytes) -> int:
+    """What the header says, 0 if it is none."""
+    try:
+        return parse_header(record).generation
+    except CorruptionError:
+        return 0

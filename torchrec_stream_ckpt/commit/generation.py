@@ -12,7 +12,7 @@ from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError
 from torchrec_stream_ckpt.format.control import Claim, Schema
-from torchrec_stream_ckpt.layout import KafkaUri, dense_name, fsync_dir, parse_uri
+from torchrec_stream_ckpt.layout import MAX_GENERATION, KafkaUri, dense_name, fsync_dir, parse_uri
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.publisher import Publisher
 from torchrec_stream_ckpt.types import MarkerId
@@ -70,17 +70,26 @@ def claim_generation(
     Raises:
         FencedError: another trainer was first.
         LogUnavailableError: the log does not answer.
-        ConfigError: the store cannot be written.
+        ConfigError: the store cannot be written, or no number is left.
     """
     incarnation = log_.prepare(world)
     lineage = control.refresh()
     if parent is None and lineage.commits:
         log.warning("this log holds markers, and none was restored: the job starts from nothing")
+    if lineage.claims and lineage.claims[lineage.newest_generation].mac and not control.signs:
+        log.warning(
+            "this log was written with a commit key, this job has none: who has the key ignores what it commits"
+        )
+    if lineage.next_generation > MAX_GENERATION:
+        raise ConfigError(
+            f"generation {lineage.newest_generation} of this log was the last one that there can be",
+            hint="begin a new job",
+        )
     parsed = parse_uri(config.uri)
     claim = Claim(
         # A function of the log, so that two trainers that race for a new one name the same job.
         job=lineage.job if lineage.claims else uuid.uuid5(uuid.NAMESPACE_OID, incarnation.id).bytes,
-        generation=lineage.newest_generation + 1,
+        generation=lineage.next_generation,
         nonce=uuid.uuid4().hex,
         name=parsed.job if isinstance(parsed, KafkaUri) else "",
         parent=parent,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar, get_type_hints
 
@@ -26,6 +27,13 @@ from torchrec_stream_ckpt.format.frame import (
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
 
 T = TypeVar("T")
+
+MAX_PLACE_CHARS = 4096
+_MAC = re.compile(r"(?:[0-9a-f]{64})?")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,255}")
+_SIGNED = "torchrec_stream_ckpt {kind} version 1\n"
+"""In front of what is signed: an HMAC of one kind of record, or of anything else, is none of another."""
 
 
 def canonical(value: object) -> bytes:
@@ -133,10 +141,18 @@ class Claim:
     """Tables that this generation sends whole; the others stand on the parent."""
     time_s: float
     """Wall clock, for people only: no decision reads it."""
+    mac: str = ""
+    """HMAC by the commit key, 64 hex digits; empty without one."""
 
     def to_frame(self) -> bytes:
-        body = asdict(self) | {"job": self.job.hex(), "parent": str(self.parent) if self.parent else None}
-        return bytes(json_frame(Header(Kind.CLAIM, self.job, self.generation), canonical(body)))
+        return bytes(json_frame(Header(Kind.CLAIM, self.job, self.generation), canonical(self._body())))
+
+    def signed_bytes(self) -> bytes:
+        """What the HMAC covers: all fields but itself."""
+        return _SIGNED.format(kind="CLAIM").encode() + canonical(self._body() | {"mac": ""})
+
+    def _body(self) -> dict[str, Any]:
+        return asdict(self) | {"job": self.job.hex(), "parent": str(self.parent) if self.parent else None}
 
     @classmethod
     def from_json(cls, header: Header, data: Buffer) -> Claim:
@@ -153,6 +169,7 @@ class Claim:
             schema=raw.schema("schema"),
             swept=tuple(raw.ints("swept")),
             time_s=raw.take("time_s", float),
+            mac=raw.matching("mac", _MAC),
         )
 
 
@@ -179,15 +196,23 @@ class Commit:
     time_s: float
     store: str
     """Where the writer kept dense state, empty for inside the file log; a reader may name another place."""
+    mac: str = ""
+    """HMAC by the commit key, 64 hex digits; empty without one."""
 
     @property
     def id(self) -> MarkerId:
         return MarkerId(self.generation, self.marker)
 
     def to_frame(self) -> bytes:
-        body = asdict(self) | {"job": self.job.hex()}
         header = Header(Kind.COMMIT, self.job, self.generation, step=self.step, marker=self.marker)
-        return bytes(json_frame(header, canonical(body)))
+        return bytes(json_frame(header, canonical(self._body())))
+
+    def signed_bytes(self) -> bytes:
+        """What the HMAC covers: all fields but itself. The nonce ties it to its generation's CLAIM."""
+        return _SIGNED.format(kind="COMMIT").encode() + canonical(self._body() | {"mac": ""})
+
+    def _body(self) -> dict[str, Any]:
+        return asdict(self) | {"job": self.job.hex()}
 
     @classmethod
     def from_json(cls, header: Header, data: Buffer) -> Commit:
@@ -204,10 +229,12 @@ class Commit:
             dense_files=raw.each("dense_files", DenseFile),
             time_s=raw.take("time_s", float),
             store=raw.take("store", str),
+            mac=raw.matching("mac", _MAC),
         )
         numbers = [end.rank for end in commit.ranks]
         if not numbers or numbers != list(range(len(numbers))) or min(end.frames for end in commit.ranks) < 2:
             raise CorruptionError("COMMIT.ranks must be 0, 1, 2, ..., each with a HELLO and a MARK", **header.place())
+        _check_places(commit)
         return commit
 
 
@@ -235,6 +262,21 @@ def _parse_control(frame: Buffer) -> Claim | Commit:
     if header.kind is Kind.COMMIT:
         return Commit.from_json(header, payload)
     raise CorruptionError(f"{header.kind.name} frame in the control partition", **header.place())
+
+
+def _check_places(commit: Commit) -> None:
+    """What names a place on a disk can name no other than it seems to."""
+    for name, place in (("store", commit.store), ("dense", commit.dense)):
+        if len(place) > MAX_PLACE_CHARS or not place.isprintable():
+            raise CorruptionError(f"COMMIT.{name} is no path: {place!r:.80}")
+    names = [file.name for file in commit.dense_files]
+    if len(set(names)) != len(names):
+        raise CorruptionError("COMMIT.dense_files names a file twice")
+    for file in commit.dense_files:
+        if not _FILE_NAME.fullmatch(file.name) or file.name in (".", ".."):
+            raise CorruptionError(f"COMMIT.dense_files: {file.name!r:.80} is no name of a file")
+        if not _SHA256.fullmatch(file.sha256):
+            raise CorruptionError(f"COMMIT.dense_files: {file.sha256!r:.80} is no SHA-256")
 
 
 class _Fields:
@@ -268,6 +310,12 @@ class _Fields:
 
     def take(self, name: str, kind: type[T]) -> T:
         return _typed(self._raw[name], kind, f"{self._what}.{name}")
+
+    def matching(self, name: str, pattern: re.Pattern[str]) -> str:
+        text = self.take(name, str)
+        if not pattern.fullmatch(text):
+            raise CorruptionError(f"{self._what}.{name} is {text!r:.80}, expected {pattern.pattern}")
+        return text
 
     def marker(self, name: str) -> MarkerId | None:
         if self._raw[name] is None:

@@ -14,6 +14,9 @@ from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.types import MarkerId
 
+_MAX_GAP = 1000
+"""Numbers that an unsigned record may take out of use: not all of them."""
+
 
 @dataclass(slots=True)
 class Lineage:
@@ -25,6 +28,9 @@ class Lineage:
     """Committed markers, oldest first."""
     stale: int = 0
     """Records that lost: CLAIMs of a taken number, late COMMITs, and those of a fenced or foreign writer."""
+    unsigned: int = 0
+    """Records that the commit key, where there is one, does not vouch for: they decide nothing."""
+    _taken: int = 0
 
     @classmethod
     def of(cls, records: Iterable[Claim | Commit]) -> Lineage:
@@ -44,6 +50,15 @@ class Lineage:
             self._claim(record)
         else:
             self._commit(record)
+
+    def disregard(self, generation: int) -> None:
+        """A record that the commit key does not vouch for, of that generation or, if 0, of none that can be told.
+
+        Its number is not given out again: its writer may be an honest one without the key, that writes segments.
+        """
+        self.unsigned += 1
+        if generation <= self.newest_generation + _MAX_GAP:
+            self._taken = max(self._taken, generation)
 
     def _claim(self, claim: Claim) -> None:
         if claim.generation <= self.newest_generation:
@@ -68,6 +83,11 @@ class Lineage:
     @property
     def newest_generation(self) -> int:
         return max(self.claims, default=0)
+
+    @property
+    def next_generation(self) -> int:
+        """The number for a new trainer."""
+        return max(self.newest_generation, self._taken) + 1
 
     @property
     def newest(self) -> Commit | None:

@@ -84,6 +84,13 @@ class Log(Protocol):
     def prepare(self, partitions: int) -> Incarnation:
         """(rank 0) Make the log, or add what is missing for ``partitions``; never takes anything away."""
 
+    def preflight(self) -> None:
+        """(rank 0) Whether a trainer could use the log: it answers, lets us in and allows what is needed.
+
+        Raises:
+            LogUnavailableError: it does not; names the true cause.
+        """
+
     def incarnation(self) -> Incarnation | None:
         """The log as it is now, or None when there is none yet."""
 

@@ -20,8 +20,8 @@ _SLOW_SYNC_S = 0.05
 _SYNCS = 5
 
 
-def examine_folder(what: str, folder: Path) -> Iterator[Finding]:
-    """Findings about a folder that exists; writes a small file and takes it away again."""
+def examine_folder(what: str, folder: Path, *, write: bool = True) -> Iterator[Finding]:
+    """Findings about a folder that exists; unless told not to ``write``, a small file is made and taken away again."""
     writable = os.access(folder, os.W_OK | os.X_OK)
     yield Finding.of(
         f"{what}: rights",
@@ -32,7 +32,7 @@ def examine_folder(what: str, folder: Path) -> Iterator[Finding]:
     )
     yield _file_system(what, folder)
     yield _room(what, folder)
-    if writable:
+    if writable and write:
         yield _sync(what, folder)
 
 

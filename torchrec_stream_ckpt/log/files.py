@@ -77,6 +77,9 @@ class FileLog:
             os.link(scratch, self._root / IDENTITY_FILE)
         scratch.unlink()
 
+    def preflight(self) -> None:
+        self.incarnation()
+
     def incarnation(self) -> Incarnation | None:
         try:
             identity = (self._root / IDENTITY_FILE).read_bytes()

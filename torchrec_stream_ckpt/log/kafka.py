@@ -24,7 +24,8 @@ from torchrec_stream_ckpt.errors import CommitUnknownError, ConfigError, Corrupt
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
 from torchrec_stream_ckpt.layout import KafkaUri
 from torchrec_stream_ckpt.log.api import Ack, Finding, Incarnation
-from torchrec_stream_ckpt.log.kafka_health import examine_topic
+from torchrec_stream_ckpt.log.kafka_health import NEEDED_RIGHTS, acl_command, examine_topic
+from torchrec_stream_ckpt.log.kafka_probe import find_cause
 from torchrec_stream_ckpt.log.kafka_setup import (
     CONTROL_TIMEOUT_S,
     Reasons,
@@ -37,6 +38,7 @@ from torchrec_stream_ckpt.log.kafka_setup import (
 from torchrec_stream_ckpt.types import LogSpan
 
 ANSWER_TIMEOUT_S = 7.0
+PROBE_AFTER_S = 2.0
 PROPAGATION_S = 3.0
 QUEUE_FULL_TIMEOUT_S = 5.0
 READ_IDLE_TIMEOUT_S = 30.0
@@ -90,6 +92,7 @@ class KafkaLog:
             ConfigError: a topic has a retention, is compacted, or takes no whole frame.
             LogUnavailableError: the brokers do not answer, or do not allow it.
         """
+        self.preflight()
         topics = self._describe()
         self._create(self._uri.data_topic, topics, partitions)
         self._create(self._uri.control_topic, topics, 1)
@@ -100,6 +103,34 @@ class KafkaLog:
         for topic in (self._uri.data_topic, self._uri.control_topic):
             self._check_settings(topic)
         return prepared
+
+    def preflight(self) -> None:
+        """Whether this user may do what a trainer does; asks for nothing to be made.
+
+        Raises:
+            LogUnavailableError: the brokers do not answer or a right is missing; says why, or which.
+        """
+        topics = self._describe(rights=True)
+        for name, description in topics.items():
+            granted = {operation.name for operation in description.authorized_operations or ()}
+            missing = sorted(NEEDED_RIGHTS - granted) if granted and "ALL" not in granted else []
+            if missing:
+                raise LogUnavailableError(
+                    f"Kafka at {self._uri.brokers}: {self._who()} has no right to {', '.join(missing)} topic '{name}'",
+                    hint=acl_command(self._options.get("sasl.username"), name, missing),
+                )
+        for name in {self._uri.data_topic, self._uri.control_topic} - topics.keys():
+            self._try_creating(name)
+
+    def _try_creating(self, topic: str) -> None:
+        new = ck_admin.NewTopic(topic, 1, -1, config=_TOPIC_SETTINGS)
+        doing = f"create topic {topic}"
+        answers = self._ask(doing, lambda admin: admin.create_topics([new], validate_only=True))
+        self._check_created(doing, answers, ck.KafkaError.TOPIC_ALREADY_EXISTS)
+
+    def _who(self) -> str:
+        name = self._options.get("sasl.username")
+        return f"user '{name}'" if name else "this client"
 
     def incarnation(self) -> Incarnation | None:
         """The ids of both topics, None unless both exist."""
@@ -150,11 +181,7 @@ class KafkaLog:
         """What the brokers say of themselves, of both topics, and of this user's rights."""
         (cluster,) = self._ask("describe the cluster", lambda a: {"cluster": a.describe_cluster()}).values()
         yield Finding("brokers", f"{len(cluster.nodes)} in cluster {cluster.cluster_id}")
-        names = ck.TopicCollection([self._uri.data_topic, self._uri.control_topic])
-        asked = partial(ck_admin.AdminClient.describe_topics, topics=names, include_authorized_operations=True)
-        for name, description in self._ask("find the job's topics", lambda admin: asked(admin)).items():
-            if isinstance(description, ck.KafkaError):
-                raise self._unavailable(f"find topic {name}", description)
+        for name, description in self._describe(rights=True).items():
             settings = {key: entry.value for key, entry in self._settings(name).items()}
             replicas = [(len(each.replicas), len(each.isr)) for each in description.partitions]
             rights = {each.name for each in description.authorized_operations or ()}
@@ -184,10 +211,15 @@ class KafkaLog:
             admin.poll(0)
             reasons.clear()
             futures = call(admin)
-            deadline = time.monotonic() + ANSWER_TIMEOUT_S
+            begin, probed = time.monotonic(), False
             while wait(futures.values(), timeout=0.1).not_done:
                 admin.poll(0)
-                if reasons.hopeless() or time.monotonic() > deadline:
+                waited_s = time.monotonic() - begin
+                if not probed and (reasons.hopeless() or (waited_s > PROBE_AFTER_S and not reasons.unreachable())):
+                    probed, cause = True, find_cause(self._uri, self._options)
+                    if cause is not None:
+                        raise reasons.found(self._uri, doing, cause)
+                if reasons.hopeless() or waited_s > ANSWER_TIMEOUT_S:
                     raise reasons.unavailable(self._uri, doing, f"no answer within {ANSWER_TIMEOUT_S:.0f} s")
             return {key: _outcome(future) for key, future in futures.items()}
 
@@ -200,10 +232,11 @@ class KafkaLog:
     def _unavailable(self, doing: str, error: Any) -> LogUnavailableError:
         return self._admin_reasons.unavailable(self._uri, doing, _plain(error))
 
-    def _describe(self) -> dict[str, Any]:
-        """Descriptions of those of the two topics that exist."""
+    def _describe(self, *, rights: bool = False) -> dict[str, Any]:
+        """Descriptions of those of the two topics that exist; if asked for, with what this user may do."""
         names = ck.TopicCollection([self._uri.data_topic, self._uri.control_topic])
-        answers = self._ask("find the job's topics", lambda admin: admin.describe_topics(names))
+        asked = partial(ck_admin.AdminClient.describe_topics, topics=names, include_authorized_operations=rights)
+        answers = self._ask("find the job's topics", lambda admin: asked(admin))
         for name, answer in answers.items():
             if isinstance(answer, ck.KafkaError) and answer.code() != ck.KafkaError.UNKNOWN_TOPIC_OR_PART:
                 raise self._unavailable(f"find topic {name}", answer)
@@ -241,9 +274,12 @@ class KafkaLog:
             tolerated = ck.KafkaError.INVALID_PARTITIONS
         else:
             return
+        self._check_created(f"create topic {topic} with {partitions} partitions", answers, tolerated)
+
+    def _check_created(self, doing: str, answers: Mapping[Any, Any], tolerated: int) -> None:
         for answer in answers.values():
             if isinstance(answer, ck.KafkaError) and answer.code() != tolerated:
-                raise self._unavailable(f"create topic {topic} with {partitions} partitions", answer)
+                raise self._unavailable(doing, answer)
 
     def _settings(self, topic: str) -> Any:
         """The topic's settings; waits for a broker that has not heard of a new topic yet."""
@@ -356,6 +392,8 @@ class KafkaLog:
         doing = f"read {topic}"
         with _surfacing(reasons, self._uri, doing):
             batch = consumer.consume(count, timeout=0.2)
+        # The client looks for the group that it was made to name. Nothing is asked of it, so no right to it is needed.
+        batch = [each for each in batch if not _is(each.error(), ck.KafkaError.GROUP_AUTHORIZATION_FAILED)]
         for message in batch:
             error = message.error()
             if error is None or error.code() == ck.KafkaError._PARTITION_EOF:
@@ -367,7 +405,7 @@ class KafkaLog:
             if error.code() in (ck.KafkaError.UNKNOWN_TOPIC_OR_PART, ck.KafkaError._UNKNOWN_PARTITION):
                 raise CorruptionError(f"topic '{topic}' was deleted while it was read", hint=_DESTROYED_HINT)
             raise reasons.unavailable(self._uri, doing, _plain(error))
-        return list(batch)
+        return batch
 
 
 class KafkaWriter:
@@ -518,9 +556,10 @@ def _client(kind: Callable[[dict[str, Any]], Any], settings: Mapping[str, Any], 
         return kind({**settings, "error_cb": reasons.note, "logger": reasons})
     except (ck.KafkaException, TypeError, ValueError) as error:
         text = reasons.redact(_plain(error))
-        raise ConfigError(
-            f"Kafka client options: {text}", hint="see librdkafka's CONFIGURATION.md for the names"
-        ) from None
+        hint = "see librdkafka's CONFIGURATION.md for the names"
+        if "ssl." in text:
+            hint = "check that file, and its password if it has one"
+        raise ConfigError(f"Kafka client options: {text}", hint=hint) from None
 
 
 @contextmanager
@@ -540,6 +579,10 @@ def _outcome(future: Future[Any]) -> Any:
         return future.result()
     except ck.KafkaException as error:
         return error.args[0]
+
+
+def _is(error: Any, code: int) -> bool:
+    return error is not None and bool(error.code() == code)
 
 
 def _plain(error: Any) -> str:

@@ -8,7 +8,8 @@ from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
 from torchrec_stream_ckpt.log.api import Finding, Verdict
 
 _FRAMING_BYTES = 1000
-_NEEDED = frozenset({"READ", "WRITE", "DESCRIBE"})
+NEEDED_RIGHTS = frozenset({"READ", "WRITE", "DESCRIBE", "DESCRIBE_CONFIGS"})
+"""What a trainer does with both topics of its job."""
 
 
 def examine_topic(
@@ -32,13 +33,12 @@ def examine_topic(
         hint=_alter(topic, "max.message.bytes=1048588"),
         otherwise=Verdict.BAD,
     )
-    missing = sorted(_NEEDED - rights - {"ALL"}) if rights and "ALL" not in rights else []
+    missing = sorted(NEEDED_RIGHTS - rights - {"ALL"}) if rights and "ALL" not in rights else []
     yield Finding.of(
         f"{topic}: rights",
-        f"{', '.join(missing)} not allowed" if missing else "read, write and describe are allowed",
+        f"{', '.join(missing)} not allowed" if missing else "all that a trainer needs are allowed",
         well=not missing,
-        hint=f"kafka-acls.sh --add --allow-principal User:NAME --topic {topic} "
-        + " ".join(f"--operation {name}" for name in missing),
+        hint=acl_command(None, topic, missing),
         otherwise=Verdict.BAD,
     )
 
@@ -85,6 +85,12 @@ def _retention(topic: str, settings: Mapping[str, str]) -> Iterator[Finding]:
             hint=_alter(topic, f"{name}={wanted}") + " (it eats rows that markers need)",
             otherwise=Verdict.BAD,
         )
+
+
+def acl_command(user: str | None, topic: str, operations: Sequence[str]) -> str:
+    """The command that gives a user rights."""
+    rights = " ".join(f"--operation {operation}" for operation in operations)
+    return f"kafka-acls.sh --add --allow-principal User:{user or 'NAME'} --topic {topic} {rights}"
 
 
 def _alter(topic: str, setting: str) -> str:

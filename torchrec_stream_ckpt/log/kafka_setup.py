@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
 import time
@@ -10,6 +11,7 @@ from typing import Any
 
 from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
 from torchrec_stream_ckpt.layout import KafkaUri
+from torchrec_stream_ckpt.log.kafka_probe import Cause
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +63,7 @@ _RESERVED = {
     "transactional.id",
     "enable.auto.offset.store",
 }
+_FILES = ("ssl.ca.location", "ssl.certificate.location", "ssl.key.location", "ssl.keystore.location")
 _SECRET_WORDS = ("password", "secret", "token", "key.pem", "jaas", "oauthbearer.config", "credentials")
 
 
@@ -77,6 +80,13 @@ def check_options(options: dict[str, str]) -> None:
             )
         if name in ("bootstrap.servers", "metadata.broker.list"):
             raise ConfigError(f"client option '{name}' stands in the URI already", hint="write kafka://BROKERS/JOB")
+    for name in _FILES:
+        path = options.get(name)
+        if path and path != "probe" and not os.access(path, os.R_OK):
+            there = "cannot be read" if os.path.exists(path) else "does not exist"
+            raise ConfigError(
+                f"client option '{name}': the file {there}", hint="correct the path or its mode", path=path
+            )
 
 
 def admin_settings(uri: KafkaUri, options: dict[str, str]) -> dict[str, Any]:
@@ -103,10 +113,17 @@ _MEANINGS = (
         "_AUTHENTICATION",
         4,
         "the broker refused the login",
-        "check security.protocol, sasl.mechanism, sasl.username and sasl.password",
+        "check sasl.username and sasl.password, and that the user has a password for this sasl.mechanism",
     ),
     ("wrong version number", 4, "TLS was spoken to a port without it", "check security.protocol and the port"),
     ("PLAINTEXT broker listener", 4, "TLS was spoken to a port without it", "check security.protocol and the port"),
+    (
+        "alert bad certificate",
+        4,
+        "the broker wants a client certificate that it trusts",
+        "set ssl.keystore.location, or ssl.certificate.location and ssl.key.location, or take a port with SASL",
+    ),
+    ("certificate required", 4, "the broker wants a client certificate", "set ssl.keystore.location"),
     ("_SSL", 4, "TLS failed", "check ssl.ca.location (the CA that signed the broker's certificate) and the host name"),
     (
         "incorrect security.protocol",
@@ -122,11 +139,12 @@ _MEANINGS = (
         "AUTHORIZATION_FAILED",
         1,
         "the broker does not allow it",
-        "give this user READ, WRITE and DESCRIBE on the topics",
+        "give this user READ, WRITE, DESCRIBE and DESCRIBE_CONFIGS on the job's topics, and CREATE for a new job",
     ),
     ("_TRANSPORT", 1, "no connection to the broker", "check that the broker runs and can be reached from here"),
 )
 _FINAL_RANK = 4
+_UNREACHABLE_RANK = 2
 # Errors that say only that there was no answer: what the client has complained about is the better reason.
 _VAGUE = ("TIMED_OUT", "_ALL_BROKERS_DOWN", "_TRANSPORT", "no answer", "stays full")
 
@@ -139,9 +157,8 @@ class Reasons:
     """
 
     def __init__(self, options: dict[str, str]) -> None:
-        self._secrets = [
-            value for name, value in options.items() if value and any(word in name for word in _SECRET_WORDS)
-        ]
+        secrets = {value for name, value in options.items() if value and any(word in name for word in _SECRET_WORDS)}
+        self._secrets = sorted(secrets, key=len, reverse=True)  # one may be a part of another
         self._lock = threading.Lock()
         self._seen: set[str] = set()
         self.clear()
@@ -159,6 +176,8 @@ class Reasons:
     def note(self, error: Any) -> None:
         """The client's ``error_cb``."""
         code, text = error.name(), self.redact(error.str())
+        if code == "GROUP_AUTHORIZATION_FAILED":  # no group is used, see KafkaLog
+            return
         rank, meaning, hint = _meaning(f"{code} {text}")
         if rank > self._rank:
             self._rank, self._what, self._hint = rank, f"{meaning} ({text})", hint
@@ -184,6 +203,16 @@ class Reasons:
         Not at the first complaint, for one broker of several may be the odd one.
         """
         return self._rank >= _FINAL_RANK and time.monotonic() - self._since > SECURITY_GRACE_S
+
+    def unreachable(self) -> bool:
+        """Whether the client has got through to nobody: there is no port to ask."""
+        return self._rank == _UNREACHABLE_RANK
+
+    def found(self, uri: KafkaUri, doing: str, cause: Cause) -> LogUnavailableError:
+        """The error for a cause that the broker's port has given away."""
+        return LogUnavailableError(
+            f"Kafka at {uri.brokers}: cannot {doing}: {self.redact(cause.what)}", hint=self.redact(cause.hint)
+        )
 
     def unavailable(self, uri: KafkaUri, doing: str, error: str) -> LogUnavailableError:
         """The error to raise: what the client was told, or what it complained about while it waited."""

@@ -19,7 +19,7 @@ from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.restore.choose import check_incarnation, read_hellos
 from torchrec_stream_ckpt.restore.plan import plan_reads
 from torchrec_stream_ckpt.restore.stream import checked_payload, read_mark, read_stream
-from torchrec_stream_ckpt.types import MarkerId, TableShard
+from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,7 @@ class _Coverage:
     def __init__(self, schema: Schema) -> None:
         self._schema = schema
         self._sent: dict[tuple[int, int, int], npt.NDArray[np.bool_]] = {}
+        self._records = [0] * len(schema.tables)
 
     def add(self, header: Header, payload: memoryview, *, fresh: bool) -> None:
         if header.table >= len(self._schema.tables):
@@ -102,10 +103,16 @@ class _Coverage:
         view = decode_rows(header, payload, table)
         if fresh:
             key = (header.table, header.col0, header.cols)
-            self._sent.setdefault(key, np.zeros(table.rows, np.bool_))[view.ids] = True
+            if key not in self._sent:
+                self._sent[key] = _flags(table)
+            self._sent[key][view.ids] = True
+            self._records[header.table] += header.rows
 
     def check(self) -> None:
         for index, table in enumerate(self._schema.tables):
+            missing = table.rows - self._records[index]
+            if missing > 0:  # said before a table that only claims to be huge takes memory
+                raise CorruptionError(f"{missing} rows are not in the log", table=table.name)
             slices = [(col0, cols, sent) for (of, col0, cols), sent in self._sent.items() if of == index]
             for column in sorted({edge for col0, cols, _ in slices for edge in (col0, col0 + cols)} | {0}):
                 if column < table.dim:
@@ -113,3 +120,11 @@ class _Coverage:
                     missing = table.rows - int(np.logical_or.reduce(sent).sum()) if sent else table.rows
                     if missing:
                         raise CorruptionError(f"{missing} rows are not in the log", table=table.name, column=column)
+
+
+def _flags(table: TableSpec) -> npt.NDArray[np.bool_]:
+    """One a row; the system gives memory only for those that are set."""
+    try:
+        return np.zeros(table.rows, np.bool_)
+    except (MemoryError, ValueError):
+        raise CorruptionError(f"cannot keep account of {table.rows} rows", table=table.name) from None

@@ -1,0 +1,77 @@
+"""The commit key: control records of a job that has one carry an HMAC, and count for nothing without it."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import stat
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.format.control import Claim, Commit
+
+Record = TypeVar("Record", Claim, Commit)
+
+MIN_KEY_BYTES = 32
+_MAX_FILE_BYTES = 4096
+_MAKE_HINT = "make one: (umask 077; head -c 32 /dev/urandom > FILE)"
+
+
+class CommitKey:
+    """A secret that vouches for control records, by HMAC-SHA-256. Never printed, never pickled.
+
+    Args:
+        key: At least 32 random bytes.
+    """
+
+    __slots__ = ("_key",)
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    @classmethod
+    def load(cls, path: Path | str) -> CommitKey:
+        """Read a key file: at least 32 bytes, or at least 64 hex digits, which nobody but its owner may read.
+
+        Raises:
+            ConfigError: it is no such file.
+        """
+        place = Path(path)
+        try:
+            # Not blocking: what the path names may be a pipe.
+            with open(os.open(place, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+                status = os.fstat(file.fileno())
+                data = file.read(_MAX_FILE_BYTES + 1) if stat.S_ISREG(status.st_mode) else None
+        except OSError as error:
+            raise ConfigError(f"cannot read the commit key: {error.strerror}", hint=_MAKE_HINT, path=place) from None
+        if data is None or len(data) > _MAX_FILE_BYTES:
+            raise ConfigError("the commit key is no small plain file", hint=_MAKE_HINT, path=place)
+        if status.st_mode & 0o077:
+            raise ConfigError("others than its owner may open the commit key", hint=f"chmod 600 {place}", path=place)
+        text = data.strip()
+        if re.fullmatch(rb"(?:[0-9a-fA-F]{2})+", text):
+            data = bytes.fromhex(text.decode("ascii"))
+        if len(data) < MIN_KEY_BYTES:
+            raise ConfigError(f"the commit key is shorter than {MIN_KEY_BYTES} bytes", hint=_MAKE_HINT, path=place)
+        return cls(data)
+
+    def sign(self, record: Record) -> Record:
+        """The record with its HMAC."""
+        return replace(record, mac=self._mac(record))
+
+    def vouches_for(self, record: Claim | Commit) -> bool:
+        """Whether somebody who has the key has written this very record."""
+        return hmac.compare_digest(record.mac, self._mac(record))
+
+    def _mac(self, record: Claim | Commit) -> str:
+        return hmac.new(self._key, record.signed_bytes(), hashlib.sha256).hexdigest()
+
+    def __repr__(self) -> str:
+        return "CommitKey(...)"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a CommitKey stays in the process that has read it")

@@ -1,0 +1,174 @@
+"""Why a broker gives no answer, found by knocking at its port: TLS or not, which certificate, which login.
+
+librdkafka says nothing at all of some mismatches, plaintext to a TLS port among them, and of others only that TLS
+failed. This asks the listener itself, with a handshake and one request. No secret is sent. Imports no Kafka client.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchrec_stream_ckpt.layout import KafkaUri
+
+TIMEOUT_S = 2.5
+_SASL_HANDSHAKE = 17
+_ILLEGAL_SASL_STATE = 34
+_MAX_ANSWER_BYTES = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why the broker gives no answer, and what to try."""
+
+    what: str
+    hint: str
+
+
+def find_cause(uri: KafkaUri, options: Mapping[str, str]) -> Cause | None:
+    """Compare what the client is told to do with what the first broker that can be reached does; None: no mismatch.
+
+    Takes at most a few times ``TIMEOUT_S``.
+    """
+    for broker in uri.brokers.split(","):
+        host, _, port = broker.rpartition(":")
+        address = (host.strip("[]"), int(port))
+        try:
+            socket.create_connection(address, TIMEOUT_S).close()
+        except OSError:
+            continue
+        return _compare(address, options)
+    return None
+
+
+def _compare(address: tuple[str, int], options: Mapping[str, str]) -> Cause | None:
+    protocol = options.get("security.protocol", "plaintext").lower()
+    wants_tls, wants_login = protocol.endswith("ssl"), protocol.startswith("sasl")
+    has_tls = _speaks_tls(address)
+    if has_tls is None:
+        return None
+    mechanisms = _mechanisms(address, tls=has_tls)
+    right = {
+        (True, True): "SASL_SSL",
+        (True, False): "SSL",
+        (False, True): "SASL_PLAINTEXT",
+        (False, False): "PLAINTEXT",
+    }
+    fitting = f"set security.protocol={right[has_tls, bool(mechanisms)]}, or name the port of another listener"
+    place = f"the listener at {address[0]}:{address[1]}"
+    if has_tls and not wants_tls:
+        return Cause(f"{place} speaks TLS, and this client does not", fitting)
+    if wants_tls and not has_tls and mechanisms is not None:
+        return Cause(f"{place} speaks no TLS, and this client does", fitting)
+    if has_tls and (cause := _certificate(address, options)) is not None:
+        return cause
+    if mechanisms and not wants_login:
+        return Cause(f"{place} wants a login by {', '.join(mechanisms)}, and this client gives none", fitting)
+    if mechanisms == [] and wants_login:
+        return Cause(f"{place} takes no login, and this client gives one", fitting)
+    mechanism = options.get("sasl.mechanism", options.get("sasl.mechanisms", "GSSAPI"))
+    if wants_login and mechanisms and mechanism not in mechanisms:
+        has = ", ".join(mechanisms)
+        return Cause(f"{place} has no SASL mechanism {mechanism}, it has {has}", "set sasl.mechanism to one of them")
+    return None
+
+
+def _speaks_tls(address: tuple[str, int]) -> bool | None:
+    """Whether a handshake is answered; None where there is no answer, or one that does not tell."""
+    try:
+        with socket.create_connection(address, TIMEOUT_S) as raw, _blind().wrap_socket(raw):
+            return True
+    except (ssl.SSLEOFError, ConnectionError):
+        return False
+    except ssl.SSLError as error:
+        return False if error.reason == "WRONG_VERSION_NUMBER" else None
+    except OSError:
+        return None
+
+
+def _blind() -> ssl.SSLContext:
+    """Looks at no certificate: nothing that must be kept from anybody is sent through it."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def _certificate(address: tuple[str, int], options: Mapping[str, str]) -> Cause | None:
+    """What is wrong with the broker's certificate, by the client's own settings."""
+    if options.get("enable.ssl.certificate.verification", "true").lower() == "false":
+        return None
+    place, pem = options.get("ssl.ca.location"), options.get("ssl.ca.pem")
+    try:
+        folder = place is not None and Path(place).is_dir()
+        context = ssl.create_default_context(
+            cafile=place if place and not folder else None, capath=place if folder else None, cadata=pem
+        )
+        context.check_hostname = options.get("ssl.endpoint.identification.algorithm", "https") != "none"
+        with (
+            socket.create_connection(address, TIMEOUT_S) as raw,
+            context.wrap_socket(raw, server_hostname=address[0]),
+        ):
+            return None
+    except ssl.SSLCertVerificationError as error:
+        return _untrusted(error, address[0], place)
+    except (OSError, ValueError):
+        return None
+
+
+def _untrusted(error: ssl.SSLCertVerificationError, host: str, ca: str | None) -> Cause:
+    said = error.verify_message.rstrip(".")
+    if "mismatch" in said:
+        return Cause(
+            f"the broker's certificate is not valid for the name '{host}' ({said})",
+            "use a host name that stands in the certificate, in the URI and in the broker's advertised.listeners",
+        )
+    if "expired" in said or "not yet valid" in said:
+        return Cause(f"the broker's certificate cannot be used now ({said})", "renew it, or set the clock right")
+    by = f"ssl.ca.location={ca}" if ca else "the CAs of this system"
+    return Cause(
+        f"the broker's certificate is signed by a CA that {by} does not name ({said})",
+        "set ssl.ca.location to the PEM file of the CA that signed it",
+    )
+
+
+def _mechanisms(address: tuple[str, int], *, tls: bool) -> list[str] | None:
+    """SASL mechanisms that the listener has, none if it takes no login; None where it does not say."""
+    body = _string("STREAM-CKPT-PROBE")
+    request = struct.pack(">hhi", _SASL_HANDSHAKE, 1, 1) + _string("stream-ckpt") + body
+    try:
+        with socket.create_connection(address, TIMEOUT_S) as raw:
+            connection = _blind().wrap_socket(raw) if tls else raw
+            with connection:
+                connection.sendall(struct.pack(">i", len(request)) + request)
+                (length,) = struct.unpack(">i", _read(connection, 4))
+                answer = _read(connection, length) if 0 < length <= _MAX_ANSWER_BYTES else b""
+        code, count = struct.unpack_from(">hi", answer, 4)
+        if code == _ILLEGAL_SASL_STATE:
+            return []
+        found, at = [], 10
+        for _ in range(min(count, 100)):
+            (size,) = struct.unpack_from(">h", answer, at)
+            found.append(answer[at + 2 : at + 2 + size].decode("ascii"))
+            at += 2 + size
+        return sorted(found)
+    except (OSError, struct.error, UnicodeDecodeError):
+        return None
+
+
+def _string(text: str) -> bytes:
+    return struct.pack(">h", len(text)) + text.encode("ascii")
+
+
+def _read(connection: socket.socket, length: int) -> bytes:
+    data = b""
+    while len(data) < length:
+        piece = connection.recv(length - len(data))
+        if not piece:
+            raise OSError("hung up")
+        data += piece
+    return data
