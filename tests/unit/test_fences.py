@@ -32,7 +32,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "commit": LEAVES | {"format", "adapter", "log", "commit"},
     "restore": LEAVES | {"format", "adapter", "log", "restore"},
     "materialize": LEAVES | {"format", "log", "materialize"},
-    "checkpointer": LEAVES | {"format", "adapter", "capture", "log", "commit", "restore"},
+    "cuts": LEAVES | {"format", "capture", "log", "commit"},
+    "checkpointer": LEAVES | {"format", "adapter", "capture", "log", "commit", "restore", "cuts"},
     "broker": {"errors", "broker"},
     "cli": LEAVES | {"format", "log", "commit", "restore", "materialize", "broker", "cli"},
     "__init__": {"config", "errors", "types", "checkpointer"},
@@ -53,6 +54,7 @@ WITH_TORCH = frozenset(
         "commit/collective.py",
         "commit/coordinator.py",
         "commit/dense.py",
+        "cuts.py",
         "restore/apply.py",
     }
 )

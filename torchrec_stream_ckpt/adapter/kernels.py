@@ -100,10 +100,10 @@ class FusedKernel:
             self._tbe.flush()
             self._tbe.reset_cache_states()
 
-    def on_update(self, callback: Callable[[Lookup], None]) -> Callable[[], None]:
-        """Call ``callback`` whenever the fused update of a forward has been applied; returns the remover.
+    def on_update(self, before: Callable[[Lookup], None], after: Callable[[Lookup], None]) -> Callable[[], None]:
+        """Call ``before`` and ``after`` around the fused update of every forward; returns the remover.
 
-        The call runs on the autograd thread, right behind the kernel (on its stream on a GPU). A forward
+        Both calls run on the autograd thread, right around the kernel (on its stream on a GPU). A forward
         without a backward calls nothing.
         """
 
@@ -117,7 +117,8 @@ class FusedKernel:
                     hint="use the versions of torchrec and fbgemm that the README names",
                 )
             lookup = Lookup(tbe._indices, tbe._offsets, tbe._vbe_B_offsets, int(tbe._vbe_max_B))
-            node.register_hook(lambda *_grads: callback(lookup))
+            node.register_prehook(lambda *_grads: before(lookup))
+            node.register_hook(lambda *_grads: after(lookup))
 
         handle: RemovableHandle = self._tbe.register_forward_hook(forward_hook, prepend=True)
         return handle.remove
