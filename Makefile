@@ -8,7 +8,7 @@ BENCH ?= *
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kafka test test-kafka fuzz coverage lint bench lock clean kafka-tools
+.PHONY: help setup demo demo-kafka test test-kafka test-slow fuzz coverage lint bench lock clean kafka-tools
 
 help: ## Show these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,7 +30,10 @@ test: kafka-tools ## Run all tests, Kafka included (PYTEST_ARGS="tests/unit -x")
 	@OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
 
 test-kafka: kafka-tools ## Run only the tests that need a broker (PYTEST_ARGS=...)
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -m kafka $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -m 'kafka and not slow' $(PYTEST_ARGS)
+
+test-slow: kafka-tools ## Run the tests that take more than a minute each, a broker that stands still for one (PYTEST_ARGS=...)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -m slow $(PYTEST_ARGS)
 
 fuzz: $(STAMP) ## Damage bytes and read them (FUZZ_ARGS="--seconds 600 --seed 1")
 	@$(PY) -m tests.fuzz $(FUZZ_ARGS)
