@@ -38,12 +38,16 @@ def committed(uri: str) -> dict[str, int]:
     return {str(marker): commit.step for marker, commit in lineage.commits.items()}
 
 
-def _restore(settings: StreamConfig, marker: str | None) -> State:
-    job = large(PLAN_3)
-    job.step()
-    with StreamCheckpointer(job.dmp, job.optimizer, config=settings, stateful={"loader": job}) as checkpointer:
-        assert checkpointer.restore(marker) is not None
-        return truth(job)
+def _restore(settings: StreamConfig, markers: list[str]) -> dict[str, State]:
+    """(ranks of another plan) What each marker brings back."""
+    found = {}
+    for marker in markers:
+        job = large(PLAN_3)
+        job.step()
+        with StreamCheckpointer(job.dmp, job.optimizer, config=settings, stateful={"loader": job}) as checkpointer:
+            assert checkpointer.restore(marker) is not None
+            found[marker] = truth(job)
+    return found
 
 
 # A broker that stands still.
@@ -96,7 +100,6 @@ def _outage(settings: StreamConfig, pid: int, outage_s: float) -> tuple[dict[int
         "steps": job.step_number - first,
         "waits": ring.waits - waits,
         "over": ring.peak_bytes - ring.limit_bytes,
-        "failed": int(checkpointer._cuts._seal.failed),
     }
     train(2 * EVERY)
     marker = checkpointer.mark().result(90)
@@ -127,16 +130,14 @@ def _check_outage(broker: Broker, tmp_path: Path, outage_s: float, commit_timeou
     markers = committed(settings.uri)
     assert last in markers
     assert all(marker.startswith("1:") for marker in markers)
-    # The newest, and the newest that was cut while the broker stood still or just before.
-    for marker in list(markers)[-3:]:
-        state = ranks.run(3, _restore, settings, marker)[0]
-        assert differences(truths[int(marker.split(":")[1])], state, rng=False) == []
+    for marker, state in ranks.run(3, _restore, settings, list(markers)[-3:])[0].items():
+        assert differences(truths[int(marker.split(":")[1])], state, rng=False) == [], marker
     return len(markers)
 
 
 @pytest.mark.kafka
 def test_a_broker_that_stands_still_for_seconds_stops_no_step(own: Broker, tmp_path: Path) -> None:
-    assert _check_outage(own, tmp_path, outage_s=8.0, commit_timeout_s=60.0) >= 3
+    assert _check_outage(own, tmp_path, outage_s=6.0, commit_timeout_s=60.0) >= 3
 
 
 @pytest.mark.slow
@@ -166,9 +167,9 @@ def _dies(uri: str, directory: Path) -> None:
         (directory / "frozen").touch()
     with pytest.raises(RuntimeError):  # the training's own collectives miss the rank
         steps(job, checkpointer, 100_000)
-    error = future.exception(60)
+    checkpointer.close(6)  # half of which the rest of the cut may wait for space: then it is given up
+    error = future.exception(20)
     assert isinstance(error, MarkerFailedError)
-    checkpointer.close(5)
     (directory / "heard.txt").write_text(str(error))
 
 
@@ -191,5 +192,5 @@ def test_a_rank_that_dies_while_a_cut_is_frozen_leaves_the_last_marker(tmp_path:
     assert list(committed(uri)) == ["1:1"]
     expected = torch.load(tmp_path / "marker.pt")
     assert expected["saved_rows"] > 0
-    state = ranks.run(3, _restore, StreamConfig(uri=uri), None)[0]
-    assert differences(expected["state"], state, rng=False) == []
+    found = ranks.run(3, _restore, StreamConfig(uri=uri), ["1:1"])[0]
+    assert differences(expected["state"], found["1:1"], rng=False) == []

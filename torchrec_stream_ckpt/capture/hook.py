@@ -68,6 +68,8 @@ class Capture:
         self._ring: FrameRing | None = None
         self._submit: Callable[[FrameBuffer], int] | None = None
         self._cut: FrozenCut | None = None
+        self._quota = 0
+        """Frames that the drain in progress may still fill: acknowledgements that come meanwhile do not prolong it."""
         self.saved_rows = 0
         """Rows of cuts that were sent in front of a write."""
         self.written_in_place = False
@@ -106,6 +108,8 @@ class Capture:
     def sweep(self, drain: Drain, max_bytes: int) -> bool:
         """Send up to about ``max_bytes`` of rows that were never sent. Whether all that was looked at found space."""
         assert self._cut is None
+        if not self._may_send(drain):
+            return False
         for position, mask in enumerate(self._masks):
             row_bytes = max((stager.row_bytes for stager in self._stagers[position]), default=1)
             while not mask.swept and max_bytes > 0:
@@ -248,8 +252,9 @@ class Capture:
         return True
 
     def _may_send(self, drain: Drain) -> bool:
-        """Whether a look at the masks is worth it: while the log takes nothing, steps shall not pay for one."""
+        """A drain begins: whether a look at the masks is worth it. A log that takes nothing shall cost steps nothing."""
         assert self._ring is not None
+        self._quota = self._ring.capacity
         return drain.extra or drain.wait_s > 0 or self._ring.has_room
 
     def _buffer(self, drain: Drain, num_bytes: int) -> FrameBuffer | None:
@@ -257,4 +262,8 @@ class Capture:
         assert self._ring is not None
         if drain.saving:
             return self._ring.borrow(num_bytes)
+        if not drain.extra:
+            if not self._quota:
+                return None
+            self._quota -= 1
         return self._ring.acquire(extra=drain.extra, wait_s=drain.wait_s)
