@@ -30,8 +30,8 @@ class StreamConfig:
     on_column_resplit: Literal["refuse", "merge"] = "refuse"
     """What a restore does when the plan splits columns of a row-wise optimizer in another way."""
     ring_bytes: int = 64 * 2**20
-    """Memory for frames that the log has not acknowledged yet, and the most that one ``step()`` gathers. Two frames of
-    1 MB at least. Over Kafka the client holds as much again."""
+    """Memory for frames that the log has not acknowledged yet, and the most that one ``step()`` gathers of touched
+    rows. Two frames of 1 MB at least. Over Kafka the client holds as much again."""
     marker_budget_bytes: int = 2**30
     """Memory that a marker may take on top: for rows of its cut that training overwrites before they have found space
     in the ring. Without room all ranks give the marker up, and its rows go with the next one."""

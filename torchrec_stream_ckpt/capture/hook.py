@@ -252,7 +252,7 @@ class Capture:
         return True
 
     def _may_send(self, drain: Drain) -> bool:
-        """A drain begins: whether a look at the masks is worth it. A log that takes nothing shall cost steps nothing."""
+        """A drain begins: whether a look at the masks is worth it. While the log takes nothing it is not."""
         assert self._ring is not None
         self._quota = self._ring.capacity
         return drain.extra or drain.wait_s > 0 or self._ring.has_room
