@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import EmainplaceModeDefinition
 
 from tests import model
 from tests.jobs import attach
 from tests.model import PLAN_2, PLAN_3, Trainer, batch, differences, truth
-from tests.pressure import RING, RING_BYTES, Gate, cut, everywhere, large, steps, steps_until_done, touch_everything
+from tests.pressure import RING, RING_BYTES, Gate, cut, large, steps, steps_until_done, touch_everything
 from tests.ranks import run
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import MarkerFailedError
@@ -279,35 +280,48 @@ def test_a_cut_that_no_step_follows_settles_in_time_and_close_sends_the_rest(tmp
     compare(results[0][2], uri)
 
 
-def _mark_on_top(uri: str) -> Truths:
-    """``mark()`` while a cut of the cadence is frozen on one rank only: both markers, in their order."""
+def _one_rank_only(uri: str) -> tuple[Truths, str]:
+    """``mark()`` while one rank only has a frozen cut: both markers, in their order. Then one rank only gives up."""
     job, gate = large(PLAN_2), Gate()
+    first = dist.get_rank() == 0
     truths: Truths = {}
     with attach(job, StreamConfig(uri=uri, marker_every=3, **RING)) as checkpointer:
         checkpointer.mark().result(60)
         steps(job, checkpointer, 1)
-        if torch.distributed.get_rank() == 0:
-            touch_everything_here(job, checkpointer)
+        if first:
+            checkpointer._capture.before_load()
             gate.shut()
         steps(job, checkpointer, 1)
         job.step()
         state = truth(job)
         checkpointer.step()
-        assert everywhere(checkpointer._cuts.open == (torch.distributed.get_rank() == 0))
-        steps(job, checkpointer, 2)
+        assert checkpointer._cuts.open == first
+        steps(job, checkpointer, 1)
         gate.open()
         future = checkpointer.mark()
         truths |= {"1:2": state, str(future.result(60).id): truth(job)}
-    return truths
+
+        touch_everything(job)
+        gate.shut()
+        future = cut(checkpointer)
+        if not first:
+            checkpointer.mark_all()
+        assert checkpointer._cuts.holding == first
+        steps(job, checkpointer, 1)
+        assert checkpointer._cuts.holding == first  # the word is on its way
+        steps(job, checkpointer, 1)
+        assert (checkpointer._cuts.holding, checkpointer._cuts.open) == (False, False)
+        said = str(future.exception(60))
+        gate.open()
+        truths[str(checkpointer.mark().result(60).id)] = truth(job)
+    return truths, said
 
 
-def touch_everything_here(job: Trainer, checkpointer: StreamCheckpointer) -> None:
-    """On one rank: nothing but its own masks."""
-    checkpointer._capture.before_load()
-
-
-def test_mark_first_sends_the_rest_of_a_frozen_cut(tmp_path: Path) -> None:
+def test_what_one_rank_does_with_a_cut_all_ranks_wait_for_or_give_up_at_one_step(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
-    truths = run(2, _mark_on_top, uri)[0]
-    assert list(truths) == committed(uri)[1:] == ["1:2", "1:3"]
+    results = run(2, _one_rank_only, uri)
+    truths, said = results[0]
+    assert results[1][1] == said
+    assert "rank 0: it is given up with another rank; rank 1: tables were written in place" in said
+    assert list(truths) == committed(uri)[1:] == ["1:2", "1:3", "1:5"]
     compare(truths, uri)
