@@ -159,10 +159,10 @@ class Coordinator:
         except Exception as error:  # DCP raises what its storage and peers raise
             return Vote(cut.marker, cut.step, f"dense state was not saved: {type(error).__name__}: {error}")
         publisher = self._generation.publisher
-        late = f"its rows did not find space in the ring in {self._timeout_s:.0f} s"
-        sealed = cut.seal.wait(
-            max(0.0, deadline - time.monotonic()), f"{late} ({publisher.failure})" if publisher.failure else late
-        )
+        if not cut.seal.wait(max(0.0, deadline - time.monotonic())):
+            why = publisher.failure or "the log is slow, or no step follows"
+            cut.seal.fail(f"its rows did not find space in the ring in {self._timeout_s:.0f} s ({why})")
+        sealed = cut.seal.sealed
         if sealed is None:
             return Vote(cut.marker, cut.step, cut.seal.reason)
         try:

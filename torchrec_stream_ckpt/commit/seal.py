@@ -43,10 +43,13 @@ class Seal:
                 self._decided.set()
             return self._sealed is None
 
-    def wait(self, timeout_s: float, reason: str) -> Sealed | None:
-        """Wait for the decision; give the cut up for ``reason`` when the time is up. None: it is given up."""
-        if not self._decided.wait(timeout_s):
-            self.fail(reason)
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the decision; whether there is one."""
+        return self._decided.wait(timeout_s)
+
+    @property
+    def sealed(self) -> Sealed | None:
+        """None: it is given up, or not decided."""
         return self._sealed
 
     @property
