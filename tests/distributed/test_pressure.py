@@ -18,10 +18,10 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import EmainplaceMod
 from tests import model
 from tests.jobs import attach
 from tests.model import PLAN_2, PLAN_3, Trainer, batch, differences, truth
-from tests.pressure import RING, RING_BYTES, Gate, cut, large, steps, steps_until_done, touch_everything
+from tests.pressure import RING, RING_BYTES, ROWS, Gate, cut, large, steps, steps_until_done, touch_everything
 from tests.ranks import run
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.errors import MarkerFailedError
+from torchrec_stream_ckpt.errors import CaptureMismatchError, MarkerFailedError
 from torchrec_stream_ckpt.format.control import parse_control
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import open_log
@@ -325,3 +325,31 @@ def test_what_one_rank_does_with_a_cut_all_ranks_wait_for_or_give_up_at_one_step
     assert "rank 0: it is given up with another rank; rank 1: tables were written in place" in said
     assert list(truths) == committed(uri)[1:] == ["1:2", "1:3", "1:5"]
     compare(truths, uri)
+
+
+def _behind_the_hook(uri: str) -> tuple[int, str]:
+    """A frozen row that has not been sent is written in place, and nobody says so."""
+    job, gate = large(PLAN_2), Gate()
+    with attach(job, StreamConfig(uri=uri, marker_every=None, **RING)) as checkpointer:
+        checkpointer.mark().result(60)
+        touch_everything(job)
+        gate.shut()
+        future = cut(checkpointer)
+        for kernel in checkpointer._kernels:
+            for shard, weights in zip(kernel.shards, kernel.weights(), strict=True):
+                if shard.table.name == "ebc.t_user":
+                    weights.data[-1, 3] = 42.0
+        gate.open()
+        with pytest.raises(CaptureMismatchError) as caught:
+            steps_until_done(job, checkpointer, future)
+        assert isinstance(future.exception(60), MarkerFailedError)
+        return job.step_number, str(caught.value)
+
+
+def test_the_oracle_compares_a_frozen_cut_with_its_boundary(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}"
+    results = run(2, _behind_the_hook, uri)
+    assert results[0] == results[1]
+    assert "the stream has 42.0" in results[0][1]
+    assert f"table=ebc.t_user, row={ROWS - 1}, state=weight, column=3, rank=0" in results[0][1]
+    assert committed(uri) == ["1:1"]

@@ -84,7 +84,7 @@ def _outage(settings: StreamConfig, pid: int, outage_s: float) -> tuple[dict[int
                 truths[cuts] = truth(job)
 
     counted = {"longest_s": 0.0}
-    checkpointer.mark().result(60)
+    truths[checkpointer.mark().result(60).marker] = truth(job)
     ring, publisher = checkpointer._ring, checkpointer._stream.publisher
     train(2 * EVERY)
     waits, rows, first = ring.waits, publisher.rows, job.step_number
