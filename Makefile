@@ -12,7 +12,8 @@ GPU_PY ?= python3
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kafka test test-kafka test-matrix test-gpu fuzz coverage lint bench lock clean kafka-tools
+.PHONY: help setup demo demo-kafka test test-kafka test-slow test-matrix test-gpu fuzz coverage lint bench lock clean \
+  kafka-tools
 
 help: ## Show these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,7 +37,10 @@ test: kafka-tools ## Run all tests, Kafka included (PYTEST_ARGS="tests/unit -x")
 	@OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
 
 test-kafka: kafka-tools ## Run only the tests that need a broker (PYTEST_ARGS=...)
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -m kafka $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -m 'kafka and not slow' $(PYTEST_ARGS)
+
+test-slow: kafka-tools ## Run the tests that take more than a minute each, a broker that stands still for one (PYTEST_ARGS=...)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -m slow $(PYTEST_ARGS)
 
 # Not in .venv: that has no CUDA. CONTRIBUTING.md says what this Python needs.
 test-gpu: ## Run the tests that need a GPU, one rank, by a Python that has the CUDA stack (GPU_PY=python3 PYTEST_ARGS=...)

@@ -128,7 +128,7 @@ def collect() -> Suite:
     """Everything that the suite says, GPU tests included; imports every test, runs none."""
     suite = Suite()
     said = io.StringIO()
-    arguments = ["--collect-only", "-q", "-m", "gpu or not gpu", "-p", "no:cacheprovider", str(ROOT / "tests")]
+    arguments = ["--collect-only", "-q", "-m", "gpu or slow or not slow", "-p", "no:cacheprovider", str(ROOT / "tests")]
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         code = pytest.main(arguments, plugins=[suite])
     assert code == pytest.ExitCode.OK, said.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -59,6 +60,8 @@ def _go_on(job: Trainer, checkpointer: StreamCheckpointer, steps: int) -> tuple[
 
 
 def settle(checkpointer: StreamCheckpointer) -> None:
-    """Let the marker in flight settle, so that it is no matter of timing which steps have one."""
+    """(all ranks) Let the marker in flight settle, so that it is no matter of timing which steps have one."""
     assert checkpointer._coordinator is not None
+    assert checkpointer._cuts is not None
+    checkpointer._cuts.complete(time.monotonic() + 60)
     assert checkpointer._coordinator.settle(60)

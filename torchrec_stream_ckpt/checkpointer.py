@@ -14,21 +14,22 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_stream_ckpt.adapter import fused_kernels, watch_outside_writes
 from torchrec_stream_ckpt.capture.hook import Capture, Drain
-from torchrec_stream_ckpt.capture.oracle import Oracle, mismatch
+from torchrec_stream_ckpt.capture.oracle import Oracle
 from torchrec_stream_ckpt.capture.shards import local_shards, local_tables, merge_schema
 from torchrec_stream_ckpt.capture.staging import StreamIdentity, allocate
-from torchrec_stream_ckpt.commit.cadence import Cadence
+from torchrec_stream_ckpt.commit.cadence import Ballot, Cadence
 from torchrec_stream_ckpt.commit.collective import Team, new_group
 from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.commit.coordinator import Coordinator, Cut
+from torchrec_stream_ckpt.commit.coordinator import Coordinator
 from torchrec_stream_ckpt.commit.dense import DenseState, Stateful
 from torchrec_stream_ckpt.commit.generation import Generation, check_same_log, claim_generation
 from torchrec_stream_ckpt.config import StreamConfig
-from torchrec_stream_ckpt.errors import CaptureMismatchError, ConfigError, FencedError, MarkerNotFoundError
-from torchrec_stream_ckpt.format.control import Hello, Mark
+from torchrec_stream_ckpt.cuts import Cuts
+from torchrec_stream_ckpt.errors import ConfigError, FencedError, MarkerNotFoundError
+from torchrec_stream_ckpt.format.control import Hello
 from torchrec_stream_ckpt.format.dense import dense_path
-from torchrec_stream_ckpt.format.frame import Header, Kind
-from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
+from torchrec_stream_ckpt.format.frame import Kind
+from torchrec_stream_ckpt.format.ring import FrameRing
 from torchrec_stream_ckpt.loader import TrackedLoader
 from torchrec_stream_ckpt.log.api import Log, open_log
 from torchrec_stream_ckpt.log.publisher import Publisher
@@ -106,10 +107,10 @@ class StreamCheckpointer:
         self._cadence = Cadence(config.marker_every, config.marker_every_s, step_group)
         self._stream: Generation | None = None
         self._coordinator: Coordinator | None = None
+        self._cuts: Cuts | None = None
         self._step = 0
         self._next_marker = 1
         self._broken: BaseException | None = None
-        self._mismatch: CaptureMismatchError | None = None
         self._stranded = False
         self._closed = False
 
@@ -128,7 +129,7 @@ class StreamCheckpointer:
         """Hook the kernels as they are now, and what changes rows beside them."""
         self._capture = Capture(self._kernels, self._schema)
         self._oracle = Oracle(self._kernels, self._schema) if self._paranoid else None
-        self._unwatch = watch_outside_writes(self._dmp, self._optimizer, self.mark_all, self._reshard)
+        self._unwatch = watch_outside_writes(self._dmp, self._optimizer, self._capture.before_load, self._reshard)
 
     def __enter__(self) -> StreamCheckpointer:
         return self
@@ -192,6 +193,8 @@ class StreamCheckpointer:
     def step(self, batches: int = 1) -> None:
         """A training step is done: forward, backward and optimizer. Drains and cuts markers by cadence.
 
+        Never waits for the log. A marker that does not fit the ring is sent over the next steps.
+
         Args:
             batches: How many batches it trained: more with gradient accumulation, 0 for none of the loader. Each
                 ``TrackedLoader`` among the stateful objects is told; of no meaning without one.
@@ -202,24 +205,29 @@ class StreamCheckpointer:
             CaptureMismatchError: (``paranoid``) the stream does not say what the tables hold; raised by all ranks at
                 the same step, and by every call from then on.
         """
-        stream = self._ensure_stream()
+        self._ensure_stream()
         for loader in self._loaders:
             loader.trained(batches)
         self._step += 1
         ballot = self._cadence.decide()
         if not ballot.owner:
             raise self._fenced()
+        assert self._cuts is not None
+        if not ballot.holding:
+            self._cuts.give_up("it is given up with another rank")
         if ballot.ready:
-            self._cut(stream, deadline_s=None)
+            self._cut(deadline_s=None)
         else:
+            self._cuts.go_on()
+        if not (ballot.ready or self._cuts.open):
             self._try_drain()
         self._vote()
 
     def mark(self) -> Future[Committed]:
         """Start a marker at this step boundary.
 
-        Waits for a marker in flight, and for the rest of the sweep when it is the job's first one; a marker
-        that the cadence cuts waits for neither.
+        Waits for a marker in flight, for the rest of the sweep when it is the job's first one, and until all that
+        changed is in the ring; a marker that the cadence cuts waits for none of these.
 
         Returns:
             A future that resolves on every rank once the marker is committed, or fails with the reason.
@@ -227,17 +235,20 @@ class StreamCheckpointer:
         Raises:
             FencedError, CaptureMismatchError: as in ``step()``.
         """
-        stream = self._ensure_stream()
+        self._ensure_stream()
         assert self._coordinator is not None
+        assert self._cuts is not None
+        self._cuts.complete(time.monotonic() + self._config.commit_timeout_s)
         self._coordinator.settle()
         if self._coordinator.fenced is not None:
             raise self._coordinator.fenced
-        return self._cut(stream, deadline_s=time.monotonic() + self._config.commit_timeout_s)
+        return self._cut(deadline_s=time.monotonic() + self._config.commit_timeout_s)
 
     def mark_all(self) -> None:
         """Send all rows again: tables were written in place by hand, or by ``dcp.load`` into ``dmp.state_dict()``.
 
-        Loading through ``load_state_dict`` is noticed without this call.
+        To be called behind the write, before the next ``step()`` or ``mark()``. Loading through ``load_state_dict`` is
+        noticed without this call. A marker whose rows have not all been sent is given up: their values are gone.
         """
         self._capture.mark_all()
 
@@ -288,10 +299,12 @@ class StreamCheckpointer:
 
     def _close_stream(self, timeout_s: float) -> None:
         """End this generation on this rank."""
-        if self._stream is None or self._coordinator is None:
+        if self._stream is None or self._coordinator is None or self._cuts is None:
             return
-        deadline = time.monotonic() + timeout_s
-        if not self._coordinator.close(timeout_s):
+        begin = time.monotonic()
+        self._cuts.close(begin + timeout_s / 2)  # the rest of the time is for the commit
+        deadline = begin + timeout_s
+        if not self._coordinator.close(max(0.0, deadline - time.monotonic())):
             log.warning("closed while a marker was in flight: it is given up, or settles when read")
         self._cadence.close(min(_JOIN_S, deadline - time.monotonic()))
         self._stream.publisher.close(max(0.0, min(_JOIN_S, deadline - time.monotonic())))
@@ -321,74 +334,23 @@ class StreamCheckpointer:
     def _vote(self) -> None:
         """Say how this rank stands, for the decision at the end of the next step."""
         assert self._coordinator is not None
+        assert self._cuts is not None
         settled, owner = not self._coordinator.busy, self._coordinator.fenced is None
-        ready = settled and owner and self._capture.swept
-        self._cadence.start(self._step, ready=ready, settled=settled, owner=owner)
+        ready = settled and owner and self._capture.swept and self._cuts.idle
+        self._cadence.start(self._step, Ballot(ready, settled, owner, self._cuts.holding))
 
-    def _cut(self, stream: Generation, deadline_s: float | None) -> Future[Committed]:
-        """Freeze this step boundary: rows and MARK into the ring, a copy of the dense state aside.
-
-        Whatever fails here fails the marker on all ranks, and on this one not before the others know of it.
-        """
-        assert self._coordinator is not None
+    def _cut(self, deadline_s: float | None) -> Future[Committed]:
+        """Cut a marker at this step boundary."""
+        assert self._cuts is not None
         self._cadence.cut()
         marker, self._next_marker = self._next_marker, self._next_marker + 1
-        drain = Drain(self._step, marker, extra=True, deadline_s=deadline_s)
-        try:
-            cut = self._cut_here(stream, drain)
-        except Exception as error:  # a Stateful of the user, memory, the publisher
-            log.exception("marker %d:%d cannot be cut on this rank", stream.claim.generation, marker)
-            cut = Cut(marker, self._step, reason=f"{type(error).__name__}: {error}")
-        if self._oracle is not None:
-            self._ask(self._oracle, stream, cut)
-        return self._coordinator.begin(cut)
-
-    def _ask(self, oracle: Oracle, stream: Generation, cut: Cut) -> None:
-        """(all ranks) Whether the stream says what the tables hold: if not on one rank, no marker commits any more.
-
-        A rank that could not cut has not sent everything, so there it has nothing to compare.
-        """
-        found = self._team.together(lambda: None if cut.reason else oracle.compare(self._capture.scalars()))
-        self._mismatch = mismatch(self._team.gather(found), stream.claim.generation, cut.marker, cut.step)
-        if self._mismatch is not None:
-            raise self._mismatch
-
-    def _cut_here(self, stream: Generation, drain: Drain) -> Cut:
-        """The local part of a cut."""
-        whole = self._finish_sweep(drain) and self._capture.drain(drain)
-        buffer = self._ring.acquire(extra=True, wait_s=drain.wait_s) if whole else None
-        if buffer is None:
-            budget = self._config.ring_bytes + self._config.marker_budget_bytes
-            reason = f"what changed does not fit the {budget} bytes of ring and marker budget"
-            return Cut(drain.marker, self._step, reason=reason)
-        rows, num_bytes = stream.publisher.rows, stream.publisher.num_bytes
-        mark = Mark(rows, num_bytes, self._capture.scalars())
-        buffer.put_json(self._header(stream, Kind.MARK, drain.marker), mark.to_json())
-        seq = self._submitter(stream)(buffer)
-        return Cut(drain.marker, self._step, seq, rows, num_bytes, self._dense.stage())
-
-    def _submitter(self, stream: Generation) -> Callable[[FrameBuffer], int]:
-        """Where frames go; the oracle, if there is one, reads them on their way."""
-        submit = stream.publisher.submit
-        return submit if self._oracle is None else self._oracle.listening(submit)
+        return self._cuts.begin(self._step, marker, deadline_s, self._finish_sweep)
 
     def _finish_sweep(self, drain: Drain) -> bool:
         while not self._capture.swept:
             if not self._capture.sweep(drain, self._config.ring_bytes):
                 return False
         return True
-
-    def _header(self, stream: Generation, kind: Kind, marker: int) -> Header:
-        claim = stream.claim
-        return Header(
-            kind,
-            claim.job,
-            claim.generation,
-            self._team.rank,
-            step=self._step,
-            marker=marker,
-            schema_crc=self._schema.crc,
-        )
 
     def _fenced(self) -> FencedError:
         """A rank knows that the job has a new owner; rank 0's word on it is on its way to this one."""
@@ -398,20 +360,18 @@ class StreamCheckpointer:
 
     # Opening a generation.
 
-    def _ensure_stream(self) -> Generation:
+    def _ensure_stream(self) -> None:
         self._check_open()
         if self._stream is None:
             self._open_root()
-        assert self._stream is not None
-        return self._stream
 
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("this StreamCheckpointer is closed")
         if self._broken is not None:
             raise ConfigError(f"a restore or reshard failed half way ({self._broken})", hint="start the job anew")
-        if self._mismatch is not None:
-            raise self._mismatch
+        if self._cuts is not None and self._cuts.mismatch is not None:
+            raise self._cuts.mismatch
 
     def _open_root(self) -> None:
         """Open a generation that stands on nothing: every table is sent whole."""
@@ -439,16 +399,20 @@ class StreamCheckpointer:
         stream = Generation(self._log, self._control, claim, publisher, partition, config.store_path, store_url)
         self._stream = stream
         self._coordinator = Coordinator(stream, self._dense, self._commit_team, config.commit_timeout_s)
+        self._cuts = Cuts(
+            stream, self._coordinator, self._capture, self._oracle, self._ring, self._dense, team, self._schema.crc
+        )
         hello = self._ring.acquire()
         assert hello is not None
         hello.put_json(
-            self._header(stream, Kind.HELLO, marker=0), Hello(team.world, self._schema, self._shards).to_json()
+            self._cuts.header(Kind.HELLO, self._step, marker=0),
+            Hello(team.world, self._schema, self._shards).to_json(),
         )
         publisher.submit(hello)
         identity = StreamIdentity(claim.job, claim.generation, team.rank, self._schema.crc)
         if self._oracle is not None:
             team.together(partial(self._oracle.open, claim.swept))
-        self._capture.open(identity, self._ring, self._submitter(stream), claim.swept)
+        self._capture.open(identity, self._ring, self._cuts.submit, claim.swept)
         self._vote()
 
     # Choosing what to restore.

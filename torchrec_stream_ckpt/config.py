@@ -33,13 +33,16 @@ class StreamConfig:
     on_column_resplit: Literal["refuse", "merge"] = "refuse"
     """What a restore does when the plan splits columns of a row-wise optimizer in another way."""
     ring_bytes: int = 64 * 2**20
-    """Memory for frames that the log has not acknowledged yet."""
+    """Memory for frames that the log has not acknowledged yet, and the most that one ``step()`` gathers of touched
+    rows. Two frames of 1 MB at least. Over Kafka the client holds as much again."""
     marker_budget_bytes: int = 2**30
-    """Memory that a marker may take on top, for what is dirty at its cut. Without room it is given up."""
+    """Memory that a marker may take on top: for rows of its cut that training overwrites before they have found space
+    in the ring. Without room all ranks give the marker up, and its rows go with the next one."""
     sweep_bytes: int = 16 * 2**20
     """Rows that no step has touched yet: send so many bytes of them a step, until all have been sent."""
     commit_timeout_s: float = 600.0
-    """Give a marker up when the log or the store has not taken it after so many seconds."""
+    """Give a marker up when the log or the store has not taken it after so many seconds; ``mark()`` waits no longer for
+    space."""
 
     def __post_init__(self) -> None:
         parsed = parse_uri(self.uri)

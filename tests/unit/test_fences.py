@@ -33,7 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "commit": LEAVES | {"format", "adapter", "log", "commit"},
     "restore": LEAVES | {"format", "adapter", "log", "restore"},
     "materialize": LEAVES | {"format", "log", "materialize"},
-    "checkpointer": LEAVES | {"loader", "format", "adapter", "capture", "log", "commit", "restore"},
+    "cuts": LEAVES | {"format", "capture", "log", "commit"},
+    "checkpointer": LEAVES | {"loader", "format", "adapter", "capture", "log", "commit", "restore", "cuts"},
     "broker": {"errors", "broker"},
     "cli": LEAVES | {"format", "log", "commit", "restore", "materialize", "broker", "cli"},
     "__init__": {"config", "errors", "types", "loader", "checkpointer"},
@@ -57,6 +58,7 @@ WITH_TORCH = frozenset(
         "commit/dense.py",
         "commit/id_maps.py",
         "commit/random_state.py",
+        "cuts.py",
         "restore/apply.py",
     }
 )

@@ -147,17 +147,17 @@ class FusedKernel:
         """Rows were written: whichever stream looks them up next finds them."""
         self._order.settle()
 
-    def on_update(self, callback: Callable[[Lookup], None]) -> Callable[[], None]:
-        """Call ``callback`` whenever the fused update of a forward has been applied; returns the remover.
+    def on_update(self, before: Callable[[Lookup], None], after: Callable[[Lookup], None]) -> Callable[[], None]:
+        """Call ``before`` and ``after`` around the fused update of every forward; returns the remover.
 
-        The call runs on the autograd thread, right behind the kernel (on its stream on a GPU). A forward
+        Both calls run on the autograd thread, right around the kernel (on its stream on a GPU). A forward
         without a backward calls nothing.
         """
 
         def updated(lookup: Lookup, number: int, *_grads: object) -> None:
             self._updated = max(self._updated, number)
             self._pending = {later: hook for later, hook in self._pending.items() if later > self._updated}
-            callback(lookup)
+            after(lookup)
 
         def forward_hook(tbe: SplitTableBatchedEmbeddingBagsCodegen, _args: object, output: torch.Tensor) -> None:
             if torch.compiler.is_compiling():
@@ -171,6 +171,8 @@ class FusedKernel:
                     hint="use the versions of torchrec and fbgemm that the README names",
                 )
             lookup = Lookup(tbe._indices, tbe._offsets, tbe._vbe_B_offsets, int(tbe._vbe_max_B))
+            # In front of what tells the streams of a write: rows may be read once more before it.
+            node.register_prehook(lambda *_grads: before(lookup))
             if output.is_cuda:
                 node.register_prehook(lambda *_grads: self._order.writing())
             self._lookups += 1

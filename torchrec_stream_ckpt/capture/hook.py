@@ -2,23 +2,30 @@
 
 Rows are marked once the fused update has been applied, never at lookup, and read only when they are
 drained: a row that is hot for a hundred steps is sent once a drain, with its latest value.
+
+A cut *freezes* what is touched at its step boundary. Frozen rows are sent as the ring gets space, at that boundary
+and at later ones; whoever is about to overwrite one that has not been sent sends it first (copy on write: the copy is
+the frame itself). So every frozen row is sent with the value of the boundary, or the cut is given up.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from torchrec_stream_ckpt.adapter import FusedKernel
+from torchrec_stream_ckpt.adapter import FusedKernel, Lookup
 from torchrec_stream_ckpt.capture.staging import RowStager, StreamIdentity
 from torchrec_stream_ckpt.capture.touched import TouchedRows
 from torchrec_stream_ckpt.format.control import Schema, TableScalars
 from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +36,9 @@ class Drain:
     marker: int
     """The marker to which the rows will belong."""
     extra: bool = False
-    """Whether it may take from the marker's budget."""
+    """Whether it may take from the marker's budget when the ring is full."""
+    saving: bool = False
+    """Whether it sends rows in front of a write: into frames of just their size, from the marker's budget first."""
     deadline_s: float | None = None
     """Until when, on the monotonic clock, it may wait for space; None: it never waits."""
 
@@ -37,6 +46,16 @@ class Drain:
     def wait_s(self) -> float:
         """How long it may still wait."""
         return max(0.0, self.deadline_s - time.monotonic()) if self.deadline_s is not None else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenCut:
+    """A cut that is being sent."""
+
+    drain: Drain
+    """What its frames carry."""
+    on_give_up: Callable[[str], object]
+    """Hears why it was given up."""
 
 
 class Capture:
@@ -49,10 +68,20 @@ class Capture:
         self._stagers: list[list[RowStager]] = []
         self._ring: FrameRing | None = None
         self._submit: Callable[[FrameBuffer], int] | None = None
+        self._cut: FrozenCut | None = None
+        self._quota = 0
+        """Frames that the drain in progress may still fill: acknowledgements that come meanwhile do not prolong it."""
+        self.saved_rows = 0
+        """Rows of cuts that were sent in front of a write."""
+        self.written_in_place = False
+        """Whether ``mark_all`` was called: somebody writes where no hook can send frozen rows first."""
         self._removers: list[Callable[[], None]] = [
             remover
-            for kernel, mask in zip(kernels, self._masks, strict=True)
-            for remover in (kernel.on_update(mask.mark), kernel.on_rewrite(mask.mark_rows))
+            for position, (kernel, mask) in enumerate(zip(kernels, self._masks, strict=True))
+            for remover in (
+                kernel.on_update(partial(self._before_update, position), mask.mark),
+                kernel.on_rewrite(partial(self._before_rewrite, position)),
+            )
         ]
 
     def open(
@@ -72,22 +101,29 @@ class Capture:
             mask.sweep_again([position for position, table in enumerate(tables) if table in swept])
 
     def drain(self, drain: Drain) -> bool:
-        """Send the touched rows that find space; the rest stays marked. Whether nothing is left."""
+        """Send the touched rows that find space; the rest stays marked. Whether nothing is left.
+
+        Not while a cut is being sent: newer values in front of its MARK would be taken for its own.
+        """
+        assert self._cut is None
         for position, (kernel, mask) in enumerate(zip(self._kernels, self._masks, strict=True)):
             with kernel.reading():
                 mask.check_ids()
-                if not self._send(position, mask.touched(), drain):
+                if not self._send(position, mask.touched(), drain, mask.sent):
                     return False
         return True
 
     def sweep(self, drain: Drain, max_bytes: int) -> bool:
         """Send up to about ``max_bytes`` of rows that were never sent. Whether all that was looked at found space."""
+        assert self._cut is None
+        if not self._may_send(drain):
+            return False
         for position, mask in enumerate(self._masks):
             row_bytes = max((stager.row_bytes for stager in self._stagers[position]), default=1)
             while not mask.swept and max_bytes > 0:
                 with self._kernels[position].reading():
                     rows = mask.unswept(max(1, max_bytes // row_bytes))
-                    if not self._send(position, rows, drain):
+                    if not self._send(position, rows, drain, mask.sent):
                         return False
                 max_bytes -= rows.numel() * row_bytes
         return True
@@ -96,11 +132,88 @@ class Capture:
     def swept(self) -> bool:
         return all(mask.swept for mask in self._masks)
 
+    # A cut.
+
+    def freeze(self, drain: Drain, on_give_up: Callable[[str], object]) -> None:
+        """All that is touched now is a cut, to be sent as it is now, in frames that carry ``drain``'s step and marker.
+
+        It is open until ``finish`` or ``give_up``; hooks may give it up in between, on any thread that writes rows.
+        """
+        assert self._cut is None
+        assert self.swept
+        for kernel, mask in zip(self._kernels, self._masks, strict=True):
+            with kernel.reading():
+                mask.check_ids()
+        for mask in self._masks:
+            mask.freeze()
+        self._cut = FrozenCut(drain, on_give_up)
+
+    def push(self, drain: Drain) -> bool:
+        """Send the frozen rows that find space. Whether nothing is left of an open cut."""
+        if not self._may_send(drain):
+            return False
+        for position, (kernel, mask) in enumerate(zip(self._kernels, self._masks, strict=True)):
+            with kernel.reading():
+                if self._cut is None or not self._send(position, mask.frozen(), drain, mask.frozen_sent):
+                    return False
+        return self._cut is not None
+
+    def finish(self) -> None:
+        """The cut is in the ring to its last row, and so is its MARK."""
+        self._cut = None
+
+    def give_up(self, reason: str) -> None:
+        """The cut, if one is open, is none: its rows that were not sent are touched rows again."""
+        cut, self._cut = self._cut, None
+        if cut is not None:
+            for mask in self._masks:
+                mask.thaw()
+            cut.on_give_up(reason)
+
+    def _before_update(self, position: int, lookup: Lookup) -> None:
+        """The fused update is about to change the rows of a lookup."""
+        if self._cut is not None:
+            self._save(self._cut, position, lambda: self._masks[position].frozen_in(lookup))
+
+    def _before_rewrite(self, position: int, rows: torch.Tensor | None) -> None:
+        """Linear rows are about to change outside the fused update; None: all of them."""
+        mask = self._masks[position]
+        if self._cut is not None:
+            self._save(self._cut, position, lambda: mask.frozen_among(rows))
+        mask.mark_rows(rows)
+
+    def before_load(self) -> None:
+        """Something is about to change any row of any kernel."""
+        for position, kernel in enumerate(self._kernels):
+            self._before_rewrite(position, None)
+            kernel.writing()
+
     def mark_all(self) -> None:
-        """Something outside the fused update may have changed any row."""
+        """Something has changed any row already, where nobody was asked before.
+
+        What was frozen is gone then. A job that does this will do it again: its next cuts are sent at once, as far
+        as ring and budget take them.
+        """
+        self.written_in_place = True
+        self.give_up("tables were written in place (mark_all) before all rows of the marker had been sent")
         for kernel, mask in zip(self._kernels, self._masks, strict=True):
             kernel.writing()
             mask.mark_rows(None)
+
+    def _save(self, cut: FrozenCut, position: int, find: Callable[[], torch.Tensor]) -> None:
+        """Send frozen rows in front of a write, within the marker's budget; a write neither waits nor fails."""
+        drain = replace(cut.drain, saving=True)
+        try:
+            with self._kernels[position].reading():
+                rows = find()
+                sent = self._send(position, rows, drain, self._masks[position].frozen_sent)
+            if sent:
+                self.saved_rows += rows.numel()
+            else:
+                self.give_up("rows that the marker has not sent are overwritten, and ring and marker budget are full")
+        except Exception as error:  # the publisher has died, or memory is short
+            log.exception("the rows of marker %d cannot be sent on this rank", drain.marker)
+            self.give_up(f"{type(error).__name__}: {error}")
 
     def scalars(self) -> tuple[TableScalars, ...]:
         """The kernels' own state, a record a shard; the iteration is that of the trained batches."""
@@ -129,22 +242,21 @@ class Capture:
             self._removers.pop()()
 
     @torch.no_grad()
-    def _send(self, position: int, rows: torch.Tensor, drain: Drain) -> bool:
+    def _send(self, position: int, rows: torch.Tensor, drain: Drain, on_sent: Callable[[torch.Tensor], None]) -> bool:
         """Gather and submit linear ``rows`` of one kernel; whether all of them found space."""
         if not rows.numel():
             return True
-        assert self._ring is not None
         assert self._submit is not None
         kernel, mask = self._kernels[position], self._masks[position]
         cuts = torch.searchsorted(rows, torch.tensor(mask.bases, device=rows.device)).tolist()
         weights, states = kernel.weights(), kernel.states()
         for shard, stager in enumerate(self._stagers[position]):
             for begin in range(cuts[shard], cuts[shard + 1], stager.max_rows):
-                buffer = self._ring.acquire(extra=drain.extra, wait_s=drain.wait_s)
-                if buffer is None:
-                    mask.sent(rows[:begin])
-                    return False
                 local = rows[begin : min(begin + stager.max_rows, cuts[shard + 1])] - mask.bases[shard]
+                buffer = self._buffer(drain, stager.frame_bytes(local.numel()))
+                if buffer is None:
+                    on_sent(rows[:begin])
+                    return False
                 stager.fill(
                     buffer,
                     local,
@@ -155,5 +267,22 @@ class Capture:
                     marker=drain.marker,
                 )
                 self._submit(buffer)
-        mask.sent(rows)
+        on_sent(rows)
         return True
+
+    def _may_send(self, drain: Drain) -> bool:
+        """A drain begins: whether a look at the masks is worth it. While the log takes nothing it is not."""
+        assert self._ring is not None
+        self._quota = self._ring.capacity
+        return drain.extra or drain.wait_s > 0 or self._ring.has_room
+
+    def _buffer(self, drain: Drain, num_bytes: int) -> FrameBuffer | None:
+        """Memory for a frame, or None when there is none for this drain."""
+        assert self._ring is not None
+        if drain.saving:
+            return self._ring.borrow(num_bytes)
+        if not drain.extra:
+            if not self._quota:
+                return None
+            self._quota -= 1
+        return self._ring.acquire(extra=drain.extra, wait_s=drain.wait_s)

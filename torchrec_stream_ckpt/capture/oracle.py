@@ -57,6 +57,8 @@ class _ShardCopy:
         table, rows = self.shard.table, self.shard.rows
         self._sections = RowLayout.of(table, self.shard.cols).sections[1:]
         self._names = ("weight", *(state.name for state in table.states))
+        self._held: list[torch.Tensor] | None = None
+        """What the table held at a step boundary that is still to be compared."""
         self._values: list[Bytes] = [np.zeros((rows, section.row_bytes), np.uint8) for section in self._sections]
         self._arrived = np.zeros(rows, np.bool_)
 
@@ -77,11 +79,19 @@ class _ShardCopy:
                 copy[begin:end] = _bytes_of_tensor(live[begin:end])
         self._arrived[:] = True
 
+    def hold(self) -> None:
+        """Compare with what the table holds now, whatever it holds by then."""
+        self._held = [values.detach().to("cpu", copy=True) for values in self._live()]
+
+    def let_go(self) -> None:
+        """Compare with the live table again."""
+        self._held = None
+
     def compare(self) -> tuple[Difference | None, int]:
         """The first row that differs, and how many do."""
         first: Difference | None = None
         count = 0
-        live = self._live()
+        live = self._held if self._held is not None else self._live()
         for begin, end in self._chunks():
             found = self._differing(begin, end, live)
             count += len(found)
@@ -180,18 +190,34 @@ class Oracle:
         except CorruptionError as error:
             self._unreadable = self._unreadable or Difference(table.name, "frame", f"a frame is wrong: {error.message}")
 
+    def hold(self) -> None:
+        """A cut was made here that is not sent yet: the next ``compare`` is about the tables as they are now."""
+        self._flush()
+        for copy in self._all_copies():
+            copy.hold()
+
+    def let_go(self) -> None:
+        """``compare`` is about the live tables again."""
+        for copy in self._all_copies():
+            copy.let_go()
+
+    def _all_copies(self) -> list[_ShardCopy]:
+        return [copy for copies in self._copies.values() for copy in copies]
+
     def compare(self, live_scalars: Sequence[TableScalars]) -> Difference | None:
-        """What the stream says, MARK included, against the live tables and ``live_scalars``; None: the same."""
+        """What the stream says, MARK included, against the live tables and ``live_scalars``; None: the same.
+
+        Behind ``hold`` against the tables as they were then.
+        """
         if self._unreadable is not None:
             return self._unreadable
         self._flush()
         first: Difference | None = None
         rows: Counter[str] = Counter()
-        for copies in self._copies.values():
-            for copy in copies:
-                found, count = copy.compare()
-                first = first or found
-                rows[copy.shard.table.name] += count
+        for copy in self._all_copies():
+            found, count = copy.compare()
+            first = first or found
+            rows[copy.shard.table.name] += count
         if first is None:
             return self._compare_scalars(live_scalars)
         return replace(first, rows=tuple((+rows).items()))

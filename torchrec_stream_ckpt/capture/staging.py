@@ -52,6 +52,10 @@ class RowStager:
     def row_bytes(self) -> int:
         return sum(section.row_bytes for section in self._layout.sections)
 
+    def frame_bytes(self, rows: int) -> int:
+        """Size of a frame of ``rows`` rows."""
+        return HEADER_LEN + self._layout.offsets(rows)[1]
+
     def fill(
         self,
         buffer: FrameBuffer,

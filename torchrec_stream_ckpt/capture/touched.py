@@ -1,7 +1,10 @@
 """Which rows have to be sent: a bit for each row that changed, another for each that was never sent.
 
-Both are bool masks over the linear row space of one kernel (its shards one behind the other) and live on
-the tables' device: two bytes a row. Marking is a scatter; nothing here grows.
+All are bool masks over the linear row space of one kernel (its shards one behind the other) and live on
+the tables' device: three bytes a row. Marking is a scatter; nothing here grows.
+
+There are two masks of touched rows. Updates mark in one of them. A cut swaps them: the other one then holds the
+*frozen* rows, those of the cut that have not been sent yet, and becomes empty as they are.
 """
 
 from __future__ import annotations
@@ -24,10 +27,12 @@ class TouchedRows:
         # One row more than there are: ids that lie in no table are marked there.
         self._touched = torch.zeros(self.total + 1, dtype=torch.bool, device=kernel.device)
         self._unswept = torch.zeros(self.total, dtype=torch.bool, device=kernel.device)
+        self._frozen = torch.zeros_like(self._touched)
         self._cursor = self.total
-        self._feature_masks = [
-            self._touched[self.bases[shard] : self.bases[shard + 1]] for shard in kernel.feature_shards
-        ]
+        self._feature_masks, self._frozen_feature_masks = (
+            [mask[self.bases[shard] : self.bases[shard + 1]] for shard in kernel.feature_shards]
+            for mask in (self._touched, self._frozen)
+        )
 
     def mark(self, lookup: Lookup) -> None:
         """Mark the rows of a lookup whose update has been applied. Never makes the host wait for a GPU."""
@@ -77,6 +82,7 @@ class TouchedRows:
     def forget_ids(self) -> None:
         """What was trained so far is sent as it is, whatever changed it."""
         self._touched[self.total] = False
+        self._frozen[self.total] = False
 
     def touched(self) -> torch.Tensor:
         """Linear rows that changed since they were last sent, ascending."""
@@ -105,3 +111,49 @@ class TouchedRows:
         else:
             self._touched.index_fill_(0, rows, False)
             self._unswept.index_fill_(0, rows, False)
+
+    # A cut.
+
+    def freeze(self) -> None:
+        """What is touched now belongs to a cut; what is touched from here on does not. The last cut must be over."""
+        self._touched, self._frozen = self._frozen, self._touched
+        self._feature_masks, self._frozen_feature_masks = self._frozen_feature_masks, self._feature_masks
+
+    def thaw(self) -> None:
+        """The cut is over: frozen rows that were not sent are touched rows again."""
+        self._touched.logical_or_(self._frozen)
+        self._frozen.zero_()
+
+    def frozen(self) -> torch.Tensor:
+        """Linear rows of the cut that have not been sent, ascending."""
+        return self._frozen[: self.total].nonzero().flatten()
+
+    def frozen_among(self, rows: torch.Tensor | None) -> torch.Tensor:
+        """Those of the linear ``rows`` (None: of all rows) that are frozen, ascending. On a GPU the host waits."""
+        if rows is None:
+            return self.frozen()
+        rows = rows.to(self._frozen.device)
+        return _ascending(rows[self._frozen[rows] & (rows < self.total)])
+
+    def frozen_in(self, lookup: Lookup) -> torch.Tensor:
+        """Linear rows of a lookup that are frozen, ascending. On a GPU the host waits, to learn how many."""
+        if lookup.indices.is_cuda:
+            return self.frozen_among(self._kernel.linear_rows(lookup).clamp_(max=self.total))
+        hits = [torch.empty(0, dtype=torch.int64)]
+        features = zip(
+            self._frozen_feature_masks, self._kernel.feature_shards, pairwise(self._bounds(lookup)), strict=True
+        )
+        for mask, shard, (begin, end) in features:
+            ids = lookup.indices[begin:end].long()
+            hits.append(ids[mask[ids]] + self.bases[shard])
+        return _ascending(torch.cat(hits))
+
+    def frozen_sent(self, rows: torch.Tensor) -> None:
+        """These frozen rows were gathered, with the values of the cut."""
+        self._frozen.index_fill_(0, rows, False)
+
+
+def _ascending(rows: torch.Tensor) -> torch.Tensor:
+    """Each row once."""
+    unique: torch.Tensor = torch.unique(rows)
+    return unique

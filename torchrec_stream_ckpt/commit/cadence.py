@@ -3,7 +3,7 @@
 At the end of a step all ranks start a tiny all-reduce and read its result at the end of the next one, when
 it has long arrived. A marker is cut there if rank 0 wants one and every rank is ready (its sweep has
 finished, no marker is in flight on it). So all ranks cut at the same step, whatever their clocks say, and
-all ranks learn at the same step that another trainer has taken over.
+all ranks learn at the same step that another trainer has taken over, or that a rank had no memory to go on with a cut.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ class Ballot:
     """No marker is in flight on it."""
     owner: bool
     """It has not been told that another trainer has taken over."""
+    holding: bool
+    """It has not given its part of the last cut up."""
 
 
-NOTHING = Ballot(ready=False, settled=True, owner=True)
+NOTHING = Ballot(ready=False, settled=True, owner=True, holding=True)
 
 
 class Cadence:
@@ -52,7 +54,7 @@ class Cadence:
         """A marker was cut, and not every rank has said yet that it has settled."""
         self._vote: tuple[torch.Tensor, dist.Work] | None = None
 
-    def start(self, step: int, *, ready: bool, settled: bool, owner: bool) -> None:
+    def start(self, step: int, ballot: Ballot) -> None:
         """At the end of ``step``, say how this rank stands; the answer is for the end of the next step.
 
         Does not wait. All ranks vote at the same steps: what decides that is known to all of them.
@@ -63,21 +65,21 @@ class Cadence:
         timely = self._every_s is not None and time.monotonic() - self._last_cut_s >= self._every_s
         # Of the seconds, rank 0's clock decides; of the steps, all ranks know.
         wanted = self._due or (self._every_s is not None and (timely or self._rank != 0))
-        ballot = torch.tensor([ready and wanted, settled, owner], dtype=torch.int32)
-        work = dist.all_reduce(ballot, dist.ReduceOp.MIN, group=self._group, async_op=True)
+        flags = torch.tensor([ballot.ready and wanted, ballot.settled, ballot.owner, ballot.holding], dtype=torch.int32)
+        work = dist.all_reduce(flags, dist.ReduceOp.MIN, group=self._group, async_op=True)
         assert work is not None
-        self._vote = (ballot, work)
+        self._vote = (flags, work)
 
     def decide(self) -> Ballot:
         """At the end of the next step: what all ranks said."""
         if self._vote is None:
             return NOTHING
-        ballot, work = self._vote
+        flags, work = self._vote
         self._vote = None
         work.wait()
-        ready, settled, owner = (bool(flag) for flag in ballot.tolist())
-        self._watching = self._watching and not settled
-        return Ballot(ready, settled, owner)
+        ballot = Ballot(*(bool(flag) for flag in flags.tolist()))
+        self._watching = self._watching and not ballot.settled
+        return ballot
 
     def cut(self) -> None:
         """A cut was made at this step boundary, for whatever reason; an open vote is void."""

@@ -2,11 +2,13 @@
 
 Call order of a marker, as DCP writes it down:
 
-1. (each rank, training thread) drain, MARK into the ring, dense state staged: all of it local
+1. (each rank, training thread) touched rows frozen, dense state staged, rows into the ring as far as they find space:
+   all of it local
 2. (all ranks, commit thread) every rank says which cut it has made; unless all have made the same one, the marker
    is given up here
 3. (all ranks, commit thread) DCP saves what was staged, over a gloo group of its own; each rank digests its files
-4. (each rank, commit thread) wait until the MARK is durable
+4. (each rank, commit thread) wait until the training thread has put the last row and the MARK into the ring, at a
+   later step boundary where they did not fit, and until the MARK is durable
 5. (all ranks, commit thread) votes are gathered
 6. (rank 0, commit thread) COMMIT into the control partition; its order decides
 7. (all ranks, commit thread) rank 0 tells the outcome; futures resolve
@@ -28,6 +30,7 @@ from typing import Any
 from torchrec_stream_ckpt.commit.collective import Team
 from torchrec_stream_ckpt.commit.dense import DenseState, written_by
 from torchrec_stream_ckpt.commit.generation import Generation
+from torchrec_stream_ckpt.commit.seal import Seal
 from torchrec_stream_ckpt.errors import FencedError, MarkerFailedError, StreamCkptError
 from torchrec_stream_ckpt.format.control import Commit, DenseFile
 from torchrec_stream_ckpt.format.dense import digest_files
@@ -43,14 +46,10 @@ class Cut:
 
     marker: int
     step: int
-    mark_seq: int = -1
-    """Seq of this rank's MARK."""
-    rows: int = 0
-    num_bytes: int = 0
+    seal: Seal
+    """Tells when the MARK is in the ring, or why this rank gives the marker up."""
     staged: dict[str, Any] | None = None
-    """The dense state, copied."""
-    reason: str = ""
-    """Why this rank gives the marker up; empty when it does not."""
+    """The dense state, copied; None only if the marker is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +79,8 @@ class Coordinator:
         self._team = team
         self._timeout_s = timeout_s
         self._thread: threading.Thread | None = None
+        self._seal = Seal()
+        """That of the marker in flight."""
         self._abandoned = threading.Event()
         self.fenced: FencedError | None = None
         """Set once another trainer owns the job."""
@@ -87,6 +88,7 @@ class Coordinator:
     def begin(self, cut: Cut) -> Future[Committed]:
         """(all ranks, training thread) Commit ``cut`` in the background; the last one must have settled."""
         assert not self.busy
+        self._seal = cut.seal
         future: Future[Committed] = Future()
         future.set_running_or_notify_cancel()
         self._thread = threading.Thread(
@@ -109,6 +111,7 @@ class Coordinator:
     def close(self, timeout_s: float) -> bool:
         """Wait for the marker in flight, then give it up; whether it had settled."""
         settled = self.settle(timeout_s)
+        self._seal.fail("the stream was closed")
         self._abandoned.set()
         return settled
 
@@ -133,6 +136,7 @@ class Coordinator:
                 log.info("marker %d:%d committed (step %d)", generation, cut.marker, cut.step)
             future.set_result(Committed(generation, cut.marker, cut.step))
             return
+        cut.seal.fail("the marker has failed")  # rows that are still frozen need not be any longer
         if isinstance(failure, FencedError):
             self.fenced = failure
         log.warning("marker %d:%d failed: %s", generation, cut.marker, failure)
@@ -140,7 +144,7 @@ class Coordinator:
 
     def _decide_together(self, cut: Cut) -> None:
         """Return when the marker is committed, else raise why not; the same on every rank."""
-        self._check(self._team.gather(Vote(cut.marker, cut.step, cut.reason)))
+        self._check(self._team.gather(Vote(cut.marker, cut.step, cut.seal.reason)))
         votes = self._team.gather(self._prepare(cut))
         self._team.on_rank0(lambda: self._commit(cut, votes))
 
@@ -154,12 +158,19 @@ class Coordinator:
             files = digest_files(folder, written_by(folder, self._team.rank))
         except Exception as error:  # DCP raises what its storage and peers raise
             return Vote(cut.marker, cut.step, f"dense state was not saved: {type(error).__name__}: {error}")
+        publisher = self._generation.publisher
+        if not cut.seal.wait(max(0.0, deadline - time.monotonic())):
+            why = publisher.failure or "the log is slow, or no step follows"
+            cut.seal.fail(f"its rows did not find space in the ring in {self._timeout_s:.0f} s ({why})")
+        sealed = cut.seal.sealed
+        if sealed is None:
+            return Vote(cut.marker, cut.step, cut.seal.reason)
         try:
-            durable = self._generation.publisher.wait_mark(cut.mark_seq, max(0.0, deadline - time.monotonic()))
+            durable = publisher.wait_mark(sealed.mark_seq, max(0.0, deadline - time.monotonic()))
         except Exception as error:  # the publisher has died or is closed
             return Vote(cut.marker, cut.step, f"the stream has ended: {error}")
         if durable is None:
-            waited = self._generation.publisher.failure or "it is slow"
+            waited = publisher.failure or "it is slow"
             return Vote(
                 cut.marker, cut.step, f"the log did not acknowledge the rows in {self._timeout_s:.0f} s ({waited})"
             )
@@ -170,8 +181,8 @@ class Coordinator:
             durable.end,
             durable.frames,
             durable.chain,
-            cut.rows,
-            cut.num_bytes,
+            sealed.rows,
+            sealed.num_bytes,
         )
         return Vote(cut.marker, cut.step, "", end, files)
 

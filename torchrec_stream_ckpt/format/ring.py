@@ -45,7 +45,7 @@ class FrameBuffer:
 
 
 class FrameRing:
-    """A bounded set of frame buffers, reused; a marker may borrow more, up to its own budget.
+    """A bounded set of frame buffers, reused; a marker may borrow more memory, up to its own budget.
 
     Args:
         ring_bytes: Memory of the ring.
@@ -60,15 +60,20 @@ class FrameRing:
         allocate: Callable[[int], Bytes] = lambda size: np.empty(size, np.uint8),
     ) -> None:
         self._capacity = max(2, ring_bytes // MAX_FRAME_BYTES)
-        self._extra = extra_bytes // MAX_FRAME_BYTES
+        self._extra_bytes = extra_bytes
         self._allocate = allocate
         self._free: list[FrameBuffer] = []
         self._taken = 0
-        self._extra_taken = 0
+        self._borrowed = 0
+        self._borrowed_bytes = 0
         self._changed = threading.Condition()
+        self.waits = 0
+        """How often a call had to wait for space."""
+        self.peak_bytes = 0
+        """The most memory that frames have taken so far."""
 
     def acquire(self, *, extra: bool = False, wait_s: float = 0.0) -> FrameBuffer | None:
-        """A buffer, or None when there is none.
+        """A buffer for any frame, or None when there is none.
 
         Args:
             extra: A marker asks: it may take from its budget.
@@ -77,19 +82,37 @@ class FrameRing:
         deadline = time.monotonic() + wait_s
         with self._changed:
             while True:
-                if self._taken < self._capacity:
-                    self._taken += 1
-                    return self._free.pop() if self._free else FrameBuffer(self._new(), pooled=True)
-                if extra and self._extra_taken < self._extra:
-                    self._extra_taken += 1
-                    return FrameBuffer(self._new(), pooled=False)
+                buffer = self._take() or (self._lend(MAX_FRAME_BYTES) if extra else None)
                 remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    return None
+                if buffer is not None or remaining <= 0:
+                    return buffer
+                self.waits += 1
                 self._changed.wait(remaining)
 
-    def _new(self) -> Bytes:
-        return self._allocate(MAX_FRAME_BYTES)
+    def borrow(self, num_bytes: int) -> FrameBuffer | None:
+        """For a marker: memory for one frame of just ``num_bytes`` from its budget, else a buffer; never waits."""
+        with self._changed:
+            return self._lend(num_bytes) or self._take()
+
+    def _take(self) -> FrameBuffer | None:
+        if self._taken == self._capacity:
+            return None
+        buffer = self._free.pop() if self._free else FrameBuffer(self._allocate(MAX_FRAME_BYTES), pooled=True)
+        self._taken += 1
+        self._note_peak()
+        return buffer
+
+    def _lend(self, num_bytes: int) -> FrameBuffer | None:
+        if self._borrowed_bytes + num_bytes > self._extra_bytes:
+            return None
+        buffer = FrameBuffer(self._allocate(num_bytes), pooled=False)
+        self._borrowed += 1
+        self._borrowed_bytes += num_bytes
+        self._note_peak()
+        return buffer
+
+    def _note_peak(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     def release(self, buffer: FrameBuffer) -> None:
         with self._changed:
@@ -98,7 +121,8 @@ class FrameRing:
                 self._taken -= 1
                 self._free.append(buffer)
             else:
-                self._extra_taken -= 1
+                self._borrowed -= 1
+                self._borrowed_bytes -= len(buffer.array)
             self._changed.notify_all()
 
     @property
@@ -107,5 +131,21 @@ class FrameRing:
         return self._capacity
 
     @property
+    def limit_bytes(self) -> int:
+        """Memory that frames may take at most."""
+        return self._capacity * MAX_FRAME_BYTES + self._extra_bytes
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a buffer of the ring is free now."""
+        return self._taken < self._capacity
+
+    @property
     def in_use(self) -> int:
-        return self._taken + self._extra_taken
+        """Frames that have not been given back."""
+        return self._taken + self._borrowed
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of all buffers: those of the ring, once made, are kept."""
+        return (self._taken + len(self._free)) * MAX_FRAME_BYTES + self._borrowed_bytes

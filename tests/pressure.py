@@ -1,0 +1,76 @@
+"""A job whose dirty set is several times larger than its ring, and a file log that can be told to take nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests import model
+from tests.model import Trainer, trainer
+from torchrec_stream_ckpt import StreamCheckpointer
+from torchrec_stream_ckpt.log.api import Ack
+from torchrec_stream_ckpt.log.files import FileWriter
+
+ROWS = 40_000
+RING_BYTES = 2_000_000
+RING = {"ring_bytes": RING_BYTES, "marker_budget_bytes": 10_000_000, "commit_timeout_s": 60.0}
+WAIT_S = 60.0
+
+
+def large(spec: model.Spec, **build: Any) -> Trainer:
+    """Two tables of ``ROWS`` rows; batches touch their first few hundred."""
+    model.TABLES[:2] = [("t_user", ROWS, 16, ["user"]), ("t_item", ROWS, 16, ["item", "also_item"])]
+    return trainer(spec, **build)
+
+
+class Gate:
+    """The file logs of this process: while the gate is shut, they take frames and acknowledge none."""
+
+    def __init__(self) -> None:
+        self._opened = threading.Event()
+        self._opened.set()
+        self.shut, self.open = self._opened.clear, self._opened.set
+        real = FileWriter.poll
+
+        def poll(writer: FileWriter, timeout_s: float) -> list[Ack]:
+            return real(writer, timeout_s) if self._opened.wait(timeout_s) else []
+
+        FileWriter.poll = poll  # type: ignore[method-assign]
+
+
+def steps(job: Trainer, checkpointer: StreamCheckpointer, count: int) -> None:
+    for _ in range(count):
+        job.step()
+        checkpointer.step()
+
+
+def touch_everything(job: Trainer) -> None:
+    """Every row of every table is to be sent again."""
+    job.dmp.load_state_dict(job.dmp.state_dict())
+
+
+def cut(checkpointer: StreamCheckpointer) -> Future[Any]:
+    """As the cadence does: at this boundary, without waiting for space."""
+    return checkpointer._cut(deadline_s=None)
+
+
+def everywhere(fact: bool) -> bool:
+    """Whether it is so on all ranks: they must agree, or they part ways."""
+    flag = torch.tensor(int(fact))
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag)
+
+
+def steps_until_done(job: Trainer, checkpointer: StreamCheckpointer, future: Future[Any]) -> int:
+    """Train until the marker has settled on all ranks; how many steps it took."""
+    deadline, count = time.monotonic() + WAIT_S, 0
+    while not everywhere(future.done()):
+        assert time.monotonic() < deadline
+        steps(job, checkpointer, 1)
+        count += 1
+    return count

@@ -1,0 +1,62 @@
+"""What the commit thread of a rank waits for: that the training thread has put the last row of a cut into the ring."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A MARK that was submitted behind all rows of its cut."""
+
+    mark_seq: int
+    """Seq of this rank's MARK."""
+    rows: int
+    """Row records that this rank has submitted up to it."""
+    num_bytes: int
+    """Bytes of frames that this rank has submitted up to it."""
+
+
+class Seal:
+    """This rank's part of one cut: sealed or given up, whichever is said first; never both. For any thread."""
+
+    def __init__(self) -> None:
+        self._decided = threading.Event()
+        self._lock = threading.Lock()
+        self._sealed: Sealed | None = None
+        self._reason = ""
+
+    def close(self, sealed: Sealed) -> bool:
+        """The MARK is in the ring; whether that still counts."""
+        with self._lock:
+            if not self._decided.is_set():
+                self._sealed = sealed
+                self._decided.set()
+            return self._sealed is not None
+
+    def fail(self, reason: str) -> bool:
+        """This rank gives the cut up, unless it has been sealed; whether it is given up."""
+        with self._lock:
+            if not self._decided.is_set():
+                self._reason = reason
+                self._decided.set()
+            return self._sealed is None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the decision; whether there is one."""
+        return self._decided.wait(timeout_s)
+
+    @property
+    def sealed(self) -> Sealed | None:
+        """None: it is given up, or not decided."""
+        return self._sealed
+
+    @property
+    def failed(self) -> bool:
+        return self._decided.is_set() and self._sealed is None
+
+    @property
+    def reason(self) -> str:
+        """Why it was given up; empty when it was not."""
+        return self._reason

@@ -1,0 +1,254 @@
+"""This rank's part of a marker, on the training thread: frozen at a step boundary, sent as the log takes it.
+
+The stream of a rank, read up to a MARK, must say what the tables held at the boundary of its cut. So between a
+boundary and its MARK nothing is submitted but rows of the cut, with the values of the boundary; what steps touch
+meanwhile stays marked for later. No step waits for space: rows that do not fit are sent at later step boundaries, rows
+that an update is about to overwrite are sent just before it, and where even the marker's budget has no room the cut is
+given up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from torchrec_stream_ckpt.capture.hook import Capture, Drain
+from torchrec_stream_ckpt.capture.oracle import Difference, Oracle, mismatch
+from torchrec_stream_ckpt.commit.collective import Team
+from torchrec_stream_ckpt.commit.coordinator import Coordinator, Cut
+from torchrec_stream_ckpt.commit.dense import DenseState
+from torchrec_stream_ckpt.commit.generation import Generation
+from torchrec_stream_ckpt.commit.seal import Seal, Sealed
+from torchrec_stream_ckpt.errors import CaptureMismatchError
+from torchrec_stream_ckpt.format.control import Mark, TableScalars
+from torchrec_stream_ckpt.format.frame import Header, Kind
+from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
+from torchrec_stream_ckpt.types import Committed
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A cut whose MARK is not in the ring yet."""
+
+    step: int
+    marker: int
+    seal: Seal
+    scalars: tuple[TableScalars, ...]
+    """The kernels' own state at the boundary."""
+    held: bool = False
+    """(``paranoid``) The oracle has a copy of the tables as they were at the boundary."""
+
+
+class Cuts:
+    """Cuts the markers of one generation, one at a time. All methods run on the training thread.
+
+    Args:
+        generation: What this rank has open.
+        coordinator: Commits what is cut here.
+        capture: Sends rows.
+        oracle: Compares them (``paranoid``), or None.
+        ring: Memory for frames.
+        dense: Copies the dense state at the boundary.
+        team: Small agreements; used for the oracle alone.
+        schema_crc: Of the tables, for headers.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        coordinator: Coordinator,
+        capture: Capture,
+        oracle: Oracle | None,
+        ring: FrameRing,
+        dense: DenseState,
+        team: Team,
+        schema_crc: int,
+    ) -> None:
+        self._generation = generation
+        self._coordinator = coordinator
+        self._capture = capture
+        self._oracle = oracle
+        self._ring = ring
+        self._dense = dense
+        self._team = team
+        self._schema_crc = schema_crc
+        self._open: _Open | None = None
+        self._seal = Seal()
+        """That of the last cut."""
+        self._asking: Cut | None = None
+        """(``paranoid``) A cut of which not all ranks have said yet what their oracle found."""
+        self._sealed: Sealed | None = None
+        self._found: Difference | None = None
+        self.mismatch: CaptureMismatchError | None = None
+        """(``paranoid``) Set once the stream was found to say something else than the tables hold."""
+
+    @property
+    def submit(self) -> Callable[[FrameBuffer], int]:
+        """Where frames of rows go; the oracle, if there is one, reads them on their way."""
+        submit = self._generation.publisher.submit
+        return submit if self._oracle is None else self._oracle.listening(submit)
+
+    def header(self, kind: Kind, step: int, marker: int) -> Header:
+        """Of a frame that holds no rows."""
+        claim = self._generation.claim
+        return Header(
+            kind,
+            claim.job,
+            claim.generation,
+            self._team.rank,
+            step=step,
+            marker=marker,
+            schema_crc=self._schema_crc,
+        )
+
+    @property
+    def open(self) -> bool:
+        """Whether rows of a cut are still to be sent: nothing else may be."""
+        return self._open is not None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left to be done for the last cut on the training thread."""
+        return self._open is None and self._asking is None
+
+    @property
+    def holding(self) -> bool:
+        """Whether this rank has not given its part of the last cut up."""
+        return not self._seal.failed
+
+    def begin(
+        self, step: int, marker: int, deadline_s: float | None, prepare: Callable[[Drain], bool]
+    ) -> Future[Committed]:
+        """(all ranks) Freeze this step boundary: touched rows, the kernels' own state, a copy of the dense state.
+
+        Whatever fails here fails the marker on all ranks, and on this one not before the others know of it.
+
+        Args:
+            step: Of the boundary.
+            marker: Its number.
+            deadline_s: Until when it may wait for space, on the monotonic clock; None: it waits for nothing, and may
+                go on at later step boundaries.
+            prepare: What has to be sent before; whether it found space.
+        """
+        assert self.idle
+        self._seal = seal = Seal()
+        extra = deadline_s is not None or self._capture.written_in_place
+        drain = Drain(step, marker, extra=extra, deadline_s=deadline_s)
+        staged: dict[str, Any] | None = None
+        try:
+            if prepare(drain):
+                staged = self._dense.stage()
+                self._open = _Open(step, marker, seal, self._capture.scalars())
+                self._capture.freeze(drain, seal.fail)
+            else:
+                seal.fail(self._no_space())
+        except Exception as error:  # a Stateful of the user, memory, the publisher
+            self._fail(marker, error)
+        self._push(drain)
+        if deadline_s is not None:
+            self.give_up(self._no_space())
+        cut = Cut(marker, step, seal, staged)
+        future = self._coordinator.begin(cut)
+        if self._oracle is not None:
+            self._asking = cut
+            self._ask()
+        return future
+
+    def go_on(self) -> None:
+        """(all ranks) A later step boundary: send more of the cut that is open, without waiting."""
+        if self._open is not None:
+            self._push(Drain(self._open.step, self._open.marker, extra=self._capture.written_in_place))
+        self._ask()
+
+    def complete(self, deadline_s: float) -> None:
+        """(all ranks) Send the rest of the cut that is open; without space until the deadline it is given up."""
+        self._complete_here(deadline_s)
+        self._ask()
+
+    def close(self, deadline_s: float) -> None:
+        """The same for the end of the stream, and without the other ranks: some may not come here."""
+        self._complete_here(deadline_s)
+        self._asking = None
+        if self._oracle is not None:
+            self._seal.fail("the stream was closed before all ranks had compared their tables")
+
+    def give_up(self, reason: str) -> None:
+        """The cut that is open is none: its rows go with the next one."""
+        if self._open is not None:
+            self._capture.give_up(reason)
+            self._let_go()
+
+    def _complete_here(self, deadline_s: float) -> None:
+        if self._open is not None:
+            self._push(Drain(self._open.step, self._open.marker, extra=True, deadline_s=deadline_s))
+            self.give_up(self._no_space())
+
+    def _push(self, drain: Drain) -> None:
+        """Send what finds space, and MARK behind the last row."""
+        cut = self._open
+        if cut is None:
+            return
+        try:
+            if cut.seal.failed:  # in front of a write, in the commit thread or on another rank
+                self.give_up(cut.seal.reason)
+            elif self._capture.push(drain) and (buffer := self._ring.acquire(extra=True, wait_s=drain.wait_s)):
+                self._finish(cut, buffer)
+            elif self._oracle is not None and not cut.held:
+                self._oracle.hold()
+                cut.held = True
+        except Exception as error:  # the publisher has died, or memory is short
+            self._fail(cut.marker, error)
+
+    def _finish(self, cut: _Open, buffer: FrameBuffer) -> None:
+        """Everything is in the ring but the MARK."""
+        publisher = self._generation.publisher
+        rows, num_bytes = publisher.rows, publisher.num_bytes
+        buffer.put_json(self.header(Kind.MARK, cut.step, cut.marker), Mark(rows, num_bytes, cut.scalars).to_json())
+        sealed = Sealed(self.submit(buffer), rows, num_bytes)
+        if self._oracle is None:
+            cut.seal.close(sealed)
+        else:  # what differs on any rank must not be committed: the seal waits for the others
+            self._sealed, self._found = sealed, self._oracle.compare(cut.scalars)
+        self._capture.finish()
+        self._let_go()
+
+    def _fail(self, marker: int, error: Exception) -> None:
+        log.exception("marker %d:%d cannot be cut on this rank", self._generation.claim.generation, marker)
+        reason = f"{type(error).__name__}: {error}"
+        self.give_up(reason)
+        self._seal.fail(reason)
+
+    def _let_go(self) -> None:
+        if self._oracle is not None and self._open is not None and self._open.held:
+            self._oracle.let_go()
+        self._open = None
+
+    def _no_space(self) -> str:
+        return f"what changed does not fit the {self._ring.limit_bytes} bytes of ring and marker budget"
+
+    def _ask(self) -> None:
+        """(all ranks, ``paranoid``) Whether the stream says what the tables hold: if not, no marker commits any more.
+
+        Once every rank has sent its part or given it up. A rank that gave it up has nothing to compare.
+
+        Raises:
+            CaptureMismatchError: on all ranks, at the same step.
+        """
+        if self._asking is None:
+            return
+        said = self._team.gather((self.open, self._found))
+        if any(still_open for still_open, _ in said):
+            return
+        cut, sealed = self._asking, self._sealed
+        self._asking = self._sealed = self._found = None
+        self.mismatch = mismatch([found for _, found in said], self._generation.claim.generation, cut.marker, cut.step)
+        if self.mismatch is not None:
+            cut.seal.fail(self.mismatch.headline)
+            raise self.mismatch
+        if sealed is not None:
+            cut.seal.close(sealed)
