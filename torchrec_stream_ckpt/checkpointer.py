@@ -25,6 +25,7 @@ from torchrec_stream_ckpt.commit.dense import DenseState, Stateful
 from torchrec_stream_ckpt.commit.generation import Generation, check_same_log, claim_generation
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import CaptureMismatchError, ConfigError, FencedError, MarkerNotFoundError
+from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Hello, Mark
 from torchrec_stream_ckpt.format.dense import dense_path
 from torchrec_stream_ckpt.format.frame import Header, Kind
@@ -159,11 +160,14 @@ class StreamCheckpointer:
         plan, choice = chosen
         store = self._config.store_path
         try:
+            failpoint("restore.planned")
             rows = self._team.together(lambda: apply_rows(self._log, plan, self._kernels))
+            failpoint("restore.rows")
             self._team.together(lambda: self._dense.load(dense_path(store, choice.commit), plan.world))
         except BaseException as error:
             self._broken = error
             raise
+        failpoint("restore.dense")
         merged = {table for tables in self._team.gather(plan.merged) for table in tables}
         self._step = plan.step
         self._next_marker = plan.marker.marker + 1
@@ -296,8 +300,10 @@ class StreamCheckpointer:
         if not self._capture.swept:
             # First, and at every step: where steps touch more than the ring takes, the sweep must go on all the same.
             self._capture.sweep(drain, self._config.sweep_bytes)
+            failpoint("sweep.sent")
         if self._step % self._config.drain_every == 0:
             self._capture.drain(drain)
+            failpoint("drain.sent")
 
     def _vote(self) -> None:
         """Say how this rank stands, for the decision at the end of the next step."""
@@ -342,10 +348,12 @@ class StreamCheckpointer:
             budget = self._config.ring_bytes + self._config.marker_budget_bytes
             reason = f"what changed does not fit the {budget} bytes of ring and marker budget"
             return Cut(drain.marker, self._step, reason=reason)
+        failpoint("cut.drained")
         rows, num_bytes = stream.publisher.rows, stream.publisher.num_bytes
         mark = Mark(rows, num_bytes, self._capture.scalars())
         buffer.put_json(self._header(stream, Kind.MARK, drain.marker), mark.to_json())
         seq = self._submitter(stream)(buffer)
+        failpoint("mark.submitted")
         return Cut(drain.marker, self._step, seq, rows, num_bytes, self._dense.stage())
 
     def _submitter(self, stream: Generation) -> Callable[[FrameBuffer], int]:
@@ -426,6 +434,7 @@ class StreamCheckpointer:
             self._header(stream, Kind.HELLO, marker=0), Hello(team.world, self._schema, self._shards).to_json()
         )
         publisher.submit(hello)
+        failpoint("hello.submitted")
         identity = StreamIdentity(claim.job, claim.generation, team.rank, self._schema.crc)
         if self._oracle is not None:
             team.together(partial(self._oracle.open, claim.swept))

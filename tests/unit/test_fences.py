@@ -18,13 +18,14 @@ ROOT = Path(torchrec_stream_ckpt.__file__).parent
 PACKAGE = "torchrec_stream_ckpt"
 SOURCES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
 
-LEAVES = {"errors", "types", "layout", "config", "metrics"}
+LEAVES = {"errors", "types", "layout", "config", "metrics", "failpoints"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": {"errors"},
     "layout": {"errors", "types"},
     "config": {"errors", "types", "layout"},
     "metrics": {"errors", "types"},
+    "failpoints": {"errors"},
     "adapter": {"errors", "types", "adapter"},
     "format": LEAVES | {"format"},
     "log": LEAVES | {"format", "log"},

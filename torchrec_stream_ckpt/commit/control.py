@@ -11,6 +11,7 @@ from torchrec_stream_ckpt.errors import (
     LogUnavailableError,
     MarkerFailedError,
 )
+from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import Log
@@ -45,7 +46,9 @@ class Control:
         Raises:
             FencedError: somebody else was first.
         """
+        failpoint("claim.append")
         self._log.append_control(claim.to_frame())
+        failpoint("claim.appended")
         winner = self.refresh().claims.get(claim.generation)
         if winner is None or winner.nonce != claim.nonce:
             raise FencedError(
@@ -68,7 +71,9 @@ class Control:
             try:
                 if self._is_there(commit):
                     return
+                failpoint("commit.append")
                 self._log.append_control(commit.to_frame())
+                failpoint("commit.appended")
                 sent = True
                 if self._is_there(commit):
                     return

@@ -37,6 +37,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_stream_ckpt.adapter import check_dense, dense_optimizers, dense_view
 from torchrec_stream_ckpt.errors import ConfigError, SchemaMismatchError
+from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.layout import fsync_dir
 
 
@@ -116,7 +117,7 @@ class DenseState:
     def save(self, staged: dict[str, Any], path: Path) -> None:
         """(all ranks, commit thread) Write what :meth:`stage` returned; returns when it is durable. Collective."""
         with _as_error():
-            save(staged, storage_writer=FileSystemWriter(path), process_group=self._group)
+            save(staged, storage_writer=_Writer(path), process_group=self._group)
 
     def load(self, path: Path, world: int) -> None:
         """Load a marker that ``world`` ranks wrote; its digests must have been compared already. Local.
@@ -215,6 +216,20 @@ class DenseState:
             }
         for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
+
+
+class _Writer(FileSystemWriter):
+    """DCP's own, with points between its parts."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        failpoint("dense.part")
+        written = super().write_data(plan, planner)
+        failpoint("dense.part_written")
+        return written
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        failpoint("dense.metadata")
+        super().finish(metadata, results)
 
 
 @contextlib.contextmanager

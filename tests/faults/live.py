@@ -1,0 +1,160 @@
+"""What the ranks of a tormented job run: they train until they are killed, and write down what they promise."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tests.model as model
+from tests.jobs import attach
+from tests.model import PLAN_2, Spec, Trainer, differences, trainer, truth
+from torchrec_stream_ckpt import StreamCkptError, StreamConfig, failpoints
+from torchrec_stream_ckpt.commit.coordinator import Coordinator
+from torchrec_stream_ckpt.types import Committed
+
+LIFE_S = 240.0
+"""No incarnation lives longer, whatever becomes of the test."""
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What one incarnation of the job is to do, and where it writes things down."""
+
+    spec: Spec
+    settings: StreamConfig
+    truths: Path
+    """``GENERATION/STEP.pt``: the whole state at each step, put aside before the step is given to the checkpointer."""
+    run: Path
+    """``reported``, ``failed``, ``fired``, ``progress-RANK``, ``restored.pt``."""
+    fuse: str = ""
+    fuse_rank: int = 0
+    scale: int = 1
+    """The tables have so many times the rows, and all of them are sent again at every step."""
+    wild_clock: bool = False
+
+
+def live(orders: Orders) -> None:
+    """Restore the newest marker, say what came back, then train for as long as it lasts."""
+    _grow(orders.scale)
+    if orders.wild_clock:
+        _loosen_clock(orders.run / f"clock-{dist.get_rank()}")
+    _listen(orders.run)
+    job = trainer(orders.spec)
+    job.step()  # another state than the marker's
+    job.step_number = 0
+    if dist.get_rank() == orders.fuse_rank % dist.get_world_size():
+        failpoints.arm(orders.fuse, orders.run / "fired")
+    checkpointer = attach(job, orders.settings)
+    restored = checkpointer.restore()
+    if restored is not None:
+        _save(orders.run / "restored.pt", {"id": str(restored.id), "step": restored.step, "state": truth(job)})
+    folder = orders.truths / str(checkpointer.generation)
+    folder.mkdir(parents=True, exist_ok=True)
+    begin, steps = time.monotonic(), []
+    while time.monotonic() - begin < LIFE_S:
+        trained = time.monotonic()
+        job.step()
+        step_s = time.monotonic() - trained
+        _save(folder / f"{job.step_number}.pt", truth(job))
+        if orders.scale > 1:
+            checkpointer.mark_all()
+        checkpointer.step()
+        steps.append(step_s)
+        stream = checkpointer._stream
+        assert stream is not None
+        progress: dict[str, Any] = {
+            "step": job.step_number,
+            "failure": stream.publisher.failure,
+            "pending": stream.publisher.pending,
+        }
+        progress["steps_s"] = steps[-50:]
+        _replace(orders.run / f"progress-{dist.get_rank()}", json.dumps(progress).encode())
+
+
+def restore_each(settings: StreamConfig, truths: Path, markers: list[str], scale: int = 1) -> list[str]:
+    """Restore one marker after the other into a live job: for each ``exact``, ``wrong: ...`` or the error."""
+    _grow(scale)
+    job = trainer(PLAN_2)
+    return [_restore(job, settings, truths, marker) for marker in markers]
+
+
+def _restore(job: Trainer, settings: StreamConfig, truths: Path, marker: str) -> str:
+    job.step()  # whatever was there before, it is not the marker's state
+    checkpointer = attach(job, settings)
+    try:
+        restored = checkpointer.restore(marker or None)
+    except StreamCkptError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        checkpointer.close()
+    if restored is None:
+        return "nothing was restored"
+    state = truth(job)
+    expected = torch.load(truths / str(restored.generation) / f"{restored.step}.pt")
+    wrong = differences(expected, state, rng=dist.get_rank() == 0)
+    if not wrong and not marker:
+        return f"exact {restored.id}"
+    return f"wrong: {restored.id} {wrong}" if wrong else "exact"
+
+
+def _grow(scale: int) -> None:
+    if scale > 1 and model.TABLES[0][1] == 211:
+        model.TABLES = [(name, rows * scale, dim, features) for name, rows, dim, features in model.TABLES]
+        model.FEATURES = [(feature, rows) for _, rows, _, features in model.TABLES for feature in features]
+
+
+def _listen(run: Path) -> None:
+    """Every marker of this process, whoever asked for it, is written down as its future tells."""
+    begin: Callable[..., Future[Committed]] = Coordinator.begin
+
+    def note(began_s: float, future: Future[Committed]) -> None:
+        error = future.exception()
+        if dist.get_rank() == 0:
+            name, line = ("reported", str(future.result().id)) if error is None else ("failed", repr(str(error)))
+            with open(run / name, "a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+            with open(run / "took_s", "a", encoding="ascii") as file:
+                file.write(f"{time.monotonic() - began_s}\n")
+
+    def listening(*args: Any, **kwargs: Any) -> Future[Committed]:
+        future = begin(*args, **kwargs)
+        future.add_done_callback(partial(note, time.monotonic()))
+        return future
+
+    Coordinator.begin = listening  # type: ignore[method-assign]
+
+
+def _loosen_clock(report: Path) -> None:
+    """The wall clock jumps at every look, by up to forty days to either side."""
+    real, draw = time.time, random.Random(40)
+    looks = 0
+
+    def jumping() -> float:
+        nonlocal looks
+        looks += 1
+        report.write_text(str(looks))
+        return real() + draw.uniform(-3.5e6, 3.5e6)
+
+    time.time = jumping
+
+
+def _save(path: Path, value: object) -> None:
+    if dist.get_rank() == 0:
+        torch.save(value, path.with_suffix(".tmp"))
+        os.replace(path.with_suffix(".tmp"), path)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    path.with_suffix(".tmp").write_bytes(data)
+    os.replace(path.with_suffix(".tmp"), path)
