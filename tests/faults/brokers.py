@@ -193,14 +193,18 @@ def _suffer(form: Form, broker: Victim, subject: Subject, faults: dict[str, Faul
     subject.settings.commit_timeout_s = 30.0
     order = [name for name in faults for _ in range(times.get(name, 1))]
     form.draw("order").shuffle(order)
-    with subject.living(form.board.row(order[-1])) as incarnation:
+    with subject.living(form.board.row(order[-1]), life_s=900.0) as incarnation:
         incarnation.await_reports(1)
         for name in order:
             row = form.board.row(name)
             row.injected += 1
             since.append((len(incarnation.reported()), row))
+            begin = time.monotonic()
             row.fired += faults[name](broker, incarnation)
+            healed = time.monotonic()
             incarnation.await_reports(2)
+            took_s = time.monotonic() - healed
+            row.remark = f"the last one lasted {healed - begin:.0f} s, two more markers came {took_s:.0f} s later"
         reported = incarnation.reported()
     for position, marker in enumerate(reported):
         subject.reported[marker] = next((row for begin, row in reversed(since) if position >= begin), since[0][1])

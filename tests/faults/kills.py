@@ -102,9 +102,7 @@ def kills_on_files(form: Form) -> None:
     if not form.full:
         _torment(form, file_job(form, "killed"), FILE_KILLS, "files", most=3)
         return
-    for number in range(2):
-        kills = long_form(form.draw(f"files {number}"), kafka=False)
-        _torment(form, file_job(form, "killed"), kills, "files", most=None)
+    _torment(form, file_job(form, "killed"), long_form(form.draw("files"), kafka=False), "files", most=None)
 
 
 def kills_on_kafka(form: Form) -> None:
@@ -116,10 +114,10 @@ def kills_on_kafka(form: Form) -> None:
 def kills_while_drains_are_slow(form: Form) -> None:
     """Tables so large that sending them takes longer than a step."""
     subject = file_job(form, "large", marker_every=2, sweep_bytes=2**24)
-    subject.scale = 800
+    subject.scale = 800 if form.full else 300
     row = form.board.row("SIGKILL while a drain takes longer than a step, files")
     draw, steps, drains = form.draw("large"), [], []
-    for nth in range(12 if form.full else 2):
+    for _ in range(12 if form.full else 1):
         row.injected += 1
         with subject.living(row) as incarnation:
             incarnation.await_reports(1)
@@ -128,7 +126,6 @@ def kills_while_drains_are_slow(form: Form) -> None:
             steps += incarnation.progress()["steps_s"][1:]
             drains += [float(line) for line in incarnation.lines("took_s")]
             row.fired += _die(incarnation, None)
-        del nth
     subject.compare_all(draw, None if form.full else 1)
     step_s, drain_s = statistics.median(steps), statistics.median(drains)
     row.remark = f"medians: a step {1000 * step_s:.0f} ms, from cut to COMMIT {1000 * drain_s:.0f} ms"

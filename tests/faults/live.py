@@ -23,9 +23,6 @@ from torchrec_stream_ckpt import StreamCkptError, StreamConfig, failpoints
 from torchrec_stream_ckpt.commit.coordinator import Coordinator
 from torchrec_stream_ckpt.types import Committed
 
-LIFE_S = 240.0
-"""No incarnation lives longer, whatever becomes of the test."""
-
 
 @dataclass(frozen=True)
 class Orders:
@@ -42,6 +39,13 @@ class Orders:
     scale: int = 1
     """The tables have so many times the rows, and all of them are sent again at every step."""
     wild_clock: bool = False
+    life_s: float = 240.0
+    """It lives no longer, whatever becomes of the test."""
+
+    @property
+    def memory(self) -> int:
+        """How many steps the truth of a step is kept at which no marker has been cut yet."""
+        return 50 if self.scale == 1 else 8
 
 
 def live(orders: Orders) -> None:
@@ -49,7 +53,7 @@ def live(orders: Orders) -> None:
     _grow(orders.scale)
     if orders.wild_clock:
         _loosen_clock(orders.run / f"clock-{dist.get_rank()}")
-    _listen(orders.run)
+    cuts = _listen(orders.run)
     job = trainer(orders.spec)
     job.step()  # another state than the marker's
     job.step_number = 0
@@ -62,7 +66,7 @@ def live(orders: Orders) -> None:
     folder = orders.truths / str(checkpointer.generation)
     folder.mkdir(parents=True, exist_ok=True)
     begin, steps = time.monotonic(), []
-    while time.monotonic() - begin < LIFE_S:
+    while time.monotonic() - begin < orders.life_s:
         trained = time.monotonic()
         job.step()
         step_s = time.monotonic() - trained
@@ -71,6 +75,8 @@ def live(orders: Orders) -> None:
             checkpointer.mark_all()
         checkpointer.step()
         steps.append(step_s)
+        if dist.get_rank() == 0 and job.step_number - orders.memory not in cuts:
+            (folder / f"{job.step_number - orders.memory}.pt").unlink(missing_ok=True)
         stream = checkpointer._stream
         assert stream is not None
         progress: dict[str, Any] = {
@@ -114,8 +120,13 @@ def _grow(scale: int) -> None:
         model.FEATURES = [(feature, rows) for _, rows, _, features in model.TABLES for feature in features]
 
 
-def _listen(run: Path) -> None:
-    """Every marker of this process, whoever asked for it, is written down as its future tells."""
+def _listen(run: Path) -> set[int]:
+    """Every marker of this process, whoever asked for it, is written down as its future tells.
+
+    Returns:
+        The steps at which markers are cut, from now on.
+    """
+    cuts: set[int] = set()
     begin: Callable[..., Future[Committed]] = Coordinator.begin
 
     def note(began_s: float, future: Future[Committed]) -> None:
@@ -128,11 +139,13 @@ def _listen(run: Path) -> None:
                 file.write(f"{time.monotonic() - began_s}\n")
 
     def listening(*args: Any, **kwargs: Any) -> Future[Committed]:
+        cuts.add(args[1].step)
         future = begin(*args, **kwargs)
         future.add_done_callback(partial(note, time.monotonic()))
         return future
 
     Coordinator.begin = listening  # type: ignore[method-assign]
+    return cuts
 
 
 def _loosen_clock(report: Path) -> None:

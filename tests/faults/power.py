@@ -194,7 +194,7 @@ def power_loss(form: Form) -> None:
             _judge(row, moment, known[key])
         row.fired += looked_at > 0
         calls.add(moment.call.split()[-1])
-    _restore_some(form, row, truths, draw.sample(kept, min(len(kept), 24 if form.full else 4)))
+    _restore_some(row, truths, draw.sample(kept, min(len(kept), 24 if form.full else 4)))
     row.remark = (
         f"{len(known)} different states of the disk at {len(moments)} moments around {', '.join(sorted(calls))}"
     )
@@ -273,7 +273,7 @@ def _judge(row: Row, moment: Moment, verdict: Verdict) -> None:
             row.err(f"{marker or 'the log'} at '{moment.call}': {said}")
 
 
-def _restore_some(form: Form, row: Row, truths: Path, kept: list[tuple[Path, set[str]]]) -> None:
+def _restore_some(row: Row, truths: Path, kept: list[tuple[Path, set[str]]]) -> None:
     """Into a live model, on two ranks, bit for bit."""
     tasks = [(StreamConfig(uri=f"file://{disk / 'log'}"), [max(whole, key=MarkerId.parse)]) for disk, whole in kept]
     for verdict in ranks.run(2, restore_from, truths, tasks)[0] if tasks else []:
@@ -281,4 +281,3 @@ def _restore_some(form: Form, row: Row, truths: Path, kept: list[tuple[Path, set
             row.compared += 1
         else:
             row.err(verdict)
-    del form

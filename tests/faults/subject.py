@@ -131,21 +131,21 @@ class Subject:
         self.examine(row, incarnation)
 
     def start(
-        self, fuse: str = "", fuse_rank: int = 0, team: tuple[int, Spec] | None = None, wild_clock: bool = False
+        self, fuse: str = "", fuse_rank: int = 0, team: tuple[int, Spec] | None = None, **how: Any
     ) -> Incarnation:
-        world, orders = self.orders(fuse, fuse_rank, team, wild_clock)
+        world, orders = self.orders(fuse, fuse_rank, team, **how)
         before = self.lineage()
         return Incarnation(ranks.start(world, live, orders), orders.run, before)
 
     def orders(
-        self, fuse: str = "", fuse_rank: int = 0, team: tuple[int, Spec] | None = None, wild_clock: bool = False
+        self, fuse: str = "", fuse_rank: int = 0, team: tuple[int, Spec] | None = None, **how: Any
     ) -> tuple[int, Orders]:
         """World size and orders of the next incarnation."""
         world, spec = team or TEAMS[self.runs % len(TEAMS)]
         self.runs += 1
         run = self.directory / f"run-{self.runs}"
         run.mkdir()
-        return world, Orders(spec, self.settings, self.truths, run, fuse, fuse_rank, self.scale, wild_clock)
+        return world, Orders(spec, self.settings, self.truths, run, fuse, fuse_rank, self.scale, **how)
 
     @property
     def truths(self) -> Path:

@@ -105,20 +105,21 @@ def frames_on_files(form: Form) -> None:
     """Frames of a copied file log change their places."""
     subject = file_job(form, "surgery")
     subject.settings.store = f"file://{subject.directory / 'store'}"
-    _operate(form, subject, "files", lambda name: f"file://{subject.directory / name}")
+    _operate(form, subject, "files", CUTS, lambda name: f"file://{subject.directory / name}")
 
 
 def frames_on_kafka(form: Form) -> None:
     """The same, rewritten into other topics."""
     subject = kafka_job(form, "surgery")
-    _operate(form, subject, "kafka", lambda name: f"{subject.settings.uri}-{name}")
+    cuts = CUTS if form.full else (sent_again, dropped)
+    _operate(form, subject, "kafka", cuts, lambda name: f"{subject.settings.uri}-{name}")
 
 
-def _operate(form: Form, subject: Subject, where: str, uri: Callable[[str], str]) -> None:
+def _operate(form: Form, subject: Subject, where: str, cuts: tuple[Cut, ...], uri: Callable[[str], str]) -> None:
     lineage, draw = _two_generations(form, subject), form.draw("surgery")
     cases = []
     for number in range(3 if form.full else 1):
-        for cut in CUTS:
+        for cut in cuts:
             row = form.board.row(f"frames {cut.__name__.replace('_', ' ')}, {where}")
             row.injected += 1
             place = _place(lineage, draw, number)
@@ -340,16 +341,12 @@ def _harm_dense(copy: Path, marker: MarkerId, kind: str, draw: random.Random) ->
 def topics_tampered_with(form: Form) -> None:
     """Retention, another partition count, and a topic that is made again, on a real broker."""
     subject = kafka_job(form, "topics")
-    _partitions_added(form, subject)
-    lineage = subject.lineage()
-    _records_deleted(form, subject, lineage)
-    _topic_made_again(form, kafka_job(form, "again"))
-
-
-def _admin(form: Form) -> Any:
     from confluent_kafka.admin import AdminClient
 
-    return AdminClient({"bootstrap.servers": form.bootstrap})
+    admin = AdminClient({"bootstrap.servers": form.bootstrap})
+    _partitions_added(form, admin, subject)
+    _records_deleted(form, admin, subject)
+    _topic_made_again(form, admin, kafka_job(form, "again"))
 
 
 def _topic(subject: Subject) -> str:
@@ -358,7 +355,7 @@ def _topic(subject: Subject) -> str:
     return parsed.data_topic
 
 
-def _partitions_added(form: Form, subject: Subject) -> None:
+def _partitions_added(form: Form, admin: Any, subject: Subject) -> None:
     """By somebody else, while the job runs: each rank keeps its own partition."""
     from confluent_kafka.admin import NewPartitions
 
@@ -371,7 +368,7 @@ def _partitions_added(form: Form, subject: Subject) -> None:
                 before = log.incarnation()
                 assert before is not None
                 grown = NewPartitions(_topic(subject), before.partitions + 2)
-                for answer in _admin(form).create_partitions([grown]).values():
+                for answer in admin.create_partitions([grown]).values():
                     answer.result(30)
                 after = log.incarnation()
             row.fired += after is not None and after.partitions == before.partitions + 2
@@ -379,21 +376,22 @@ def _partitions_added(form: Form, subject: Subject) -> None:
     subject.compare_all(form.draw("topics"), None if form.full else 2)
 
 
-def _records_deleted(form: Form, subject: Subject, lineage: Lineage) -> None:
+def _records_deleted(form: Form, admin: Any, subject: Subject) -> None:
     """Retention eats the beginning of one rank's partition in the second generation: the first one stays whole."""
     from confluent_kafka import TopicPartition
 
     row = form.board.row("retention ate the beginning of a partition, kafka")
     row.injected += 1
+    lineage = subject.lineage()
     children = {marker for marker in lineage.commits if marker.generation == 2}
     end = lineage.commits[max(children)].ranks[2]
     cut = TopicPartition(_topic(subject), end.partition, end.begin + 1)
-    for answer in _admin(form).delete_records([cut]).values():
+    for answer in admin.delete_records([cut]).values():
         row.fired += answer.result(30).low_watermark == end.begin + 1
     _restore_cases(subject, [Case(row, subject.settings, lineage.commits.keys() - children, children)])
 
 
-def _topic_made_again(form: Form, subject: Subject) -> None:
+def _topic_made_again(form: Form, admin: Any, subject: Subject) -> None:
     """Under a live job: its markers fail and say why, and nothing is restored from the topic that has its name."""
     row = form.board.row("topic deleted and made again under a live job, kafka")
     row.injected += 1
@@ -405,7 +403,7 @@ def _topic_made_again(form: Form, subject: Subject) -> None:
     try:
         incarnation.await_reports(1)
         with _opened(subject.settings) as log:
-            for answer in _admin(form).delete_topics([_topic(subject)]).values():
+            for answer in admin.delete_topics([_topic(subject)]).values():
                 answer.result(30)
             incarnation.wait("the topic's end", lambda: log.incarnation() is None)
             log.prepare(2)
