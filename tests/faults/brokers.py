@@ -37,7 +37,8 @@ class _Behind(Broker):
 class Victim:
     """A broker of our own, behind a proxy when there is one."""
 
-    def __init__(self, directory: Path, *, proxied: bool = False) -> None:
+    def __init__(self, directory: Path, *, proxied: bool = False, hold_s: float = 0.5) -> None:
+        self._hold_s = hold_s
         directory.mkdir(exist_ok=True)
         front = free_port()
         self.broker = _Behind(directory / "broker", front) if proxied else Broker(directory / "broker")
@@ -64,6 +65,12 @@ class Victim:
             time.sleep(0.02)
         return not self.broker.status().running
 
+    def suffer(self, job: Incarnation) -> None:
+        """Let the fault last for a while, in which the job must train on."""
+        end = time.monotonic() + self._hold_s
+        job.await_steps(STEPS_DURING)
+        time.sleep(max(0.0, end - time.monotonic()))
+
     def close(self) -> None:
         if self.proxy is not None:
             self.proxy.close()
@@ -72,9 +79,13 @@ class Victim:
         self.broker.stop(timeout_s=3)
 
 
+def _hold_s(form: Form) -> float:
+    return 4.0 if form.full else 0.5
+
+
 @contextlib.contextmanager
 def victim(form: Form, *, proxied: bool = False) -> Iterator[Victim]:
-    broker = Victim(form.folder("victim"), proxied=proxied)
+    broker = Victim(form.folder("victim"), proxied=proxied, hold_s=_hold_s(form))
     try:
         yield broker
     finally:
@@ -87,14 +98,14 @@ Fault = Callable[[Victim, Incarnation], bool]
 
 def killed_and_restarted(broker: Victim, job: Incarnation) -> bool:
     gone = broker.kill()
-    job.await_steps(STEPS_DURING)
+    broker.suffer(job)
     broker.start()
     return gone
 
 
 def stopped(broker: Victim, job: Incarnation) -> bool:
     broker.signal(signal.SIGSTOP)
-    job.await_steps(STEPS_DURING)
+    broker.suffer(job)
     silent = probe(broker.port) == "silence"
     broker.signal(signal.SIGCONT)
     return silent
@@ -103,7 +114,7 @@ def stopped(broker: Victim, job: Incarnation) -> bool:
 def unreachable(broker: Victim, job: Incarnation) -> bool:
     assert broker.proxy is not None
     broker.proxy.enable(False)
-    job.await_steps(STEPS_DURING)
+    broker.suffer(job)
     refused = probe(broker.proxy.port) == "refused"
     broker.proxy.enable(True)
     return refused
@@ -112,14 +123,14 @@ def unreachable(broker: Victim, job: Incarnation) -> bool:
 def blackholed(broker: Victim, job: Incarnation) -> bool:
     assert broker.proxy is not None
     with broker.proxy.toxic("timeout", timeout=0):
-        job.await_steps(STEPS_DURING)
+        broker.suffer(job)
         return probe(broker.proxy.port) == "silence"
 
 
 def reset(broker: Victim, job: Incarnation) -> bool:
     assert broker.proxy is not None
     with broker.proxy.toxic("reset_peer", timeout=20):
-        job.await_steps(STEPS_DURING)
+        broker.suffer(job)
         return probe(broker.proxy.port) == "reset"
 
 
@@ -129,7 +140,7 @@ def slow(broker: Victim, job: Incarnation) -> bool:
     broker.proxy.hang_up()
     before = broker.proxy.num_bytes()
     with broker.proxy.toxic("bandwidth", rate=20_000):
-        job.await_steps(STEPS_DURING)
+        broker.suffer(job)
         job.await_reports(1)
     return broker.proxy.num_bytes() - before > 10_000
 
@@ -142,12 +153,8 @@ BY_PROXY: dict[str, Fault] = {
     "way to the broker at 20 MB/s": slow,
 }
 
-
-def broker_dies(form: Form) -> None:
-    """A broker that is killed or stopped, under one job that trains on."""
-    with victim(form) as broker:
-        times = {"broker SIGKILL and restart": 10, "broker SIGSTOP": 5} if form.full else {}
-        _suffer(form, broker, kafka_job(form, "broker", broker.bootstrap), DIRECT, times)
+AT_START = "broker unreachable when the job starts"
+TOO_SLOW = "way at 20 MB/s, each step changes more than it takes"
 
 
 def catch_up(form: Form) -> None:
@@ -161,7 +168,7 @@ def catch_up(form: Form) -> None:
             with subject.living(row) as incarnation:
                 incarnation.await_reports(1)
                 gone = broker.kill()
-                incarnation.await_steps(STEPS_DURING)
+                broker.suffer(incarnation)
                 held_back = incarnation.progress()["pending"]
                 broker.start()
                 time.sleep(draw.uniform(0.0, 0.3))
@@ -169,19 +176,21 @@ def catch_up(form: Form) -> None:
         subject.compare_all(draw, None if form.full else 1)
 
 
-def network_fails(form: Form) -> None:
-    """Toxiproxy between job and broker."""
+def broker_and_network_fail(form: Form) -> None:
+    """A broker of our own, with Toxiproxy in front of it where it can be built, fails under one job that trains on."""
+    faults, times = DIRECT | BY_PROXY, {"broker SIGKILL and restart": 10, "broker SIGSTOP": 5}
     try:
-        broker = Victim(form.folder("victim"), proxied=True)
+        broker = Victim(form.folder("victim"), proxied=True, hold_s=_hold_s(form))
     except NoToxiproxy as error:
-        for name in [*BY_PROXY, "broker unreachable when the job starts"]:
+        faults, broker = DIRECT, Victim(form.folder("victim"), hold_s=_hold_s(form))
+        for name in [*BY_PROXY, AT_START, TOO_SLOW] if form.full else [*BY_PROXY, AT_START]:
             form.board.row(name).not_run = str(error)
-        return
     try:
-        subject = kafka_job(form, "network", broker.bootstrap)
-        _suffer(form, broker, subject, BY_PROXY, dict.fromkeys(BY_PROXY, 3) if form.full else {})
-        _unreachable_at_start(form, broker, subject)
-        if form.full:
+        subject = kafka_job(form, "broker", broker.bootstrap)
+        _suffer(form, broker, subject, faults, dict.fromkeys(faults, 3) | times if form.full else {})
+        if broker.proxy is not None:
+            _unreachable_at_start(form, broker, subject)
+        if broker.proxy is not None and form.full:
             _slow_for_large_tables(form, broker)
     finally:
         broker.close()
@@ -214,7 +223,7 @@ def _suffer(form: Form, broker: Victim, subject: Subject, faults: dict[str, Faul
 def _unreachable_at_start(form: Form, broker: Victim, subject: Subject) -> None:
     """It is said in time, on all ranks; once the broker is there, the job goes on from its newest marker."""
     assert broker.proxy is not None
-    row = form.board.row("broker unreachable when the job starts")
+    row = form.board.row(AT_START)
     row.injected += 1
     world, orders = subject.orders()
     broker.proxy.enable(False)
@@ -235,7 +244,7 @@ def _slow_for_large_tables(form: Form, broker: Victim) -> None:
     assert broker.proxy is not None
     subject = kafka_job(form, "slow", broker.bootstrap, sweep_bytes=2**24, ring_bytes=2**23)
     subject.scale = 100
-    row = form.board.row("way at 20 MB/s, each step changes more than it takes")
+    row = form.board.row(TOO_SLOW)
     row.injected += 1
     broker.proxy.hang_up()
     before, begin = broker.proxy.num_bytes(), time.monotonic()
