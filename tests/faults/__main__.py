@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.faults import brokers, disks, kills, power, surgery, survivors
+from tests.faults import brokers, disks, kills, power, surgery, survivors, topics
 from tests.faults.board import Board
 from tests.faults.subject import Form
 from torchrec_stream_ckpt.broker.kraft import Broker
@@ -41,7 +41,7 @@ SCENARIOS: tuple[Callable[[Form], None], ...] = (
     surgery.frames_on_files,
     surgery.frames_on_kafka,
     surgery.files_tampered_with,
-    surgery.topics_tampered_with,
+    topics.topics_tampered_with,
     power.power_loss,
 )
 LIBRARIES = ("torch", "torchrec", "fbgemm-gpu-cpu", "confluent-kafka")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import math
 import os
 import pickle
 import shutil
@@ -178,10 +179,12 @@ def power_loss(form: Form) -> None:
     row = form.board.row("power loss: unsynced writes and names lost, kept or torn, files")
     draw, kept, calls = form.draw("power"), [], set()
     known: dict[str, Verdict] = {}
+    most, drawn = MOST if form.full else 24, 0
     for moment in moments:
         row.injected += 1
         looked_at = 0
-        for state in _states(moment, draw, MOST if form.full else 24):
+        drawn += _combinations(list(moment.options.values())) > most
+        for state in _states(moment, draw, most):
             looked_at += 1
             key = hashlib.sha1(repr(sorted(state.items())).encode()).hexdigest()
             if key not in known:
@@ -196,7 +199,8 @@ def power_loss(form: Form) -> None:
         calls.add(moment.call.split()[-1])
     _restore_some(row, truths, draw.sample(kept, min(len(kept), 24 if form.full else 4)))
     row.remark = (
-        f"{len(known)} different states of the disk at {len(moments)} moments around {', '.join(sorted(calls))}"
+        f"{len(known)} different states of the disk at {len(moments)} moments around {', '.join(sorted(calls))}; "
+        f"all combinations at {len(moments) - drawn} of them"
     )
     assert {"fsync", "fdatasync", "rename", "link", "mkdir"} <= calls
 
@@ -207,10 +211,7 @@ def _states(moment: Moment, draw: Any, most: int) -> Iterator[dict[str, str]]:
     for lost in [(), *[(name,) for name in volatile]]:
         names = [name for name in moment.options if not any(name.startswith(f"{folder}/") for folder in lost)]
         choices = [moment.options[name] for name in names]
-        combinations = 1
-        for options in choices:
-            combinations *= len(options)
-        if combinations <= most:
+        if _combinations(choices) <= most:
             picks: Any = itertools.product(*choices)
         else:
             # Both ends, each name alone against either end, and what is drawn.
@@ -225,6 +226,10 @@ def _states(moment: Moment, draw: Any, most: int) -> Iterator[dict[str, str]]:
             picks = [*ends, *alone, *drawn] if most == MOST else [*ends, *draw.sample(alone, most), *drawn[: most // 2]]
         for pick in picks:
             yield {name: option for name, option in zip(names, pick, strict=True) if option is not None}
+
+
+def _combinations(choices: list[list[str | None]]) -> int:
+    return math.prod(map(len, choices))
 
 
 @dataclass

@@ -128,7 +128,7 @@ def _operate(form: Form, subject: Subject, where: str, cuts: tuple[Cut, ...], ur
             before, after = rebuild(subject.settings, target, lambda streams, c=cut, p=place: c(streams, p))
             row.fired += before != after
             cases.append(Case(row, target, lineage.commits.keys() - harmed, harmed))
-    _restore_cases(subject, cases)
+    restore_cases(subject, cases)
 
 
 def _two_generations(form: Form, subject: Subject) -> Lineage:
@@ -163,7 +163,7 @@ def _behind(lineage: Lineage, place: Place, cut: Cut) -> set[MarkerId]:
 
 def rebuild(source: StreamConfig, target: StreamConfig, operate: Callable[[Streams], None]) -> tuple[Streams, Streams]:
     """Write a log anew, operated on, with a control partition that fits it; the streams before and after."""
-    with _opened(source) as old, _opened(target) as new:
+    with opened(source) as old, opened(target) as new:
         records = [parse_control(record) for _, record in old.read_control()]
         lineage = Lineage.of(records)
         streams = _read_streams(old, lineage)
@@ -184,7 +184,7 @@ def rebuild(source: StreamConfig, target: StreamConfig, operate: Callable[[Strea
 
 
 @contextmanager
-def _opened(settings: StreamConfig) -> Iterator[Log]:
+def opened(settings: StreamConfig) -> Iterator[Log]:
     log = open_log(settings.uri)
     try:
         yield log
@@ -230,7 +230,7 @@ def _moved(commit: Commit, streams: Streams, acks: dict[tuple[int, int], list[Ac
     return replace(commit, ranks=tuple(ends))
 
 
-def _restore_cases(subject: Subject, cases: list[Case]) -> None:
+def restore_cases(subject: Subject, cases: list[Case]) -> None:
     """Restore every marker of every case, and judge what came of it."""
     markers = [(case, marker) for case in cases for marker in sorted(case.exact | case.refused)]
     tasks = [(case.settings, [str(marker)]) for case, marker in markers]
@@ -294,7 +294,7 @@ def files_tampered_with(form: Form) -> None:
     for kind in ("missing", "torn", "emptied", "without its metadata"):
         for _ in range(3 if form.full else 1):
             case(f"dense state {kind}", {newest}, lambda copy, k=kind: _harm_dense(copy, newest, k, draw))
-    _restore_cases(subject, cases)
+    restore_cases(subject, cases)
     _fall_back(form, subject, [each for each in cases if each.row.fault.startswith("dense")], newest)
 
 
@@ -333,89 +333,3 @@ def _harm_dense(copy: Path, marker: MarkerId, kind: str, draw: random.Random) ->
         size = victim.stat().st_size
         with open(victim, "r+b") as file:
             file.truncate(0 if kind == "emptied" else draw.randrange(1, size))
-
-
-# Topics that change under a job.
-
-
-def topics_tampered_with(form: Form) -> None:
-    """Retention, another partition count, and a topic that is made again, on a real broker."""
-    subject = kafka_job(form, "topics")
-    from confluent_kafka.admin import AdminClient
-
-    admin = AdminClient({"bootstrap.servers": form.bootstrap})
-    _partitions_added(form, admin, subject)
-    _records_deleted(form, admin, subject)
-    _topic_made_again(form, admin, kafka_job(form, "again"))
-
-
-def _topic(subject: Subject) -> str:
-    parsed = parse_uri(subject.settings.uri)
-    assert isinstance(parsed, KafkaUri)
-    return parsed.data_topic
-
-
-def _partitions_added(form: Form, admin: Any, subject: Subject) -> None:
-    """By somebody else, while the job runs: each rank keeps its own partition."""
-    from confluent_kafka.admin import NewPartitions
-
-    row = form.board.row("partitions added behind the job's back, kafka")
-    for team in ((2, PLAN_2), (3, PLAN_3)):
-        row.injected += 1
-        with subject.living(row, team=team) as incarnation:
-            incarnation.await_reports(1)
-            with _opened(subject.settings) as log:
-                before = log.incarnation()
-                assert before is not None
-                grown = NewPartitions(_topic(subject), before.partitions + 2)
-                for answer in admin.create_partitions([grown]).values():
-                    answer.result(30)
-                after = log.incarnation()
-            row.fired += after is not None and after.partitions == before.partitions + 2
-            incarnation.await_reports(2)
-    subject.compare_all(form.draw("topics"), None if form.full else 2)
-
-
-def _records_deleted(form: Form, admin: Any, subject: Subject) -> None:
-    """Retention eats the beginning of one rank's partition in the second generation: the first one stays whole."""
-    from confluent_kafka import TopicPartition
-
-    row = form.board.row("retention ate the beginning of a partition, kafka")
-    row.injected += 1
-    lineage = subject.lineage()
-    children = {marker for marker in lineage.commits if marker.generation == 2}
-    end = lineage.commits[max(children)].ranks[2]
-    cut = TopicPartition(_topic(subject), end.partition, end.begin + 1)
-    for answer in admin.delete_records([cut]).values():
-        row.fired += answer.result(30).low_watermark == end.begin + 1
-    _restore_cases(subject, [Case(row, subject.settings, lineage.commits.keys() - children, children)])
-
-
-def _topic_made_again(form: Form, admin: Any, subject: Subject) -> None:
-    """Under a live job: its markers fail and say why, and nothing is restored from the topic that has its name."""
-    row = form.board.row("topic deleted and made again under a live job, kafka")
-    row.injected += 1
-    # One marker before the topic goes: compared while it is there.
-    with subject.living(row, team=(2, PLAN_2)) as incarnation:
-        incarnation.await_reports(1)
-    subject.compare_all(form.draw("again"))
-    incarnation = subject.start(team=(2, PLAN_2))
-    try:
-        incarnation.await_reports(1)
-        with _opened(subject.settings) as log:
-            for answer in admin.delete_topics([_topic(subject)]).values():
-                answer.result(30)
-            incarnation.wait("the topic's end", lambda: log.incarnation() is None)
-            log.prepare(2)
-        reported = len(incarnation.reported())
-        incarnation.wait("a marker that fails", lambda: bool(incarnation.lines("failed")))
-        incarnation.await_steps(10)
-        said = incarnation.lines("failed")
-        row.fired += bool(said)
-        if len(incarnation.reported()) > reported + 1:
-            row.err("markers were reported on a topic that is not the job's")
-        row.remark = said[0][:60]
-    finally:
-        incarnation.kill()
-    known = set(subject.lineage().commits)
-    _restore_cases(subject, [Case(row, subject.settings, set(), known)])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.faults import brokers, disks, kills, power, surgery, survivors
+from tests.faults import brokers, disks, kills, power, surgery, survivors, topics
 from tests.faults.board import Board
 from tests.faults.subject import Form
 
@@ -33,7 +33,7 @@ ON_KAFKA: list[Scenario] = [
     kills.kills_on_kafka,
     survivors.zombies_on_kafka,
     surgery.frames_on_kafka,
-    surgery.topics_tampered_with,
+    topics.topics_tampered_with,
 ]
 
 
