@@ -32,6 +32,7 @@ SCENARIOS: tuple[Callable[[Form], None], ...] = (
     survivors.zombie_with_the_lock,
     survivors.clock_jumps,
     brokers.broker_and_network_fail,
+    brokers.network_slower_than_training,
     brokers.catch_up,
     disks.log_full,
     disks.store_full,
@@ -59,6 +60,7 @@ def torment(chosen: list[Callable[[Form], None]], board: Board, seed: int, full:
                     f"{scenario.__module__}.{scenario.__name__}".removeprefix("tests.faults."),
                     time.monotonic(),
                 )
+                board.rows.pop(name, None)  # it broke in another part
                 directory = Path(scratch) / name
                 directory.mkdir()
                 console.print(f"{name} ...", end=" ")
@@ -111,14 +113,21 @@ def main() -> None:
         "--minutes", type=float, default=0.0, help="begin again, with another seed, until so many passed"
     )
     parser.add_argument("--seed", type=int, default=20)
-    parser.add_argument("--only", default="", help="scenarios whose name contains this")
+    parser.add_argument("--only", default="", help="scenarios whose name contains this, or one of these: A,B")
+    parser.add_argument("--onto", type=Path, help="rows of another part of this run, as --json wrote them")
     parser.add_argument("--json", type=Path, help="write the rows there")
     parser.add_argument("--report", type=Path, help="write a page there, as docs/chaos.md is")
     arguments = parser.parse_args()
-    chosen = [each for each in SCENARIOS if arguments.only in f"{each.__module__}.{each.__name__}"]
+    chosen = [
+        each
+        for each in SCENARIOS
+        if any(part in f"{each.__module__}.{each.__name__}" for part in arguments.only.split(","))
+    ]
     if not chosen:
         parser.error(f"no scenario has '{arguments.only}' in its name")
     console, board, seeds, begin = Console(width=160), Board(), [], time.monotonic()
+    if arguments.onto:
+        board.load(arguments.onto)
     while not seeds or time.monotonic() - begin < 60 * arguments.minutes:
         seeds.append(arguments.seed + len(seeds))
         torment(chosen, board, seeds[-1], not arguments.short, console)

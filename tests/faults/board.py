@@ -63,9 +63,18 @@ class Board:
 
     def __init__(self) -> None:
         self.rows: dict[str, Row] = {}
+        self._touched: set[str] = set()
 
     def row(self, fault: str) -> Row:
-        return self.rows.setdefault(fault, Row(fault))
+        """The row of a fault; one that was loaded begins anew."""
+        if fault not in self._touched:
+            self._touched.add(fault)
+            self.rows[fault] = Row(fault)
+        return self.rows[fault]
+
+    def load(self, path: Path) -> None:
+        """The rows of another part of this run."""
+        self.rows |= {each["fault"]: Row(**each) for each in json.loads(path.read_text())}
 
     def check(self) -> None:
         """Raises AssertionError with every row that is not well."""

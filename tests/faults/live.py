@@ -37,7 +37,7 @@ class Orders:
     fuse: str = ""
     fuse_rank: int = 0
     scale: int = 1
-    """The tables have so many times the rows, and all of them are sent again at every step."""
+    """Tables have so many times the rows, and batches so many times the samples."""
     wild_clock: bool = False
     life_s: float = 240.0
     """It lives no longer, whatever becomes of the test."""
@@ -71,8 +71,6 @@ def live(orders: Orders) -> None:
         job.step()
         step_s = time.monotonic() - trained
         _save(folder / f"{job.step_number}.pt", truth(job))
-        if orders.scale > 1:
-            checkpointer.mark_all()
         checkpointer.step()
         steps.append(step_s)
         if dist.get_rank() == 0 and job.step_number - orders.memory not in cuts:
@@ -117,6 +115,7 @@ def _restore(job: Trainer, settings: StreamConfig, truths: Path, marker: str) ->
 def _grow(scale: int) -> None:
     if scale > 1 and model.TABLES[0][1] == 211:
         model.TABLES = [(name, rows * scale, dim, features) for name, rows, dim, features in model.TABLES]
+        model.GLOBAL_BATCH *= scale
         model.FEATURES = [(feature, rows) for _, rows, _, features in model.TABLES for feature in features]
 
 

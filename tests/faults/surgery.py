@@ -71,8 +71,9 @@ def replayed(streams: Streams, place: Place) -> None:
 
 def swapped_with_another_rank(streams: Streams, place: Place) -> None:
     one, other = streams[place.generation, place.rank], streams[place.generation, 1 - place.rank]
-    mine, theirs = one[place.seq][1], other[place.seq][1]
-    one[place.seq], other[place.seq] = (place.seq, theirs), (place.seq, mine)
+    there = min(place.seq, len(other) - 1)
+    mine, theirs = one[place.seq][1], other[there][1]
+    one[place.seq], other[there] = (place.seq, theirs), (there, mine)
 
 
 def swapped_with_another_generation(streams: Streams, place: Place) -> None:
@@ -128,7 +129,7 @@ def _operate(form: Form, subject: Subject, where: str, cuts: tuple[Cut, ...], ur
             before, after = rebuild(subject.settings, target, lambda streams, c=cut, p=place: c(streams, p))
             row.fired += before != after
             cases.append(Case(row, target, lineage.commits.keys() - harmed, harmed))
-    restore_cases(subject, cases)
+    restore_cases(form, subject, cases)
 
 
 def _two_generations(form: Form, subject: Subject) -> Lineage:
@@ -150,15 +151,22 @@ def _place(lineage: Lineage, draw: random.Random, number: int) -> Place:
 
 
 def _behind(lineage: Lineage, place: Place, cut: Cut) -> set[MarkerId]:
-    """Markers that read the stream beyond the place."""
-    first = place.seq - 1 if cut is reordered else place.seq
-    touched = {place.rank, 1 - place.rank} if cut is swapped_with_another_rank else {place.rank}
+    """Markers that read a stream beyond what was changed in it."""
+    changed = {place.rank: place.seq - 1 if cut is reordered else place.seq}
+    if cut is swapped_with_another_rank:
+        other = 1 - place.rank
+        frames = [commit.ranks[other].frames for id_, commit in lineage.commits.items() if _of(id_, place)]
+        changed[other] = min(place.seq, max(frames) - 1)
     return {
         marker
         for marker in lineage.commits
         for commit in lineage.path(marker)
-        if commit.id.generation == place.generation and any(commit.ranks[rank].frames > first for rank in touched)
+        if _of(commit.id, place) and any(commit.ranks[rank].frames > seq for rank, seq in changed.items())
     }
+
+
+def _of(marker: MarkerId, place: Place) -> bool:
+    return marker.generation == place.generation
 
 
 def rebuild(source: StreamConfig, target: StreamConfig, operate: Callable[[Streams], None]) -> tuple[Streams, Streams]:
@@ -230,9 +238,14 @@ def _moved(commit: Commit, streams: Streams, acks: dict[tuple[int, int], list[Ac
     return replace(commit, ranks=tuple(ends))
 
 
-def restore_cases(subject: Subject, cases: list[Case]) -> None:
-    """Restore every marker of every case, and judge what came of it."""
-    markers = [(case, marker) for case in cases for marker in sorted(case.exact | case.refused)]
+def restore_cases(form: Form, subject: Subject, cases: list[Case]) -> None:
+    """Restore every marker of every case, in the short form the newest of either kind, and judge what came of it."""
+    markers = [
+        (case, marker)
+        for case in cases
+        for kind in (case.exact, case.refused)
+        for marker in sorted(kind)[0 if form.full else -1 :]
+    ]
     tasks = [(case.settings, [str(marker)]) for case, marker in markers]
     said = ranks.run(2, restore_from, subject.truths, tasks, timeout_s=90 + 5.0 * len(tasks))[0]
     for (case, marker), verdict in zip(markers, said, strict=True):
@@ -294,7 +307,7 @@ def files_tampered_with(form: Form) -> None:
     for kind in ("missing", "torn", "emptied", "without its metadata"):
         for _ in range(3 if form.full else 1):
             case(f"dense state {kind}", {newest}, lambda copy, k=kind: _harm_dense(copy, newest, k, draw))
-    restore_cases(subject, cases)
+    restore_cases(form, subject, cases)
     _fall_back(form, subject, [each for each in cases if each.row.fault.startswith("dense")], newest)
 
 

@@ -60,7 +60,7 @@ def _records_deleted(form: Form, admin: Any, subject: Subject) -> None:
     cut = TopicPartition(_topic(subject), end.partition, end.begin + 1)
     for answer in admin.delete_records([cut]).values():
         row.fired += answer.result(30).low_watermark == end.begin + 1
-    restore_cases(subject, [Case(row, subject.settings, lineage.commits.keys() - children, children)])
+    restore_cases(form, subject, [Case(row, subject.settings, lineage.commits.keys() - children, children)])
 
 
 def _topic_made_again(form: Form, admin: Any, subject: Subject) -> None:
@@ -90,4 +90,4 @@ def _topic_made_again(form: Form, admin: Any, subject: Subject) -> None:
     finally:
         incarnation.kill()
     known = set(subject.lineage().commits)
-    restore_cases(subject, [Case(row, subject.settings, set(), known)])
+    restore_cases(form, subject, [Case(row, subject.settings, set(), known)])
