@@ -75,7 +75,7 @@ def torment(chosen: list[Callable[[Form], None]], board: Board, seed: int, full:
             broker.stop()
 
 
-def report(board: Board, seeds: list[int], took_s: float) -> str:
+def report(board: Board, seeds: list[int]) -> str:
     """The page of one run."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     machine = f"{os.cpu_count()} cores, {memory:.0f} GiB of memory, Linux {platform.release().split('-')[0]}"
@@ -92,7 +92,7 @@ the step to the checkpointer; what a restore brings back is compared with that, 
 | machine | {machine} |
 | versions | Python {platform.python_version()}, {versions}, Kafka {kafka_version()} |
 | seeds | {", ".join(map(str, seeds))} |
-| time | {took_s / 60:.0f} minutes |
+| time | {board.took_s / 60:.0f} minutes |
 
 - *fired*: there was evidence that the fault happened (an exit by SIGKILL behind a line that the fail point wrote, an
   error that strace injected, a refused or silent connection); a row that fired less often than it was injected fails.
@@ -131,11 +131,12 @@ def main() -> None:
     while not seeds or time.monotonic() - begin < 60 * arguments.minutes:
         seeds.append(arguments.seed + len(seeds))
         torment(chosen, board, seeds[-1], not arguments.short, console)
+    board.took_s += time.monotonic() - begin
     console.print(board.table())
     if arguments.json:
         board.save(arguments.json)
     if arguments.report:
-        arguments.report.write_text(report(board, seeds, time.monotonic() - begin))
+        arguments.report.write_text(report(board, seeds))
     try:
         board.check()
     except AssertionError as failure:

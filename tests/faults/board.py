@@ -63,6 +63,8 @@ class Board:
 
     def __init__(self) -> None:
         self.rows: dict[str, Row] = {}
+        self.took_s = 0.0
+        """All parts of the run together."""
         self._touched: set[str] = set()
 
     def row(self, fault: str) -> Row:
@@ -74,7 +76,9 @@ class Board:
 
     def load(self, path: Path) -> None:
         """The rows of another part of this run."""
-        self.rows |= {each["fault"]: Row(**each) for each in json.loads(path.read_text())}
+        part = json.loads(path.read_text())
+        self.rows |= {each["fault"]: Row(**each) for each in part["rows"]}
+        self.took_s += part["took_s"]
 
     def check(self) -> None:
         """Raises AssertionError with every row that is not well."""
@@ -104,4 +108,5 @@ class Board:
         return Row("all", **numbers)
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps([asdict(row) for row in self.rows.values()], indent=1) + "\n")
+        part = {"took_s": self.took_s, "rows": [asdict(row) for row in self.rows.values()]}
+        path.write_text(json.dumps(part, indent=1) + "\n")

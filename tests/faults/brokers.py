@@ -253,12 +253,12 @@ def network_slower_than_training(form: Form) -> None:
 def _slow_for_large_tables(form: Form, row: Row, broker: Victim) -> None:
     assert broker.proxy is not None
     subject = kafka_job(form, "slow", broker.bootstrap, sweep_bytes=2**24, ring_bytes=2**23)
-    subject.scale = 100
+    subject.scale = 400
     row.injected += 1
     broker.proxy.hang_up()
     before, begin = broker.proxy.num_bytes(), time.monotonic()
     with broker.proxy.toxic("bandwidth", rate=20_000), subject.living(row) as incarnation:
-        incarnation.await_reports(3)
+        incarnation.await_reports(5)
     moved = broker.proxy.num_bytes() - before
     row.fired += moved > 20_000_000
     row.remark = f"{moved / 1e6:.0f} MB in {time.monotonic() - begin:.0f} s"
