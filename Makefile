@@ -12,8 +12,8 @@ GPU_PY ?= python3
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kafka test test-kafka test-slow test-matrix test-gpu fuzz coverage lint bench lock clean \
-  kafka-tools
+.PHONY: help setup demo demo-kafka test test-kafka test-slow test-matrix test-gpu fuzz chaos coverage lint bench lock \
+  clean kafka-tools
 
 help: ## Show these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ test-gpu: ## Run the tests that need a GPU, one rank, by a Python that has the C
 
 fuzz: $(STAMP) ## Damage bytes and read them (FUZZ_ARGS="--seconds 600 --seed 1")
 	@$(PY) -m tests.fuzz $(FUZZ_ARGS)
+
+chaos: kafka-tools ## Kill, stop, fill, cut and tamper, in the long form (CHAOS_ARGS="--only power --seed 7")
+	@OMP_NUM_THREADS=1 $(PY) -m tests.faults $(CHAOS_ARGS)
 
 coverage: $(STAMP) ## Write docs/coverage.md anew: what the tests show, cell by cell
 	@$(PY) -m tests.coverage

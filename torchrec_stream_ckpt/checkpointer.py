@@ -26,6 +26,7 @@ from torchrec_stream_ckpt.commit.generation import Generation, check_same_log, c
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.cuts import Cuts
 from torchrec_stream_ckpt.errors import ConfigError, FencedError, MarkerNotFoundError
+from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Hello
 from torchrec_stream_ckpt.format.dense import dense_path
 from torchrec_stream_ckpt.format.frame import Kind
@@ -172,11 +173,14 @@ class StreamCheckpointer:
         plan, choice = chosen
         store = self._config.store_path
         try:
+            failpoint("restore.planned")
             rows = self._team.together(lambda: apply_rows(self._log, plan, self._kernels))
+            failpoint("restore.rows")
             self._team.together(lambda: self._dense.load(dense_path(store, choice.commit), plan.world))
         except BaseException as error:
             self._broken = error
             raise
+        failpoint("restore.dense")
         merged = {table for tables in self._team.gather(plan.merged) for table in tables}
         self._step = plan.step
         self._next_marker = plan.marker.marker + 1
@@ -328,8 +332,10 @@ class StreamCheckpointer:
         if not self._capture.swept:
             # First, and at every step: where steps touch more than the ring takes, the sweep must go on all the same.
             self._capture.sweep(drain, self._config.sweep_bytes)
+            failpoint("sweep.sent")
         if self._step % self._config.drain_every == 0:
             self._capture.drain(drain)
+            failpoint("drain.sent")
 
     def _vote(self) -> None:
         """Say how this rank stands, for the decision at the end of the next step."""
@@ -409,6 +415,7 @@ class StreamCheckpointer:
             Hello(team.world, self._schema, self._shards).to_json(),
         )
         publisher.submit(hello)
+        failpoint("hello.submitted")
         identity = StreamIdentity(claim.job, claim.generation, team.rank, self._schema.crc)
         if self._oracle is not None:
             team.together(partial(self._oracle.open, claim.swept))

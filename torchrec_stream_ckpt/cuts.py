@@ -23,6 +23,7 @@ from torchrec_stream_ckpt.commit.dense import DenseState
 from torchrec_stream_ckpt.commit.generation import Generation
 from torchrec_stream_ckpt.commit.seal import Seal, Sealed
 from torchrec_stream_ckpt.errors import CaptureMismatchError
+from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Mark, TableScalars
 from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
@@ -206,10 +207,12 @@ class Cuts:
 
     def _finish(self, cut: _Open, buffer: FrameBuffer) -> None:
         """Everything is in the ring but the MARK."""
+        failpoint("cut.drained")
         publisher = self._generation.publisher
         rows, num_bytes = publisher.rows, publisher.num_bytes
         buffer.put_json(self.header(Kind.MARK, cut.step, cut.marker), Mark(rows, num_bytes, cut.scalars).to_json())
         sealed = Sealed(self.submit(buffer), rows, num_bytes)
+        failpoint("mark.submitted")
         if self._oracle is None:
             cut.seal.close(sealed)
         else:  # what differs on any rank must not be committed: the seal waits for the others

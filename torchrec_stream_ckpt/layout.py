@@ -107,6 +107,14 @@ def dense_name(job: bytes, marker: MarkerId) -> str:
     return f"{DENSE_DIR}/{job.hex()}/g{marker.generation:08d}-m{marker.marker:08d}"
 
 
+def make_dirs(path: Path) -> None:
+    """Make a folder and the ones above it that are missing; behind it, their names are durable."""
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in made:
+        fsync_dir(folder.parent)
+
+
 def fsync_dir(path: Path) -> None:
     """Make the names in a folder durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -18,7 +18,7 @@ ROOT = Path(torchrec_stream_ckpt.__file__).parent
 PACKAGE = "torchrec_stream_ckpt"
 SOURCES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
 
-LEAVES = {"errors", "types", "layout", "config", "metrics"}
+LEAVES = {"errors", "types", "layout", "config", "metrics", "failpoints"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": {"errors"},
@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"errors", "types", "layout"},
     "metrics": {"errors", "types"},
     "loader": {"errors"},
+    "failpoints": {"errors"},
     "adapter": {"errors", "types", "adapter"},
     "format": LEAVES | {"format"},
     "log": LEAVES | {"format", "log"},

@@ -15,6 +15,7 @@ from torchrec_stream_ckpt.errors import (
     LogUnavailableError,
     MarkerFailedError,
 )
+from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
 from torchrec_stream_ckpt.format.frame import parse_header
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -91,7 +92,9 @@ class Control:
         Raises:
             FencedError: somebody else was first.
         """
+        failpoint("claim.append")
         self._log.append_control((self._key.sign(claim) if self._key else claim).to_frame())
+        failpoint("claim.appended")
         winner = self.refresh().claims.get(claim.generation)
         if winner is None or winner.nonce != claim.nonce:
             raise FencedError(
@@ -115,7 +118,9 @@ class Control:
             try:
                 if self._is_there(commit):
                     return
+                failpoint("commit.append")
                 self._log.append_control(frame)
+                failpoint("commit.appended")
                 sent = True
                 if self._is_there(commit):
                     return

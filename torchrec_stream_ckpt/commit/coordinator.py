@@ -32,6 +32,7 @@ from torchrec_stream_ckpt.commit.dense import DenseState, written_by
 from torchrec_stream_ckpt.commit.generation import Generation
 from torchrec_stream_ckpt.commit.seal import Seal
 from torchrec_stream_ckpt.errors import FencedError, MarkerFailedError, StreamCkptError
+from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Commit, DenseFile
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.layout import dense_name
@@ -145,8 +146,11 @@ class Coordinator:
     def _decide_together(self, cut: Cut) -> None:
         """Return when the marker is committed, else raise why not; the same on every rank."""
         self._check(self._team.gather(Vote(cut.marker, cut.step, cut.seal.reason)))
+        failpoint("cut.agreed")
         votes = self._team.gather(self._prepare(cut))
+        failpoint("votes.gathered")
         self._team.on_rank0(lambda: self._commit(cut, votes))
+        failpoint("commit.told")
 
     def _prepare(self, cut: Cut) -> Vote:
         """Make this rank's part durable; what goes wrong becomes the vote's reason."""
@@ -154,7 +158,9 @@ class Coordinator:
         folder = self._generation.folder(cut.marker)
         try:
             assert cut.staged is not None
+            failpoint("dense.save")
             self._dense.save(cut.staged, folder)
+            failpoint("dense.saved")
             files = digest_files(folder, written_by(folder, self._team.rank))
         except Exception as error:  # DCP raises what its storage and peers raise
             return Vote(cut.marker, cut.step, f"dense state was not saved: {type(error).__name__}: {error}")
@@ -166,7 +172,9 @@ class Coordinator:
         if sealed is None:
             return Vote(cut.marker, cut.step, cut.seal.reason)
         try:
+            failpoint("mark.wait")
             durable = publisher.wait_mark(sealed.mark_seq, max(0.0, deadline - time.monotonic()))
+            failpoint("mark.durable")
         except Exception as error:  # the publisher has died or is closed
             return Vote(cut.marker, cut.step, f"the stream has ended: {error}")
         if durable is None:

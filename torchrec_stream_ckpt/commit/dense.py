@@ -46,6 +46,7 @@ from torchrec_stream_ckpt.commit.data_parallel import at_rest, check_fully_shard
 from torchrec_stream_ckpt.commit.id_maps import PREFIX, State, empty_pieces, merge_pieces, read_pieces
 from torchrec_stream_ckpt.commit.random_state import random_state, seed_new_rank, set_random_state
 from torchrec_stream_ckpt.errors import ConfigError, SchemaMismatchError
+from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.layout import fsync_dir
 
 
@@ -136,7 +137,7 @@ class DenseState:
     def save(self, staged: dict[str, Any], path: Path) -> None:
         """(all ranks, commit thread) Write what :meth:`stage` returned; returns when it is durable. Collective."""
         with _as_error():
-            save(staged, storage_writer=FileSystemWriter(path), process_group=self._group)
+            save(staged, storage_writer=_Writer(path), process_group=self._group)
 
     def check(self, path: Path) -> None:
         """Refuse a marker whose id maps do not fit this job's shards, before anything is written. Local.
@@ -266,6 +267,20 @@ class DenseState:
             }
         for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
+
+
+class _Writer(FileSystemWriter):
+    """DCP's own, with points between its parts."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        failpoint("dense.part")
+        written = super().write_data(plan, planner)
+        failpoint("dense.part_written")
+        return written
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        failpoint("dense.metadata")
+        super().finish(metadata, results)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError
 from torchrec_stream_ckpt.format.control import Claim, Schema
-from torchrec_stream_ckpt.layout import MAX_GENERATION, KafkaUri, dense_name, fsync_dir, parse_uri
+from torchrec_stream_ckpt.layout import MAX_GENERATION, KafkaUri, dense_name, fsync_dir, make_dirs, parse_uri
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.publisher import Publisher
 from torchrec_stream_ckpt.types import MarkerId
@@ -128,7 +128,7 @@ def _dense_root(config: StreamConfig, claim: Claim) -> Path:
 
 def _make_store(root: Path) -> None:
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        make_dirs(root)
         for folder in (root, root.parent, root.parent.parent):
             fsync_dir(folder)
     except OSError as error:

@@ -20,6 +20,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from torchrec_stream_ckpt.errors import CommitUnknownError, ConfigError, CorruptionError, LogUnavailableError
+from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, parse_header
 from torchrec_stream_ckpt.layout import (
     CONTROL_FILE,
@@ -28,6 +29,7 @@ from torchrec_stream_ckpt.layout import (
     IDENTITY_FILE,
     MAX_PARTITIONS,
     fsync_dir,
+    make_dirs,
     parse_segment,
     partition_dir,
     segment_name,
@@ -54,7 +56,7 @@ class FileLog:
         if partitions > MAX_PARTITIONS:
             raise ConfigError(f"{partitions} ranks are more than a log takes ({MAX_PARTITIONS})")
         try:
-            (self._root / DATA_DIR).mkdir(parents=True, exist_ok=True)
+            make_dirs(self._root / DATA_DIR)
             for partition in range(partitions):
                 partition_dir(self._root, partition).mkdir(exist_ok=True)
             fsync_dir(self._root / DATA_DIR)
@@ -134,6 +136,7 @@ class FileLog:
         offset = self._cut_torn_tail(path, fd)
         try:
             _write_all(fd, [memoryview(record)])
+            failpoint("control.written")
             os.fdatasync(fd)
         except OSError as error:
             # What a failed sync leaves in the page cache can be read and may never reach the disk: take it back.
@@ -256,6 +259,7 @@ class FileWriter:
             self._roll()
         try:
             _write_all(self._fd, self._sent)
+            failpoint("segment.written")
             os.fdatasync(self._fd)
             deleted = os.fstat(self._fd).st_nlink == 0
         except OSError as error:
@@ -328,6 +332,7 @@ def _unavailable(what: str, path: Path, error: OSError) -> LogUnavailableError:
         errno.EACCES: "check the owner and mode of the folder",
         errno.EROFS: "the file system is read-only: mount it writable, or choose another folder",
         errno.ENOENT: "check the path; nothing was written there yet, or it was deleted",
+        errno.ETIMEDOUT: "another trainer holds the lock: if it is stopped or hangs, end it",
     }
     hint = hints.get(error.errno or 0, "check the disk and the path")
     return LogUnavailableError(f"{what}: {error.strerror}", hint=hint, path=path)

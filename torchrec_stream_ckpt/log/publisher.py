@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchrec_stream_ckpt.errors import LogUnavailableError
+from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, seal
 from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
 from torchrec_stream_ckpt.log.api import Ack, DataWriter
@@ -154,6 +155,7 @@ class Publisher:
         try:
             for buffer in self._flight:
                 writer.send(buffer.view())
+                failpoint("stream.resent")
         except BaseException:
             writer.close()
             raise
@@ -170,8 +172,10 @@ class Publisher:
             self._seal(buffer)
             self._flight.append(buffer)
             writer.send(buffer.view())
+            failpoint("stream.sent")
         acks = writer.poll(_POLL_S)
         if acks:
+            failpoint("stream.acknowledged")
             self._acknowledge(acks)
         return bool(acks)
 

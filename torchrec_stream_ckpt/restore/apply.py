@@ -10,6 +10,7 @@ import torch
 
 from torchrec_stream_ckpt.adapter import FusedKernel
 from torchrec_stream_ckpt.errors import CorruptionError, SchemaMismatchError
+from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import TableScalars
 from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.rows import Array, decode_rows
@@ -122,6 +123,7 @@ def apply_rows(log: Log, plan: RestorePlan, kernels: list[FusedKernel]) -> int:
         for header, frame in read_stream(log, read.commit, read.end):
             if header.kind is Kind.ROWS:
                 applied += _apply_frame(plan, read, header, frame, targets)
+                failpoint("restore.frame")
             elif header.seq == read.end.frames - 1 and read.commit.id == plan.marker:
                 scalars += read_mark(header, frame, read.commit, read.end).scalars
     for shard, target in targets.items():

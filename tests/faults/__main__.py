@@ -1,0 +1,149 @@
+"""``make chaos``: every scenario in its long form, and the table of what became of it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.console import Console
+
+from tests.faults import brokers, disks, kills, power, surgery, survivors, topics
+from tests.faults.board import Board
+from tests.faults.subject import Form
+from torchrec_stream_ckpt.broker.kraft import Broker
+from torchrec_stream_ckpt.broker.runtime import kafka_version
+
+SCENARIOS: tuple[Callable[[Form], None], ...] = (
+    kills.kills_on_files,
+    kills.kills_on_kafka,
+    kills.kills_while_drains_are_slow,
+    survivors.one_rank_dies,
+    survivors.zombies_on_files,
+    survivors.zombies_on_kafka,
+    survivors.zombie_with_the_lock,
+    survivors.clock_jumps,
+    brokers.broker_and_network_fail,
+    brokers.network_slower_than_training,
+    brokers.catch_up,
+    disks.log_full,
+    disks.store_full,
+    disks.broker_disk_full,
+    disks.errors_of_a_disk,
+    disks.short_writes,
+    surgery.frames_on_files,
+    surgery.frames_on_kafka,
+    surgery.files_tampered_with,
+    topics.topics_tampered_with,
+    power.power_loss,
+)
+LIBRARIES = ("torch", "torchrec", "fbgemm-gpu-cpu", "confluent-kafka")
+
+
+def torment(chosen: list[Callable[[Form], None]], board: Board, seed: int, full: bool, console: Console) -> None:
+    """Run scenarios one after the other; one that breaks is a wrong row, and the others still run."""
+    with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
+        broker = Broker(Path(scratch) / "broker")
+        address = broker.start(die_with=os.getpid()).bootstrap
+        assert address is not None
+        try:
+            for scenario in chosen:
+                name, begin = (
+                    f"{scenario.__module__}.{scenario.__name__}".removeprefix("tests.faults."),
+                    time.monotonic(),
+                )
+                board.rows.pop(name, None)  # it broke in another part
+                directory = Path(scratch) / name
+                directory.mkdir()
+                console.print(f"{name} ...", end=" ")
+                try:
+                    scenario(Form(directory, board, full, seed, address))
+                except Exception as error:
+                    board.row(name).err(f"the scenario broke: {type(error).__name__}: {error}")
+                    traceback.print_exc()
+                shutil.rmtree(directory, ignore_errors=True)
+                console.print(f"{time.monotonic() - begin:.0f} s")
+        finally:
+            broker.stop()
+
+
+def report(board: Board, seeds: list[int]) -> str:
+    """The page of one run."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    machine = f"{os.cpu_count()} cores, {memory:.0f} GiB of memory, Linux {platform.release().split('-')[0]}"
+    versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
+    return f"""# Chaos
+
+One run of `make chaos`, as it was printed. Real jobs of one to three gloo ranks train under the oracle, with DCP for
+the dense state, on the file log and on a real broker. At every step the job puts its whole state aside before it gives
+the step to the checkpointer; what a restore brings back is compared with that, bit for bit.
+
+| | |
+|---|---|
+| date | {time.strftime("%Y-%m-%d")} |
+| machine | {machine} |
+| versions | Python {platform.python_version()}, {versions}, Kafka {kafka_version()} |
+| seeds | {", ".join(map(str, seeds))} |
+| time | {board.took_s / 60:.0f} minutes |
+
+- *fired*: there was evidence that the fault happened (an exit by SIGKILL behind a line that the fail point wrote, an
+  error that strace injected, a refused or silent connection); a row that fired less often than it was injected fails.
+- *compared*: markers that were restored behind the fault and were bitwise the truth; for the power loss, markers that
+  were read whole from a rebuilt disk.
+- *refused*: markers whose bytes the fault itself destroyed, and whose restore was refused by name.
+- *lost*: markers that were reported as committed and could not be restored. *wrong*: restores that differ, markers
+  that should not exist, ranks that did not end as they must. One of either fails the run.
+
+{board.markdown()}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--short", action="store_true", help="the form that the tests run")
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="begin again, with another seed, until so many passed"
+    )
+    parser.add_argument("--seed", type=int, default=20)
+    parser.add_argument("--only", default="", help="scenarios whose name contains this, or one of these: A,B")
+    parser.add_argument("--onto", type=Path, help="rows of another part of this run, as --json wrote them")
+    parser.add_argument("--json", type=Path, help="write the rows there")
+    parser.add_argument("--report", type=Path, help="write a page there, as docs/chaos.md is")
+    arguments = parser.parse_args()
+    chosen = [
+        each
+        for each in SCENARIOS
+        if any(part in f"{each.__module__}.{each.__name__}" for part in arguments.only.split(","))
+    ]
+    if not chosen:
+        parser.error(f"no scenario has '{arguments.only}' in its name")
+    console, board, seeds, begin = Console(width=160), Board(), [], time.monotonic()
+    if arguments.onto:
+        board.load(arguments.onto)
+    while not seeds or time.monotonic() - begin < 60 * arguments.minutes:
+        seeds.append(arguments.seed + len(seeds))
+        torment(chosen, board, seeds[-1], not arguments.short, console)
+    board.took_s += time.monotonic() - begin
+    console.print(board.table())
+    if arguments.json:
+        board.save(arguments.json)
+    if arguments.report:
+        arguments.report.write_text(report(board, seeds))
+    try:
+        board.check()
+    except AssertionError as failure:
+        sys.exit(f"chaos: {failure}")
+    total = board.total()
+    console.print(f"chaos: {total.fired} faults fired, {total.compared} markers compared, 0 lost, 0 wrong")
+
+
+if __name__ == "__main__":
+    main()

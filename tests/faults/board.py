@@ -1,0 +1,112 @@
+"""The scoreboard: what was injected, what fired, and what became of the committed markers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rich.table import Table
+
+HEAD = ("fault", "injected", "fired", "compared", "refused", "lost", "wrong", "remark")
+
+
+@dataclass
+class Row:
+    """One kind of fault."""
+
+    fault: str
+    injected: int = 0
+    fired: int = 0
+    """How often there was evidence that it happened: an exit by SIGKILL, an errno, bytes that a proxy held back."""
+    compared: int = 0
+    """Committed markers that came back behind it, bit for bit what the job had put aside."""
+    refused: int = 0
+    """Markers whose bytes the fault itself had destroyed, and that a restore refused by name."""
+    lost: int = 0
+    """Markers that were reported as committed and did not come back, though nothing had destroyed them."""
+    wrong: int = 0
+    """Restores that differ from the truth, markers that should not exist, rules that did not hold."""
+    remark: str = ""
+    not_run: str = ""
+    """Why the fault could not be injected on this machine; empty when it could."""
+    faults: list[str] = field(default_factory=list)
+    """What is behind ``lost`` and ``wrong``."""
+
+    def lose(self, what: str) -> None:
+        self.lost += 1
+        self.faults.append(what)
+
+    def err(self, what: str) -> None:
+        self.wrong += 1
+        self.faults.append(what)
+
+    def verdict(self) -> str:
+        """Empty when all is well."""
+        if self.not_run:
+            return ""
+        if self.fired < self.injected or not self.fired:
+            return f"{self.fault}: fired {self.fired} of {self.injected}"
+        if self.lost or self.wrong:
+            return f"{self.fault}: {self.lost} lost, {self.wrong} wrong: {'; '.join(self.faults[:6])}"
+        return ""
+
+    def cells(self) -> tuple[str, ...]:
+        if self.not_run:
+            return (self.fault, *["-"] * 6, f"did not run: {self.not_run}")
+        numbers = (self.injected, self.fired, self.compared, self.refused, self.lost, self.wrong)
+        return (self.fault, *map(str, numbers), self.remark)
+
+
+class Board:
+    """All rows, in the order in which they were first named."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, Row] = {}
+        self.took_s = 0.0
+        """All parts of the run together."""
+        self._touched: set[str] = set()
+
+    def row(self, fault: str) -> Row:
+        """The row of a fault; one that was loaded begins anew."""
+        if fault not in self._touched:
+            self._touched.add(fault)
+            self.rows[fault] = Row(fault)
+        return self.rows[fault]
+
+    def load(self, path: Path) -> None:
+        """The rows of another part of this run."""
+        part = json.loads(path.read_text())
+        self.rows |= {each["fault"]: Row(**each) for each in part["rows"]}
+        self.took_s += part["took_s"]
+
+    def check(self) -> None:
+        """Raises AssertionError with every row that is not well."""
+        assert self.rows, "nothing was injected"
+        verdicts = [verdict for row in self.rows.values() if (verdict := row.verdict())]
+        assert not verdicts, "\n".join(verdicts)
+        ran = any(not row.not_run for row in self.rows.values())
+        assert self.total().compared or not ran, "no committed marker was compared"
+
+    def table(self) -> Table:
+        table = Table(*HEAD, title="Faults")
+        for row in self.rows.values():
+            table.add_row(*row.cells(), style="red" if row.verdict() else "yellow" if row.not_run else None)
+        return table
+
+    def markdown(self) -> str:
+        lines = ["| " + " | ".join(HEAD) + " |", "|---|" + "---:|" * 6 + "---|"]
+        lines += ["| " + " | ".join(row.cells()) + " |" for row in [*self.rows.values(), self.total()]]
+        return "\n".join(lines)
+
+    def total(self) -> Row:
+        rows = self.rows.values()
+        numbers = {
+            name: sum(getattr(row, name) for row in rows)
+            for name in ("injected", "fired", "compared", "refused", "lost", "wrong")
+        }
+        return Row("all", **numbers)
+
+    def save(self, path: Path) -> None:
+        part = {"took_s": self.took_s, "rows": [asdict(row) for row in self.rows.values()]}
+        path.write_text(json.dumps(part, indent=1) + "\n")

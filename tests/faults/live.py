@@ -1,0 +1,172 @@
+"""What the ranks of a tormented job run: they train until they are killed, and write down what they promise."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tests.model as model
+from tests.jobs import attach
+from tests.model import PLAN_2, Spec, Trainer, differences, trainer, truth
+from torchrec_stream_ckpt import StreamCkptError, StreamConfig, failpoints
+from torchrec_stream_ckpt.commit.coordinator import Coordinator
+from torchrec_stream_ckpt.types import Committed
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What one incarnation of the job is to do, and where it writes things down."""
+
+    spec: Spec
+    settings: StreamConfig
+    truths: Path
+    """``GENERATION/STEP.pt``: the whole state at each step, put aside before the step is given to the checkpointer."""
+    run: Path
+    """``reported``, ``failed``, ``fired``, ``progress-RANK``, ``restored.pt``."""
+    fuse: str = ""
+    fuse_rank: int = 0
+    scale: int = 1
+    """Tables have so many times the rows, and batches so many times the samples."""
+    wild_clock: bool = False
+    life_s: float = 240.0
+    """It lives no longer, whatever becomes of the test."""
+
+    @property
+    def memory(self) -> int:
+        """How many steps the truth of a step is kept at which no marker has been cut yet."""
+        return 50 if self.scale == 1 else 8
+
+
+def live(orders: Orders) -> None:
+    """Restore the newest marker, say what came back, then train for as long as it lasts."""
+    _grow(orders.scale)
+    if orders.wild_clock:
+        _loosen_clock(orders.run / f"clock-{dist.get_rank()}")
+    cuts = _listen(orders.run)
+    job = trainer(orders.spec)
+    job.step()  # another state than the marker's
+    job.step_number = 0
+    if dist.get_rank() == orders.fuse_rank % dist.get_world_size():
+        failpoints.arm(orders.fuse, orders.run / "fired")
+    checkpointer = attach(job, orders.settings)
+    restored = checkpointer.restore()
+    if restored is not None:
+        _save(orders.run / "restored.pt", {"id": str(restored.id), "step": restored.step, "state": truth(job)})
+    folder = orders.truths / str(checkpointer.generation)
+    folder.mkdir(parents=True, exist_ok=True)
+    begin, steps = time.monotonic(), []
+    while time.monotonic() - begin < orders.life_s:
+        trained = time.monotonic()
+        job.step()
+        step_s = time.monotonic() - trained
+        _save(folder / f"{job.step_number}.pt", truth(job))
+        checkpointer.step()
+        steps.append(step_s)
+        if dist.get_rank() == 0 and job.step_number - orders.memory not in cuts:
+            (folder / f"{job.step_number - orders.memory}.pt").unlink(missing_ok=True)
+        stream = checkpointer._stream
+        assert stream is not None
+        progress: dict[str, Any] = {
+            "step": job.step_number,
+            "failure": stream.publisher.failure,
+            "pending": stream.publisher.pending,
+        }
+        progress["steps_s"] = steps[-50:]
+        _replace(orders.run / f"progress-{dist.get_rank()}", json.dumps(progress).encode())
+
+
+def restore_each(settings: StreamConfig, truths: Path, markers: list[str], scale: int = 1) -> list[str]:
+    """Restore one marker after the other into a live job: for each ``exact``, ``wrong: ...`` or the error."""
+    _grow(scale)
+    job = trainer(PLAN_2)
+    return [_restore(job, settings, truths, marker) for marker in markers]
+
+
+def _restore(job: Trainer, settings: StreamConfig, truths: Path, marker: str) -> str:
+    job.step()  # whatever was there before, it is not the marker's state
+    checkpointer = attach(job, settings)
+    try:
+        restored = checkpointer.restore(marker or None)
+    except StreamCkptError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        checkpointer.close()
+    if restored is None:
+        return "nothing was restored"
+    state = truth(job)
+    expected = torch.load(truths / str(restored.generation) / f"{restored.step}.pt")
+    wrong = differences(expected, state, rng=dist.get_rank() == 0)
+    if not wrong and not marker:
+        return f"exact {restored.id}"
+    return f"wrong: {restored.id} {wrong}" if wrong else "exact"
+
+
+def _grow(scale: int) -> None:
+    if scale > 1 and model.TABLES[0][1] == 211:
+        model.TABLES = [(name, rows * scale, dim, features) for name, rows, dim, features in model.TABLES]
+        model.GLOBAL_BATCH *= scale
+        model.FEATURES = [(feature, rows) for _, rows, _, features in model.TABLES for feature in features]
+
+
+def _listen(run: Path) -> set[int]:
+    """Every marker of this process, whoever asked for it, is written down as its future tells.
+
+    Returns:
+        The steps at which markers are cut, from now on.
+    """
+    cuts: set[int] = set()
+    begin: Callable[..., Future[Committed]] = Coordinator.begin
+
+    def note(began_s: float, future: Future[Committed]) -> None:
+        error = future.exception()
+        if dist.get_rank() == 0:
+            name, line = ("reported", str(future.result().id)) if error is None else ("failed", repr(str(error)))
+            with open(run / name, "a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+            with open(run / "took_s", "a", encoding="ascii") as file:
+                file.write(f"{time.monotonic() - began_s}\n")
+
+    def listening(*args: Any, **kwargs: Any) -> Future[Committed]:
+        cuts.add(args[1].step)
+        future = begin(*args, **kwargs)
+        future.add_done_callback(partial(note, time.monotonic()))
+        return future
+
+    Coordinator.begin = listening  # type: ignore[method-assign]
+    return cuts
+
+
+def _loosen_clock(report: Path) -> None:
+    """The wall clock jumps at every look, by up to forty days to either side."""
+    real, draw = time.time, random.Random(40)
+    looks = 0
+
+    def jumping() -> float:
+        nonlocal looks
+        looks += 1
+        report.write_text(str(looks))
+        return real() + draw.uniform(-3.5e6, 3.5e6)
+
+    time.time = jumping
+
+
+def _save(path: Path, value: object) -> None:
+    if dist.get_rank() == 0:
+        torch.save(value, path.with_suffix(".tmp"))
+        os.replace(path.with_suffix(".tmp"), path)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    path.with_suffix(".tmp").write_bytes(data)
+    os.replace(path.with_suffix(".tmp"), path)

@@ -1,0 +1,140 @@
+"""One rank dies and the others live; a trainer that was thought dead wakes up; a clock that jumps."""
+
+from __future__ import annotations
+
+import io
+import re
+import signal
+
+import torch
+
+from tests import ranks
+from tests.faults.live import live
+from tests.faults.subject import Form, Incarnation, Subject, file_job, kafka_job
+from tests.model import PLAN_2, PLAN_2_OTHER, PLAN_3
+
+ONE_RANK = [(2, PLAN_2, 1), (3, PLAN_3, 0), (3, PLAN_3, 2), (2, PLAN_2_OTHER, 0)]
+"""World size, plan, and the rank that dies."""
+
+
+def one_rank_dies(form: Form) -> None:
+    """The others end with an error within a bound, and a restart has every committed marker."""
+    subject = file_job(form, "one-rank", commit_timeout_s=20.0)
+    row = form.board.row("SIGKILL of one rank while the others live, files")
+    draw = form.draw("one rank")
+    for world, plan, victim in ONE_RANK * 3 if form.full else ONE_RANK[1:3]:
+        row.injected += 1
+        with subject.living(row, team=(world, plan)) as incarnation:
+            incarnation.await_reports(draw.randint(1, 2))
+            incarnation.job.kill([victim])
+            others = [each for rank, each in enumerate(incarnation.job.processes) if rank != victim]
+            ended = [not each.is_alive() for each in others]
+            incarnation.wait(
+                "the others end", lambda others=others: not any(each.is_alive() for each in others), may_die=True
+            )
+            said = [_said(incarnation, rank) for rank in range(world) if rank != victim]
+            row.fired += incarnation.job.processes[victim].exitcode == -signal.SIGKILL and not all(ended)
+            for text in said:
+                if "Error" not in text:
+                    row.err(f"a rank without its peer said {text!r}")
+    subject.compare_all(draw, None if form.full else 2)
+
+
+def _said(incarnation: Incarnation, rank: int) -> str:
+    """How a rank ended by itself: what it raised."""
+    pipe = incarnation.job.pipes[rank]
+    if not pipe.poll(1):
+        return ""
+    ok, value = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+    raised = [line for line in str(value).splitlines() if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return "it returned" if ok else raised[-1] if raised else str(value)
+
+
+def zombies_on_files(form: Form) -> None:
+    """A stopped trainer wakes up beside its successor, file log."""
+    _zombies(form, file_job(form, "zombie"), "files", 6 if form.full else 1)
+
+
+def zombies_on_kafka(form: Form) -> None:
+    """A stopped trainer wakes up beside its successor, Kafka."""
+    _zombies(form, kafka_job(form, "zombie"), "kafka", 6 if form.full else 1)
+
+
+def _zombies(form: Form, subject: Subject, where: str, times: int) -> None:
+    """Rank 0 of the old trainer is stopped in front of its COMMIT: it has looked, nobody had taken over yet."""
+    row = form.board.row(f"zombie: SIGSTOP in front of COMMIT, new trainer, SIGCONT, {where}")
+    draw, stale = form.draw("zombie"), 0
+    for _ in range(times):
+        row.injected += 1
+        old = subject.start("commit.append=stop@2", 0, team=(2, PLAN_2))
+        try:
+            old.wait("the stop in front of COMMIT", lambda old=old: old.lines("fired"))
+            old.wait("rank 0 to stand still", lambda old=old: _stopped(old.pid(0)))
+            old.job.signal(signal.SIGSTOP)
+            reported, generation = old.reported(), subject.lineage().newest_generation
+            with subject.living(row, team=(3, PLAN_3)) as new:
+                new.await_reports(1)
+                before = subject.lineage().stale
+                old.job.signal(signal.SIGCONT)
+                processes = old.job.processes
+                old.wait("the end of the zombie", lambda p=processes: not any(e.is_alive() for e in p), may_die=True)
+                said = [_said(old, rank) for rank in range(2)]
+                new.await_reports(1)  # the successor is not disturbed
+            after = subject.lineage()
+            stale += after.stale - before
+            row.fired += after.stale > before
+            for text in said:
+                if "FencedError" not in text:
+                    row.err(f"a zombie ended with {text!r}")
+            late = [marker for marker in old.reported() if marker not in reported]
+            if late or any(m.generation == generation and m not in reported for m in after.commits):
+                row.err(f"a fenced trainer's markers count: {late}")
+        finally:
+            old.kill()
+        subject.examine(row, old)
+    row.remark = f"{stale} stale records in the control log, none counts; all ranks ended with FencedError"
+    subject.compare_all(draw, None if form.full else 2)
+
+
+def zombie_with_the_lock(form: Form) -> None:
+    """It was stopped while it held the control log's lock: its successor is told so, and goes on once it is gone."""
+    subject = file_job(form, "lock")
+    row = form.board.row("zombie: SIGSTOP with the control log's lock held, files")
+    row.injected += 1
+    old = subject.start("control.written=stop@3", 0, team=(2, PLAN_2))
+    try:
+        old.wait("the stop under the lock", lambda: old.lines("fired"))
+        old.wait("rank 0 to stand still", lambda: _stopped(old.pid(0)))
+        world, orders = subject.orders(team=(2, PLAN_2))
+        try:
+            ranks.start(world, live, orders).join(90)
+        except ranks.RankFailed as failure:
+            row.fired += "another trainer holds the lock" in str(failure)
+    finally:
+        old.kill()
+    subject.examine(row, old)
+    with subject.living(row) as new:
+        new.await_reports(1)
+    subject.compare_all(form.draw("lock"))
+
+
+def _stopped(pid: int) -> bool:
+    with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+        return file.read().rpartition(")")[2].split()[0] == "T"
+
+
+def clock_jumps(form: Form) -> None:
+    """The wall clock of every rank jumps by weeks at every look."""
+    subject = file_job(form, "clock")
+    row = form.board.row("clock jumps of up to 40 days, both ways, files")
+    looks = 0
+    for _ in range(4 if form.full else 1):
+        row.injected += 1
+        with subject.living(row, wild_clock=True) as incarnation:
+            incarnation.await_reports(2)
+            clocks = [incarnation.run / f"clock-{rank}" for rank in range(len(incarnation.job.processes))]
+            seen = sum(int(clock.read_text() or 0) for clock in clocks if clock.exists())
+            row.fired += seen > 0
+            looks += seen
+    row.remark = f"{looks} looks at it"
+    subject.compare_all(form.draw("clock"), None if form.full else 2)

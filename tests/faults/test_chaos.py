@@ -1,0 +1,92 @@
+"""The short form of the scenarios; ``make chaos`` runs the long one, and some that take too long for here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.faults import brokers, disks, kills, power, surgery, survivors, topics
+from tests.faults.board import Board
+from tests.faults.subject import Form
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
+
+Scenario = Callable[[Form], None]
+ON_FILES: list[Scenario] = [
+    kills.kills_on_files,
+    kills.kills_while_drains_are_slow,
+    survivors.one_rank_dies,
+    survivors.zombies_on_files,
+    survivors.clock_jumps,
+    disks.log_full,
+    disks.store_full,
+    disks.errors_of_a_disk,
+    disks.short_writes,
+    surgery.frames_on_files,
+    surgery.files_tampered_with,
+    power.power_loss,
+]
+ON_KAFKA: list[Scenario] = [
+    kills.kills_on_kafka,
+    survivors.zombies_on_kafka,
+    surgery.frames_on_kafka,
+    topics.topics_tampered_with,
+]
+
+
+def judge(form: Form) -> None:
+    """Every fault fired, and no marker is lost or wrong. What this machine cannot do is said, as a skip."""
+    Console(width=160).print(form.board.table())
+    form.board.check()
+    if missing := [f"{row.fault}: {row.not_run}" for row in form.board.rows.values() if row.not_run]:
+        pytest.skip(f"did not run: {'; '.join(missing)}")
+
+
+@pytest.mark.parametrize("scenario", ON_FILES, ids=lambda each: each.__name__)
+def test_no_marker_is_lost_or_wrong(scenario: Scenario, tmp_path: Path) -> None:
+    form = Form(tmp_path, Board())
+    scenario(form)
+    judge(form)
+
+
+@pytest.mark.kafka
+@pytest.mark.parametrize("scenario", ON_KAFKA, ids=lambda each: each.__name__)
+def test_no_marker_is_lost_or_wrong_on_kafka(scenario: Scenario, bootstrap: str, tmp_path: Path) -> None:
+    form = Form(tmp_path, Board(), bootstrap=bootstrap)
+    scenario(form)
+    judge(form)
+
+
+@pytest.mark.kafka
+def test_no_marker_is_lost_or_wrong_when_the_broker_or_the_way_to_it_fails(tmp_path: Path) -> None:
+    form = Form(tmp_path, Board())
+    brokers.broker_and_network_fail(form)
+    judge(form)
+
+
+def test_twenty_kills_in_the_short_form() -> None:
+    assert len(kills.FILE_KILLS) + len(kills.KAFKA_KILLS) == 20
+
+
+def test_a_hundred_kills_and_more_in_the_long_form(tmp_path: Path) -> None:
+    """At every point, on both logs."""
+    form = Form(tmp_path, Board(), full=True)
+    files, kafka = (kills.long_form(form.draw("any"), kafka=on_kafka) for on_kafka in (False, True))
+    assert len(files) + len(kafka) >= 100
+    assert {name for name, _ in files} - {""} == kills.POINTS.keys()
+    assert {name for name, _ in kafka} - {""} == {name for name, point in kills.POINTS.items() if not point.files_only}
+
+
+def test_a_fault_that_did_not_fire_fails() -> None:
+    board = Board()
+    board.row("a fault").injected = 1
+    with pytest.raises(AssertionError, match="fired 0 of 1"):
+        board.check()
+    board.row("a fault").fired = board.row("a fault").compared = 1
+    board.check()
+    board.row("a fault").lose("1:1 is gone")
+    with pytest.raises(AssertionError, match="1 lost, 0 wrong: 1:1 is gone"):
+        board.check()

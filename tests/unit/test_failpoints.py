@@ -1,0 +1,85 @@
+"""Fail points: off by default, counted, and each one is known to the chaos suite."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import torchrec_stream_ckpt
+from torchrec_stream_ckpt import failpoints
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.failpoints import arm, failpoint
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    yield
+    arm("")
+
+
+def compiled_in() -> Counter[str]:
+    """Names that the package passes to ``failpoint``, read from its source."""
+    return Counter(
+        node.args[0].value
+        for source in Path(torchrec_stream_ckpt.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "failpoint"
+        if isinstance(node.args[0], ast.Constant)
+    )
+
+
+def test_off_by_default() -> None:
+    assert failpoints._armed == {}
+    for name in compiled_in():
+        failpoint(name)
+
+
+def test_the_chosen_pass_fires_and_is_reported(tmp_path: Path) -> None:
+    arm("segment.written=raise@3;commit.append=raise", tmp_path / "fired")
+    failpoint("segment.written")
+    failpoint("segment.written")
+    failpoint("another")
+    with pytest.raises(OSError, match=r"failpoint segment\.written") as caught:
+        failpoint("segment.written")
+    assert caught.value.errno == errno.EIO
+    failpoint("segment.written")  # once
+    with pytest.raises(OSError, match=r"commit\.append"):
+        failpoint("commit.append")
+    assert (tmp_path / "fired").read_text() == "segment.written\ncommit.append\n"
+
+
+@pytest.mark.parametrize("spec", ["nonsense", "name=explode", "name=kill@0", "name=kill@x", "=kill"])
+def test_a_spec_that_says_nothing_is_refused(spec: str) -> None:
+    with pytest.raises(ConfigError, match="is no failpoint"):
+        arm(spec)
+
+
+def test_the_environment_arms_a_process_that_dies_at_its_point(tmp_path: Path) -> None:
+    program = "from torchrec_stream_ckpt.failpoints import failpoint; failpoint('a'); failpoint('b'); print('alive')"
+    environment = {
+        **os.environ,
+        "STREAM_CKPT_FAILPOINTS": "b=kill",
+        "STREAM_CKPT_FAILPOINTS_REPORT": str(tmp_path / "fired"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
+    assert (tmp_path / "fired").read_text() == "b\n"
+
+
+def test_the_chaos_suite_kills_at_every_point() -> None:
+    from tests.faults.kills import POINTS
+
+    names = compiled_in()
+    assert names.keys() == POINTS.keys()
+    assert set(names.values()) == {1}, "a name stands at one place"
