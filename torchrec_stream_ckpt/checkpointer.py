@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.capture.hook import Capture, Drain
 from torchrec_stream_ckpt.capture.oracle import Oracle
 from torchrec_stream_ckpt.capture.shards import local_shards, local_tables, merge_schema
 from torchrec_stream_ckpt.capture.staging import StreamIdentity, allocate
-from torchrec_stream_ckpt.commit.cadence import Ballot, Cadence
+from torchrec_stream_ckpt.commit.cadence import NOTHING, Ballot, Cadence
 from torchrec_stream_ckpt.commit.collective import Team, new_group
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.commit.coordinator import Coordinator
@@ -206,6 +206,8 @@ class StreamCheckpointer:
         Raises:
             ConfigError: a ``TrackedLoader`` has not so many batches in flight.
             FencedError: another trainer has taken over the job; raised by all ranks at the same step.
+            MarkerFailedError, CommitUnknownError: (``on_stream_failure="raise"``) why the last marker failed; raised by
+                all ranks at the same step.
             CaptureMismatchError: (``paranoid``) the stream does not say what the tables hold; raised by all ranks at
                 the same step, and by every call from then on.
         """
@@ -216,6 +218,7 @@ class StreamCheckpointer:
         ballot = self._cadence.decide()
         if not ballot.owner:
             raise self._fenced()
+        self._raise_failure(ballot)
         assert self._cuts is not None
         if not ballot.holding:
             self._cuts.give_up("it is given up with another rank")
@@ -226,6 +229,15 @@ class StreamCheckpointer:
         if not (ballot.ready or self._cuts.open):
             self._try_drain()
         self._vote()
+
+    def _raise_failure(self, ballot: Ballot) -> None:
+        """(``on_stream_failure="raise"``) The last marker has settled on all ranks: if it failed, all of them raise."""
+        assert self._coordinator is not None
+        failure = self._coordinator.failure
+        # Without a vote a rank may know more than the others.
+        if self._config.on_stream_failure == "raise" and ballot is not NOTHING and ballot.settled and failure:
+            self._coordinator.failure = None
+            raise failure
 
     def mark(self) -> Future[Committed]:
         """Start a marker at this step boundary.

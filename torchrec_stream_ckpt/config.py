@@ -30,6 +30,9 @@ class StreamConfig:
     commit_key_file: str | Path | None = None
     """A file of at least 32 random bytes, or 64 hex digits, that only its owner may open. With it, rank 0 signs what
     it claims and commits, and takes nothing for committed that is not signed with it (docs/security.md)."""
+    on_stream_failure: Literal["continue", "raise"] = "continue"
+    """What a marker that fails does beside failing its future: training goes on and the next one tries again, or
+    ``step()`` raises the reason, on all ranks at the same step."""
     on_column_resplit: Literal["refuse", "merge"] = "refuse"
     """What a restore does when the plan splits columns of a row-wise optimizer in another way."""
     ring_bytes: int = 64 * 2**20
@@ -60,6 +63,8 @@ class StreamConfig:
                 raise ConfigError(f"{name} must be positive, it is {value!r}")
         if self.marker_budget_bytes < 0:
             raise ConfigError("marker_budget_bytes cannot be negative")
+        if self.on_stream_failure not in ("continue", "raise"):
+            raise ConfigError(f"on_stream_failure must be 'continue' or 'raise', it is {self.on_stream_failure!r}")
         if self.on_column_resplit not in ("refuse", "merge"):
             raise ConfigError(f"on_column_resplit must be 'refuse' or 'merge', it is {self.on_column_resplit!r}")
 

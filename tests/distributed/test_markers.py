@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
-from tests.jobs import attach
+from tests.jobs import attach, settle
 from tests.model import PLAN_2, PLAN_3, Trainer, differences, trainer, truth
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError, FencedError, MarkerFailedError, MarkerNotFoundError
@@ -232,6 +232,52 @@ def test_of_two_trainers_that_start_together_only_one_commits_last(tmp_path: Pat
     assert winner is not None
     assert winner.generation == lineage.newest_generation
     assert "committed" in [outcome[0] for outcome in outcomes]
+
+
+def _store_breaks(uri: str, on_failure: str, apart: bool) -> tuple[int, str]:
+    """The dense folder becomes a file behind the first marker: the step that raises, or the last, and what it says."""
+    job = trainer(PLAN_2)
+    config = StreamConfig(uri=uri, marker_every=3, on_stream_failure=on_failure)  # type: ignore[arg-type]
+    checkpointer = attach(job, config)
+    try:
+        for step in range(1, 13):
+            job.step()
+            checkpointer.step()
+            if step in (4, 7, 8):
+                settle(checkpointer)
+            if step == 4:
+                _break_store(Path(uri.removeprefix("file://")))
+            if apart:  # one rank learns of the failure long before the other one
+                time.sleep(0.05 * dist.get_rank())
+    except MarkerFailedError as error:
+        return job.step_number, str(error)
+    finally:
+        checkpointer.close()
+    return job.step_number, ""
+
+
+def _break_store(root: Path) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (folder,) = (root / "dense").iterdir()
+        folder.rename(root / "dense-away")
+        folder.write_text("no folder")
+    dist.barrier()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_marker_that_fails_ends_the_job_on_all_ranks_if_that_was_asked_for(apart: bool, tmp_path: Path) -> None:
+    (first, said), (second, also) = ranks.run(2, _store_breaks, f"file://{tmp_path}", "raise", apart)
+    assert first == second
+    assert 6 < first < 12  # the marker of step 6 failed
+    assert "dense state was not saved" in said
+    assert said == also
+
+
+def test_a_marker_that_fails_leaves_training_alone_by_default(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}"
+    assert ranks.run(2, _store_breaks, uri, "continue", False) == [(12, ""), (12, "")]
+    assert [commit.step for commit in _lineage(uri).commits.values()] == [3]
 
 
 def _bad_calls(uri: str) -> dict[str, str]:

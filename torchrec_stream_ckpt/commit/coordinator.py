@@ -85,11 +85,13 @@ class Coordinator:
         self._abandoned = threading.Event()
         self.fenced: FencedError | None = None
         """Set once another trainer owns the job."""
+        self.failure: StreamCkptError | None = None
+        """Why the last marker failed; None while it is in flight, and when it was committed."""
 
     def begin(self, cut: Cut) -> Future[Committed]:
         """(all ranks, training thread) Commit ``cut`` in the background; the last one must have settled."""
         assert not self.busy
-        self._seal = cut.seal
+        self._seal, self.failure = cut.seal, None
         future: Future[Committed] = Future()
         future.set_running_or_notify_cancel()
         self._thread = threading.Thread(
@@ -140,6 +142,7 @@ class Coordinator:
         cut.seal.fail("the marker has failed")  # rows that are still frozen need not be any longer
         if isinstance(failure, FencedError):
             self.fenced = failure
+        self.failure = failure
         log.warning("marker %d:%d failed: %s", generation, cut.marker, failure)
         future.set_exception(failure)
 
