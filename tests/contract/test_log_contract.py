@@ -152,6 +152,13 @@ def test_span_beyond_the_end_is_refused(log: Log) -> None:
         list(log.read(LogSpan(1, 0, acks[0].offset, acks[-1].end + 1)))
 
 
+def test_spans_that_are_there_are_said_to_be(log: Log) -> None:
+    first = span_of(write(log, [frame(0), frame(1)]))
+    second = span_of(write(log, [frame(0, rank=1)], partition=1), partition=1)
+    log.check_there([first, second])
+    log.check_there([])
+
+
 def test_span_of_a_partition_that_is_not_there_is_refused(log: Log) -> None:
     with pytest.raises(StreamCkptError):
         list(log.read(LogSpan(1, 9, 0, 1)))

@@ -14,7 +14,13 @@ from tests import ranks
 from tests.jobs import attach, settle
 from tests.model import PLAN_2, PLAN_3, Trainer, differences, trainer, truth
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.errors import ConfigError, FencedError, MarkerFailedError, MarkerNotFoundError
+from torchrec_stream_ckpt.errors import (
+    ConfigError,
+    CorruptionError,
+    FencedError,
+    MarkerFailedError,
+    MarkerNotFoundError,
+)
 from torchrec_stream_ckpt.format.control import parse_control
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import open_log
@@ -278,6 +284,36 @@ def test_a_marker_that_fails_leaves_training_alone_by_default(tmp_path: Path) ->
     uri = f"file://{tmp_path}"
     assert ranks.run(2, _store_breaks, uri, "continue", False) == [(12, ""), (12, "")]
     assert [commit.step for commit in _lineage(uri).commits.values()] == [3]
+
+
+def _base_goes(uri: str) -> list[str]:
+    """A job that stands on an earlier one, whose rows are deleted meanwhile: what its markers say, on this rank."""
+    job = trainer(PLAN_2)
+    said = []
+    with attach(job, StreamConfig(uri=uri, marker_every=None)) as checkpointer:
+        checkpointer.restore()
+        for step in range(2):
+            job.step()
+            checkpointer.step()
+            try:
+                said.append(str(checkpointer.mark().result(60).id))
+            except CorruptionError as error:
+                said.append(error.headline)
+            dist.barrier()
+            if step == 0 and dist.get_rank() == 0 and checkpointer.generation == 2:
+                for segment in Path(uri.removeprefix("file://")).glob("data/p00001/g00000001-*.seg"):
+                    segment.unlink()
+            dist.barrier()
+    return said
+
+
+def test_a_marker_whose_base_somebody_took_away_is_not_committed(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}"
+    assert ranks.run(2, _base_goes, uri) == [["1:1", "1:2"], ["1:1", "1:2"]]
+    for marker, refused in ranks.run(2, _base_goes, uri):
+        assert marker == "2:3"
+        assert "the log ends at byte 0" in refused
+    assert [str(marker) for marker in _lineage(uri).commits] == ["1:1", "1:2", "2:3"]
 
 
 def _bad_calls(uri: str) -> dict[str, str]:

@@ -189,6 +189,9 @@ def test_span_that_was_trimmed_is_refused(log: Log, admin: Any, job: str) -> Non
         list(log.read(LogSpan(1, 0, offsets[0], 10)))
     assert caught.value.where == {"topic": f"{job}.data", "partition": 0}
     assert len(list(log.read(LogSpan(1, 0, 4, 10)))) == 6
+    log.check_there([LogSpan(1, 0, 4, 10)])
+    with pytest.raises(CorruptionError, match="begins at offset 4, and rows from 3 on are needed"):
+        log.check_there([LogSpan(1, 0, 4, 10), LogSpan(2, 0, 3, 10)])
 
 
 @pytest.mark.kafka

@@ -216,7 +216,8 @@ class Coordinator:
         generation, claim = self._generation, self._generation.claim
         try:
             self._check(votes)
-            generation.check_log(cut.marker)
+            ends = tuple(vote.end for vote in votes if vote.end is not None)
+            generation.check_log(cut.marker, ends)
         except StreamCkptError:
             shutil.rmtree(generation.folder(cut.marker), ignore_errors=True)  # no COMMIT can name it any more
             raise
@@ -226,7 +227,7 @@ class Coordinator:
             nonce=claim.nonce,
             marker=cut.marker,
             step=cut.step,
-            ranks=tuple(vote.end for vote in votes if vote.end is not None),
+            ranks=ends,
             dense=dense_name(claim.job, MarkerId(claim.generation, cut.marker)),
             dense_files=tuple(file for vote in votes for file in vote.files),
             time_s=time.time(),

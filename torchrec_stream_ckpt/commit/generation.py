@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from torchrec_stream_ckpt.format.control import Claim, Schema
 from torchrec_stream_ckpt.layout import MAX_GENERATION, KafkaUri, dense_name, fsync_dir, make_dirs, parse_uri
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.publisher import Publisher
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +40,16 @@ class Generation:
         """Where the dense state of a marker of this generation goes."""
         return self.store / dense_name(self.claim.job, MarkerId(self.claim.generation, marker))
 
-    def check_log(self, marker: int) -> None:
-        """The log must still be the one that was claimed.
+    def check_log(self, marker: int, ends: Sequence[RankEnd]) -> None:
+        """The log must still be the one that was claimed, and hold all that the marker stands on.
+
+        Args:
+            marker: Its number.
+            ends: Where the streams of this generation stand at it.
 
         Raises:
             MarkerFailedError: it was deleted, or made again under its name.
+            CorruptionError: something took a part of it away.
             LogUnavailableError: it does not answer.
         """
         now = self.log.incarnation()
@@ -54,6 +60,13 @@ class Generation:
                 generation=self.claim.generation,
                 marker=marker,
             )
+        streams = [(self.claim.generation, ends)]
+        if self.claim.parent is not None:
+            path = self.control.refresh().path(self.claim.parent)
+            streams += [(ancestor.generation, ancestor.ranks) for ancestor in path]
+        self.log.check_there(
+            [LogSpan(number, end.partition, end.begin, end.end) for number, ranks in streams for end in ranks]
+        )
 
 
 def claim_generation(

@@ -5,7 +5,7 @@ Frames go in and come out whole; a log knows nothing of what is in them but wher
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -102,6 +102,14 @@ class Log(Protocol):
 
         Raises:
             CorruptionError: the span is not there as a whole, or a frame's end cannot be told.
+            LogUnavailableError: the log does not answer.
+        """
+
+    def check_there(self, spans: Sequence[LogSpan]) -> None:
+        """Look whether the spans are still there, as far as names, sizes and first offsets tell; reads no frames.
+
+        Raises:
+            CorruptionError: something took a part of one away.
             LogUnavailableError: the log does not answer.
         """
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
@@ -150,6 +150,27 @@ class KafkaLog:
         """Frames of ``span``; the brokers are asked at once, frames are fetched as they are asked for."""
         records = self._read(self._uri.data_topic, span.partition, span.begin, span.end)
         return ((offset, memoryview(value)) for offset, value in records)
+
+    def check_there(self, spans: Sequence[LogSpan]) -> None:
+        """One question for all partitions: what a retention eats, it eats from the front."""
+        topic = self._uri.data_topic
+        request = {ck.TopicPartition(topic, span.partition): ck_admin.OffsetSpec.earliest() for span in spans}
+        answers = self._ask("find the ends of the log", lambda admin: admin.list_offsets(request))
+        lows = {}
+        for place, answer in answers.items():
+            if isinstance(answer, ck.KafkaError):
+                raise self._unavailable(f"find the ends of {topic}/{place.partition}", answer)
+            lows[place.partition] = int(answer.offset)
+        for span in spans:
+            if span.begin < lows[span.partition]:
+                raise CorruptionError(
+                    f"the log begins at offset {lows[span.partition]}, and rows from {span.begin} on are needed: "
+                    "a retention ate them, or somebody deleted them",
+                    hint=_DESTROYED_HINT,
+                    topic=topic,
+                    partition=span.partition,
+                    generation=span.generation,
+                )
 
     def append_control(self, record: bytes) -> int:
         """Append one record; see :meth:`Log.append_control`.
