@@ -56,6 +56,8 @@ def touch_everything(job: Trainer) -> None:
 
 def cut(checkpointer: StreamCheckpointer) -> Future[Any]:
     """As the cadence does: at this boundary, without waiting for space."""
+    assert checkpointer._coordinator is not None
+    checkpointer._coordinator.settle(WAIT_S)  # the thread of the last marker ends a moment behind its future
     return checkpointer._cut(deadline_s=None)
 
 

@@ -28,8 +28,8 @@ class _Behind(Broker):
         super().__init__(directory)
         self._advertised = advertised
 
-    def _configure(self, port: int | None) -> None:
-        super()._configure(port)
+    def _configure(self, port: int | None, secured_by: str | None) -> None:
+        super()._configure(port, secured_by)
         text, wanted = self._properties.read_text(), f"advertised.listeners=PLAINTEXT://{HOST}:{self._advertised}"
         self._properties.write_text(re.sub(r"^advertised\.listeners=.*$", wanted, text, flags=re.MULTILINE))
 

@@ -219,11 +219,11 @@ class Broker:
     def _ports(self) -> dict[str, int]:
         """Port of each listener for clients, the one to prefer first; empty before the first start."""
         try:
-            match = re.search(r"^advertised\.listeners=(.*)$", self._properties.read_text(), re.MULTILINE)
+            match = re.search(r"^listeners=(.*)$", self._properties.read_text(), re.MULTILINE)
         except FileNotFoundError:
             return {}
         found = re.findall(r"(\w+)://[^:]+:(\d+)", match[1]) if match else []
-        return {protocol: int(port) for protocol, port in found}
+        return {protocol: int(port) for protocol, port in found if protocol != "CONTROLLER"}
 
     def _configure(self, port: int | None, secured_by: str | None) -> None:
         """Write the settings once: a later start finds its data and its address again.
