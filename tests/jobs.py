@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.model import Spec, Trainer, trainer, truth
+from tests.model import Spec, Trainer, batch, trainer, truth
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 
 Build = dict[str, Any]
@@ -65,3 +65,22 @@ def settle(checkpointer: StreamCheckpointer) -> None:
     assert checkpointer._cuts is not None
     checkpointer._cuts.complete(time.monotonic() + 60)
     assert checkpointer._coordinator.settle(60)
+
+
+# What a loop may do between two step boundaries.
+
+
+def two_forwards_before_their_backwards(job: Trainer, checkpointer: StreamCheckpointer) -> None:
+    job.optimizer.zero_grad()
+    first, second = job.dmp(*batch(61)), job.dmp(*batch(62))
+    (first + second).backward()
+    job.optimizer.step()
+    checkpointer.step()
+
+
+def gradient_accumulation(job: Trainer, checkpointer: StreamCheckpointer) -> None:
+    job.optimizer.zero_grad()
+    for number in (63, 64, 65):
+        (job.dmp(*batch(number)) / 3).backward()
+    job.optimizer.step()
+    checkpointer.step()

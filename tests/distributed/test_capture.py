@@ -15,6 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from tests import jobs, ranks
+from tests.jobs import gradient_accumulation, two_forwards_before_their_backwards
 from tests.model import FEATURES, PLAN_2, PLAN_3, Trainer, batch, differences, trainer, truth
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 
@@ -48,22 +49,6 @@ def drain_between_forward_and_backward(job: Trainer, checkpointer: StreamCheckpo
     loss = job.dmp(*batch(60))
     checkpointer.step()
     loss.backward()
-    job.optimizer.step()
-    checkpointer.step()
-
-
-def two_forwards_before_their_backwards(job: Trainer, checkpointer: StreamCheckpointer) -> None:
-    job.optimizer.zero_grad()
-    first, second = job.dmp(*batch(61)), job.dmp(*batch(62))
-    (first + second).backward()
-    job.optimizer.step()
-    checkpointer.step()
-
-
-def gradient_accumulation(job: Trainer, checkpointer: StreamCheckpointer) -> None:
-    job.optimizer.zero_grad()
-    for number in (63, 64, 65):
-        (job.dmp(*batch(number)) / 3).backward()
     job.optimizer.step()
     checkpointer.step()
 

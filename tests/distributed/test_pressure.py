@@ -16,7 +16,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import EmainplaceModeDefinition
 
 from tests import model
-from tests.jobs import attach
+from tests.jobs import attach, gradient_accumulation, two_forwards_before_their_backwards
 from tests.model import PLAN_2, PLAN_3, Trainer, batch, differences, truth
 from tests.pressure import RING, RING_BYTES, ROWS, Gate, cut, large, steps, steps_until_done, touch_everything
 from tests.ranks import run
@@ -72,21 +72,6 @@ def committed(uri: str) -> list[str]:
 
 def plain_steps(job: Trainer, checkpointer: StreamCheckpointer) -> None:
     steps(job, checkpointer, 3)
-
-
-def two_forwards_before_their_backwards(job: Trainer, checkpointer: StreamCheckpointer) -> None:
-    first, second = job.dmp(*batch(61)), job.dmp(*batch(62))
-    (first + second).backward()
-    job.optimizer.step()
-    checkpointer.step()
-
-
-def gradient_accumulation(job: Trainer, checkpointer: StreamCheckpointer) -> None:
-    job.optimizer.zero_grad()
-    for number in (63, 64, 65):
-        (job.dmp(*batch(number)) / 3).backward()
-    job.optimizer.step()
-    checkpointer.step()
 
 
 def a_boundary_between_forward_and_backward(job: Trainer, checkpointer: StreamCheckpointer) -> None:

@@ -132,7 +132,7 @@ def test_a_class_is_checked_before_it_has_objects() -> None:
 
 def test_the_optimizer_that_is_new_in_1_9_is_known_exactly_where_fbgemm_has_it() -> None:
     """An older FBGEMM has no name to ask for it by; the others are in both."""
-    known = {kind.name for kind in OPTIMIZERS if kind is not None}
+    known = {kind.name for kind in OPTIMIZERS}
     assert ("ROWWISE_RMSPROP_AR" in known) == (installed() == NEWER)
     assert known >= {
         "EXACT_SGD",

@@ -68,8 +68,8 @@ class FusedKernel:
         self._cached = bool(tbe.lxu_cache_weights.numel())
         self._cache_bases = self._first_cache_rows() if self._cached else {}
         self._order = StreamOrder(self.device)
-        self._lookups = self._updated = 0
-        """Forwards that an update may follow; and of the newest one of them whose update has run, its number."""
+        self._lookups = 0
+        """Forwards that an update may follow."""
         self._pending: dict[int, weakref.ref[Callable[..., None]]] = {}
         """Number of a forward behind the last update -> its hook, which lives as long as its graph does."""
 
@@ -155,8 +155,7 @@ class FusedKernel:
         """
 
         def updated(lookup: Lookup, number: int, *_grads: object) -> None:
-            self._updated = max(self._updated, number)
-            self._pending = {later: hook for later, hook in self._pending.items() if later > self._updated}
+            self._pending = {later: hook for later, hook in self._pending.items() if later > number}
             after(lookup)
 
         def forward_hook(tbe: SplitTableBatchedEmbeddingBagsCodegen, _args: object, output: torch.Tensor) -> None:
@@ -286,7 +285,7 @@ class FusedKernel:
         # set_optimizer_step() sets `iter` only, while the kernels count on in `iter_cpu`.
         self._tbe.iter.fill_(iteration)
         self._tbe.iter_cpu.fill_(iteration)
-        self._updated, self._pending = self._lookups, {}
+        self._pending = {}
         counter = self._counter()
         if counter is not None:
             counter.fill_(max_counter)

@@ -131,7 +131,7 @@ def _check_kernel(tbe: SplitTableBatchedEmbeddingBagsCodegen, where: dict[str, s
     """What its optimizer keeps; raises where rows of this kernel could not be captured exactly."""
     kind = describe(tbe)
     if kind is None:
-        known = ", ".join(optimizer.name for optimizer in OPTIMIZERS if optimizer is not None)
+        known = ", ".join(optimizer.name for optimizer in OPTIMIZERS)
         raise UnsupportedError(
             f"the fused optimizer {tbe.optimizer.name} is not captured", hint=f"use one of {known}", **where
         )

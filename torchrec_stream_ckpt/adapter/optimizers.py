@@ -24,25 +24,21 @@ class FusedOptimizer:
     """Whether an update depends on the kernel's iteration."""
 
 
-def _of(kind: str) -> EmbOptimType | None:
-    """None where this FBGEMM does not have it."""
-    return EmbOptimType.__members__.get(kind)
-
-
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-OPTIMIZERS: dict[EmbOptimType | None, FusedOptimizer] = {
-    _of("EXACT_SGD"): FusedOptimizer(),
-    _of("EXACT_ADAGRAD"): FusedOptimizer(("sum",)),
-    _of("EXACT_ROWWISE_ADAGRAD"): FusedOptimizer(("sum",)),
-    _of("EMAINPLACE_ROWWISE_ADAGRAD"): FusedOptimizer(("sum",), reads_iteration=True),
-    _of("ROWWISE_RMSPROP_AR"): FusedOptimizer(("sum", "prev_iter"), reads_iteration=True),
-    _of("ENSEMBLE_ROWWISE_ADAGRAD"): FusedOptimizer(("sum", "sparse_ema"), reads_iteration=True),
-    _of("ADAM"): FusedOptimizer(_MOMENTS, reads_iteration=True),
-    _of("PARTIAL_ROWWISE_ADAM"): FusedOptimizer(_MOMENTS, reads_iteration=True),
-    _of("LAMB"): FusedOptimizer(_MOMENTS, reads_iteration=True),
-    _of("PARTIAL_ROWWISE_LAMB"): FusedOptimizer(_MOMENTS, reads_iteration=True),
+_KNOWN = {
+    "EXACT_SGD": FusedOptimizer(),
+    "EXACT_ADAGRAD": FusedOptimizer(("sum",)),
+    "EXACT_ROWWISE_ADAGRAD": FusedOptimizer(("sum",)),
+    "EMAINPLACE_ROWWISE_ADAGRAD": FusedOptimizer(("sum",), reads_iteration=True),
+    "ROWWISE_RMSPROP_AR": FusedOptimizer(("sum", "prev_iter"), reads_iteration=True),
+    "ENSEMBLE_ROWWISE_ADAGRAD": FusedOptimizer(("sum", "sparse_ema"), reads_iteration=True),
+    "ADAM": FusedOptimizer(_MOMENTS, reads_iteration=True),
+    "PARTIAL_ROWWISE_ADAM": FusedOptimizer(_MOMENTS, reads_iteration=True),
+    "LAMB": FusedOptimizer(_MOMENTS, reads_iteration=True),
+    "PARTIAL_ROWWISE_LAMB": FusedOptimizer(_MOMENTS, reads_iteration=True),
 }
-OPTIMIZERS.pop(None, None)
+OPTIMIZERS = {EmbOptimType[name]: kind for name, kind in _KNOWN.items() if name in EmbOptimType.__members__}
+"""Those that this FBGEMM has."""
 
 
 def describe(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> FusedOptimizer | None:

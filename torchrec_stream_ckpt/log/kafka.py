@@ -21,15 +21,17 @@ import confluent_kafka.admin as ck_admin
 import numpy as np
 
 from torchrec_stream_ckpt.errors import CommitUnknownError, ConfigError, CorruptionError, LogUnavailableError
-from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
 from torchrec_stream_ckpt.layout import KafkaUri
 from torchrec_stream_ckpt.log.api import Ack, Finding, Incarnation
 from torchrec_stream_ckpt.log.kafka_health import NEEDED_RIGHTS, acl_command, examine_topic
 from torchrec_stream_ckpt.log.kafka_probe import find_cause
 from torchrec_stream_ckpt.log.kafka_setup import (
     CONTROL_TIMEOUT_S,
+    LEAST_MESSAGE_BYTES,
+    TOPIC_SETTINGS,
     Reasons,
     admin_settings,
+    alter_command,
     check_options,
     consumer_settings,
     control_settings,
@@ -44,8 +46,6 @@ QUEUE_FULL_TIMEOUT_S = 5.0
 READ_IDLE_TIMEOUT_S = 30.0
 _BATCH_FRAMES = 32
 
-_TOPIC_SETTINGS = {"retention.ms": "-1", "retention.bytes": "-1", "cleanup.policy": "delete"}
-_FRAMING_BYTES = 1000
 # The broker refused these records, so they are certainly not in the log.
 _REFUSED = frozenset(
     {
@@ -123,7 +123,7 @@ class KafkaLog:
             self._try_creating(name)
 
     def _try_creating(self, topic: str) -> None:
-        new = ck_admin.NewTopic(topic, 1, -1, config=_TOPIC_SETTINGS)
+        new = ck_admin.NewTopic(topic, 1, -1, config=TOPIC_SETTINGS)
         doing = f"create topic {topic}"
         answers = self._ask(doing, lambda admin: admin.create_topics([new], validate_only=True))
         self._check_created(doing, answers, ck.KafkaError.TOPIC_ALREADY_EXISTS)
@@ -286,7 +286,7 @@ class KafkaLog:
         known = topics.get(topic)
         if known is None:
             # Replication factor -1: the cluster's own default.
-            new = ck_admin.NewTopic(topic, partitions, -1, config=_TOPIC_SETTINGS)
+            new = ck_admin.NewTopic(topic, partitions, -1, config=TOPIC_SETTINGS)
             answers = self._ask(f"create topic {topic}", lambda admin: admin.create_topics([new]))
             tolerated = ck.KafkaError.TOPIC_ALREADY_EXISTS
         elif len(known.partitions) < partitions:
@@ -317,14 +317,13 @@ class KafkaLog:
 
     def _check_settings(self, topic: str) -> None:
         answer = self._settings(topic)
-        for name, wanted in _TOPIC_SETTINGS.items():
+        for name, wanted in TOPIC_SETTINGS.items():
             if answer[name].value != wanted:
                 raise ConfigError(
                     f"topic '{topic}' has {name}={answer[name].value}, which would lose rows: it must be {wanted}",
-                    hint=f"kafka-configs.sh --alter --entity-type topics --entity-name {topic} "
-                    f"--add-config {name}={wanted}",
+                    hint=alter_command(topic, f"{name}={wanted}"),
                 )
-        if int(answer["max.message.bytes"].value) < MAX_FRAME_BYTES + _FRAMING_BYTES:
+        if int(answer["max.message.bytes"].value) < LEAST_MESSAGE_BYTES:
             raise ConfigError(
                 f"topic '{topic}' has max.message.bytes={answer['max.message.bytes'].value}: a frame does not fit",
                 hint="set it to 1048588, Kafka's default",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
 from torchrec_stream_ckpt.log.api import Finding, Verdict
+from torchrec_stream_ckpt.log.kafka_setup import LEAST_MESSAGE_BYTES, TOPIC_SETTINGS, alter_command
 
-_FRAMING_BYTES = 1000
 NEEDED_RIGHTS = frozenset({"READ", "WRITE", "DESCRIBE", "DESCRIBE_CONFIGS"})
 """What a trainer does with both topics of its job."""
 
@@ -29,8 +28,8 @@ def examine_topic(
     yield Finding.of(
         f"{topic}: max.message.bytes",
         str(room),
-        well=room >= MAX_FRAME_BYTES + _FRAMING_BYTES,
-        hint=_alter(topic, "max.message.bytes=1048588"),
+        well=room >= LEAST_MESSAGE_BYTES,
+        hint=alter_command(topic, "max.message.bytes=1048588"),
         otherwise=Verdict.BAD,
     )
     missing = sorted(NEEDED_RIGHTS - rights - {"ALL"}) if rights and "ALL" not in rights else []
@@ -64,25 +63,25 @@ def _copies(topic: str, settings: Mapping[str, str], replicas: Sequence[tuple[in
         f"{topic}: min.insync.replicas",
         str(least),
         well=least >= 2 or factor < 3,
-        hint=_alter(topic, "min.insync.replicas=2"),
+        hint=alter_command(topic, "min.insync.replicas=2"),
     )
     unclean = settings["unclean.leader.election.enable"] == "true"
     yield Finding.of(
         f"{topic}: unclean.leader.election.enable",
         settings["unclean.leader.election.enable"],
         well=not unclean,
-        hint=_alter(topic, "unclean.leader.election.enable=false"),
+        hint=alter_command(topic, "unclean.leader.election.enable=false"),
         otherwise=Verdict.BAD,
     )
 
 
 def _retention(topic: str, settings: Mapping[str, str]) -> Iterator[Finding]:
-    for name, wanted in (("retention.ms", "-1"), ("retention.bytes", "-1"), ("cleanup.policy", "delete")):
+    for name, wanted in TOPIC_SETTINGS.items():
         yield Finding.of(
             f"{topic}: {name}",
             settings[name],
             well=settings[name] == wanted,
-            hint=_alter(topic, f"{name}={wanted}") + " (it eats rows that markers need)",
+            hint=alter_command(topic, f"{name}={wanted}") + " (it eats rows that markers need)",
             otherwise=Verdict.BAD,
         )
 
@@ -91,7 +90,3 @@ def acl_command(user: str | None, topic: str, operations: Sequence[str]) -> str:
     """The command that gives a user rights."""
     rights = " ".join(f"--operation {operation}" for operation in operations)
     return f"kafka-acls.sh --add --allow-principal User:{user or 'NAME'} --topic {topic} {rights}"
-
-
-def _alter(topic: str, setting: str) -> str:
-    return f"kafka-configs.sh --alter --entity-type topics --entity-name {topic} --add-config {setting}"

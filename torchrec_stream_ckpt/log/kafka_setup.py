@@ -10,11 +10,15 @@ import time
 from typing import Any
 
 from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
+from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
 from torchrec_stream_ckpt.layout import KafkaUri
 from torchrec_stream_ckpt.log.kafka_probe import Cause
 
 log = logging.getLogger(__name__)
 
+# Of both topics: they must keep what they hold until we trim it, and take a whole frame with its framing.
+TOPIC_SETTINGS = {"retention.ms": "-1", "retention.bytes": "-1", "cleanup.policy": "delete"}
+LEAST_MESSAGE_BYTES = MAX_FRAME_BYTES + 1000
 CONTROL_TIMEOUT_S = 15.0
 SECURITY_GRACE_S = 1.5
 
@@ -87,6 +91,11 @@ def check_options(options: dict[str, str]) -> None:
             raise ConfigError(
                 f"client option '{name}': the file {there}", hint="correct the path or its mode", path=path
             )
+
+
+def alter_command(topic: str, setting: str) -> str:
+    """What an operator types to give a topic ``NAME=VALUE``."""
+    return f"kafka-configs.sh --alter --entity-type topics --entity-name {topic} --add-config {setting}"
 
 
 def admin_settings(uri: KafkaUri, options: dict[str, str]) -> dict[str, Any]:
