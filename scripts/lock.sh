@@ -12,7 +12,7 @@ resolve() {
   local lock=$1
   shift
   sed '/^#/d' "$lock" >"$scratch"
-  "$python" -m uv pip compile pyproject.toml --extra cpu --extra dev --extra jdk \
+  "$python" -m uv pip compile pyproject.toml --extra cpu --extra dev --extra jdk --extra s3 --extra metrics --extra export \
     --overrides requirements/overrides.txt --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
     --no-header --no-emit-index-url --quiet --output-file "$scratch" "$@" >/dev/null
   {

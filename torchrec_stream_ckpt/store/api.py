@@ -1,0 +1,68 @@
+"""The interface of a store's objects: a flat space of names below one URL, each written once, whole or not at all.
+
+Nothing is ever overwritten or appended to, so that object stores, which know neither rename nor append, keep the same
+rules as a folder does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torchrec_stream_ckpt.format.frame import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One object of a listing."""
+
+    name: str
+    """Relative to the store, with ``/`` between its parts."""
+    num_bytes: int
+
+
+class Objects(Protocol):
+    """The objects of one store. Safe to call from several threads."""
+
+    url: str
+
+    def put(self, name: str, parts: Sequence[Buffer]) -> None:
+        """Write one object from ``parts``, one behind the other. It is durable on return, and until then not there.
+
+        Two writers of one name write the same bytes: whoever is last, a reader sees one of them whole.
+
+        Raises:
+            StoreUnavailableError: it was not written.
+        """
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        """Bytes [begin, end) of an object, up to its end without ``end``. Read-only.
+
+        Raises:
+            MissingObjectError: there is no such object.
+            CorruptionError: it is shorter.
+            StoreUnavailableError: the store does not answer or does not let us in.
+        """
+
+    def size(self, name: str) -> int | None:
+        """Length in bytes; None when there is no such object."""
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        """All objects whose names begin with ``prefix``, which ends with ``/`` or is empty; in no order."""
+
+    def delete(self, name: str) -> None:
+        """Take an object away; nothing happens when there is none."""
+
+    def close(self) -> None: ...
+
+
+def open_store(url: str, options: Mapping[str, str] | str | Path | None = None) -> Objects:
+    """Open the store at ``url``; touches nothing until it is used.
+
+    Args:
+        url: ``file://DIR``, a plain path, or what fsspec knows: ``s3://BUCKET/PREFIX``, ``memory://NAME``.
+        options: Settings of fsspec's file system, or a file of ``key=value`` lines.
+    """
+    raise NotImplementedError(url, options)
