@@ -15,9 +15,9 @@ from torchrec_stream_ckpt.format.control import TableScalars
 from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.rows import Array, decode_rows
 from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.log.stream import checked_payload, read_mark, read_stream
 from torchrec_stream_ckpt.restore.plan import RestorePlan, StreamRead
 from torchrec_stream_ckpt.restore.reshard import Move
-from torchrec_stream_ckpt.restore.stream import checked_payload, read_mark, read_stream
 from torchrec_stream_ckpt.types import TableShard
 
 T = TypeVar("T")
