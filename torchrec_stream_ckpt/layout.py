@@ -8,6 +8,17 @@ File log, under its folder DIR::
     data/p00000/g00000001-00000000000000000000.seg   frames: partition, generation, offset of its first byte
     dense/<job>/g00000001-m00000001/      dense state of a marker (default store)
 
+Store, below its URL, JOB in 32 hex digits; every object is written once::
+
+    STORE                                            format of the store
+    claims/JOB/g00000001                             CLAIM of a generation, as it stands in the control partition
+    segments/JOB/g00000001-r00000-m00000007-p000     rows of one rank's interval, part 0
+    segments/JOB/FOLD-p000                           rows of a fold, part 0
+    manifests/JOB/g00000001-m00000007                a marker is in the store once this is there
+    folds/JOB/g00000001-m00000048-from-g00000001-m00000032    a fold; a base is "-from-root"
+    dropped/JOB/g00000001-m00000003                  retention has given this marker up
+    dense/JOB/g00000001-m00000007/NAME               dense state of a marker
+
 Kafka job JOB: topic ``JOB.data`` (one partition a rank) and ``JOB.control`` (one partition).
 """
 
@@ -105,6 +116,64 @@ def parse_segment(name: str) -> tuple[int, int] | None:
 def dense_name(job: bytes, marker: MarkerId) -> str:
     """Path of a marker's dense state below its store. COMMIT names it; readers make it again and compare."""
     return f"{DENSE_DIR}/{job.hex()}/g{marker.generation:08d}-m{marker.marker:08d}"
+
+
+STORE_IDENTITY = "STORE"
+CLAIMS, SEGMENTS, MANIFESTS, FOLDS, DROPPED = "claims", "segments", "manifests", "folds", "dropped"
+
+_MARKER = re.compile(r"g(\d{8})-m(\d{8,18})")
+_FOLD = re.compile(r"(g\d{8}-m\d{8,18})-from-(root|g\d{8}-m\d{8,18})")
+_INTERVAL = re.compile(r"g(\d{8})-r(\d{5,10})-m(\d{8,18})-p(\d{3,9})")
+
+
+def job_prefix(kind: str, job: bytes) -> str:
+    """What the names of a job's objects of one kind begin with."""
+    return f"{kind}/{job.hex()}/"
+
+
+def marker_name(marker: MarkerId) -> str:
+    return f"g{marker.generation:08d}-m{marker.marker:08d}"
+
+
+def parse_marker_name(name: str) -> MarkerId | None:
+    """The marker, or None when the name is none's."""
+    match = _MARKER.fullmatch(name)
+    marker = MarkerId(int(match[1]), int(match[2])) if match else None
+    return marker if marker is not None and marker_name(marker) == name else None
+
+
+def claim_name(generation: int) -> str:
+    return f"g{generation:08d}"
+
+
+def interval_name(marker: MarkerId, rank: int, part: int) -> str:
+    """Of a segment: part ``part`` of what ``rank`` sent between the marker before and this one."""
+    return f"g{marker.generation:08d}-r{rank:05d}-m{marker.marker:08d}-p{part:03d}"
+
+
+def parse_interval_name(name: str) -> tuple[MarkerId, int, int] | None:
+    """(marker, rank, part), or None when the name is no interval's."""
+    match = _INTERVAL.fullmatch(name)
+    parsed = (MarkerId(int(match[1]), int(match[3])), int(match[2]), int(match[4])) if match else None
+    return parsed if parsed is not None and interval_name(*parsed) == name else None
+
+
+def fold_name(start: MarkerId | None, end: MarkerId) -> str:
+    return f"{marker_name(end)}-from-{marker_name(start) if start is not None else 'root'}"
+
+
+def parse_fold_name(name: str) -> tuple[MarkerId | None, MarkerId] | None:
+    """(start, end), or None when the name is no fold's."""
+    match = _FOLD.fullmatch(name)
+    if match is None:
+        return None
+    start, end = parse_marker_name(match[2]), parse_marker_name(match[1])
+    return (start, end) if end is not None and fold_name(start, end) == name else None
+
+
+def fold_part_name(fold: str, part: int) -> str:
+    """Of a segment: part ``part`` of the fold of that name."""
+    return f"{fold}-p{part:03d}"
 
 
 def make_dirs(path: Path) -> None:
