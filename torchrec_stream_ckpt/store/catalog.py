@@ -145,7 +145,7 @@ class Catalog:
             if commit.id in self.markers:
                 strides.setdefault(place, []).append(place - 1)
         for reach in reversed(range(len(chain))):
-            steps = _steps(strides, reach)
+            steps = _steps(strides, reach) if chain[reach].id in self.markers else None
             if steps is not None:
                 return Cover(tuple(self._piece(chain, start, end, since) for start, end in steps))
         return None
