@@ -16,7 +16,7 @@ from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.manifest import Notes, SegmentRef
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.format.segment import HEADER_LEN, SegmentId, SegmentKind, front_bytes_of, lay_out, parse_front
-from torchrec_stream_ckpt.layout import SEGMENTS, interval_name, job_prefix
+from torchrec_stream_ckpt.layout import StoreSegment
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.stream import checked_payload, read_mark, read_stream
 from torchrec_stream_ckpt.materialize.sorter import RowSorter
@@ -48,7 +48,7 @@ class Interval:
 
     def name(self, part: int) -> str:
         """Of the object."""
-        return job_prefix(SEGMENTS, self.commit.job) + interval_name(self.commit.id, self.end.rank, part)
+        return StoreSegment(self.commit.job, self.commit.id, self.end.rank, part).name
 
 
 class SegmentWriter:

@@ -14,7 +14,7 @@ from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense import dense_path, verify_dense
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Manifest, SegmentRef
-from torchrec_stream_ckpt.layout import CLAIMS, MANIFESTS, claim_name, dense_name, job_prefix, marker_name
+from torchrec_stream_ckpt.layout import claim_name, dense_file_name, manifest_name
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.materialize.fold import Interval, fold_interval, folded_interval
 from torchrec_stream_ckpt.materialize.merge import merge
@@ -106,7 +106,7 @@ class Materializer:
             if segments is None:
                 return
             self._put_marker(lineage, commit, segments)
-            catalog.refresh()
+            catalog.markers |= {commit.id}
             self._write_folds(lineage, catalog, commit)
             self.counts.markers += 1
             yield commit.id
@@ -128,18 +128,18 @@ class Materializer:
 
     def _put_marker(self, lineage: Lineage, commit: Commit, segments: tuple[tuple[SegmentRef, ...], ...]) -> None:
         """The manifest comes last: with it the marker is in the store."""
-        claim = job_prefix(CLAIMS, commit.job) + claim_name(commit.generation)
+        claim = claim_name(commit.job, commit.generation)
         if self._objects.size(claim) is None:
             self._objects.put(claim, [lineage.claims[commit.generation].to_frame()])
         self._take_dense(commit)
-        manifest = job_prefix(MANIFESTS, commit.job) + marker_name(commit.id)
+        manifest = manifest_name(commit.job, commit.id)
         failpoint("materialize.manifest")
         self._objects.put(manifest, [Manifest(commit, segments).to_bytes()])
         failpoint("materialize.manifest_put")
 
     def _take_dense(self, commit: Commit) -> None:
         """Copy the dense state, unless the trainer has put it into this very store."""
-        names = {file: f"{dense_name(commit.job, commit.id)}/{file.name}" for file in commit.dense_files}
+        names = {file: dense_file_name(commit.job, commit.id, file.name) for file in commit.dense_files}
         absent = [file for file, name in names.items() if self._objects.size(name) != file.num_bytes]
         if not absent:
             return
@@ -174,7 +174,7 @@ class Materializer:
             self._objects, lineage.job, schema, lineage.bases(end), cover.pieces, self._pool, self._count_merged
         )
         self.counts.fold_bytes += sum(ref.num_bytes for ref in fold.segments)
-        catalog.refresh()
+        catalog.folds |= {(since, end)}
 
     def _count_merged(self, num_bytes: int) -> None:
         self.counts.fold_bytes_read += num_bytes
