@@ -28,6 +28,7 @@ _EXTRAS = {"s3": "s3", "s3a": "s3"}
 _RIGHTS_HINT = "give this user the rights that docs/operations.md names: get, put, delete and list"
 _KEYS_HINT = "check the store's options or the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, a profile)"
 _NETWORK_HINT = "check the address (endpoint_url in the store's options), the network and the server"
+_WORDLESS = frozenset({"403", "Forbidden"})
 _SHORTER = frozenset({"InvalidRange", "416"})
 _CAUSES: tuple[tuple[frozenset[str], str, str], ...] = (
     (frozenset({"NoSuchBucket"}), "there is no such bucket", "make the bucket, or correct the store's URL"),
@@ -41,7 +42,7 @@ _CAUSES: tuple[tuple[frozenset[str], str, str], ...] = (
     ),
     (frozenset({"RequestTimeTooSkewed"}), "this machine's clock is wrong", "set the clock: run NTP"),
     (frozenset({"NoCredentialsError", "PartialCredentialsError"}), "no credentials were found", _KEYS_HINT),
-    (frozenset({"403", "Forbidden"}), "wrong credentials, or rights that are missing", _RIGHTS_HINT),
+    (_WORDLESS, "wrong credentials, or rights that are missing", _RIGHTS_HINT),
     (frozenset({"AccessDenied", "AllAccessDisabled"}), "the store does not allow it", _RIGHTS_HINT),
     (frozenset({"SSLError", "SSLCertVerificationError"}), "TLS failed", "check the address and the CA (verify)"),
     (
@@ -139,7 +140,7 @@ class FsspecObjects:
         return 0  # whose multipart uploads are abandoned and whose still run, only a bucket's lifecycle rule can say
 
     def close(self) -> None:
-        pass
+        self._fs = None  # s3fs closes its connections when nobody holds it any more
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{check_object_name(name)}"
@@ -159,7 +160,17 @@ class FsspecObjects:
         except StreamCkptError:
             raise
         except Exception as error:  # each library of an object store has exceptions of its own
-            raise _translated(error, doing, self.url, name) from error
+            raise _translated(self._with_reason(error), doing, self.url, name) from error
+
+    def _with_reason(self, error: Exception) -> Exception:
+        """What says more: a HEAD is refused without a word, a listing with the reason."""
+        if _signs(error).isdisjoint(_WORDLESS):
+            return error
+        try:
+            self._fs.ls(self._root)
+        except Exception as reason:
+            return reason if isinstance(reason, PermissionError) else error
+        return error
 
 
 def typed(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,7 +224,7 @@ def _shorter(url: str, name: str, begin: int, end: int) -> CorruptionError:
 
 
 def _translated(error: Exception, doing: str, url: str, name: str) -> Exception:
-    signs = set(_signs(error))
+    signs = _signs(error)
     if isinstance(error, FileNotFoundError) and "NoSuchBucket" not in signs:
         return MissingObjectError(
             "the store does not hold this object",
@@ -231,11 +242,13 @@ def _translated(error: Exception, doing: str, url: str, name: str) -> Exception:
     )
 
 
-def _signs(error: BaseException | None) -> Iterator[str]:
+def _signs(error: BaseException | None) -> set[str]:
     """Error codes and names of exception classes of an error and of all that caused it."""
+    signs: set[str] = set()
     while error is not None:
-        yield from (kind.__name__ for kind in type(error).__mro__)
+        signs |= {kind.__name__ for kind in type(error).__mro__}
         response = getattr(error, "response", None)
         if isinstance(response, Mapping):
-            yield str(response.get("Error", {}).get("Code"))
+            signs.add(str(response.get("Error", {}).get("Code")))
         error = error.__cause__ or error.__context__
+    return signs
