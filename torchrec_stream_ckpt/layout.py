@@ -13,6 +13,7 @@ Kafka job JOB: topic ``JOB.data`` (one partition a rank) and ``JOB.control`` (on
 Store, below its URL (``<job>`` is the job's id in 32 hex digits)::
 
     STORE                                                       which format the store has
+    claims/<job>/g00000001                                      CLAIM of a generation, as in the control partition
     segments/<job>/g00000001-r00000-m00000007-p000.seg          part 0 of what rank 0 sent up to marker 7
     manifests/<job>/g00000001-m00000007.json                    the marker is in the store
     folds/<job>/g00000001-m00000048-from-g00000001-m00000032.json   rows that changed in (32, 48]; "-from-root": a base
@@ -37,6 +38,7 @@ CONTROL_LOCK = "control.lock"
 DATA_DIR = "data"
 DENSE_DIR = "dense"
 STORE_FILE = "STORE"
+CLAIMS_DIR = "claims"
 SEGMENTS_DIR = "segments"
 MANIFESTS_DIR = "manifests"
 FOLDS_DIR = "folds"
@@ -52,6 +54,7 @@ _JOB = r"([0-9a-f]{32})"
 _STORE_SEGMENT = re.compile(
     rf"{SEGMENTS_DIR}/{_JOB}/g([0-9]{{8,20}})-r([0-9]{{5,9}})-m([0-9]{{8,20}})-p([0-9]{{3,9}})\.seg"
 )
+_CLAIM = re.compile(rf"{CLAIMS_DIR}/{_JOB}/g([0-9]{{8,20}})")
 _FOLD = re.compile(rf"{FOLDS_DIR}/{_JOB}/{_MARKER}-from-(?:root|{_MARKER})\.json")
 _FOLD_SEGMENT = re.compile(rf"{SEGMENTS_DIR}/{_JOB}/f-{_MARKER}-from-(?:root|{_MARKER})-p([0-9]{{3,9}})\.seg")
 _MANIFEST = re.compile(rf"{MANIFESTS_DIR}/{_JOB}/{_MARKER}\.json")
@@ -263,6 +266,17 @@ def _fold(match: re.Match[str]) -> FoldName:
     job, generation, marker, from_generation, from_marker = match.groups()[:5]
     start = None if from_generation is None else MarkerId(int(from_generation), int(from_marker))
     return FoldName(bytes.fromhex(job), MarkerId(int(generation), int(marker)), start)
+
+
+def claim_name(job: bytes, generation: int) -> str:
+    return f"{CLAIMS_DIR}/{job.hex()}/g{generation:08d}"
+
+
+def parse_claim_name(name: str) -> tuple[bytes, int] | None:
+    """(job, generation), or None when the name is no claim's."""
+    match = _CLAIM.fullmatch(name)
+    found = (bytes.fromhex(match[1]), int(match[2])) if match else None
+    return found if found and claim_name(*found) == name else None
 
 
 def manifest_name(job: bytes, marker: MarkerId) -> str:

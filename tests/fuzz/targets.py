@@ -21,7 +21,7 @@ from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, parse_header, pa
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.restore.stream import read_stream
+from torchrec_stream_ckpt.log.stream import read_stream
 from torchrec_stream_ckpt.restore.verify import verify_marker
 from torchrec_stream_ckpt.types import MarkerId
 

@@ -15,7 +15,7 @@ from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, parse_contr
 from torchrec_stream_ckpt.format.frame import Kind, parse_header, payload_of
 from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.restore.stream import read_mark, read_stream
+from torchrec_stream_ckpt.log.stream import read_mark, read_stream
 
 GOOD = ("hello", "rows", "rows_slice", "mark", "claim", "commit", "claim_signed", "commit_signed")
 

@@ -173,7 +173,7 @@ print(json.dumps([early, sorted(sys.modules)]))
     names = modules()
     assert f"{PACKAGE}.cli.main" in names
     assert f"{PACKAGE}.broker.kraft" in names
-    assert {f"{PACKAGE}.restore.{name}" for name in ("plan", "stream", "choose", "reshard")} <= set(names)
+    assert {f"{PACKAGE}.restore.{name}" for name in ("plan", "choose", "reshard")} <= set(names)
     done = subprocess.run(
         [sys.executable, "-c", program, json.dumps(names)], capture_output=True, text=True, timeout=60, check=False
     )

@@ -12,7 +12,7 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Mark, Schema
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, json_frame
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.restore.stream import checked_payload, read_hello, read_mark, read_stream
+from torchrec_stream_ckpt.log.stream import checked_payload, read_hello, read_mark, read_stream
 from torchrec_stream_ckpt.types import RankEnd
 
 

@@ -25,8 +25,8 @@ from torchrec_stream_ckpt.cli.common import (
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense import dense_path
+from torchrec_stream_ckpt.log.stream import read_stream
 from torchrec_stream_ckpt.restore.choose import check_incarnation
-from torchrec_stream_ckpt.restore.stream import read_stream
 from torchrec_stream_ckpt.types import MarkerId
 
 

@@ -74,7 +74,7 @@ class Hello:
 
     @classmethod
     def from_json(cls, data: Buffer) -> Hello:
-        raw = _Fields(data, "HELLO", cls)
+        raw = Fields(data, "HELLO", cls)
         hello = cls(raw.take("world", int), raw.schema("schema"), raw.each("shards", TableShard))
         for shard in hello.shards:
             if not hello.schema.holds(shard):
@@ -116,7 +116,7 @@ class Mark:
 
     @classmethod
     def from_json(cls, data: Buffer) -> Mark:
-        raw = _Fields(data, "MARK", cls)
+        raw = Fields(data, "MARK", cls)
         return cls(raw.take("rows", int), raw.take("num_bytes", int), raw.each("scalars", TableScalars))
 
 
@@ -156,7 +156,7 @@ class Claim:
 
     @classmethod
     def from_json(cls, header: Header, data: Buffer) -> Claim:
-        raw = _Fields(data, "CLAIM", cls, job=header.job.hex(), generation=header.generation)
+        raw = Fields(data, "CLAIM", cls, job=header.job.hex(), generation=header.generation)
         return cls(
             job=header.job,
             generation=header.generation,
@@ -217,7 +217,7 @@ class Commit:
     @classmethod
     def from_json(cls, header: Header, data: Buffer) -> Commit:
         same = {"job": header.job.hex(), "generation": header.generation, "marker": header.marker, "step": header.step}
-        raw = _Fields(data, "COMMIT", cls, **same)
+        raw = Fields(data, "COMMIT", cls, **same)
         commit = cls(
             job=header.job,
             generation=header.generation,
@@ -279,7 +279,7 @@ def _check_places(commit: Commit) -> None:
             raise CorruptionError(f"COMMIT.dense_files: {file.sha256!r:.80} is no SHA-256")
 
 
-class _Fields:
+class Fields:
     """Checked access to the fields of one JSON payload.
 
     Args:

@@ -121,6 +121,18 @@ class Lineage:
             path.append(self.find(parent))
         return path[::-1]
 
+    def chain(self, marker: MarkerId) -> list[Commit]:
+        """All committed markers on the path to ``marker``, oldest first, ``marker`` itself last.
+
+        What one generation sent between two neighbors, or from its start, is an interval.
+        """
+        return [
+            commit
+            for ancestor in self.path(marker)
+            for commit in self.commits.values()
+            if commit.generation == ancestor.generation and commit.marker <= ancestor.marker
+        ]
+
     def bases(self, marker: MarkerId) -> dict[int, int]:
         """For each table, the newest generation on the path to ``marker`` that sent it whole."""
         bases: dict[int, int] = {}

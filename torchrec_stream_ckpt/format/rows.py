@@ -125,15 +125,22 @@ def decode_rows(header: Header, payload: memoryview, table: TableSpec) -> RowsVi
     codes = tuple(section.code for section in layout.sections)
     if header.dtypes != codes or header.section_offsets != offsets or length != len(payload):
         raise CorruptionError("sections do not match the schema", **place)
-    arrays = [
-        np.frombuffer(payload, NUMPY_DTYPES[section.dtype], header.rows * section.width, offset)
-        for section, offset in zip(layout.sections, offsets, strict=True)
-    ]
-    ids = arrays[0]
+    view = view_rows(layout, header.rows, payload)
+    ids = view.ids
     if header.rows and (int(ids.min()) < 0 or int(ids.max()) >= table.rows):
         raise CorruptionError(f"a row id is outside [0, {table.rows})", **place)
+    return view
+
+
+def view_rows(layout: RowLayout, rows: int, payload: memoryview) -> RowsView:
+    """The sections of a payload whose length has been checked."""
+    offsets, _ = layout.offsets(rows)
+    arrays = [
+        np.frombuffer(payload, NUMPY_DTYPES[section.dtype], rows * section.width, offset)
+        for section, offset in zip(layout.sections, offsets, strict=True)
+    ]
     shaped = [
-        array if section.per_row else array.reshape(header.rows, section.width)
+        array if section.per_row else array.reshape(rows, section.width)
         for section, array in zip(layout.sections[1:], arrays[1:], strict=True)
     ]
-    return RowsView(ids, shaped[0], tuple(shaped[1:]))
+    return RowsView(arrays[0], shaped[0], tuple(shaped[1:]))

@@ -11,7 +11,7 @@ from torchrec_stream_ckpt.format.control import Commit, Hello
 from torchrec_stream_ckpt.format.dense import verify_dense
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import Log
-from torchrec_stream_ckpt.restore.stream import read_hello
+from torchrec_stream_ckpt.log.stream import read_hello
 from torchrec_stream_ckpt.types import MarkerId
 
 log = logging.getLogger(__name__)

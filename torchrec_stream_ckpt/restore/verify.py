@@ -16,9 +16,9 @@ from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.log.stream import checked_payload, read_mark, read_stream
 from torchrec_stream_ckpt.restore.choose import check_incarnation, read_hellos
 from torchrec_stream_ckpt.restore.plan import plan_reads
-from torchrec_stream_ckpt.restore.stream import checked_payload, read_mark, read_stream
 from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
 
 

@@ -14,8 +14,13 @@ from torchrec_stream_ckpt.types import LogSpan, RankEnd
 _HINT = "restore an older marker, or another copy of the log"
 
 
-def read_stream(log: Log, commit: Commit, end: RankEnd) -> Iterator[tuple[Header, memoryview]]:
+def read_stream(
+    log: Log, commit: Commit, end: RankEnd, after: RankEnd | None = None
+) -> Iterator[tuple[Header, memoryview]]:
     """(header, whole frame) of the frames of one rank in ``commit``'s generation, HELLO first, MARK last.
+
+    With ``after``, the end of an earlier marker of the same stream, only what is behind it: its first frame must
+    follow on the MARK there.
 
     Headers and their chain are checked here; the payload's checksum is the caller's, with
     ``payload_of``, because a reader needs few of the payloads. Frames of other ranks and generations in
@@ -24,36 +29,41 @@ def read_stream(log: Log, commit: Commit, end: RankEnd) -> Iterator[tuple[Header
     Raises:
         CorruptionError: something is missing, out of order, altered or of another job; says where.
     """
+    first, chain = (after.frames, after.chain) if after is not None else (0, 0)
     seen = array("I")
+    """Header checksums of the frames from ``first`` on."""
     schema_crc = None
-    span = LogSpan(commit.generation, end.partition, end.begin, end.end)
+    span = LogSpan(commit.generation, end.partition, after.end if after is not None else end.begin, end.end)
     for offset, frame in log.read(span):
+        seq = first + len(seen)
         try:
             header = parse_header(frame)
         except CorruptionError as error:
-            raise _located(error, commit, end, len(seen), offset) from None
+            raise _located(error, commit, end, seq, offset) from None
         if header.job != commit.job:
-            raise _located(CorruptionError("frame of another job"), commit, end, len(seen), offset)
+            raise _located(CorruptionError("frame of another job"), commit, end, seq, offset)
         if (header.generation, header.rank) != (commit.generation, end.rank):
             continue
-        if header.seq < len(seen) and seen[header.seq] == header.header_crc:
+        if header.seq < first or (header.seq < seq and seen[header.seq - first] == header.header_crc):
             continue
-        chain = seen[-1] if seen else 0
-        if header.seq != len(seen) or header.chain != chain:
-            expected = f"seq {len(seen)} behind {chain:08x}"
-            message = f"found seq {header.seq} behind {header.chain:08x}, expected {expected}"
-            raise _located(CorruptionError(message), commit, end, len(seen), offset)
+        if header.seq != seq or header.chain != chain:
+            message = f"found seq {header.seq} behind {header.chain:08x}, expected seq {seq} behind {chain:08x}"
+            raise _located(CorruptionError(message), commit, end, seq, offset)
         if schema_crc is None:
             schema_crc = header.schema_crc
         if header.schema_crc != schema_crc:
-            raise _located(CorruptionError("the schema changes inside a generation"), commit, end, len(seen), offset)
-        seen.append(header.header_crc)
+            raise _located(CorruptionError("the schema changes inside a generation"), commit, end, seq, offset)
+        chain = header.header_crc
+        seen.append(chain)
         yield header, frame
-        if len(seen) == end.frames:
+        if seq + 1 == end.frames:
             break
-    if len(seen) != end.frames or seen[-1] != end.chain or header.kind is not Kind.MARK:
-        message = f"{len(seen)} of {end.frames} frames lead to this marker"
-        raise _located(CorruptionError(message), commit, end, len(seen), end.end)
+    read = first + len(seen)
+    if read != end.frames or chain != end.chain or (seen and header.kind is not Kind.MARK):
+        message = f"{read} of {end.frames} frames lead to this marker"
+        raise _located(CorruptionError(message), commit, end, read, end.end)
+    if not seen:
+        return
     if (header.marker, header.step) != (commit.marker, commit.step):
         message = f"MARK is of marker {header.marker} at step {header.step}, not of {commit.id} at step {commit.step}"
         raise _located(CorruptionError(message), commit, end, header.seq, end.end)

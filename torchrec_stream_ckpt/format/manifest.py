@@ -1,0 +1,189 @@
+"""The JSON objects of a store: manifests, one a marker, and folds. Specified in docs/format.md.
+
+Each is ``{"body": ..., "crc32c": ..., "format": 1, "kind": ...}`` in canonical JSON; the checksum is that of the
+canonical body.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from crc32c import crc32c
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.control import Commit, Fields, Hello, Mark, canonical, parse_control
+from torchrec_stream_ckpt.format.frame import Buffer
+from torchrec_stream_ckpt.types import MarkerId
+
+FORMAT = 1
+"""Format of a store: of its names, its segments and its JSON objects."""
+
+_NAME = re.compile(r"[A-Za-z0-9_./-]{1,300}")
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRef:
+    """A segment as a manifest names it."""
+
+    name: str
+    num_bytes: int
+    front_bytes: int
+    """Bytes in front of its chunks: header, directory and notes."""
+    header_crc: int
+    """Checksum of its header, which vouches for the directory, which vouches for the chunks."""
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A marker is in the store once this object is there: all segments of its interval, and its dense state."""
+
+    commit: Commit
+    """As it stands in the control partition, signature and all."""
+    segments: tuple[tuple[SegmentRef, ...], ...]
+    """By rank, each in the order of the stream: a row's newest version is in the last segment that has it."""
+
+    def to_bytes(self) -> bytes:
+        body = {
+            "commit": base64.b64encode(self.commit.to_frame()).decode("ascii"),
+            "segments": [[asdict(each) for each in ranks] for ranks in self.segments],
+        }
+        return _wrap("manifest", body)
+
+    @classmethod
+    def from_bytes(cls, data: Buffer, where: str) -> Manifest:
+        """Read and check one.
+
+        Raises:
+            CorruptionError: it is altered, of a newer format, or none at all; names the object.
+        """
+        body = _unwrap(data, "manifest", where, {"commit", "segments"})
+        commit = parse_control(_raw(body["commit"], where))
+        if not isinstance(commit, Commit):
+            raise CorruptionError("manifest does not hold a COMMIT", name=where)
+        ranks = tuple(_refs(each, where) for each in _list(body["segments"], where))
+        if len(ranks) != len(commit.ranks) or not all(ranks):
+            raise CorruptionError("manifest does not name segments of each rank", name=where)
+        return cls(commit, ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """The newest version of each row that changed in (start, end]; of all rows without ``start``: a base."""
+
+    job: bytes
+    start: MarkerId | None
+    end: MarkerId
+    segments: tuple[SegmentRef, ...]
+
+    def to_bytes(self) -> bytes:
+        body = {
+            "job": self.job.hex(),
+            "start": str(self.start) if self.start else None,
+            "end": str(self.end),
+            "segments": [asdict(each) for each in self.segments],
+        }
+        return _wrap("fold", body)
+
+    @classmethod
+    def from_bytes(cls, data: Buffer, where: str) -> Fold:
+        """As :meth:`Manifest.from_bytes`."""
+        body = _unwrap(data, "fold", where, {"job", "start", "end", "segments"})
+        try:
+            job = bytes.fromhex(str(body["job"]))
+            start = MarkerId.parse(str(body["start"])) if body["start"] is not None else None
+            end = MarkerId.parse(str(body["end"]))
+        except ValueError as error:
+            raise CorruptionError(f"fold: {error}", name=where) from None
+        return cls(job, start, end, _refs(body["segments"], where))
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """What the last segment of a rank's interval says beside rows."""
+
+    hello: Hello | None
+    """At the first marker of a generation."""
+    mark: Mark
+
+    def to_json(self) -> bytes:
+        return canonical({"hello": asdict(self.hello) if self.hello is not None else None, "mark": asdict(self.mark)})
+
+    @classmethod
+    def from_json(cls, data: bytes, where: str) -> Notes:
+        """As :meth:`Manifest.from_bytes`; the checksum is the segment's."""
+        raw = _object(data, where)
+        if raw.keys() != {"hello", "mark"}:
+            raise CorruptionError("segment's notes have other fields than hello and mark", name=where)
+        hello = Hello.from_json(canonical(raw["hello"])) if raw["hello"] is not None else None
+        return cls(hello, Mark.from_json(canonical(raw["mark"])))
+
+
+def _wrap(kind: str, body: Mapping[str, Any]) -> bytes:
+    return canonical({"format": FORMAT, "kind": kind, "crc32c": f"{crc32c(canonical(body)):08x}", "body": body})
+
+
+def _unwrap(data: Buffer, kind: str, where: str, names: set[str]) -> dict[str, Any]:
+    raw = _object(bytes(data), where)
+    version = raw.get("format")
+    if isinstance(version, int) and version > FORMAT:
+        raise CorruptionError(
+            f"{kind} has format {version}, this program reads up to {FORMAT}",
+            hint="upgrade torchrec_stream_ckpt on the reading side",
+            name=where,
+        )
+    body = raw.get("body")
+    if raw.keys() != {"format", "kind", "crc32c", "body"} or version != FORMAT or not isinstance(body, dict):
+        raise CorruptionError(f"not a {kind} of this store", name=where)
+    if raw["kind"] != kind or raw["crc32c"] != f"{crc32c(canonical(body)):08x}":
+        raise CorruptionError(f"{kind} was altered: its checksum does not match", name=where)
+    if body.keys() != names:
+        raise CorruptionError(f"{kind} has fields {sorted(body)!r:.200}, expected {sorted(names)}", name=where)
+    return body
+
+
+def _object(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        raw = json.loads(data.decode("ascii"))
+        canonical(raw)  # no number that is none
+    except (ValueError, RecursionError) as error:
+        raise CorruptionError(f"no JSON: {error}", name=where) from None
+    if not isinstance(raw, dict):
+        raise CorruptionError("no JSON object", name=where)
+    return raw
+
+
+def _refs(items: object, where: str) -> tuple[SegmentRef, ...]:
+    refs = []
+    for item in _list(items, where):
+        fields = Fields(canonical(item), f"segment in {where}", SegmentRef)
+        ref = SegmentRef(
+            fields.take("name", str),
+            fields.take("num_bytes", int),
+            fields.take("front_bytes", int),
+            fields.take("header_crc", int),
+            fields.take("rows", int),
+        )
+        if not _NAME.fullmatch(ref.name) or ".." in ref.name or ref.front_bytes > ref.num_bytes:
+            raise CorruptionError(f"{ref.name!r:.80} is no segment", name=where)
+        refs.append(ref)
+    return tuple(refs)
+
+
+def _list(value: object, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise CorruptionError("segments are no list", name=where)
+    return value
+
+
+def _raw(text: object, where: str) -> bytes:
+    try:
+        return base64.b64decode(str(text), validate=True)
+    except binascii.Error as error:
+        raise CorruptionError(f"no base64: {error}", name=where) from None

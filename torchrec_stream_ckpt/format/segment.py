@@ -1,0 +1,283 @@
+"""A segment of the store: chunks of rows behind a directory. The byte layout is specified in docs/format.md.
+
+A chunk is the payload of a ROWS frame whose ids ascend; no id stands in a segment twice. The codec knows no store: it
+takes and gives bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from crc32c import crc32c
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.format.frame import ALIGNMENT, Buffer, aligned
+from torchrec_stream_ckpt.format.rows import RowLayout, RowsView, view_rows
+from torchrec_stream_ckpt.types import MarkerId
+
+MAGIC = b"TRSS"
+VERSION = 1
+HEADER_LEN = 128
+
+_HEADER = struct.Struct(
+    "<"
+    "4s"  # magic
+    "H"  # version
+    "H"  # header_len
+    "B"  # kind
+    "B"  # last: 1 in the last part
+    "H"  # reserved, zero
+    "16s"  # job
+    "I"  # generation
+    "I"  # rank
+    "Q"  # marker
+    "I"  # part
+    "I"  # chunks
+    "I"  # notes_len
+    "I"  # directory_crc: of the directory and the notes
+    "Q"  # length of the segment
+    "Q"  # rows
+    "I"  # schema_crc
+    "44s"  # reserved, zero
+)
+_CRC = struct.Struct("<I")
+assert _HEADER.size + _CRC.size == HEADER_LEN
+
+ENTRY = np.dtype(
+    [
+        ("table", "<u4"),
+        ("col0", "<u4"),
+        ("cols", "<u4"),
+        ("rows", "<u4"),
+        ("first", "<i8"),  # smallest id
+        ("last", "<i8"),  # largest id
+        ("offset", "<u8"),  # from the segment's first byte
+        ("num_bytes", "<u4"),
+        ("crc", "<u4"),  # of the chunk
+    ]
+)
+"""One entry of the directory, 48 bytes."""
+assert ENTRY.itemsize == 48
+
+Directory = npt.NDArray[np.void]
+"""Entries of :data:`ENTRY`, in the order of the chunks."""
+
+
+class SegmentKind(IntEnum):
+    """What a segment holds. Numbers are on disk: never changed, never reused."""
+
+    INTERVAL = 1  # what one rank sent between two markers
+    FOLD = 2  # the newest rows of several intervals
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentId:
+    """Which segment it is. In a fold, ``marker`` is the one that it leads to, and ``rank`` is 0."""
+
+    kind: SegmentKind
+    job: bytes
+    marker: MarkerId
+    rank: int
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """What stands in front of a segment's chunks."""
+
+    id: SegmentId
+    last: bool
+    """Whether no further part follows."""
+    num_bytes: int
+    """Length of the whole segment."""
+    rows: int
+    schema_crc: int
+    directory: Directory
+    notes: bytes
+    """JSON, empty in all but the last part of an interval."""
+    header_crc: int
+
+    @property
+    def front_bytes(self) -> int:
+        """Where the first chunk may begin."""
+        return front_length(len(self.directory), len(self.notes))
+
+
+def front_length(chunks: int, notes_bytes: int) -> int:
+    """Bytes in front of the first chunk."""
+    return aligned(HEADER_LEN + chunks * ENTRY.itemsize + notes_bytes)
+
+
+def pack_front(
+    segment: SegmentId, *, last: bool, schema_crc: int, directory: Directory, notes: bytes = b""
+) -> tuple[bytes, int]:
+    """(the bytes in front of the chunks, checksum of the header).
+
+    Args:
+        segment: Which one.
+        last: Whether no further part follows.
+        schema_crc: Checksum of the schema of its generation.
+        directory: Its chunks; offsets count from the segment's first byte.
+        notes: JSON that goes with the last part.
+    """
+    described = directory.tobytes() + notes
+    end = int(directory["offset"][-1]) + int(directory["num_bytes"][-1]) if len(directory) else 0
+    front = front_length(len(directory), len(notes))
+    header = _HEADER.pack(
+        MAGIC,
+        VERSION,
+        HEADER_LEN,
+        segment.kind,
+        last,
+        0,
+        segment.job,
+        segment.marker.generation,
+        segment.rank,
+        segment.marker.marker,
+        segment.part,
+        len(directory),
+        len(notes),
+        crc32c(described),
+        max(end, front),
+        int(directory["rows"].sum()),
+        schema_crc,
+        bytes(44),
+    )
+    crc = crc32c(header)
+    packed = header + _CRC.pack(crc) + described
+    return packed + bytes(front - len(packed)), crc
+
+
+def front_bytes_of(header: Buffer, where: str) -> int:
+    """Bytes in front of the first chunk, by the first 128 of them; raises as :func:`parse_front`."""
+    chunks, notes_len = _parse_header(header, where)[11:13]
+    return front_length(chunks, notes_len)
+
+
+def parse_front(data: Buffer, where: str) -> Front:
+    """Read and check what stands in front of the chunks: ``data`` may be longer.
+
+    Raises:
+        CorruptionError: not our bytes, a newer version, a bad checksum or impossible lengths.
+    """
+    fields = _parse_header(data, where)
+    kind, last, _, job, generation, rank, marker, part, chunks, notes_len, directory_crc, *rest = fields[3:]
+    num_bytes, rows, schema_crc, _ = rest
+    end = HEADER_LEN + chunks * ENTRY.itemsize
+    if len(data) < end + notes_len:
+        raise CorruptionError("segment ends inside its directory", name=where)
+    if crc32c(memoryview(data)[HEADER_LEN : end + notes_len]) != directory_crc:
+        raise CorruptionError("segment directory's checksum does not match", name=where)
+    directory = np.frombuffer(data, ENTRY, chunks, HEADER_LEN)
+    _check_directory(directory, front_length(chunks, notes_len), num_bytes, rows, where)
+    segment = SegmentId(SegmentKind(kind), job, MarkerId(generation, marker), rank, part)
+    notes = bytes(memoryview(data)[end : end + notes_len])
+    (crc,) = _CRC.unpack_from(data, _HEADER.size)
+    return Front(segment, bool(last), num_bytes, rows, schema_crc, directory, notes, crc)
+
+
+def _parse_header(data: Buffer, where: str) -> tuple[Any, ...]:
+    """The fields of the header, checked."""
+    if len(data) < HEADER_LEN:
+        raise CorruptionError(f"segment of {len(data)} bytes is shorter than its header", name=where)
+    fields = _HEADER.unpack_from(data)
+    magic, version, header_len, kind, last, pad, *_, reserved = fields
+    if magic != MAGIC:
+        raise CorruptionError("not a segment of torchrec_stream_ckpt", name=where)
+    if version > VERSION:
+        raise CorruptionError(
+            f"segment has format version {version}, this program reads up to {VERSION}",
+            hint="upgrade torchrec_stream_ckpt on the reading side",
+            name=where,
+        )
+    (crc,) = _CRC.unpack_from(data, _HEADER.size)
+    if crc32c(memoryview(data)[: _HEADER.size]) != crc:
+        raise CorruptionError("segment header's checksum does not match", name=where)
+    known = version == VERSION and header_len == HEADER_LEN and last in (0, 1) and not pad and not any(reserved)
+    if not known or kind not in SegmentKind._value2member_map_:
+        raise CorruptionError("segment header has an unknown version, kind or flag", name=where)
+    return fields
+
+
+def _check_directory(directory: Directory, front: int, num_bytes: int, rows: int, where: str) -> None:
+    """Chunks lie one behind the other, and their ids can be as many as they say."""
+    offsets, lengths = directory["offset"].astype(np.int64), directory["num_bytes"].astype(np.int64)
+    ends = offsets + lengths
+    span = directory["last"] - directory["first"] + 1
+    sound = (
+        bool((lengths > 0).all() and (lengths % ALIGNMENT == 0).all() and (directory["rows"] > 0).all())
+        and bool((directory["first"] >= 0).all() and (span >= directory["rows"]).all())
+        and np.array_equal(offsets, np.concatenate([[front], ends[:-1]])[: len(offsets)])
+        and num_bytes == (int(ends[-1]) if len(ends) else front)
+        and rows == int(directory["rows"].sum())
+    )
+    if not sound:
+        raise CorruptionError("segment directory has impossible entries", name=where)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows to be written: the parts of one chunk, and what the directory will say of it."""
+
+    table: int
+    col0: int
+    cols: int
+    ids: npt.NDArray[np.int64]
+    payload: bytearray
+
+
+def lay_out(
+    segment: SegmentId, chunks: Sequence[Chunk], *, last: bool, schema_crc: int, notes: bytes = b""
+) -> tuple[list[Buffer], int, int]:
+    """(the segment's bytes in parts, length of the first part, checksum of its header)."""
+    offset = front_length(len(chunks), len(notes))
+    entries = []
+    for chunk in chunks:
+        first, final = int(chunk.ids[0]), int(chunk.ids[-1])
+        place = (chunk.table, chunk.col0, chunk.cols, len(chunk.ids), first, final, offset)
+        entries.append((*place, len(chunk.payload), crc32c(chunk.payload)))
+        offset += len(chunk.payload)
+    directory = np.array(entries, ENTRY)
+    front, crc = pack_front(segment, last=last, schema_crc=schema_crc, directory=directory, notes=notes)
+    return [front, *(chunk.payload for chunk in chunks)], len(front), crc
+
+
+def check_chunk(entry: np.void, data: memoryview, where: str) -> None:
+    """Compare a chunk with its checksum.
+
+    Raises:
+        CorruptionError: its bytes are not those that were written.
+    """
+    if len(data) != int(entry["num_bytes"]) or crc32c(data) != int(entry["crc"]):
+        raise CorruptionError("chunk's checksum does not match", name=where, offset=str(entry["offset"]))
+
+
+def decode_chunk(entry: np.void, data: memoryview, schema: Schema, where: str) -> RowsView:
+    """View the rows of a chunk whose checksum has been compared, after checking its lengths and its ids.
+
+    Raises:
+        CorruptionError: it does not fit the schema or its directory.
+    """
+    place = {"name": where, "offset": str(entry["offset"])}
+    index, col0, cols, rows = (int(entry[name]) for name in ("table", "col0", "cols", "rows"))
+    if index >= len(schema.tables):
+        raise CorruptionError(f"table {index} is not in the schema", **place)
+    table = schema.tables[index]
+    if not 0 < cols <= table.dim - col0:
+        raise CorruptionError(f"columns [{col0}, +{cols}) are outside dim {table.dim}", **place)
+    layout = RowLayout.of(table, cols)
+    if rows > layout.max_rows or layout.offsets(rows)[1] != len(data):
+        raise CorruptionError("chunk does not have the length that its rows take", **place)
+    view = view_rows(layout, rows, data)
+    ids = view.ids
+    in_range = int(ids[0]) == int(entry["first"]) and int(ids[-1]) == int(entry["last"]) < table.rows
+    if not in_range or not bool((ids[1:] > ids[:-1]).all()):
+        raise CorruptionError("chunk's ids are not those that the directory names", **place)
+    return view

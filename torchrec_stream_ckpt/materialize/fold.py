@@ -1,0 +1,146 @@
+"""Fold one rank's interval of the log into segments, and put the marker into the store once all ranks are there.
+
+What is written is a function of the stream alone, so that two processes that do the same work write the same bytes,
+and one that was killed begins its interval again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Schema
+from torchrec_stream_ckpt.format.frame import Kind
+from torchrec_stream_ckpt.format.manifest import Notes, SegmentRef
+from torchrec_stream_ckpt.format.rows import decode_rows
+from torchrec_stream_ckpt.format.segment import HEADER_LEN, SegmentId, SegmentKind, front_bytes_of, lay_out, parse_front
+from torchrec_stream_ckpt.layout import StoreSegment
+from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.log.stream import checked_payload, read_mark, read_stream
+from torchrec_stream_ckpt.materialize.sorter import RowSorter
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.types import RankEnd
+
+SEGMENT_BYTES = 128 * 2**20
+"""Rows held in memory before they are written: an interval with more takes several parts. It stands in the store's
+format: who folds the same interval must cut it at the same places."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """What one rank sent between two markers of a generation."""
+
+    claim: Claim
+    commit: Commit
+    end: RankEnd
+    after: RankEnd | None
+    """Where the marker before ends; None at the first one of a generation."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of frames."""
+        return self.end.num_bytes - (self.after.num_bytes if self.after is not None else 0)
+
+    def segment(self, part: int) -> SegmentId:
+        return SegmentId(SegmentKind.INTERVAL, self.commit.job, self.commit.id, self.end.rank, part)
+
+    def name(self, part: int) -> str:
+        """Of the object."""
+        return StoreSegment(self.commit.job, self.commit.id, self.end.rank, part).name
+
+
+class SegmentWriter:
+    """Puts the parts of one interval or fold into the store, one behind the other.
+
+    Args:
+        objects: The store.
+        schema: Of the rows.
+        name: Name of a part's object.
+        segment: Identity of a part.
+    """
+
+    def __init__(
+        self, objects: Objects, schema: Schema, name: Callable[[int], str], segment: Callable[[int], SegmentId]
+    ) -> None:
+        self._objects = objects
+        self._schema = schema
+        self._name = name
+        self._segment = segment
+        self.refs: list[SegmentRef] = []
+
+    def put(self, rows: RowSorter, *, last: bool, notes: bytes = b"") -> None:
+        """Write what ``rows`` holds as the next part."""
+        part = len(self.refs)
+        parts, front_bytes, crc = lay_out(
+            self._segment(part), list(rows.chunks()), last=last, schema_crc=self._schema.crc, notes=notes
+        )
+        failpoint("fold.segment")
+        self._objects.put(self._name(part), parts)
+        failpoint("fold.segment_put")
+        front = parse_front(parts[0], self._name(part))
+        self.refs.append(SegmentRef(self._name(part), front.num_bytes, front_bytes, crc, front.rows))
+
+
+def fold_interval(
+    log: Log, objects: Objects, interval: Interval, progress: Callable[[int], None] = lambda _: None
+) -> tuple[SegmentRef, ...]:
+    """Read one rank's interval, check every frame and write its segments.
+
+    Memory: the rows of one segment twice, and one frame.
+
+    Args:
+        log: The job's log.
+        objects: The store.
+        interval: Of a committed marker.
+        progress: Called with the bytes of each frame.
+
+    Raises:
+        CorruptionError: the log is damaged, incomplete, of another job or schema; says where.
+        StoreUnavailableError: a segment was not written.
+    """
+    commit, end, schema = interval.commit, interval.end, interval.claim.schema
+    schema_crc = schema.crc
+    writer = SegmentWriter(objects, schema, interval.name, interval.segment)
+    rows = RowSorter(schema)
+    hello = mark = None
+    for header, frame in read_stream(log, commit, end, interval.after):
+        payload = checked_payload(header, frame, commit, end)
+        if header.schema_crc != schema_crc:
+            raise CorruptionError(
+                "frame has another schema than the CLAIM of its generation", **header.place(), partition=end.partition
+            )
+        if header.kind is Kind.ROWS:
+            if header.table >= len(schema.tables):
+                raise CorruptionError(f"table {header.table} is not in the schema", **header.place())
+            kept = memoryview(bytes(payload))  # a frame is ours until the next one is asked for
+            rows.add(header.table, header.col0, header.cols, decode_rows(header, kept, schema.tables[header.table]))
+            if rows.num_bytes >= SEGMENT_BYTES:
+                writer.put(rows, last=False)
+        elif header.kind is Kind.HELLO:
+            hello = Hello.from_json(payload)
+        else:
+            mark = read_mark(header, frame, commit, end)
+        progress(len(frame))
+    if mark is None or (hello is None) != (interval.after is not None):
+        raise CorruptionError("interval without its HELLO or MARK", generation=commit.generation, rank=end.rank)
+    writer.put(rows, last=True, notes=Notes(hello, mark).to_json())
+    return tuple(writer.refs)
+
+
+def folded_interval(objects: Objects, interval: Interval) -> tuple[SegmentRef, ...] | None:
+    """The segments of an interval if all of its parts are there, whoever wrote them; None if not."""
+    refs: list[SegmentRef] = []
+    while True:
+        name = interval.name(len(refs))
+        num_bytes = objects.size(name)
+        if num_bytes is None or num_bytes < HEADER_LEN:
+            return None
+        front_bytes = front_bytes_of(objects.read(name, 0, HEADER_LEN), name)
+        front = parse_front(objects.read(name, 0, front_bytes), name)
+        if front.id != interval.segment(len(refs)) or front.num_bytes != num_bytes:
+            raise CorruptionError("segment is another one than its name says", name=name)
+        refs.append(SegmentRef(name, num_bytes, front.front_bytes, front.header_crc, front.rows))
+        if front.last:
+            return tuple(refs)

@@ -1,0 +1,178 @@
+"""Merge pieces of the store into a fold: the newest version of every row that they hold, by id.
+
+A fold from the start of the history is a base: a restore reads nothing older. One over a span saves a restore the
+versions that the span has overwritten itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.format.manifest import Fold, SegmentRef
+from torchrec_stream_ckpt.format.rows import RowLayout, RowsView
+from torchrec_stream_ckpt.format.segment import SegmentId, SegmentKind, decode_chunk
+from torchrec_stream_ckpt.layout import FoldName
+from torchrec_stream_ckpt.materialize.fold import SEGMENT_BYTES, SegmentWriter
+from torchrec_stream_ckpt.materialize.sorter import RowSorter
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.catalog import Piece
+from torchrec_stream_ckpt.store.reader import Picked, load_fronts, read_chunks
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A segment, and the oldest generation that its rows may be of."""
+
+    picked: Picked
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """A part of one table that is merged at once: all columns of [col0, col0+cols) came and went together."""
+
+    table: int
+    col0: int
+    cols: int
+    row0: int
+    rows: int
+
+
+def merge(
+    objects: Objects,
+    job: bytes,
+    schema: Schema,
+    bases: Mapping[int, int],
+    pieces: Sequence[Piece],
+    pool: Executor,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Fold:
+    """Write the fold of ``pieces``, which lie one behind the other, and put it into the store.
+
+    Memory: the rows of one segment twice, and what is read ahead.
+
+    Args:
+        objects: The store.
+        job: The job.
+        schema: Of the generation that the fold ends in.
+        bases: ``Lineage.bases`` of its end: what older generations sent of these tables does not count.
+        pieces: What to merge.
+        pool: Threads to read with.
+        progress: Called with the bytes of each chunk that is read.
+
+    Raises:
+        CorruptionError: a piece is damaged.
+        StoreUnavailableError: the fold was not written.
+    """
+    start, end = pieces[0].start, pieces[-1].end
+    name = FoldName(job, end, start)
+    writer = SegmentWriter(
+        objects,
+        schema,
+        name.segment_name,
+        lambda part: SegmentId(SegmentKind.FOLD, job, end, 0, part),
+    )
+    sources = _open(objects, job, pieces, pool)
+    rows = RowSorter(schema)
+    for window in _windows(schema, bases, sources):
+        _merge_window(objects, schema, bases, sources, window, rows, pool, progress)
+        if rows.num_bytes >= SEGMENT_BYTES // 2:
+            writer.put(rows, last=False)
+    writer.put(rows, last=True)
+    fold = Fold(job, start, end, tuple(writer.refs))
+    failpoint("fold.manifest")
+    objects.put(name.name, [fold.to_bytes()])
+    failpoint("fold.manifest_put")
+    return fold
+
+
+def _open(objects: Objects, job: bytes, pieces: Sequence[Piece], pool: Executor) -> list[_Source]:
+    """All segments, newest first."""
+    owners = [(piece, ref) for piece in pieces for ref in piece.segments]
+    fronts = load_fronts(objects, [ref for _, ref in owners], job, pool)
+    return [
+        _Source(Picked(ref, front, np.arange(len(front.directory))), piece.end.generation)
+        for (piece, ref), front in zip(owners, fronts, strict=True)
+    ][::-1]
+
+
+def _windows(schema: Schema, bases: Mapping[int, int], sources: Sequence[_Source]) -> Iterator[_Window]:
+    """Cut what the sources hold, by table, columns and rows, so that a window's rows fit half a segment."""
+    held: dict[int, list[tuple[int, int, int, int]]] = {}
+    for source in sources:
+        directory = source.picked.front.directory
+        names = ("table", "col0", "cols")
+        for table, col0, cols in {tuple(int(entry[name]) for name in names) for entry in directory}:
+            if source.generation >= bases.get(table, 0):
+                mine = directory[(directory["table"] == table) & (directory["col0"] == col0)]
+                held.setdefault(table, []).append((col0, cols, int(mine["first"].min()), int(mine["last"].max())))
+    for table in sorted(held):
+        cuts = sorted({edge for col0, cols, _, _ in held[table] for edge in (col0, col0 + cols)})
+        first, last = min(each[2] for each in held[table]), max(each[3] for each in held[table])
+        for col0, stop in pairwise(cuts):
+            if any(begin <= col0 and stop <= begin + cols for begin, cols, _, _ in held[table]):
+                layout = RowLayout.of(schema.tables[table], stop - col0)
+                height = max(1, SEGMENT_BYTES // 2 // sum(section.row_bytes for section in layout.sections))
+                for row0 in range(first, last + 1, height):
+                    yield _Window(table, col0, stop - col0, row0, min(height, last + 1 - row0))
+
+
+def _merge_window(
+    objects: Objects,
+    schema: Schema,
+    bases: Mapping[int, int],
+    sources: Sequence[_Source],
+    window: _Window,
+    rows: RowSorter,
+    pool: Executor,
+    progress: Callable[[int], None],
+) -> None:
+    """Add the newest version of each row of the window: sources come newest first, and the first one counts."""
+    taken = np.zeros(window.rows, np.bool_)
+    picked = [
+        _overlapping(source.picked, window) for source in sources if source.generation >= bases.get(window.table, 0)
+    ]
+    for each, entry, data in read_chunks(objects, [each for each in picked if len(each.chunks)], pool):
+        view = decode_chunk(entry, data, schema, each.ref.name)
+        begin, stop = np.searchsorted(view.ids, (window.row0, window.row0 + window.rows))
+        places = view.ids[begin:stop] - window.row0
+        fresh = np.flatnonzero(~taken[places])
+        taken[places] = True
+        if len(fresh):
+            rows.add(window.table, window.col0, window.cols, _cut(view, fresh + begin, entry, window, each.ref))
+        progress(len(data))
+
+
+def _overlapping(picked: Picked, window: _Window) -> Picked:
+    """The chunks that may hold rows of the window."""
+    entries = picked.front.directory
+    col0, end = entries["col0"].astype(np.int64), entries["col0"].astype(np.int64) + entries["cols"]
+    chosen = (
+        (entries["table"] == window.table)
+        & (col0 <= window.col0)
+        & (end >= window.col0 + window.cols)
+        & (entries["first"] < window.row0 + window.rows)
+        & (entries["last"] >= window.row0)
+    )
+    return Picked(picked.ref, picked.front, np.flatnonzero(chosen))
+
+
+def _cut(view: RowsView, chosen: np.ndarray, entry: np.void, window: _Window, ref: SegmentRef) -> RowsView:
+    """A copy of the chosen rows' columns that belong to the window."""
+    begin = window.col0 - int(entry["col0"])
+    columns = slice(begin, begin + window.cols)
+    whole = int(entry["cols"]) == window.cols
+    if not whole and any(state.ndim == 1 for state in view.states):
+        raise CorruptionError(
+            "row-wise state under two column splits, of which none was sent whole", name=ref.name, table=window.table
+        )
+    states = tuple(state[chosen] if state.ndim == 1 else state[chosen, columns] for state in view.states)
+    return RowsView(view.ids[chosen], view.weights[chosen, columns], states)
