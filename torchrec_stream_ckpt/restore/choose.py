@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit, Hello
-from torchrec_stream_ckpt.format.dense import verify_dense
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.stream import read_hello
+from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.types import MarkerId
 
 log = logging.getLogger(__name__)
@@ -29,7 +28,7 @@ class Choice:
     """Newer markers whose dense state is damaged, each with its reason."""
 
 
-def choose(log_: Log, lineage: Lineage, store: Path, marker: MarkerId | None) -> Choice | None:
+def choose(log_: Log, lineage: Lineage, dense: DenseStore, marker: MarkerId | None) -> Choice | None:
     """Look up ``marker``, or the newest one whose dense state is whole; None when nothing was ever committed.
 
     Raises:
@@ -39,9 +38,9 @@ def choose(log_: Log, lineage: Lineage, store: Path, marker: MarkerId | None) ->
     skipped: list[str] = []
     if marker is not None:
         commit = lineage.find(marker)
-        verify_dense(store, commit)
+        dense.verify(commit)
     elif lineage.commits:
-        commit, skipped = _newest_whole(lineage, store)
+        commit, skipped = _newest_whole(lineage, dense)
     else:
         return None
     check_incarnation(log_, lineage, commit.id)
@@ -75,11 +74,11 @@ def read_hellos(log_: Log, lineage: Lineage, marker: MarkerId) -> dict[tuple[int
     }
 
 
-def _newest_whole(lineage: Lineage, store: Path) -> tuple[Commit, list[str]]:
+def _newest_whole(lineage: Lineage, dense: DenseStore) -> tuple[Commit, list[str]]:
     skipped: list[str] = []
     for commit in reversed(lineage.commits.values()):
         try:
-            verify_dense(store, commit)
+            dense.verify(commit)
         except CorruptionError as error:
             log.warning("marker %s cannot be restored, falling back to the one before: %s", commit.id, error.headline)
             skipped.append(f"{commit.id}: {error.headline}")
@@ -88,6 +87,6 @@ def _newest_whole(lineage: Lineage, store: Path) -> tuple[Commit, list[str]]:
     raise CorruptionError(
         f"the dense state of all {len(skipped)} committed markers is gone or altered",
         hint="bring the store back, or name the right one",
-        store=store,
+        store=dense.url,
         newest=skipped[0],
     )
