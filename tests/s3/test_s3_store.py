@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 import time
 import uuid
@@ -162,3 +164,17 @@ def _stored(server: S3Server) -> int:
         except FileNotFoundError:
             continue
     return total
+
+
+def test_a_server_that_says_nothing_is_given_up(s3_server: S3Server) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:  # connects, and nobody ever answers
+        config = {"read_timeout": 0.05, "retries": {"max_attempts": 1}}
+        options = s3_server.options(
+            endpoint_url=f"http://127.0.0.1:{silent.getsockname()[1]}", config_kwargs=json.dumps(config)
+        )
+        store = open_store("s3://bucket/x", options)
+        begin = time.monotonic()
+        with pytest.raises(StoreUnavailableError, match="the connection broke"):
+            store.read("a/x")
+        assert time.monotonic() - begin < 20
+        store.close()

@@ -59,6 +59,8 @@ def _verify(job: Job, commit: Commit, *, quiet: bool) -> Verified:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=quiet) as progress:
         task = progress.add_task(f"marker {commit.id}", total=total)
-        return verify_marker(
-            job.log, job.lineage, job.dense_of(commit), commit.id, lambda count: progress.advance(task, count)
-        )
+        dense = job.dense_of(commit)
+        try:
+            return verify_marker(job.log, job.lineage, dense, commit.id, lambda count: progress.advance(task, count))
+        finally:
+            dense.release()

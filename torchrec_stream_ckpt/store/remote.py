@@ -25,6 +25,11 @@ from torchrec_stream_ckpt.store.api import Entry
 _WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"})
 """Protocols under which an upload is seen whole or not at all."""
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
+_S3_PATIENCE = {"config_kwargs": {"connect_timeout": 10, "retries": {"mode": "standard", "max_attempts": 3}}}
+_PATIENCE: dict[str, dict[str, Any]] = {"s3": _S3_PATIENCE, "s3a": _S3_PATIENCE}
+"""Where the options do not say how long to wait: s3fs tries five times what botocore has tried, 60 s each time. With
+botocore's own five tries a server that says nothing would hold a marker for longer than the ranks wait for each other.
+"""
 _RIGHTS_HINT = "give this user the rights that docs/operations.md names: get, put, delete and list"
 _KEYS_HINT = "check the store's options or the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, a profile)"
 _NETWORK_HINT = "check the address (endpoint_url in the store's options), the network and the server"
@@ -85,9 +90,10 @@ class FsspecObjects:
     def __init__(self, where: StoreUrl, options: Mapping[str, Any]) -> None:
         self.url = str(where)
         _check_protocol(where)
+        settings = _PATIENCE.get(where.scheme, {}) | typed(options)
         try:
             # An instance of our own: fsspec would share one, with its caches, between all who give the same options.
-            found = url_to_fs(self.url, skip_instance_cache=True, use_listings_cache=False, **typed(options))
+            found = url_to_fs(self.url, skip_instance_cache=True, use_listings_cache=False, **settings)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"the store's options do not fit: {error}", url=self.url) from None
         self._fs, root = found
@@ -180,7 +186,7 @@ def typed(options: Mapping[str, Any]) -> dict[str, Any]:
     is ``region_name`` within ``client_kwargs``. Everything else stays text: a secret may consist of digits.
 
     Raises:
-        ConfigError: a value is no JSON; it is not shown.
+        ConfigError: a value is no JSON, or two options contradict each other; no value is shown.
     """
     found: dict[str, Any] = {}
     for key, value in options.items():
@@ -188,6 +194,8 @@ def typed(options: Mapping[str, Any]) -> dict[str, Any]:
         place = found
         for part in outer:
             place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"the store's option '{key}' lies in '{part}', which has a value of its own")
         place[last] = _typed(key, value) if isinstance(value, str) else value
     return found
 
