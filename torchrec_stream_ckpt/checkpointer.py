@@ -33,10 +33,11 @@ from torchrec_stream_ckpt.format.ring import FrameRing
 from torchrec_stream_ckpt.loader import TrackedLoader
 from torchrec_stream_ckpt.log.api import Log, open_log
 from torchrec_stream_ckpt.log.publisher import Publisher
-from torchrec_stream_ckpt.restore.apply import apply_rows
+from torchrec_stream_ckpt.restore.apply import StoreSource, apply_rows
 from torchrec_stream_ckpt.restore.choose import Choice, choose
 from torchrec_stream_ckpt.restore.plan import RestorePlan, check_schema, plan_restore
-from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.dense import dense_in
 from torchrec_stream_ckpt.types import Committed, MarkerId, Restored
 
 log = logging.getLogger(__name__)
@@ -95,7 +96,8 @@ class StreamCheckpointer:
         handed = (*(stateful or {}).values(), *(stateful_per_rank or {}).values())
         self._loaders = [item for item in handed if isinstance(item, TrackedLoader)]
         self._log: Log = self._team.together(lambda: open_log(config.uri, config.kafka_options))
-        self._dense_store = self._team.together(lambda: open_dense(config.store_url, config.store_options))
+        self._objects = self._team.together(lambda: open_store(config.store_url, config.store_options))
+        self._dense_store = dense_in(self._objects)
         self._team.on_rank0(self._dense_store.preflight)
         self._team.on_rank0(self._log.preflight)  # a log that cannot be reached is said now, not at the first marker
         self._control = self._open_control()
@@ -176,7 +178,7 @@ class StreamCheckpointer:
         plan, choice = chosen
         try:
             failpoint("restore.planned")
-            rows = self._team.together(lambda: apply_rows(self._log, plan, self._kernels))
+            rows = self._team.together(lambda: self._apply(plan, choice))
             failpoint("restore.rows")
             self._team.together(lambda: self._dense.load(self._dense_store.local(choice.commit), plan.world))
         except BaseException as error:
@@ -196,6 +198,10 @@ class StreamCheckpointer:
         """What ``restore(marker)`` would read and write on this rank; prints with ``describe()``. Writes nothing."""
         chosen = self._choose(marker)
         return chosen[0] if chosen is not None else None
+
+    def _apply(self, plan: RestorePlan, choice: Choice) -> int:
+        store = StoreSource(self._objects, choice.held.scalars) if choice.held is not None else None
+        return apply_rows(self._log, plan, self._kernels, store)
 
     def step(self, batches: int = 1) -> None:
         """A training step is done: forward, backward and optimizer. Drains and cuts markers by cadence.
@@ -454,7 +460,13 @@ class StreamCheckpointer:
         merge = self._config.on_column_resplit == "merge"
         plan = self._team.together(
             lambda: plan_restore(
-                choice.lineage, choice.commit.id, choice.hellos, self._schema, self._shards, merge=merge
+                choice.lineage,
+                choice.commit.id,
+                choice.hellos,
+                self._schema,
+                self._shards,
+                merge=merge,
+                held=choice.held,
             )
         )
         self._team.together(lambda: self._dense.check(self._dense_store.local(choice.commit)))
@@ -466,4 +478,4 @@ class StreamCheckpointer:
             if marker is not None:
                 raise MarkerNotFoundError("there is no log yet", hint="check the URI", uri=self._config.uri)
             return None
-        return choose(self._log, self._control.refresh(), self._dense_store, marker)
+        return choose(self._log, self._control.refresh(), self._dense_store, marker, self._objects)

@@ -244,7 +244,7 @@ def _concerns(record: TableScalars, targets: Sequence[TableShard]) -> bool:
 
 def _targets(plan: RestorePlan, kernels: list[FusedKernel]) -> dict[TableShard, _Target]:
     index = plan.schema.index()
-    moves = [move for read in plan.reads for move in read.moves]
+    moves = plan.moves
     targets = {}
     for kernel in kernels:
         for shard, weights, states in zip(kernel.shards, kernel.weights(), kernel.states(), strict=True):

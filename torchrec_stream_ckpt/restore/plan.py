@@ -55,6 +55,11 @@ class RestorePlan:
     reach: MarkerId | None = None
     """The marker up to which the store serves; None: all comes from the log."""
 
+    @property
+    def moves(self) -> list[Move]:
+        """All of them, in no order."""
+        return [move for reads in (self.stored, self.reads) for read in reads for move in read.moves]
+
     def describe(self) -> str:
         """The plan in words, one line a stream and a move."""
         lines = [f"marker {self.marker}, step {self.step}, written by {self.world} ranks"]

@@ -99,8 +99,12 @@ class DenseStore(Protocol):
 
 def open_dense(url: str, options: Options = None) -> DenseStore:
     """The dense state of the store at ``url``; as :func:`open_store`, touches nothing until it is used."""
-    objects = open_store(url, options)
-    folder = check_store_url(url).folder
+    return dense_in(open_store(url, options))
+
+
+def dense_in(objects: Objects) -> DenseStore:
+    """The dense state in a store that is open; closing it closes the store."""
+    folder = check_store_url(objects.url).folder
     return DenseFolder(folder) if folder is not None else DenseObjects(objects)
 
 

@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.format.manifest import Notes, SegmentRef
 from torchrec_stream_ckpt.format.segment import Front, check_chunk, parse_front
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog, Cover
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.types import MarkerId, TableShard
 
 RANGE_BYTES = 16 * 2**20
 """What one read asks for at most."""
@@ -59,6 +59,8 @@ class Held:
     """Oldest first; the first one holds every row."""
     scalars: tuple[TableScalars, ...]
     """Of all ranks at ``reach``."""
+    shards: tuple[tuple[TableShard, ...], ...]
+    """Of each rank in the generation of ``reach``."""
 
 
 def load_held(objects: Objects, catalog: Catalog, cover: Cover, pool: Executor) -> Held:
@@ -82,10 +84,11 @@ def load_held(objects: Objects, catalog: Catalog, cover: Cover, pool: Executor) 
     )
     last = [refs[-1] for refs in catalog.manifest(cover.reach).segments]
     notes = [
-        Notes.from_json(front.notes, front_ref.name)
-        for front_ref, front in zip(last, load_fronts(objects, last, catalog.job, pool), strict=True)
+        Notes.from_json(front.notes, ref.name)
+        for ref, front in zip(last, load_fronts(objects, last, catalog.job, pool), strict=True)
     ]
-    return Held(cover.reach, pieces, tuple(scalars for each in notes for scalars in each.mark.scalars))
+    scalars = tuple(record for each in notes for record in each.mark.scalars)
+    return Held(cover.reach, pieces, scalars, tuple(each.shards for each in notes))
 
 
 def load_front(objects: Objects, ref: SegmentRef, job: bytes) -> Front:
