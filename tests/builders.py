@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark, Schema
+from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark, Schema, Trim
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_frame, parse_header, seal
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout
 from torchrec_stream_ckpt.log.api import Ack, Log
@@ -53,6 +53,14 @@ def commit(generation: int, marker: int, ranks: Sequence[RankEnd] = (), **more: 
         "store": "",
     }
     return Commit(generation=generation, marker=marker, **{**values, **more})  # type: ignore[arg-type]
+
+
+def trim(*markers: str, store: str = "file:///store", **more: object) -> Trim:
+    """A TRIM of these markers, as ``GENERATION:MARKER``; it is for the last one."""
+    reach = tuple(map(MarkerId.parse, markers))
+    values: dict[str, object] = {"job": JOB, "nonce": f"nonce-{'-'.join(markers)}", "time_s": 0.0}
+    fields = {**values, "generation": reach[-1].generation, "marker": reach[-1].marker, **more}
+    return Trim(markers=reach, store=store, **fields)  # type: ignore[arg-type]
 
 
 def rows_frame(spec: TableSpec, arrays: Sequence[np.ndarray], **fields: int) -> tuple[Header, bytearray]:

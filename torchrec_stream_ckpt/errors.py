@@ -70,6 +70,10 @@ class CorruptionError(StreamCkptError):
     """Bytes are not what was written: restore another marker, or another copy of the log."""
 
 
+class TrimmedError(StreamCkptError):
+    """The log was trimmed on purpose, and this needs what is gone: take it from the store that has it."""
+
+
 class FencedError(StreamCkptError):
     """Another trainer owns the job: this one must stop."""
 

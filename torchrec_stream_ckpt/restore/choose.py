@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
 from torchrec_stream_ckpt.format.control import Commit, Hello
 from torchrec_stream_ckpt.format.dense import verify_dense
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -35,6 +35,7 @@ def choose(log_: Log, lineage: Lineage, store: Path, marker: MarkerId | None) ->
     Raises:
         MarkerNotFoundError: ``marker`` was never committed.
         CorruptionError: its dense state is damaged, or that of every marker is.
+        TrimmedError: the log was trimmed, and the marker needs what is gone.
     """
     skipped: list[str] = []
     if marker is not None:
@@ -45,6 +46,7 @@ def choose(log_: Log, lineage: Lineage, store: Path, marker: MarkerId | None) ->
     else:
         return None
     check_incarnation(log_, lineage, commit.id)
+    check_not_trimmed(log_, lineage, commit.id)
     return Choice(lineage, commit, read_hellos(log_, lineage, commit.id), tuple(skipped))
 
 
@@ -64,6 +66,30 @@ def check_incarnation(log_: Log, lineage: Lineage, marker: MarkerId) -> None:
                 generation=ancestor.generation,
                 marker=marker,
             )
+
+
+def check_not_trimmed(log_: Log, lineage: Lineage, marker: MarkerId) -> None:
+    """The log must still hold what was trimmed on purpose, if anything was: a trim deletes only what it can.
+
+    Raises:
+        TrimmedError: it does not, and a store does.
+        CorruptionError: something is missing that nobody has trimmed.
+    """
+    for ancestor in lineage.path(marker):
+        trim = lineage.trim_of(ancestor.generation)
+        if trim is None:
+            continue
+        try:
+            log_.check_there(lineage.spans(ancestor.generation, ancestor.ranks, {}))
+        except CorruptionError:
+            log_.check_there(lineage.spans(ancestor.generation, ancestor.ranks))
+            raise TrimmedError(
+                f"the log up to marker {trim.reach(ancestor.generation)} was trimmed on {trim.day}; "
+                f"the store {trim.store} holds it",
+                hint="give that store: store=URL, on the command line --store URL",
+                marker=marker,
+                store=trim.store,
+            ) from None
 
 
 def read_hellos(log_: Log, lineage: Lineage, marker: MarkerId) -> dict[tuple[int, int], Hello]:
