@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -150,11 +151,25 @@ class Stream:
         return RankEnd(self.rank, partition, begin, end, count, chain, 0, 0)
 
 
-def write(log: Log, frames: Iterable[bytes], *, generation: int = 1, partition: int = 0, at: int = 0) -> list[Ack]:
-    """Append frames to a file log and return where they are."""
+def write(
+    log: Log,
+    frames: Iterable[bytes],
+    *,
+    generation: int = 1,
+    partition: int = 0,
+    at: int = 0,
+    timeout_s: float = 0.0,
+) -> list[Ack]:
+    """Append frames and return where they are; a file log has them at the first poll."""
+    sent, acks = list(frames), []
+    deadline = time.monotonic() + timeout_s
     writer = log.open_writer(generation, partition, at)
-    for frame in frames:
+    for frame in sent:
         writer.send(memoryview(frame))
-    acks = writer.poll(0.0)
+    while True:
+        acks += writer.poll(min(timeout_s, 0.2))
+        if len(acks) == len(sent) or time.monotonic() >= deadline:
+            break
     writer.close()
+    assert len(acks) == len(sent)
     return acks

@@ -75,21 +75,20 @@ def check_not_trimmed(log_: Log, lineage: Lineage, marker: MarkerId) -> None:
         TrimmedError: it does not, and a store does.
         CorruptionError: something is missing that nobody has trimmed.
     """
-    for ancestor in lineage.path(marker):
-        trim = lineage.trim_of(ancestor.generation)
-        if trim is None:
-            continue
-        try:
-            log_.check_there(lineage.spans(ancestor.generation, ancestor.ranks, {}))
-        except CorruptionError:
-            log_.check_there(lineage.spans(ancestor.generation, ancestor.ranks))
-            raise TrimmedError(
-                f"the log up to marker {trim.reach(ancestor.generation)} was trimmed on {trim.day}; "
-                f"the store {trim.store} holds it",
-                hint="give that store: store=URL, on the command line --store URL",
-                marker=marker,
-                store=trim.store,
-            ) from None
+    path = lineage.path(marker)
+    trims = [trim for ancestor in path if (trim := lineage.trim_of(ancestor.generation)) is not None]
+    if not trims:
+        return
+    try:
+        log_.check_there([span for each in path for span in lineage.spans(each.generation, each.ranks, {})])
+    except CorruptionError:
+        log_.check_there([span for each in path for span in lineage.spans(each.generation, each.ranks)])
+        raise TrimmedError(
+            f"the log up to marker {trims[-1].id} was trimmed on {trims[-1].day}; the store {trims[-1].store} holds it",
+            hint="give that store: store=URL, on the command line --store URL",
+            marker=marker,
+            store=trims[-1].store,
+        ) from None
 
 
 def read_hellos(log_: Log, lineage: Lineage, marker: MarkerId) -> dict[tuple[int, int], Hello]:
