@@ -81,9 +81,11 @@ OF_STORES = ("store.", "fold.", "materialize.", "restore.chunk", "dense.put", "d
 """Points that a trainer whose store is a folder does not pass; tests of stores and of the materializer kill there."""
 
 
-def test_the_chaos_suite_kills_at_every_point() -> None:
+def test_the_chaos_suite_and_the_trims_are_killed_at_every_point() -> None:
     from tests.faults.kills import POINTS
+    from tests.unit import test_trim
 
     names = compiled_in()
-    assert {name for name in names if not name.startswith(OF_STORES)} == POINTS.keys()
+    killed = POINTS.keys() | test_trim.POINTS.keys()
+    assert {name for name in names if not name.startswith(OF_STORES)} == killed
     assert set(names.values()) == {1}, "a name stands at one place"

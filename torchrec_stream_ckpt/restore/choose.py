@@ -6,7 +6,7 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
 from torchrec_stream_ckpt.format.control import Commit, Hello
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import Log
@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.reader import Held, load_held
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.types import LogSpan, MarkerId
 
 _READERS = 16
 
@@ -53,6 +53,7 @@ def choose(
     Raises:
         MarkerNotFoundError: ``marker`` was never committed.
         CorruptionError: its dense state is damaged, or that of every marker is.
+        TrimmedError: the log was trimmed, and the marker needs what is gone.
     """
     skipped: list[str] = []
     if marker is not None:
@@ -63,7 +64,9 @@ def choose(
     else:
         return None
     held = hold(objects, lineage, commit.id) if objects is not None else None
-    check_incarnation(log_, lineage, commit.id, held.reach if held is not None else None)
+    reach = held.reach if held is not None else None
+    check_incarnation(log_, lineage, commit.id, reach)
+    check_not_trimmed(log_, lineage, commit.id, reach)
     return Choice(lineage, commit, read_hellos(log_, lineage, commit.id, held), tuple(skipped), held)
 
 
@@ -106,6 +109,35 @@ def check_incarnation(log_: Log, lineage: Lineage, marker: MarkerId, reach: Mark
                 generation=generation,
                 marker=marker,
             )
+
+
+def check_not_trimmed(log_: Log, lineage: Lineage, marker: MarkerId, reach: MarkerId | None = None) -> None:
+    """The log must hold what the store does not serve, also where it was trimmed: a trim deletes only what it can.
+
+    Raises:
+        TrimmedError: it does not, and a store does.
+        CorruptionError: something is missing that nobody has trimmed.
+    """
+    needed = list(streams(lineage, marker, reach))
+    trims = [trim for commit, _, _ in needed if (trim := lineage.trim_of(commit.generation)) is not None]
+    if not trims:
+        return
+    try:
+        log_.check_there(
+            [
+                LogSpan(commit.generation, end.partition, after.end if after is not None else end.begin, end.end)
+                for commit, end, after in needed
+            ]
+        )
+    except CorruptionError:
+        path = lineage.path(marker)
+        log_.check_there([span for each in path for span in lineage.spans(each.generation, each.ranks)])
+        raise TrimmedError(
+            f"the log up to marker {trims[-1].id} was trimmed on {trims[-1].day}; the store {trims[-1].store} holds it",
+            hint="give that store: store=URL, on the command line --store URL",
+            marker=marker,
+            store=trims[-1].store,
+        ) from None
 
 
 def read_hellos(
