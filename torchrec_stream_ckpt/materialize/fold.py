@@ -21,7 +21,7 @@ from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.stream import checked_payload, read_mark, read_stream
 from torchrec_stream_ckpt.materialize.sorter import RowSorter
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.types import RankEnd, TableShard
+from torchrec_stream_ckpt.types import LogSpan, RankEnd, TableShard
 
 SEGMENT_BYTES = 128 * 2**20
 """Rows held in memory before they are written: an interval with more takes several parts. It stands in the store's
@@ -42,6 +42,12 @@ class Interval:
     def after(self) -> RankEnd | None:
         """Where the rank's stream stood at the marker before."""
         return self.previous.ranks[self.end.rank] if self.previous is not None else None
+
+    @property
+    def span(self) -> LogSpan:
+        """Where it lies in the log."""
+        begin = self.after.end if self.after is not None else self.end.begin
+        return LogSpan(self.commit.generation, self.end.partition, begin, self.end.end)
 
     @property
     def num_bytes(self) -> int:

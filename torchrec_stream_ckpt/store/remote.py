@@ -95,9 +95,9 @@ class FsspecObjects:
     def put(self, name: str, parts: Sequence[Buffer]) -> None:
         path = self._path(name)
         with self._errors("write", name):
-            failpoint("store.put")
+            failpoint("store.upload")
             self._fs.pipe_file(path, b"".join(parts))
-            failpoint("store.renamed")
+            failpoint("store.uploaded")
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
         path = self._path(name)
