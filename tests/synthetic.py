@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.log.stream import read_stream
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.reader import load_held, read_chunks
-from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard
+from torchrec_stream_ckpt.types import MarkerId, StateSpec, TableShard
 
 PLAIN, ROWWISE, WIDE = range(3)
 SCHEMA = Schema(
@@ -137,9 +137,7 @@ class Job:
             frames = stream.frames[self._written[rank] :]
             if frames:
                 frames = frames + frames if twice else frames
-                acks = builders.write(
-                    self.log, frames, generation=self.generation, partition=rank, at=self._ends[rank]
-                )
+                acks = builders.write(self.log, frames, generation=self.generation, partition=rank, at=self._ends[rank])
                 self._ends[rank] = acks[-1].end
             self._written[rank] = len(stream.frames)
 
@@ -186,6 +184,10 @@ class Image:
             array[view.ids, begin:stop, :item] = raw.reshape(len(view.ids), stop - begin, item)
             array[view.ids, begin:stop, item] = 1
 
+    def forget(self, tables: Sequence[int]) -> None:
+        """Tables that are sent whole from here on."""
+        self.arrays = {key: array for key, array in self.arrays.items() if key[0] not in tables}
+
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, Image)
         same = self.arrays.keys() == other.arrays.keys()
@@ -196,15 +198,26 @@ class Image:
 
 def image_of_log(log: Log, lineage: Lineage, marker: MarkerId) -> Image:
     """What a marker says, by its definition: all frames on its path, in order."""
-    schema, bases = lineage.claims[marker.generation].schema, lineage.bases(marker)
-    image = Image(schema)
-    for commit in lineage.path(marker):
+    return next(image for commit, image in images_of_chain(log, lineage, marker) if commit.id == marker)
+
+
+def images_of_chain(log: Log, lineage: Lineage, marker: MarkerId) -> Iterator[tuple[Commit, Image]]:
+    """All markers on the path to ``marker``; the image changes when the next one is asked for."""
+    image, before = Image(lineage.claims[marker.generation].schema), None
+    for commit in lineage.chain(marker):
+        claim = lineage.claims[commit.generation]
+        if before is None or before.generation != commit.generation:
+            image.forget(claim.swept)
+            before = None
         for end in commit.ranks:
-            for header, frame in read_stream(log, commit, end):
-                if header.kind is Kind.ROWS and commit.generation >= bases.get(header.table, 0):
+            after = before.ranks[end.rank] if before is not None else None
+            for header, frame in read_stream(log, commit, end, after):
+                if header.kind is Kind.ROWS:
                     payload = memoryview(frame)[HEADER_LEN:]
-                    image.put(header.table, header.col0, decode_rows(header, payload, schema.tables[header.table]))
-    return image
+                    table = claim.schema.tables[header.table]
+                    image.put(header.table, header.col0, decode_rows(header, payload, table))
+        yield commit, image
+        before = commit
 
 
 def image_of_store(objects: Objects, lineage: Lineage, marker: MarkerId) -> Image:
@@ -223,5 +236,3 @@ def image_of_store(objects: Objects, lineage: Lineage, marker: MarkerId) -> Imag
                     view = decode_chunk(entry, data, schema, each.ref.name)
                     image.put(int(entry["table"]), int(entry["col0"]), view)
     return image
-
-

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.faults.board import Row
-from tests.synthetic import PLAIN, ROWWISE, Job, image_of_log, image_of_store
+from tests.synthetic import PLAIN, ROWWISE, Job, image_of_store, images_of_chain
 from torchrec_stream_ckpt import failpoints
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.format.frame import HEADER_LEN
@@ -23,6 +23,7 @@ from torchrec_stream_ckpt.layout import parse_store_segment, parse_worker_name
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.types import MarkerId
 
 if TYPE_CHECKING:  # which imports torch, and this process needs none
     from tests.faults.subject import Form
@@ -75,32 +76,39 @@ def wait(what: str, done: Callable[[], object], output: Path) -> None:
 def kills_of_the_materializer(form: Form) -> None:
     """At random instants and at every point, on a store in a folder."""
     draw = form.draw("materializer")
-    kills = [""] * 12 + [name for name in POINTS for _ in range(2)]
-    if form.full:
-        kills = [""] * 74 + [name for name in POINTS for _ in range(14)]
-    draw.shuffle(kills)
     folder = form.folder("materializer")
     job, objects = Job(folder / "log", seed=form.seed), open_store(str(folder / "store"))
     arguments = [f"file://{folder / 'log'}", "--store", str(folder / "store"), "--poll-s", "0.01", "--json"]
     arguments += ["--rebase", "0.5", "--compact", "span16"]
-    for name in kills:
+    seen: set[str] = set()
+    for name in kills_of(form):
         row = form.board.row(f"SIGKILL of the materializer {f'at {name}' if name else 'at a random moment'}")
         row.injected += 1
         report, output = folder / "fired", folder / "output"
-        report.unlink(missing_ok=True)
+        for each in (report, output):
+            each.unlink(missing_ok=True)
+        output.touch()
         process = start(arguments, output, f"{name}=kill@{draw.randint(1, 4)}" if name else "", report)
         try:
             row.fired += _grow_until_it_dies(job, draw, process, name, report, output)
         finally:
             process.kill()
             process.join()
-        check_listed_objects(row, objects)
+        check_listed_objects(row, objects, seen)
     row = form.board.row("SIGKILL of the materializer at a random moment")
     process = start([*arguments, "--once"], folder / "last")
     process.join(PATIENCE_S)
     if process.exitcode:
         row.err((folder / "last").read_text())
     compare_all(row, folder / "log", objects)
+
+
+def kills_of(form: Form) -> list[str]:
+    """Points, and random moments as empty names, in random order."""
+    moments, times = (74, 14) if form.full else (12, 2)
+    kills = [""] * moments + [name for name in POINTS for _ in range(times)]
+    form.draw("kills of the materializer").shuffle(kills)
+    return kills
 
 
 def _grow_until_it_dies(
@@ -112,18 +120,20 @@ def _grow_until_it_dies(
         while process.is_alive():
             assert time.monotonic() < deadline, f"{name} was not passed: {output.read_text()}"
             grow(job, draw)
-            process.join(0.02)
+            process.join(0.15)
         return process.exitcode == -signal.SIGKILL and report.read_text() == f"{name}\n"
     for _ in range(_MARKERS_A_KILL):
         grow(job, draw)
-    process.join(draw.uniform(0.0, 0.25))
+    if draw.random() < 0.8:
+        wait("its first line", output.read_bytes, output)
+    process.join(draw.uniform(0.0, 0.2))
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
     return process.exitcode == -signal.SIGKILL
 
 
 def grow(job: Job, draw: random.Random) -> None:
-    """A marker more; now and then one that is given up, a restart, a branch, other columns, a table sent whole again."""
+    """A marker more; now and then one that is given up, a restart, a branch, other columns, a table sent whole."""
     if not job.generation:
         job.begin()
     elif draw.random() < 0.15:
@@ -146,9 +156,11 @@ def grow(job: Job, draw: random.Random) -> None:
     job.touch(1)  # on no marker's path if a generation begins now
 
 
-def check_listed_objects(row: Row, objects: Objects) -> None:
-    """Whatever a listing shows is whole."""
-    for entry in objects.list(""):
+def check_listed_objects(row: Row, objects: Objects, seen: set[str]) -> None:
+    """Whatever a listing shows is whole; what was seen before is not looked at again."""
+    fresh = [entry for entry in objects.list("") if entry.name not in seen]
+    seen |= {entry.name for entry in fresh}
+    for entry in fresh:
         data = objects.read(entry.name)
         if parse_store_segment(entry.name) is not None:
             front = parse_front(objects.read(entry.name, 0, front_bytes_of(data[:HEADER_LEN], entry.name)), entry.name)
@@ -163,12 +175,20 @@ def compare_all(row: Row, log_folder: Path, objects: Objects) -> None:
     log = FileLog(log_folder)
     lineage = Control(log).refresh()
     catalog = Catalog.load(objects, lineage.job)
-    for marker in lineage.commits:
-        if marker not in catalog.markers:
-            row.lose(f"{marker} is not in the store")
-        elif image_of_store(objects, lineage, marker) != image_of_log(log, lineage, marker):
-            row.err(f"{marker} differs")
-        else:
-            row.compared += 1
+    leaves = {commit.generation: commit.id for commit in lineage.commits.values()}
+    done: set[MarkerId] = set()
+    for leaf in leaves.values():
+        for commit, image in images_of_chain(log, lineage, leaf):
+            if commit.id in done:
+                continue
+            done.add(commit.id)
+            if commit.id not in catalog.markers:
+                row.lose(f"{commit.id} is not in the store")
+            elif image_of_store(objects, lineage, commit.id) != image:
+                row.err(f"{commit.id} differs")
+            else:
+                row.compared += 1
+    if done != lineage.commits.keys():
+        row.lose(f"not compared: {lineage.commits.keys() - done}")
     if extra := catalog.markers - lineage.commits.keys():
         row.err(f"markers that nobody committed: {sorted(extra)}")

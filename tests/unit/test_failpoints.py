@@ -77,9 +77,13 @@ def test_the_environment_arms_a_process_that_dies_at_its_point(tmp_path: Path) -
     assert (tmp_path / "fired").read_text() == "b\n"
 
 
+ON_STORES = {"materialize.dense", "restore.chunk", "store.upload", "store.uploaded"}
+"""Passed with dense state, by a restore from a store, and on object stores."""
+
+
 def test_the_chaos_suite_kills_at_every_point() -> None:
-    from tests.faults.kills import POINTS
+    from tests.faults import kills, materializer
 
     names = compiled_in()
-    assert names.keys() == POINTS.keys()
+    assert names.keys() == kills.POINTS.keys() | set(materializer.POINTS) | ON_STORES
     assert set(names.values()) == {1}, "a name stands at one place"

@@ -85,7 +85,7 @@ def test_a_failure_below_fsspec_is_ours_and_names_the_object(monkeypatch: pytest
 
 def test_a_put_that_fails_leaves_no_object() -> None:
     store = open_store("memory://failpoint")
-    failpoints.arm("store.put=raise")
+    failpoints.arm("store.upload=raise")
     try:
         with pytest.raises(StoreUnavailableError):
             store.put("a/x", [b"x"])
