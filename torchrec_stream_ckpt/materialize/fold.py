@@ -85,7 +85,7 @@ class SegmentWriter:
         """Write what ``rows`` holds as the next part."""
         part = len(self.refs)
         parts, front_bytes, crc = lay_out(
-            self._segment(part), list(rows.chunks()), last=last, schema_crc=self._schema.crc, notes=notes
+            self._segment(part), rows.chunks(), last=last, schema_crc=self._schema.crc, notes=notes
         )
         failpoint("fold.segment")
         self._objects.put(self._name(part), parts)
@@ -130,8 +130,7 @@ def fold_interval(
         if header.kind is Kind.ROWS:
             if header.table >= len(schema.tables):
                 raise CorruptionError(f"table {header.table} is not in the schema", **header.place())
-            kept = memoryview(bytes(payload))  # a frame is ours until the next one is asked for
-            rows.add(header.table, header.col0, header.cols, decode_rows(header, kept, schema.tables[header.table]))
+            rows.add(header.table, header.col0, header.cols, decode_rows(header, payload, schema.tables[header.table]))
             if rows.num_bytes >= SEGMENT_BYTES:
                 writer.put(rows, last=False)
         elif header.kind is Kind.HELLO:
