@@ -232,7 +232,7 @@ def image_of_store(objects: Objects, lineage: Lineage, marker: MarkerId) -> Imag
         held = load_held(objects, catalog, cover, pool)
         for piece in held.pieces:
             for each, entry, data in read_chunks(objects, piece.segments, pool):
-                if piece.generation >= bases.get(int(entry["table"]), 0):
+                if piece.generation >= bases.get(entry.table, 0):
                     view = decode_chunk(entry, data, schema, each.ref.name)
-                    image.put(int(entry["table"]), int(entry["col0"]), view)
+                    image.put(entry.table, entry.col0, view)
     return image

@@ -14,7 +14,7 @@ from tests.synthetic import PLAIN, ROWWISE, SCHEMA, Image, Job, image_of_store, 
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import RowLayout, RowsView
-from torchrec_stream_ckpt.format.segment import SegmentId, SegmentKind, lay_out
+from torchrec_stream_ckpt.format.segment import SegmentId, SegmentKind, chunk_rows, lay_out
 from torchrec_stream_ckpt.layout import manifest_name
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize import fold as fold_module
@@ -23,6 +23,7 @@ from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
 from torchrec_stream_ckpt.materialize.sorter import RowSorter
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.types import MarkerId
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
@@ -62,7 +63,7 @@ def check(job: Job, policy: Policy = NEVER, objects: Objects | None = None) -> O
 
 def fold(job: Job, objects: Objects, policy: Policy = NEVER) -> list[MarkerId]:
     with ThreadPoolExecutor(2) as pool:
-        materializer = Materializer(FileLog(job.root), objects, lambda _: job.root, pool, policy)
+        materializer = Materializer(FileLog(job.root), objects, lambda _: open_dense(str(job.root)), pool, policy)
         return list(materializer.catch_up(lineage_of(job)))
 
 
@@ -223,7 +224,7 @@ def test_whoever_finds_all_ranks_there_puts_the_manifest(job: Job) -> None:
     lineage = lineage_of(job)
     with ThreadPoolExecutor(2) as pool:
         parts = [
-            Materializer(FileLog(job.root), objects, lambda _: job.root, pool, NEVER, mine=mine)
+            Materializer(FileLog(job.root), objects, lambda _: open_dense(str(job.root)), pool, NEVER, mine=mine)
             for mine in (lambda partition: partition == 0, lambda partition: partition != 0)
         ]
         assert list(parts[0].catch_up(lineage)) == []
@@ -343,7 +344,7 @@ def test_memory_is_kept_for_rows_like_the_last_ones_alone() -> None:
 
 def test_more_rows_than_a_chunk_takes_are_cut() -> None:
     sorter, layout = RowSorter(SCHEMA), RowLayout.of(SCHEMA.tables[ROWWISE], 8)
-    ids = np.arange(layout.max_rows * 2 + 1)
+    ids = np.arange(chunk_rows(layout) * 2 + 1)
     values = np.ones((len(ids), 8), np.float32)
     sorter.add(ROWWISE, 0, 8, RowsView(ids, values, (values[:, 0],)))
-    assert [len(chunk.ids) for chunk in sorter.chunks()] == [layout.max_rows, layout.max_rows, 1]
+    assert [len(chunk.ids) for chunk in sorter.chunks()] == [chunk_rows(layout), chunk_rows(layout), 1]

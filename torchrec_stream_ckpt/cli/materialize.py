@@ -10,8 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 import typer
@@ -19,18 +18,19 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from torchrec_stream_ckpt.cli.common import CommitKeyFile, Json, KafkaOptions, Uri, plain, size
+from torchrec_stream_ckpt.cli.common import CommitKeyFile, Json, KafkaOptions, StoreOptions, Uri, plain, size
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError, printable
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.layout import FileUri, parse_store, parse_uri
+from torchrec_stream_ckpt.layout import FileUri, check_store_url, parse_uri
 from torchrec_stream_ckpt.log.api import Log, open_log
 from torchrec_stream_ckpt.materialize.crew import Crew
 from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
 from torchrec_stream_ckpt.materialize.service import Event, Service
 from torchrec_stream_ckpt.metrics import serve_metrics
 from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.dense import DenseStore, open_dense
 
 _READERS = 4
 _RATE_S = 10.0
@@ -44,6 +44,7 @@ class _Setup:
     log: Log
     control: Control
     store: str | None
+    store_options: str | None
     dense: str | None
     policy: Policy
     lease_s: float | None
@@ -52,6 +53,7 @@ class _Setup:
     pool: ThreadPoolExecutor
     closing: contextlib.ExitStack
     crew: Crew | None = None
+    dense_stores: dict[str, DenseStore] = field(default_factory=dict)
     where: str = ""
     """The store's URL."""
 
@@ -64,7 +66,7 @@ class _Setup:
         url = self.store or self._store_of(lineage.newest)
         if url is None:
             return None
-        objects = open_store(url)
+        objects = open_store(url, self._options_of(url))
         self.where = objects.url
         self.closing.callback(objects.close)
         objects.clear_leftovers()
@@ -75,7 +77,7 @@ class _Setup:
         return Materializer(
             self.log,
             objects,
-            self._dense_root,
+            self._dense_of,
             self.pool,
             self.policy,
             mine=self.crew.mine if self.crew is not None else lambda _: True,
@@ -93,8 +95,15 @@ class _Setup:
             return None
         return newest.store or self._log_folder()
 
-    def _dense_root(self, commit: Commit) -> Path:
-        return parse_store(self.dense or commit.store or self._log_folder())
+    def _dense_of(self, commit: Commit) -> DenseStore:
+        url = self.dense or commit.store or self._log_folder()
+        if url not in self.dense_stores:
+            self.dense_stores[url] = open_dense(url, self._options_of(url))
+            self.closing.callback(self.dense_stores[url].close)
+        return self.dense_stores[url]
+
+    def _options_of(self, url: str) -> str | None:
+        return None if check_store_url(url).folder is not None else self.store_options
 
     def _log_folder(self) -> str:
         parsed = parse_uri(self.uri)
@@ -113,7 +122,7 @@ def materialize_log(
         ),
     ] = None,
     dense: Annotated[
-        str | None, typer.Option(help="Where dense state lies (default: where the job keeps it).", metavar="DIR")
+        str | None, typer.Option(help="Where dense state lies (default: where the job keeps it).", metavar="URL")
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="End when all that is there now is in the store.")] = False,
     poll_s: Annotated[float, typer.Option(min=0.01, help="Seconds between two looks at the log.")] = 2.0,
@@ -143,6 +152,7 @@ def materialize_log(
         int | None, typer.Option(min=0, max=65535, help="Serve Prometheus metrics at this port.")
     ] = None,
     metrics_host: Annotated[str, typer.Option(help="Address to serve them at.")] = "127.0.0.1",
+    store_options: StoreOptions = None,
     kafka_options: KafkaOptions = None,
     commit_key_file: CommitKeyFile = None,
     json: Json = False,
@@ -161,6 +171,7 @@ def materialize_log(
             log=log,
             control=Control(log, commit_key_file),
             store=store,
+            store_options=store_options,
             dense=dense,
             policy=policy,
             lease_s=None if once else lease_s,

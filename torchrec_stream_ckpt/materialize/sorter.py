@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array, RowLayout, RowsView, view_rows
-from torchrec_stream_ckpt.format.segment import Chunk
+from torchrec_stream_ckpt.format.segment import Chunk, chunk_rows
 
 Order = npt.NDArray[np.int64]
 
@@ -95,9 +95,9 @@ class RowSorter:
         held = {key: part for key, part in sorted(self._slices.items()) if part.count}
         newest = {key: part.newest() for key, part in held.items()}
         plan = [
-            (key, begin, min(begin + part.layout.max_rows, len(newest[key][0])))
+            (key, begin, min(begin + chunk_rows(part.layout), len(newest[key][0])))
             for key, part in held.items()
-            for begin in range(0, len(newest[key][0]), part.layout.max_rows)
+            for begin in range(0, len(newest[key][0]), chunk_rows(part.layout))
         ]
         lengths = [held[key].layout.offsets(stop - begin)[1] for key, begin, stop in plan]
         payloads = self._make_room(sum(lengths))
