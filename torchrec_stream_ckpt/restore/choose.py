@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
 from torchrec_stream_ckpt.format.control import Commit, Hello
 from torchrec_stream_ckpt.format.dense import verify_dense
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.reader import Held, load_held
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
 
 _READERS = 16
 
@@ -54,6 +54,7 @@ def choose(
     Raises:
         MarkerNotFoundError: ``marker`` was never committed.
         CorruptionError: its dense state is damaged, or that of every marker is.
+        TrimmedError: the log was trimmed, and the marker needs what is gone.
     """
     skipped: list[str] = []
     if marker is not None:
@@ -64,7 +65,9 @@ def choose(
     else:
         return None
     held = hold(objects, lineage, commit.id) if objects is not None else None
-    check_incarnation(log_, lineage, commit.id, held.reach if held is not None else None)
+    reach = held.reach if held is not None else None
+    check_incarnation(log_, lineage, commit.id, reach)
+    check_not_trimmed(log_, lineage, commit.id, reach)
     return Choice(lineage, commit, read_hellos(log_, lineage, commit.id, held), tuple(skipped), held)
 
 
@@ -107,6 +110,50 @@ def check_incarnation(log_: Log, lineage: Lineage, marker: MarkerId, reach: Mark
                 generation=generation,
                 marker=marker,
             )
+
+
+def check_not_trimmed(log_: Log, lineage: Lineage, marker: MarkerId, reach: MarkerId | None = None) -> None:
+    """What was trimmed on purpose must still be there, or be what a store serves: a trim deletes only what it can.
+
+    Args:
+        log_: The job's log.
+        lineage: Its control partition.
+        marker: What shall be read.
+        reach: Up to which marker on its path a store serves.
+
+    Raises:
+        TrimmedError: it is gone, and a store has it.
+        CorruptionError: something is missing that nobody has trimmed.
+    """
+    needed = list(streams(lineage, marker, reach))
+    trims = [
+        trim
+        for generation in {commit.generation: None for commit, _, _ in needed}
+        if (trim := lineage.trim_of(generation)) is not None
+    ]
+    if not trims:
+        return
+    try:
+        log_.check_there([_behind(commit.generation, end, after) for commit, end, after in needed])
+    except CorruptionError:
+        untrimmed = [
+            (end, after, span) for commit, end, after in needed for span in lineage.spans(commit.generation, [end])
+        ]
+        log_.check_there([replace(span, begin=max(span.begin, _begin(end, after))) for end, after, span in untrimmed])
+        raise TrimmedError(
+            f"the log up to marker {trims[-1].id} was trimmed on {trims[-1].day}; the store {trims[-1].store} holds it",
+            hint="give that store: store=URL, on the command line --store URL",
+            marker=marker,
+            store=trims[-1].store,
+        ) from None
+
+
+def _behind(generation: int, end: RankEnd, after: RankEnd | None) -> LogSpan:
+    return LogSpan(generation, end.partition, _begin(end, after), end.end)
+
+
+def _begin(end: RankEnd, after: RankEnd | None) -> int:
+    return after.end if after is not None else end.begin
 
 
 def read_hellos(
