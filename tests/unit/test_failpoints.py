@@ -77,10 +77,10 @@ def test_the_environment_arms_a_process_that_dies_at_its_point(tmp_path: Path) -
     assert (tmp_path / "fired").read_text() == "b\n"
 
 
-def test_the_chaos_suite_and_the_trims_are_killed_at_every_point() -> None:
+def test_the_chaos_suite_trims_and_gc_are_killed_at_every_point() -> None:
     from tests.faults.kills import POINTS
-    from tests.unit import test_trim
+    from tests.unit import test_gc, test_trim
 
     names = compiled_in()
-    assert names.keys() == POINTS.keys() | test_trim.POINTS.keys()
+    assert names.keys() == POINTS.keys() | test_trim.POINTS.keys() | test_gc.POINTS.keys()
     assert set(names.values()) == {1}, "a name stands at one place"

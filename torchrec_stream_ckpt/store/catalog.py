@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
@@ -66,6 +66,7 @@ class Catalog:
     """Markers that retention has given up."""
     folds: frozenset[tuple[MarkerId | None, MarkerId]] = frozenset()
     _manifests: dict[MarkerId, Manifest] = field(default_factory=dict)
+    _folds: dict[tuple[MarkerId | None, MarkerId], Fold] = field(default_factory=dict)
     _drops: dict[MarkerId, Dropped] = field(default_factory=dict)
 
     @classmethod
@@ -116,11 +117,18 @@ class Catalog:
 
     def fold(self, start: MarkerId | None, end: MarkerId) -> Fold:
         """A fold that is there; raises as :meth:`manifest`."""
-        name = FoldName(self.job, end, start).name
-        fold = Fold.from_bytes(self.objects.read(name), name)
-        if (fold.job, fold.start, fold.end) != (self.job, start, end):
-            raise CorruptionError("fold is another one than its name says", name=name)
-        return fold
+        if (start, end) not in self._folds:
+            name = FoldName(self.job, end, start).name
+            fold = Fold.from_bytes(self.objects.read(name), name)
+            if (fold.job, fold.start, fold.end) != (self.job, start, end):
+                raise CorruptionError("fold is another one than its name says", name=name)
+            self._folds[start, end] = fold
+        return self._folds[start, end]
+
+    def assuming(self, spans: Iterable[tuple[MarkerId | None, MarkerId]]) -> Catalog:
+        """The same with folds that are not written yet, and have no segments."""
+        folds = {(start, end): Fold(self.job, start, end, ()) for start, end in spans}
+        return replace(self, folds=self.folds | folds.keys(), _folds=self._folds | folds)
 
     def claim(self, generation: int) -> Claim:
         """The CLAIM of a generation that has a manifest, as it stands in the control partition."""
@@ -139,7 +147,7 @@ class Catalog:
         lineage = Lineage()
         newest: dict[int, MarkerId] = {}
         for marker in sorted(self.markers | self.dropped):
-            said = self.manifest(marker) if marker in self.markers else self.drop_of(marker)
+            said = self.drop_of(marker) if marker in self.dropped else self.manifest(marker)
             if marker.generation not in lineage.claims:
                 lineage.apply(self.claim(marker.generation))
             parent = lineage.claims[marker.generation].parent if said.previous is None else None
@@ -169,12 +177,11 @@ class Catalog:
             CorruptionError: a manifest that is needed is altered, or of another history than ``chain``.
         """
         strides = self.strides(chain, since)
-        reach = next((commit.id for commit in reversed(chain) if commit.id in self.markers & strides.keys()), None)
+        reach = next((each.id for each in reversed(chain) if each.id in self.markers and each.id in strides), None)
         if reach is None:
             return None
-        by_id = {commit.id: commit for commit in chain}
-        steps = follow(strides, reach, since)
-        return Cover(tuple(self._piece(start, by_id[end]) for start, end in steps))
+        commits = {commit.id: commit for commit in chain}
+        return Cover(tuple(self.piece(start, commits[end]) for start, end in follow(strides, reach, since)))
 
     def strides(self, chain: Sequence[Commit], since: MarkerId | None = None) -> dict[MarkerId, MarkerId | None]:
         """Where the longest piece that ends at a marker begins, for all markers that pieces lead to.
@@ -196,7 +203,8 @@ class Catalog:
             before = commit.id
         return found
 
-    def _piece(self, start: MarkerId | None, end: Commit) -> Piece:
+    def piece(self, start: MarkerId | None, end: Commit) -> Piece:
+        """What is there of (start, end]: a fold, or else an interval; raises as :meth:`cover`."""
         if (start, end.id) in self.folds:
             return Piece(start, end.id, self.fold(start, end.id).segments)
         manifest = self.manifest(end.id)
