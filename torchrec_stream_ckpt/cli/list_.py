@@ -16,6 +16,7 @@ from torchrec_stream_ckpt.cli.common import (
     Json,
     KafkaOptions,
     Store,
+    StoreOptions,
     Uri,
     age,
     open_job,
@@ -25,7 +26,6 @@ from torchrec_stream_ckpt.cli.common import (
 )
 from torchrec_stream_ckpt.errors import StreamCkptError, TrimmedError
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.format.dense import dense_path
 from torchrec_stream_ckpt.log.stream import read_stream
 from torchrec_stream_ckpt.restore.choose import check_incarnation, check_not_trimmed
 from torchrec_stream_ckpt.types import MarkerId
@@ -35,6 +35,7 @@ def list_markers(
     uri: Uri,
     tree: Annotated[bool, typer.Option("--tree", help="Show which generation stands on which marker.")] = False,
     store: Store = None,
+    store_options: StoreOptions = None,
     kafka_options: KafkaOptions = None,
     commit_key_file: CommitKeyFile = None,
     json: Json = False,
@@ -43,7 +44,7 @@ def list_markers(
 
     "Restorable" looks at what is there (log ends, dense files and their sizes); ``verify`` reads every byte.
     """
-    with open_job(uri, store, kafka_options, commit_key_file) as job:
+    with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
         rows = [_row(job, commit) for commit in job.lineage.commits.values()]
         if json:
             counts = {"generations": job.lineage.newest_generation, "unsigned": job.lineage.unsigned}
@@ -87,18 +88,8 @@ class Standing:
 def look(job: Job, commit: Commit) -> Standing:
     """Look at what is there of a marker: its dense files and their sizes, its streams' ends."""
     try:
-        folder = dense_path(job.store_of(commit), commit)
-    except StreamCkptError as error:
-        return Standing(error.headline)
-    for file in commit.dense_files:
-        place = folder / file.name
-        try:
-            found = place.lstat().st_size
-        except OSError as error:
-            return Standing(f"dense state is gone: {place}: {error.strerror}")
-        if found != file.num_bytes:
-            return Standing(f"dense state was altered: {place} has {found} bytes, {file.num_bytes} were committed")
-    try:
+        if reason := job.dense_of(commit).why_not(commit):
+            return Standing(reason)
         check_incarnation(job.log, job.lineage, commit.id)
         check_not_trimmed(job.log, job.lineage, commit.id)
         for ancestor in job.lineage.path(commit.id):
