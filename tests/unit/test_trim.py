@@ -19,7 +19,13 @@ from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.commit.generation import Generation
 from torchrec_stream_ckpt.commit.trim import Trimmed, trim_log
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, TrimmedError
+from torchrec_stream_ckpt.errors import (
+    ConfigError,
+    CorruptionError,
+    LogUnavailableError,
+    MarkerNotFoundError,
+    TrimmedError,
+)
 from torchrec_stream_ckpt.format.dense import dense_path, digest_files
 from torchrec_stream_ckpt.layout import parse_segment
 from torchrec_stream_ckpt.log.api import Freed
@@ -237,6 +243,13 @@ def test_a_store_that_has_no_url_is_refused_before_anything_is_said(plain: Job, 
     with pytest.raises(ConfigError, match="is no URL of a store"):
         plain.trim("1:1", store=store)
     assert (plain.root / "control.log").read_bytes() == before
+
+
+def test_a_folder_that_is_not_ours_is_said_before_anything_else(plain: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    with pytest.raises(LogUnavailableError, match="cannot trim the log: Permission denied"):
+        plain.trim("1:2")
+    assert plain.control.refresh().trims == []
 
 
 def test_a_job_with_a_commit_key_is_trimmed_with_it_alone(tmp_path: Path) -> None:

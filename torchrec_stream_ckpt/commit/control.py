@@ -47,6 +47,11 @@ class Control:
         """Whether there is a commit key."""
         return self._key is not None
 
+    @property
+    def lineage(self) -> Lineage:
+        """The control partition as it was when somebody last read it here."""
+        return self._lineage
+
     def refresh(self) -> Lineage:
         """Everything that the control partition says now. Safe to call from several threads.
 

@@ -140,6 +140,8 @@ class FileLog:
         try:
             for folder in sorted((self._root / DATA_DIR).glob("p" + 5 * "[0-9]")):
                 doomed = list(_before(folder, ends, cut.dead))
+                if doomed and not os.access(folder, os.W_OK | os.X_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
                 sizes += [size for path in doomed if (size := _unlink(path, dry_run=dry_run)) is not None]
                 if doomed and not dry_run:
                     fsync_dir(folder)
