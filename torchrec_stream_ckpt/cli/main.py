@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from torchrec_stream_ckpt.cli import broker, doctor, fence, list_, show, verify
+from torchrec_stream_ckpt.cli import broker, doctor, fence, gc, list_, pin, show, trim, verify
 from torchrec_stream_ckpt.errors import StreamCkptError
 
 app = typer.Typer(
@@ -20,6 +20,10 @@ app.command("show")(show.show_marker)
 app.command("verify")(verify.verify_markers)
 app.command("doctor")(doctor.examine_job)
 app.command("fence")(fence.fence_trainer)
+app.command("trim")(trim.trim_job)
+app.command("gc")(gc.collect_garbage)
+app.command("pin")(pin.pin_marker)
+app.command("unpin")(pin.unpin_marker)
 app.add_typer(broker.app, name="broker")
 
 

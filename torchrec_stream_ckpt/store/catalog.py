@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Manifest, SegmentRef
@@ -114,6 +114,21 @@ class Catalog:
                 raise CorruptionError("this is about another marker than its name", name=name)
             self._drops[marker] = drop
         return self._drops[marker]
+
+    def check_offered(self, marker: MarkerId) -> None:
+        """Raises MarkerNotFoundError if the marker was given up, saying when and by what."""
+        if marker not in self.dropped:
+            return
+        try:
+            drop = self.drop_of(marker)
+            how = f"by {drop.reason} on {drop.day}"
+        except CorruptionError:
+            how = "some time ago"
+        raise MarkerNotFoundError(
+            f"marker {marker} was given up {how}",
+            hint="choose another one: stream-ckpt list URI shows which are offered",
+            store=self.objects.url,
+        )
 
     def fold(self, start: MarkerId | None, end: MarkerId) -> Fold:
         """A fold that is there; raises as :meth:`manifest`."""
