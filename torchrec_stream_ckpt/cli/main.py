@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from torchrec_stream_ckpt.cli import broker, doctor, fence, list_, show, verify
+from torchrec_stream_ckpt.cli import broker, diff, doctor, export, fence, list_, show, verify
 from torchrec_stream_ckpt.errors import StreamCkptError
 
 app = typer.Typer(
@@ -19,6 +19,8 @@ app.command("list")(list_.list_markers)
 app.command("show")(show.show_marker)
 app.command("verify")(verify.verify_markers)
 app.command("doctor")(doctor.examine_job)
+app.command("diff")(diff.diff_markers)
+app.command("export")(export.export_marker)
 app.command("fence")(fence.fence_trainer)
 app.add_typer(broker.app, name="broker")
 

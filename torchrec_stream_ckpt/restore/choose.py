@@ -68,8 +68,8 @@ def choose(
     return Choice(lineage, commit, read_hellos(log_, lineage, commit.id, held), tuple(skipped), held)
 
 
-def hold(objects: Objects, lineage: Lineage, marker: MarkerId) -> Held | None:
-    """What the store has on the path to ``marker``, as far as its directories tell.
+def hold(objects: Objects, lineage: Lineage, marker: MarkerId, since: MarkerId | None = None) -> Held | None:
+    """What the store has on the path to ``marker``, as far as its directories tell; behind ``since``, if that is given.
 
     None, with a warning, when they are damaged: the log may still have it all.
 
@@ -81,7 +81,9 @@ def hold(objects: Objects, lineage: Lineage, marker: MarkerId) -> Held | None:
         return None
     try:
         catalog = Catalog.load(objects, lineage.job)
-        cover = catalog.cover(lineage.chain(marker))
+        chain = lineage.chain(marker)
+        behind = [commit.id for commit in chain].index(since) + 1 if since is not None else 0
+        cover = catalog.cover(chain[behind:], since)
         if cover is None:
             return None
         with ThreadPoolExecutor(_READERS) as pool:
