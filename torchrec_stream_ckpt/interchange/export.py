@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -85,6 +86,7 @@ def export(
         CorruptionError: the marker is damaged.
         StoreUnavailableError: the disk does not take it.
     """
+    _require(target.format)
     with new_folder(target.folder, force=options.force) as folder, open_rows() as sources:
         readers = [TableReader(sources, index) for index in chosen_tables(sources.schema, options.tables)]
         about = {"job": commit.job.hex(), "marker": str(commit.id), "step": str(commit.step)}
@@ -117,12 +119,23 @@ def _write_dcp(
     *,
     states: bool,
 ) -> list[str]:
-    try:
-        from torchrec_stream_ckpt.interchange.dcp import Keys, write_dcp
-        from torchrec_stream_ckpt.interchange.dense_state import read_dense
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"a checkpoint of DCP needs {error.name}", hint="install the extra 'cpu' or 'cuda' (see CONTRIBUTING.md)"
-        ) from None
+    from torchrec_stream_ckpt.interchange.dcp import Keys, write_dcp
+    from torchrec_stream_ckpt.interchange.dense_state import read_dense
+
     keys = Keys(options.model_key, options.optimizer_key)
     return write_dcp(folder, readers, read_dense(dense), states=states, keys=keys, progress=progress)
+
+
+def _require(format_: str) -> None:
+    """Say what is not installed, before anything is read."""
+    hints = {
+        "dcp": ("torch", "install the extra 'cpu' or 'cuda' (see CONTRIBUTING.md)"),
+        "parquet": ("pyarrow", "pip install 'torchrec_stream_ckpt[export]'"),
+    }
+    if format_ not in hints:
+        return
+    library, hint = hints[format_]
+    try:
+        importlib.import_module(library)
+    except ModuleNotFoundError:
+        raise ConfigError(f"{format_}:// needs {library}", hint=hint) from None

@@ -9,7 +9,6 @@ from urllib.parse import quote
 
 import numpy as np
 
-from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.interchange.names import state_names
 from torchrec_stream_ckpt.interchange.tables import TableReader, Window
@@ -39,15 +38,10 @@ def write_parquet(
 
     Returns:
         Names of the files.
-
-    Raises:
-        ConfigError: pyarrow is not installed.
     """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ModuleNotFoundError:
-        raise ConfigError("Parquet needs pyarrow", hint="pip install 'torchrec_stream_ckpt[export]'") from None
+    import pyarrow
+    import pyarrow.parquet
+
     names = []
     for reader in readers:
         names.append(f"{quote(reader.spec.name, safe='')}.parquet")
