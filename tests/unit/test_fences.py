@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": {"errors"},
     "layout": {"errors", "types"},
-    "config": {"errors", "types", "layout"},
+    "config": {"errors", "types", "layout", "options"},
     "options": {"errors"},
     "metrics": {"errors", "types"},
     "loader": {"errors"},
@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "log": LEAVES | {"format", "log"},
     "store": LEAVES | {"format", "store"},
     "capture": LEAVES | {"format", "adapter", "capture"},
-    "commit": LEAVES | {"format", "adapter", "log", "commit"},
+    "commit": LEAVES | {"format", "adapter", "log", "store", "commit"},
     "restore": LEAVES | {"format", "adapter", "log", "store", "restore"},
     "materialize": LEAVES | {"format", "log", "store", "materialize"},
     "interchange": LEAVES | {"format", "log", "store", "commit", "restore", "materialize", "interchange"},
@@ -66,6 +66,8 @@ WITH_TORCH = frozenset(
         "interchange/dcp.py",
         "interchange/dense_state.py",
         "restore/apply.py",
+        "restore/from_store.py",
+        "restore/target.py",
     }
 )
 

@@ -18,6 +18,7 @@ from torchrec_stream_ckpt.cli.common import (
     Json,
     KafkaOptions,
     Store,
+    StoreOptions,
     Uri,
     open_job,
     plain,
@@ -35,6 +36,7 @@ _PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "confluent-kaf
 def examine_job(
     uri: Uri,
     store: Store = None,
+    store_options: StoreOptions = None,
     kafka_options: KafkaOptions = None,
     commit_key_file: CommitKeyFile = None,
     json: Json = False,
@@ -43,7 +45,7 @@ def examine_job(
 
     Changes nothing. Exits with status 1 when something is bad; warnings alone are status 0.
     """
-    with open_job(uri, store, kafka_options, commit_key_file) as job:
+    with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
         findings = list(_examine(job))
     if json:
         print_json([asdict(finding) for finding in findings])
@@ -67,8 +69,8 @@ def _examine(job: Job) -> Iterator[Finding]:
             hint="bring back what is missing; until then a job restores an older marker",
             otherwise=Verdict.BAD,
         )
-        folder = job.store_of(newest)
-        if folder.is_dir() and newest.store:
+        folder = job.dense_of(newest).folder
+        if folder is not None and folder.is_dir() and newest.store:
             # Where COMMIT says that the store is, anybody may have said it: nothing is written there.
             yield from examine_folder("store", folder, write=job.store is not None or job.control.signs)
     yield _clock(job)

@@ -15,6 +15,7 @@ from torchrec_stream_ckpt.cli.common import (
     Json,
     KafkaOptions,
     Store,
+    StoreOptions,
     Uri,
     age,
     open_job,
@@ -24,7 +25,6 @@ from torchrec_stream_ckpt.cli.common import (
 )
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.format.dense import dense_path
 from torchrec_stream_ckpt.log.stream import read_stream
 from torchrec_stream_ckpt.restore.choose import check_incarnation
 from torchrec_stream_ckpt.types import MarkerId
@@ -34,6 +34,7 @@ def list_markers(
     uri: Uri,
     tree: Annotated[bool, typer.Option("--tree", help="Show which generation stands on which marker.")] = False,
     store: Store = None,
+    store_options: StoreOptions = None,
     kafka_options: KafkaOptions = None,
     commit_key_file: CommitKeyFile = None,
     json: Json = False,
@@ -42,7 +43,7 @@ def list_markers(
 
     "Restorable" looks at what is there (log ends, dense files and their sizes); ``verify`` reads every byte.
     """
-    with open_job(uri, store, kafka_options, commit_key_file) as job:
+    with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
         rows = [_row(job, commit) for commit in job.lineage.commits.values()]
         if json:
             counts = {"generations": job.lineage.newest_generation, "unsigned": job.lineage.unsigned}
@@ -75,17 +76,8 @@ def _row(job: Job, commit: Commit) -> dict[str, Any]:
 def why_not(job: Job, commit: Commit) -> str:
     """Why the marker cannot be restored, as far as names and sizes tell; empty when it can."""
     try:
-        folder = dense_path(job.store_of(commit), commit)
-    except StreamCkptError as error:
-        return error.headline
-    for file in commit.dense_files:
-        try:
-            found = (folder / file.name).lstat().st_size
-        except OSError as error:
-            return f"dense state is gone: {folder / file.name}: {error.strerror}"
-        if found != file.num_bytes:
-            return f"dense state was altered: {folder / file.name} has {found} bytes, {file.num_bytes} were committed"
-    try:
+        if reason := job.dense_of(commit).why_not(commit):
+            return reason
         check_incarnation(job.log, job.lineage, commit.id)
         for ancestor in job.lineage.path(commit.id):
             for end in ancestor.ranks:

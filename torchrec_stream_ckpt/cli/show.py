@@ -15,6 +15,7 @@ from torchrec_stream_ckpt.cli.common import (
     Json,
     KafkaOptions,
     Store,
+    StoreOptions,
     Uri,
     age,
     open_job,
@@ -23,7 +24,6 @@ from torchrec_stream_ckpt.cli.common import (
     size,
 )
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.format.dense import dense_path
 
 Marker = Annotated[str | None, typer.Option(help="GENERATION:MARKER (default: the newest).", metavar="MARKER")]
 
@@ -32,12 +32,13 @@ def show_marker(
     uri: Uri,
     marker: Marker = None,
     store: Store = None,
+    store_options: StoreOptions = None,
     kafka_options: KafkaOptions = None,
     commit_key_file: CommitKeyFile = None,
     json: Json = False,
 ) -> None:
     """Show one marker: its lineage, its tables, where each rank's stream ends, its dense files."""
-    with open_job(uri, store, kafka_options, commit_key_file) as job:
+    with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
         commit = job.find(marker)
         if json:
             print_json(_record(job, commit))
@@ -59,7 +60,7 @@ def _record(job: Job, commit: Commit) -> dict[str, Any]:
             asdict(table) | {"base_generation": bases[index]} for index, table in enumerate(claim.schema.tables)
         ],
         "ranks": [asdict(end) for end in commit.ranks],
-        "dense": str(dense_path(job.store_of(commit), commit)),
+        "dense": job.dense_of(commit).place(commit),
         "dense_files": [asdict(file) for file in commit.dense_files],
     }
 

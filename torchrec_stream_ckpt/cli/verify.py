@@ -15,6 +15,7 @@ from torchrec_stream_ckpt.cli.common import (
     Json,
     KafkaOptions,
     Store,
+    StoreOptions,
     Uri,
     open_job,
     print_json,
@@ -30,6 +31,7 @@ def verify_markers(
     marker: Marker = None,
     all_markers: Annotated[bool, typer.Option("--all", help="Verify every committed marker.")] = False,
     store: Store = None,
+    store_options: StoreOptions = None,
     kafka_options: KafkaOptions = None,
     commit_key_file: CommitKeyFile = None,
     json: Json = False,
@@ -38,7 +40,7 @@ def verify_markers(
 
     Ends at the first thing that is wrong, says where it is, and exits with status 1.
     """
-    with open_job(uri, store, kafka_options, commit_key_file) as job:
+    with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
         commits = list(job.lineage.commits.values()) if all_markers else [job.find(marker)]
         verified = [_verify(job, commit, quiet=json) for commit in commits]
         if json:
@@ -57,6 +59,8 @@ def _verify(job: Job, commit: Commit, *, quiet: bool) -> Verified:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=quiet) as progress:
         task = progress.add_task(f"marker {commit.id}", total=total)
-        return verify_marker(
-            job.log, job.lineage, job.store_of(commit), commit.id, lambda count: progress.advance(task, count)
-        )
+        dense = job.dense_of(commit)
+        try:
+            return verify_marker(job.log, job.lineage, dense, commit.id, lambda count: progress.advance(task, count))
+        finally:
+            dense.release()

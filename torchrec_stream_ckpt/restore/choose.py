@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit, Hello
-from torchrec_stream_ckpt.format.dense import verify_dense
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.stream import read_hello
 from torchrec_stream_ckpt.restore.plan import streams
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.reader import Held, load_held
 from torchrec_stream_ckpt.types import MarkerId
@@ -40,14 +39,14 @@ class Choice:
 
 
 def choose(
-    log_: Log, lineage: Lineage, store: Path, marker: MarkerId | None, objects: Objects | None = None
+    log_: Log, lineage: Lineage, dense: DenseStore, marker: MarkerId | None, objects: Objects | None = None
 ) -> Choice | None:
     """Look up ``marker``, or the newest one whose dense state is whole; None when nothing was ever committed.
 
     Args:
         log_: The job's log.
         lineage: Its control partition.
-        store: Where the dense state lies.
+        dense: Where the dense state lies.
         marker: Which one; None for the newest.
         objects: The store, if rows may come from there.
 
@@ -58,9 +57,9 @@ def choose(
     skipped: list[str] = []
     if marker is not None:
         commit = lineage.find(marker)
-        verify_dense(store, commit)
+        dense.verify(commit)
     elif lineage.commits:
-        commit, skipped = _newest_whole(lineage, store)
+        commit, skipped = _newest_whole(lineage, dense)
     else:
         return None
     held = hold(objects, lineage, commit.id) if objects is not None else None
@@ -126,11 +125,11 @@ def read_hellos(
     return hellos
 
 
-def _newest_whole(lineage: Lineage, store: Path) -> tuple[Commit, list[str]]:
+def _newest_whole(lineage: Lineage, dense: DenseStore) -> tuple[Commit, list[str]]:
     skipped: list[str] = []
     for commit in reversed(lineage.commits.values()):
         try:
-            verify_dense(store, commit)
+            dense.verify(commit)
         except CorruptionError as error:
             log.warning("marker %s cannot be restored, falling back to the one before: %s", commit.id, error.headline)
             skipped.append(f"{commit.id}: {error.headline}")
@@ -139,6 +138,6 @@ def _newest_whole(lineage: Lineage, store: Path) -> tuple[Commit, list[str]]:
     raise CorruptionError(
         f"the dense state of all {len(skipped)} committed markers is gone or altered",
         hint="bring the store back, or name the right one",
-        store=store,
+        store=dense.url,
         newest=skipped[0],
     )
