@@ -18,6 +18,7 @@ from torchrec_stream_ckpt.cli.common import (
     Json,
     KafkaOptions,
     Store,
+    StoreOptions,
     Uri,
     open_job,
     plain,
@@ -43,6 +44,7 @@ def diff_markers(
         Path | None, typer.Option(help="A folder with room for what only the log has (default: that of the system).")
     ] = None,
     store: Store = None,
+    store_options: StoreOptions = None,
     kafka_options: KafkaOptions = None,
     commit_key_file: CommitKeyFile = None,
     json: Json = False,
@@ -51,7 +53,7 @@ def diff_markers(
 
     ``--sent`` reads only what was sent between them, not the tables: a row that was sent may have the same value.
     """
-    with open_job(uri, store, kafka_options, commit_key_file) as job:
+    with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
         pair = (job.find(first), job.find(second))
         schema = job.lineage.claims[pair[1].generation].schema
         chosen = chosen_tables(schema, tables or ["*"])

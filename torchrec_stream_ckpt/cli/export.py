@@ -16,6 +16,7 @@ from torchrec_stream_ckpt.cli.common import (
     Json,
     KafkaOptions,
     Store,
+    StoreOptions,
     Uri,
     open_job,
     print_json,
@@ -53,6 +54,7 @@ def export_marker(
     force: Annotated[bool, typer.Option("--force", help="Replace a folder that is not empty.")] = False,
     scratch: Scratch = None,
     store: Store = None,
+    store_options: StoreOptions = None,
     kafka_options: KafkaOptions = None,
     commit_key_file: CommitKeyFile = None,
     json: Json = False,
@@ -71,7 +73,7 @@ def export_marker(
         force=force,
     )
     check_free(target.folder, force=force)
-    with open_job(uri, store, kafka_options, commit_key_file) as job:
+    with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
         commit = job.find(marker)
         schema = job.lineage.claims[commit.generation].schema
         total = sum(table_bytes(schema.tables[index]) for index in chosen_tables(schema, options.tables))

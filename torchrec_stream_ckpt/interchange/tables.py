@@ -103,7 +103,7 @@ class TableReader:
             picked = [_overlapping(source.picked, row0, rows) for source in sources]
             for each, entry, data in read_chunks(objects, [each for each in picked if len(each.chunks)], self._pool):
                 view = decode_chunk(entry, data, self._schema, each.ref.name)
-                self._put(window, taken, view, int(entry["col0"]), int(entry["cols"]))
+                self._put(window, taken, view, entry.col0, entry.cols)
         missing = rows - int(taken.all(0).sum())
         if missing:
             raise CorruptionError(f"{missing} rows were never sent", table=self.spec.name, row0=str(row0))
