@@ -25,7 +25,8 @@ from torchrec_stream_ckpt.types import MarkerId
 
 Uri = Annotated[str, typer.Argument(help="file://DIR or kafka://HOST:PORT/JOB", metavar="URI")]
 Store = Annotated[
-    str | None, typer.Option(help="Where dense state lies (default: where the job kept it).", metavar="URL")
+    str | None,
+    typer.Option(help="Where dense state and folded rows lie (default: where the job kept it).", metavar="URL"),
 ]
 StoreOptions = Annotated[
     str | None,
