@@ -1,0 +1,201 @@
+"""Row files of the baselines: raw sections behind one another, checksums kept aside, written once.
+
+A piece is ids (int64, linear, ascending), weights and states of some rows, one section behind the other. Where pieces
+lie and what their checksums are stays in memory: no baseline pays for reading a manifest, ours does.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from crc32c import crc32c
+from workload import Tables
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+_IOV_MAX = 512
+_AHEAD_BYTES = 16 << 20  # checked at once, on the other thread
+_BASE_BLOCK = 8 << 20
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows in a file."""
+
+    path: Path
+    offset: int
+    rows: int
+    num_bytes: int
+    crc: int
+
+
+def write_file(path: Path, pieces: Iterable[Sequence[Buffer]]) -> list[tuple[int, int, int]]:
+    """(offset, length, checksum) of each piece; the file is durable on return, and there as a whole or not at all."""
+    scratch = path.with_name(path.name + ".new")
+    places, offset = [], 0
+    fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
+    try:
+        for parts in pieces:
+            length = crc = 0
+            for part in parts:
+                crc, length = crc32c(part, crc), length + memoryview(part).nbytes
+            _write_all(fd, [memoryview(part).cast("B") for part in parts])
+            places.append((offset, length, crc))
+            offset += length
+        os.fdatasync(fd)
+    finally:
+        os.close(fd)
+    scratch.rename(path)
+    return places
+
+
+def sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, pending: list[memoryview]) -> None:
+    pending = [part for part in pending if part.nbytes]
+    while pending:
+        written = os.writev(fd, pending[:_IOV_MAX])
+        while pending and written >= pending[0].nbytes:
+            written -= pending.pop(0).nbytes
+        if written:
+            pending[0] = pending[0][written:]
+
+
+class Maps:
+    """Memory maps of the files that one restore reads; a copy-on-write map, as torch takes no read-only memory."""
+
+    def __init__(self, dim: int) -> None:
+        self._dim = dim
+        self._maps: dict[Path, mmap.mmap] = {}
+
+    def of(self, path: Path) -> mmap.mmap:
+        if path not in self._maps:
+            with open(path, "rb") as file:
+                self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self._maps[path]
+
+    def check(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            data = memoryview(self.of(piece.path))[piece.offset : piece.offset + piece.num_bytes]
+            if crc32c(data) != piece.crc:
+                raise RuntimeError(f"{piece.path}: checksum of the piece at {piece.offset} does not match")
+
+    def views(self, piece: Piece) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Ids, weights and states of a piece."""
+        data, rows, dim, begin = self.of(piece.path), piece.rows, self._dim, piece.offset
+        ids = torch.frombuffer(data, dtype=torch.int64, count=rows, offset=begin)
+        weights = torch.frombuffer(data, dtype=torch.float32, count=rows * dim, offset=begin + 8 * rows)
+        sums = torch.frombuffer(data, dtype=torch.float32, count=rows, offset=begin + (8 + 4 * dim) * rows)
+        return ids, weights.view(rows, dim), sums
+
+
+def checked(maps: Maps, pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """The pieces in their order; a second thread reads and checks the next ones while one is being used."""
+    batches: list[list[Piece]] = [[]]
+    size = 0
+    for piece in pieces:
+        if size + piece.num_bytes > _AHEAD_BYTES and batches[-1]:
+            batches.append([])
+            size = 0
+        batches[-1].append(piece)
+        size += piece.num_bytes
+    with ThreadPoolExecutor(1) as ahead:
+        following = ahead.submit(maps.check, batches[0])
+        for number, batch in enumerate(batches):
+            following.result()
+            if number + 1 < len(batches):
+                following = ahead.submit(maps.check, batches[number + 1])
+            yield from batch
+
+
+class Gather:
+    """Rows of three tensors into memory that is used again: what it gave is good until it gives the next."""
+
+    def __init__(self) -> None:
+        self._memory: dict[int, torch.Tensor] = {}
+
+    def rows(self, chosen: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[Buffer]:
+        """Sections of one piece: of each source the ``chosen`` rows."""
+        return [self._section(place, chosen, source) for place, source in enumerate(sources)]
+
+    def _section(self, place: int, chosen: torch.Tensor, source: torch.Tensor) -> Buffer:
+        shape = (chosen.numel(), *source.shape[1:])
+        wanted = chosen.numel() * (source[0].numel() if source.dim() > 1 else 1)
+        if place not in self._memory or self._memory[place].numel() < wanted:
+            self._memory[place] = torch.empty(wanted + wanted // 4, dtype=source.dtype)
+        target = self._memory[place][:wanted].view(shape)
+        torch.index_select(source, 0, chosen, out=target)
+        return memoryview(target.view(-1).numpy())
+
+
+def apply_pieces(pieces: Sequence[Piece], tables: Tables) -> None:
+    """Write the pieces' rows into the tables, in order: the last one of a row stays."""
+    maps = Maps(tables.weights.shape[1])
+    for piece in checked(maps, [piece for piece in pieces if piece.rows]):
+        tables.put(*maps.views(piece))
+
+
+class Image:
+    """A whole image of the tables in one file: weights, then states. Read straight into the tables by two threads."""
+
+    def __init__(self, path: Path, parts: Iterable[tuple[int, Buffer]]) -> None:
+        """(offset, bytes) of what it holds; the blocks are checksummed behind the write, from the page cache."""
+        self.path = path
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
+        try:
+            for offset, data in parts:
+                view = memoryview(data).cast("B")
+                while view.nbytes:
+                    written = os.pwrite(fd, view, offset)
+                    view, offset = view[written:], offset + written
+            os.fdatasync(fd)
+            self.num_bytes = os.fstat(fd).st_size
+            with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as whole, memoryview(whole) as view:
+                blocks = range(0, self.num_bytes, _BASE_BLOCK)
+                self._crcs = [crc32c(view[begin : begin + _BASE_BLOCK]) for begin in blocks]
+        finally:
+            os.close(fd)
+
+    def restore(self, tables: Tables) -> None:
+        targets = [memoryview(part.view(-1).numpy()).cast("B") for part in (tables.weights, tables.sums)]
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(lambda block: self._read(fd, block, targets), range(len(self._crcs))))
+        finally:
+            os.close(fd)
+
+    def _read(self, fd: int, block: int, targets: Sequence[memoryview]) -> None:
+        begin = block * _BASE_BLOCK
+        views = _slices(targets, begin, min(begin + _BASE_BLOCK, self.num_bytes))
+        crc, wanted = 0, sum(view.nbytes for view in views)
+        if os.preadv(fd, views, begin) != wanted:
+            raise RuntimeError(f"{self.path}: short read at {begin}")
+        for view in views:
+            crc = crc32c(view, crc)
+        if crc != self._crcs[block]:
+            raise RuntimeError(f"{self.path}: checksum of the block at {begin} does not match")
+
+
+def _slices(targets: Sequence[memoryview], begin: int, end: int) -> list[memoryview]:
+    """Where bytes [begin, end) of the targets, taken as one, lie."""
+    views, base = [], 0
+    for target in targets:
+        low, high = max(begin - base, 0), min(end - base, target.nbytes)
+        if low < high:
+            views.append(target[low:high])
+        base += target.nbytes
+    return views
