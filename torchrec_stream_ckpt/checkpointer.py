@@ -34,9 +34,10 @@ from torchrec_stream_ckpt.format.ring import FrameRing
 from torchrec_stream_ckpt.loader import TrackedLoader
 from torchrec_stream_ckpt.log.api import Log, open_log
 from torchrec_stream_ckpt.log.publisher import Publisher
-from torchrec_stream_ckpt.restore.apply import apply_rows
+from torchrec_stream_ckpt.restore.apply import StoreSource, apply_rows
 from torchrec_stream_ckpt.restore.choose import Choice, choose
 from torchrec_stream_ckpt.restore.plan import RestorePlan, check_schema, plan_restore
+from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.types import Committed, MarkerId, Restored
 
 log = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ class StreamCheckpointer:
         handed = (*(stateful or {}).values(), *(stateful_per_rank or {}).values())
         self._loaders = [item for item in handed if isinstance(item, TrackedLoader)]
         self._log: Log = self._team.together(lambda: open_log(config.uri, config.kafka_options))
+        self._objects = self._team.together(lambda: open_store(str(config.store_path)))
         self._team.on_rank0(self._log.preflight)  # a log that cannot be reached is said now, not at the first marker
         self._control = self._open_control()
         self._hook()
@@ -174,7 +176,7 @@ class StreamCheckpointer:
         store = self._config.store_path
         try:
             failpoint("restore.planned")
-            rows = self._team.together(lambda: apply_rows(self._log, plan, self._kernels))
+            rows = self._team.together(lambda: self._apply(plan, choice))
             failpoint("restore.rows")
             self._team.together(lambda: self._dense.load(dense_path(store, choice.commit), plan.world))
         except BaseException as error:
@@ -193,6 +195,10 @@ class StreamCheckpointer:
         """What ``restore(marker)`` would read and write on this rank; prints with ``describe()``. Writes nothing."""
         chosen = self._choose(marker)
         return chosen[0] if chosen is not None else None
+
+    def _apply(self, plan: RestorePlan, choice: Choice) -> int:
+        store = StoreSource(self._objects, choice.held.scalars) if choice.held is not None else None
+        return apply_rows(self._log, plan, self._kernels, store)
 
     def step(self, batches: int = 1) -> None:
         """A training step is done: forward, backward and optimizer. Drains and cuts markers by cadence.
@@ -449,7 +455,13 @@ class StreamCheckpointer:
         merge = self._config.on_column_resplit == "merge"
         plan = self._team.together(
             lambda: plan_restore(
-                choice.lineage, choice.commit.id, choice.hellos, self._schema, self._shards, merge=merge
+                choice.lineage,
+                choice.commit.id,
+                choice.hellos,
+                self._schema,
+                self._shards,
+                merge=merge,
+                held=choice.held,
             )
         )
         self._team.together(lambda: self._dense.check(dense_path(self._config.store_path, choice.commit)))
@@ -461,4 +473,4 @@ class StreamCheckpointer:
             if marker is not None:
                 raise MarkerNotFoundError("there is no log yet", hint="check the URI", uri=self._config.uri)
             return None
-        return choose(self._log, self._control.refresh(), self._config.store_path, marker)
+        return choose(self._log, self._control.refresh(), self._config.store_path, marker, self._objects)

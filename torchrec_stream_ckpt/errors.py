@@ -51,7 +51,8 @@ class ConfigError(StreamCkptError, ValueError):
 
 
 class UnsupportedError(StreamCkptError):
-    """The model holds something that cannot be captured exactly yet: it is refused at attach."""
+    """The model holds something that cannot be captured exactly yet, and is refused at attach; or a store is of a newer
+    format: use what the hint names."""
 
 
 class SchemaMismatchError(StreamCkptError):
@@ -66,8 +67,16 @@ class LogUnavailableError(StreamCkptError):
     """The log cannot be reached or written now: mend the broker, disk or credentials and retry."""
 
 
+class StoreUnavailableError(StreamCkptError):
+    """The store cannot be reached or written now: mend the disk, rights, credentials or network and retry."""
+
+
 class CorruptionError(StreamCkptError):
     """Bytes are not what was written: restore another marker, or another copy of the log."""
+
+
+class MissingObjectError(CorruptionError):
+    """The store does not hold an object that it should: restore another marker, or bring the object back."""
 
 
 class FencedError(StreamCkptError):

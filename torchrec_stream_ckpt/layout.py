@@ -8,18 +8,18 @@ File log, under its folder DIR::
     data/p00000/g00000001-00000000000000000000.seg   frames: partition, generation, offset of its first byte
     dense/<job>/g00000001-m00000001/      dense state of a marker (default store)
 
-Store, below its URL, JOB in 32 hex digits; every object is written once::
-
-    STORE                                            format of the store
-    claims/JOB/g00000001                             CLAIM of a generation, as it stands in the control partition
-    segments/JOB/g00000001-r00000-m00000007-p000     rows of one rank's interval, part 0
-    segments/JOB/FOLD-p000                           rows of a fold, part 0
-    manifests/JOB/g00000001-m00000007                a marker is in the store once this is there
-    folds/JOB/g00000001-m00000048-from-g00000001-m00000032    a fold; a base is "-from-root"
-    dropped/JOB/g00000001-m00000003                  retention has given this marker up
-    dense/JOB/g00000001-m00000007/NAME               dense state of a marker
-
 Kafka job JOB: topic ``JOB.data`` (one partition a rank) and ``JOB.control`` (one partition).
+
+Store, below its URL (``<job>`` is the job's id in 32 hex digits)::
+
+    STORE                                                       which format the store has
+    claims/<job>/g00000001                                      CLAIM of a generation, as in the control partition
+    segments/<job>/g00000001-r00000-m00000007-p000.seg          part 0 of what rank 0 sent up to marker 7
+    manifests/<job>/g00000001-m00000007.json                    the marker is in the store
+    folds/<job>/g00000001-m00000048-from-g00000001-m00000032.json   rows that changed in (32, 48]; "-from-root": a base
+    segments/<job>/f-g00000001-m00000048-from-root-p000.seg     part 0 of a fold's rows
+    dropped/<job>/g00000001-m00000003                           retention gave this marker up
+    dense/<job>/g00000001-m00000007/NAME                        dense state of a marker
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.types import MarkerId
 
 IDENTITY_FILE = "LOG"
@@ -37,11 +37,33 @@ CONTROL_FILE = "control.log"
 CONTROL_LOCK = "control.lock"
 DATA_DIR = "data"
 DENSE_DIR = "dense"
+STORE_FILE = "STORE"
+CLAIMS_DIR = "claims"
+SEGMENTS_DIR = "segments"
+MANIFESTS_DIR = "manifests"
+FOLDS_DIR = "folds"
+DROPPED_DIR = "dropped"
+TEMPORARY_PREFIX = ".put-"
 MAX_PARTITIONS = 65_536
 MAX_GENERATION = 99_999_999
 
 _SEGMENT = re.compile(r"g(\d{8})-(\d{20})\.seg")
 _BROKER = re.compile(r"[^\s:/]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
+_MARKER = r"g([0-9]{8,20})-m([0-9]{8,20})"
+_JOB = r"([0-9a-f]{32})"
+_STORE_SEGMENT = re.compile(
+    rf"{SEGMENTS_DIR}/{_JOB}/g([0-9]{{8,20}})-r([0-9]{{5,9}})-m([0-9]{{8,20}})-p([0-9]{{3,9}})\.seg"
+)
+_CLAIM = re.compile(rf"{CLAIMS_DIR}/{_JOB}/g([0-9]{{8,20}})")
+_FOLD = re.compile(rf"{FOLDS_DIR}/{_JOB}/{_MARKER}-from-(?:root|{_MARKER})\.json")
+_FOLD_SEGMENT = re.compile(rf"{SEGMENTS_DIR}/{_JOB}/f-{_MARKER}-from-(?:root|{_MARKER})-p([0-9]{{3,9}})\.seg")
+_MANIFEST = re.compile(rf"{MANIFESTS_DIR}/{_JOB}/{_MARKER}\.json")
+_DROPPED = re.compile(rf"{DROPPED_DIR}/{_JOB}/{_MARKER}")
+_DENSE_FILE = re.compile(rf"{DENSE_DIR}/{_JOB}/{_MARKER}/([^/]+)")
+_OBJECT_PART = re.compile(r"(?!\.{1,2}$)(?!\.put-)[A-Za-z0-9._-]{1,200}")
+_MAX_OBJECT_NAME = 800
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
+_STORE_HINT = "use file://DIR or s3://BUCKET/PREFIX"
 _URI_HINT = "use file://DIR for a directory or kafka://BROKERS/JOB for Kafka"
 
 
@@ -99,6 +121,66 @@ def parse_store(store: str) -> Path:
     return Path(rest).absolute()
 
 
+@dataclass(frozen=True, slots=True)
+class StoreUrl:
+    """Where a store is: a folder, or a place that fsspec knows by its scheme."""
+
+    scheme: str
+    """``file`` for a folder."""
+    place: str
+    """An absolute path for a folder, else what stands behind ``://``, without a slash at its end."""
+
+    @property
+    def folder(self) -> Path | None:
+        return Path(self.place) if self.scheme == "file" else None
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.place}"
+
+
+def check_store_url(store: str) -> StoreUrl:
+    """Read the URL of a store: ``file://DIR``, a plain path, or ``SCHEME://PLACE`` of what fsspec knows.
+
+    Raises:
+        ConfigError: it is none, or holds a secret: it is written into the log, for all to read.
+    """
+    if not store.isprintable():
+        raise ConfigError(f"{store!r} is not a store: it has control characters", hint=_STORE_HINT)
+    scheme, separator, rest = store.partition("://")
+    if not separator or scheme == "file":
+        if not rest and (separator or not store):
+            raise ConfigError(f"'{store}' names no folder for a store", hint=_STORE_HINT)
+        return StoreUrl("file", str(Path(rest if separator else store).absolute()))
+    place = rest.rstrip("/")
+    if ":" in place.partition("/")[0].rpartition("@")[0]:
+        raise ConfigError(
+            "a store's URL must not hold a password: it stands in the log", hint="give it as one of the store's options"
+        )
+    parts = place.split("/")
+    if not _SCHEME.fullmatch(scheme) or scheme == "kafka" or "::" in place or not {"", ".", ".."}.isdisjoint(parts):
+        raise ConfigError(f"'{store}' is not a store", hint=_STORE_HINT)
+    return StoreUrl(scheme, place)
+
+
+def check_object_name(name: str) -> str:
+    """``name``, when it can be that of a store's object: the one check for all backends.
+
+    Names may come from a manifest that somebody else wrote: they must not lead out of the store, nor be one of those
+    under which a folder keeps what is not written yet.
+
+    Raises:
+        CorruptionError: it cannot.
+    """
+    if not is_object_name(name):
+        raise CorruptionError(f"{name[:200]!r} is not the name of an object of a store")
+    return name
+
+
+def is_object_name(name: str) -> bool:
+    """Whether :func:`check_object_name` lets ``name`` pass."""
+    return len(name) <= _MAX_OBJECT_NAME and all(_OBJECT_PART.fullmatch(part) for part in name.split("/"))
+
+
 def partition_dir(root: Path, partition: int) -> Path:
     return root / DATA_DIR / f"p{partition:05d}"
 
@@ -115,65 +197,128 @@ def parse_segment(name: str) -> tuple[int, int] | None:
 
 def dense_name(job: bytes, marker: MarkerId) -> str:
     """Path of a marker's dense state below its store. COMMIT names it; readers make it again and compare."""
-    return f"{DENSE_DIR}/{job.hex()}/g{marker.generation:08d}-m{marker.marker:08d}"
+    return f"{DENSE_DIR}/{job.hex()}/{_marker_name(marker)}"
 
 
-STORE_IDENTITY = "STORE"
-CLAIMS, SEGMENTS, MANIFESTS, FOLDS, DROPPED = "claims", "segments", "manifests", "folds", "dropped"
+@dataclass(frozen=True, slots=True, order=True)
+class StoreSegment:
+    """Part ``part`` of what ``rank`` sent between ``marker`` and the marker before it."""
 
-_MARKER = re.compile(r"g(\d{8})-m(\d{8,18})")
-_FOLD = re.compile(r"(g\d{8}-m\d{8,18})-from-(root|g\d{8}-m\d{8,18})")
-_INTERVAL = re.compile(r"g(\d{8})-r(\d{5,10})-m(\d{8,18})-p(\d{3,9})")
+    job: bytes
+    marker: MarkerId
+    rank: int
+    part: int
+
+    @property
+    def name(self) -> str:
+        of = f"g{self.marker.generation:08d}-r{self.rank:05d}-m{self.marker.marker:08d}"
+        return f"{SEGMENTS_DIR}/{self.job.hex()}/{of}-p{self.part:03d}.seg"
 
 
-def job_prefix(kind: str, job: bytes) -> str:
-    """What the names of a job's objects of one kind begin with."""
-    return f"{kind}/{job.hex()}/"
+@dataclass(frozen=True, slots=True)
+class FoldName:
+    """The fold of all rows that changed in (``start``, ``end``]; a base when ``start`` is None, the root."""
+
+    job: bytes
+    end: MarkerId
+    start: MarkerId | None
+
+    @property
+    def name(self) -> str:
+        return f"{FOLDS_DIR}/{self.job.hex()}/{self._span}.json"
+
+    def segment_name(self, part: int) -> str:
+        """Name of part ``part`` of its rows."""
+        return f"{SEGMENTS_DIR}/{self.job.hex()}/f-{self._span}-p{part:03d}.seg"
+
+    @property
+    def _span(self) -> str:
+        return f"{_marker_name(self.end)}-from-{_marker_name(self.start) if self.start else 'root'}"
 
 
-def marker_name(marker: MarkerId) -> str:
+def parse_store_segment(name: str) -> StoreSegment | None:
+    """What :attr:`StoreSegment.name` made, or None."""
+    match = _STORE_SEGMENT.fullmatch(name)
+    if match is None:
+        return None
+    job, generation, rank, marker, part = match.groups()
+    found = StoreSegment(bytes.fromhex(job), MarkerId(int(generation), int(marker)), int(rank), int(part))
+    return found if found.name == name else None
+
+
+def parse_fold_name(name: str) -> FoldName | None:
+    """What :attr:`FoldName.name` made, or None."""
+    match = _FOLD.fullmatch(name)
+    found = _fold(match) if match else None
+    return found if found is not None and found.name == name else None
+
+
+def parse_fold_segment(name: str) -> tuple[FoldName, int] | None:
+    """(fold, part) of what :meth:`FoldName.segment_name` made, or None."""
+    match = _FOLD_SEGMENT.fullmatch(name)
+    if match is None:
+        return None
+    fold, part = _fold(match), int(match[6])
+    return (fold, part) if fold.segment_name(part) == name else None
+
+
+def _fold(match: re.Match[str]) -> FoldName:
+    job, generation, marker, from_generation, from_marker = match.groups()[:5]
+    start = None if from_generation is None else MarkerId(int(from_generation), int(from_marker))
+    return FoldName(bytes.fromhex(job), MarkerId(int(generation), int(marker)), start)
+
+
+def claim_name(job: bytes, generation: int) -> str:
+    return f"{CLAIMS_DIR}/{job.hex()}/g{generation:08d}"
+
+
+def parse_claim_name(name: str) -> tuple[bytes, int] | None:
+    """(job, generation), or None when the name is no claim's."""
+    match = _CLAIM.fullmatch(name)
+    found = (bytes.fromhex(match[1]), int(match[2])) if match else None
+    return found if found and claim_name(*found) == name else None
+
+
+def manifest_name(job: bytes, marker: MarkerId) -> str:
+    return f"{MANIFESTS_DIR}/{job.hex()}/{_marker_name(marker)}.json"
+
+
+def parse_manifest_name(name: str) -> tuple[bytes, MarkerId] | None:
+    """(job, marker), or None when the name is no manifest's."""
+    found = _job_and_marker(_MANIFEST.fullmatch(name))
+    return found if found and manifest_name(*found) == name else None
+
+
+def dropped_name(job: bytes, marker: MarkerId) -> str:
+    return f"{DROPPED_DIR}/{job.hex()}/{_marker_name(marker)}"
+
+
+def parse_dropped_name(name: str) -> tuple[bytes, MarkerId] | None:
+    """(job, marker), or None when the name does not say that a marker was dropped."""
+    found = _job_and_marker(_DROPPED.fullmatch(name))
+    return found if found and dropped_name(*found) == name else None
+
+
+def dense_file_name(job: bytes, marker: MarkerId, file: str) -> str:
+    """Name of one file of a marker's dense state."""
+    return f"{dense_name(job, marker)}/{file}"
+
+
+def parse_dense_file(name: str) -> tuple[bytes, MarkerId, str] | None:
+    """(job, marker, file), or None when the name is not of a file of a marker's dense state."""
+    match = _DENSE_FILE.fullmatch(name)
+    found = _job_and_marker(match)
+    if match is None or found is None or dense_file_name(*found, match[4]) != name:
+        return None
+    return (*found, match[4])
+
+
+def _marker_name(marker: MarkerId) -> str:
     return f"g{marker.generation:08d}-m{marker.marker:08d}"
 
 
-def parse_marker_name(name: str) -> MarkerId | None:
-    """The marker, or None when the name is none's."""
-    match = _MARKER.fullmatch(name)
-    marker = MarkerId(int(match[1]), int(match[2])) if match else None
-    return marker if marker is not None and marker_name(marker) == name else None
-
-
-def claim_name(generation: int) -> str:
-    return f"g{generation:08d}"
-
-
-def interval_name(marker: MarkerId, rank: int, part: int) -> str:
-    """Of a segment: part ``part`` of what ``rank`` sent between the marker before and this one."""
-    return f"g{marker.generation:08d}-r{rank:05d}-m{marker.marker:08d}-p{part:03d}"
-
-
-def parse_interval_name(name: str) -> tuple[MarkerId, int, int] | None:
-    """(marker, rank, part), or None when the name is no interval's."""
-    match = _INTERVAL.fullmatch(name)
-    parsed = (MarkerId(int(match[1]), int(match[3])), int(match[2]), int(match[4])) if match else None
-    return parsed if parsed is not None and interval_name(*parsed) == name else None
-
-
-def fold_name(start: MarkerId | None, end: MarkerId) -> str:
-    return f"{marker_name(end)}-from-{marker_name(start) if start is not None else 'root'}"
-
-
-def parse_fold_name(name: str) -> tuple[MarkerId | None, MarkerId] | None:
-    """(start, end), or None when the name is no fold's."""
-    match = _FOLD.fullmatch(name)
-    if match is None:
-        return None
-    start, end = parse_marker_name(match[2]), parse_marker_name(match[1])
-    return (start, end) if end is not None and fold_name(start, end) == name else None
-
-
-def fold_part_name(fold: str, part: int) -> str:
-    """Of a segment: part ``part`` of the fold of that name."""
-    return f"{fold}-p{part:03d}"
+def _job_and_marker(match: re.Match[str] | None) -> tuple[bytes, MarkerId] | None:
+    return (bytes.fromhex(match[1]), MarkerId(int(match[2]), int(match[3]))) if match else None
 
 
 def make_dirs(path: Path) -> None:

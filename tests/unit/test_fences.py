@@ -18,21 +18,22 @@ ROOT = Path(torchrec_stream_ckpt.__file__).parent
 PACKAGE = "torchrec_stream_ckpt"
 SOURCES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
 
-LEAVES = {"errors", "types", "layout", "config", "metrics", "failpoints"}
+LEAVES = {"errors", "types", "layout", "options", "config", "metrics", "failpoints"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": {"errors"},
     "layout": {"errors", "types"},
     "config": {"errors", "types", "layout"},
+    "options": {"errors"},
     "metrics": {"errors", "types"},
     "loader": {"errors"},
     "failpoints": {"errors"},
     "adapter": {"errors", "types", "adapter"},
     "format": LEAVES | {"format"},
     "log": LEAVES | {"format", "log"},
+    "store": LEAVES | {"format", "store"},
     "capture": LEAVES | {"format", "adapter", "capture"},
     "commit": LEAVES | {"format", "adapter", "log", "commit"},
-    "store": LEAVES | {"format", "store"},
     "restore": LEAVES | {"format", "adapter", "log", "store", "restore"},
     "materialize": LEAVES | {"format", "log", "store", "materialize"},
     "cuts": LEAVES | {"format", "capture", "log", "commit"},
@@ -134,6 +135,11 @@ def test_the_kafka_client_stays_in_its_module() -> None:
     assert importers("confluent_kafka") == {"log/kafka.py"}
 
 
+def test_fsspec_stays_in_its_module_and_no_file_system_of_it_is_imported_by_name() -> None:
+    assert importers("fsspec") == {"store/remote.py"}
+    assert importers("s3fs") | importers("botocore") | importers("aiobotocore") == set()
+
+
 def test_process_groups_stay_where_ranks_talk() -> None:
     for source in importers("torch.distributed"):
         assert room(source) in ("commit", "checkpointer") or source == "restore/apply.py"
@@ -148,8 +154,9 @@ def test_no_source_is_pickled() -> None:
 
 
 def modules() -> list[str]:
-    """Every module that must run without torch, the Kafka client's last."""
-    light = [source for source in SOURCES if source not in WITH_TORCH and source != "log/kafka.py"]
+    """Every module that must run without torch, but for those of a client library."""
+    clients = {"log/kafka.py", "store/remote.py"}
+    light = [source for source in SOURCES if source not in WITH_TORCH | clients]
     return [f"{PACKAGE}/{source}".removesuffix(".py").removesuffix("/__init__").replace("/", ".") for source in light]
 
 
@@ -160,6 +167,7 @@ for name in json.loads(sys.argv[1]):
     importlib.import_module(name)
 early = sorted(sys.modules)
 import torchrec_stream_ckpt.log.kafka
+import torchrec_stream_ckpt.store.remote
 print(json.dumps([early, sorted(sys.modules)]))
 """
     names = modules()
@@ -170,7 +178,7 @@ print(json.dumps([early, sorted(sys.modules)]))
         [sys.executable, "-c", program, json.dumps(names)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    before_kafka, after = (set(found) for found in json.loads(done.stdout.splitlines()[-1]))
+    before, after = (set(found) for found in json.loads(done.stdout.splitlines()[-1]))
     assert after & {"torch", "torchrec", "fbgemm_gpu"} == set()
-    assert "confluent_kafka" not in before_kafka
-    assert "confluent_kafka" in after
+    assert {"confluent_kafka", "fsspec"} & before == set()
+    assert {"confluent_kafka", "fsspec"} <= after

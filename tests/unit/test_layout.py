@@ -11,11 +11,24 @@ from hypothesis import strategies as st
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.layout import (
     FileUri,
+    FoldName,
     KafkaUri,
+    StoreSegment,
+    check_store_url,
+    dense_file_name,
     dense_name,
+    dropped_name,
     fsync_dir,
+    is_object_name,
+    manifest_name,
+    parse_dense_file,
+    parse_dropped_name,
+    parse_fold_name,
+    parse_fold_segment,
+    parse_manifest_name,
     parse_segment,
     parse_store,
+    parse_store_segment,
     parse_uri,
     partition_dir,
     segment_name,
@@ -152,3 +165,127 @@ def test_other_names_of_markers_are_refused(text: str) -> None:
 
 def test_markers_sort_by_generation_first() -> None:
     assert sorted([MarkerId(2, 1), MarkerId(1, 9), MarkerId(1, 2)]) == [MarkerId(1, 2), MarkerId(1, 9), MarkerId(2, 1)]
+
+
+JOBS = st.binary(min_size=16, max_size=16)
+MARKERS = st.builds(MarkerId, st.integers(0, 10**12), st.integers(0, 10**12))
+PARTS = st.integers(0, 10**6)
+
+
+@given(JOBS, MARKERS, st.integers(0, 10**6), PARTS)
+def test_names_of_store_segments_are_parsed_as_they_were_made(
+    job: bytes, marker: MarkerId, rank: int, part: int
+) -> None:
+    segment = StoreSegment(job, marker, rank, part)
+    assert parse_store_segment(segment.name) == segment
+    assert is_object_name(segment.name)
+    assert parse_fold_segment(segment.name) is None
+
+
+@given(JOBS, MARKERS, st.none() | MARKERS, PARTS)
+def test_names_of_folds_and_their_segments_are_parsed_as_they_were_made(
+    job: bytes, end: MarkerId, start: MarkerId | None, part: int
+) -> None:
+    fold = FoldName(job, end, start)
+    assert parse_fold_name(fold.name) == fold
+    assert parse_fold_segment(fold.segment_name(part)) == (fold, part)
+    assert parse_store_segment(fold.segment_name(part)) is None
+    assert is_object_name(fold.name)
+    assert is_object_name(fold.segment_name(part))
+
+
+@given(JOBS, MARKERS)
+def test_names_of_markers_in_a_store_are_parsed_as_they_were_made(job: bytes, marker: MarkerId) -> None:
+    assert parse_manifest_name(manifest_name(job, marker)) == (job, marker)
+    assert parse_dropped_name(dropped_name(job, marker)) == (job, marker)
+    dense = dense_file_name(job, marker, "__0_0.distcp")
+    assert dense == f"{dense_name(job, marker)}/__0_0.distcp"
+    assert parse_dense_file(dense) == (job, marker, "__0_0.distcp")
+    for name in (manifest_name(job, marker), dropped_name(job, marker), dense):
+        assert is_object_name(name)
+
+
+def test_names_in_a_store_are_those_of_the_format() -> None:
+    job, hexed = bytes(range(16)), "000102030405060708090a0b0c0d0e0f"
+    fold = FoldName(job, MarkerId(1, 48), MarkerId(1, 32))
+    base = FoldName(job, MarkerId(1, 48), None)
+    assert StoreSegment(job, MarkerId(1, 7), 0, 0).name == f"segments/{hexed}/g00000001-r00000-m00000007-p000.seg"
+    assert manifest_name(job, MarkerId(1, 7)) == f"manifests/{hexed}/g00000001-m00000007.json"
+    assert fold.name == f"folds/{hexed}/g00000001-m00000048-from-g00000001-m00000032.json"
+    assert base.name == f"folds/{hexed}/g00000001-m00000048-from-root.json"
+    assert base.segment_name(2) == f"segments/{hexed}/f-g00000001-m00000048-from-root-p002.seg"
+    assert dropped_name(job, MarkerId(1, 3)) == f"dropped/{hexed}/g00000001-m00000003"
+
+
+@given(
+    st.one_of(
+        st.text(max_size=40),
+        st.from_regex(r"\A(segments|folds|manifests|dropped|dense)/[0-9a-fA-F]{32}/[gmrpf0-9root.js/-]{0,60}\Z"),
+        st.from_regex(r"\Amanifests/[0-9a-f]{32}/g\d{7,9}-m\d{7,9}\.json\Z"),
+        st.from_regex(r"\Asegments/[0-9a-f]{32}/g\d{7,9}-r\d{4,6}-m\d{7,9}-p\d{2,4}\.seg\Z"),
+        st.from_regex(r"\Afolds/[0-9a-f]{32}/g\d{7,9}-m\d{7,9}-from-g\d{7,9}-m\d{7,9}\.json\Z"),
+    )
+)
+def test_a_name_that_is_parsed_is_the_one_that_would_be_made(name: str) -> None:
+    if segment := parse_store_segment(name):
+        assert segment.name == name
+    if fold := parse_fold_name(name):
+        assert fold.name == name
+    if rows := parse_fold_segment(name):
+        assert rows[0].segment_name(rows[1]) == name
+    if manifest := parse_manifest_name(name):
+        assert manifest_name(*manifest) == name
+    if dropped := parse_dropped_name(name):
+        assert dropped_name(*dropped) == name
+    if dense := parse_dense_file(name):
+        assert dense_file_name(*dense) == name
+
+
+@pytest.mark.parametrize(
+    ("url", "canonical"),
+    [
+        ("/data/store", "file:///data/store"),
+        ("file:///data/store/", "file:///data/store"),
+        ("s3://bucket", "s3://bucket"),
+        ("s3://bucket/a/b/", "s3://bucket/a/b"),
+        ("memory://x/y", "memory://x/y"),
+        ("abfs://container@account.example/x", "abfs://container@account.example/x"),
+    ],
+)
+def test_urls_of_stores_have_one_form(url: str, canonical: str) -> None:
+    where = check_store_url(url)
+    assert str(where) == canonical == str(check_store_url(canonical))
+    assert where.folder == (Path(canonical.removeprefix("file://")) if where.scheme == "file" else None)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "file://",
+        "s3://",
+        "s3:///x",
+        "s3://bucket//x",
+        "s3://bucket/../x",
+        "s3://./x",
+        "kafka://host:1/job",
+        "S3://bucket",
+        "a b://x",
+        "://x",
+        "simplecache::s3://bucket",
+        "s3://x::y",
+        "s3://bucket/\n",
+        "s3://bucket/\x1b[2J",
+    ],
+)
+def test_other_urls_are_no_stores(url: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_store_url(url)
+    assert refused.value.hint
+    assert "\x1b" not in str(refused.value)
+
+
+def test_a_store_url_with_a_password_is_refused_and_not_shown() -> None:
+    with pytest.raises(ConfigError, match="must not hold a password") as refused:
+        check_store_url("s3://user:hush@bucket/x")
+    assert "hush" not in str(refused.value)

@@ -17,9 +17,9 @@ from typing import Any
 from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.control import Commit, Fields, Hello, Mark, canonical, parse_control
+from torchrec_stream_ckpt.format.control import Commit, Fields, Mark, canonical, parse_control
 from torchrec_stream_ckpt.format.frame import Buffer
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.types import MarkerId, TableShard
 
 FORMAT = 1
 """Format of a store: of its names, its segments and its JSON objects."""
@@ -108,21 +108,18 @@ class Fold:
 class Notes:
     """What the last segment of a rank's interval says beside rows."""
 
-    hello: Hello | None
-    """At the first marker of a generation."""
+    shards: tuple[TableShard, ...]
+    """What the rank holds in this generation, as its HELLO says."""
     mark: Mark
 
     def to_json(self) -> bytes:
-        return canonical({"hello": asdict(self.hello) if self.hello is not None else None, "mark": asdict(self.mark)})
+        return canonical(asdict(self))
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Notes:
         """As :meth:`Manifest.from_bytes`; the checksum is the segment's."""
-        raw = _object(data, where)
-        if raw.keys() != {"hello", "mark"}:
-            raise CorruptionError("segment's notes have other fields than hello and mark", name=where)
-        hello = Hello.from_json(canonical(raw["hello"])) if raw["hello"] is not None else None
-        return cls(hello, Mark.from_json(canonical(raw["mark"])))
+        fields = Fields(data, f"notes of {where}", cls)
+        return cls(fields.each("shards", TableShard), Mark.from_json(canonical(fields.take("mark", dict))))
 
 
 def _wrap(kind: str, body: Mapping[str, Any]) -> bytes:

@@ -249,15 +249,23 @@ def lay_out(
     return [front, *(chunk.payload for chunk in chunks)], len(front), crc
 
 
-def decode_chunk(entry: np.void, data: memoryview, schema: Schema, where: str) -> RowsView:
-    """View the rows of one chunk, after checking its checksum, its lengths and its ids.
+def check_chunk(entry: np.void, data: memoryview, where: str) -> None:
+    """Compare a chunk with its checksum.
 
     Raises:
         CorruptionError: its bytes are not those that were written.
     """
-    place = {"name": where, "offset": str(entry["offset"])}
     if len(data) != int(entry["num_bytes"]) or crc32c(data) != int(entry["crc"]):
-        raise CorruptionError("chunk's checksum does not match", **place)
+        raise CorruptionError("chunk's checksum does not match", name=where, offset=str(entry["offset"]))
+
+
+def decode_chunk(entry: np.void, data: memoryview, schema: Schema, where: str) -> RowsView:
+    """View the rows of a chunk whose checksum has been compared, after checking its lengths and its ids.
+
+    Raises:
+        CorruptionError: it does not fit the schema or its directory.
+    """
+    place = {"name": where, "offset": str(entry["offset"])}
     index, col0, cols, rows = (int(entry[name]) for name in ("table", "col0", "cols", "rows"))
     if index >= len(schema.tables):
         raise CorruptionError(f"table {index} is not in the schema", **place)

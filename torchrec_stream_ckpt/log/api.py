@@ -5,14 +5,14 @@ Frames go in and come out whole; a log knows nothing of what is in them but wher
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Protocol
 
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.layout import FileUri, parse_uri
+from torchrec_stream_ckpt.options import Options, read_options
 from torchrec_stream_ckpt.types import LogSpan
 
 
@@ -137,7 +137,7 @@ class Log(Protocol):
     def close(self) -> None: ...
 
 
-def open_log(uri: str, options: Mapping[str, str] | str | Path | None = None) -> Log:
+def open_log(uri: str, options: Options = None) -> Log:
     """Open the log that ``uri`` names; touches nothing until it is used.
 
     Args:
@@ -156,23 +156,6 @@ def open_log(uri: str, options: Mapping[str, str] | str | Path | None = None) ->
     return KafkaLog(parsed, load_options(options))
 
 
-def load_options(options: Mapping[str, str] | str | Path | None) -> dict[str, str]:
+def load_options(options: Options) -> dict[str, str]:
     """Kafka client settings from a mapping, or from a properties file."""
-    if options is None:
-        return {}
-    if isinstance(options, Mapping):
-        return {str(key): str(value) for key, value in options.items()}
-    path = Path(options)
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise ConfigError(f"cannot read client options: {error.strerror}", path=path) from None
-    settings = {}
-    for number, line in enumerate(lines, 1):
-        key, separator, value = line.partition("=")
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        if not separator or not key.strip():
-            raise ConfigError("client options must be key=value lines", path=path, line=number)
-        settings[key.strip()] = value.strip()
-    return settings
+    return {key: str(value) for key, value in read_options(options, "client").items()}

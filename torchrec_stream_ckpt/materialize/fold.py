@@ -6,7 +6,7 @@ and one that was killed begins its interval again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torchrec_stream_ckpt.errors import CorruptionError
@@ -16,12 +16,12 @@ from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.manifest import Notes, SegmentRef
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.format.segment import HEADER_LEN, SegmentId, SegmentKind, front_bytes_of, lay_out, parse_front
-from torchrec_stream_ckpt.layout import SEGMENTS, interval_name, job_prefix
+from torchrec_stream_ckpt.layout import StoreSegment
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.stream import checked_payload, read_mark, read_stream
 from torchrec_stream_ckpt.materialize.sorter import RowSorter
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.types import RankEnd
+from torchrec_stream_ckpt.types import RankEnd, TableShard
 
 SEGMENT_BYTES = 128 * 2**20
 """Rows held in memory before they are written: an interval with more takes several parts. It stands in the store's
@@ -35,20 +35,25 @@ class Interval:
     claim: Claim
     commit: Commit
     end: RankEnd
-    after: RankEnd | None
-    """Where the marker before ends; None at the first one of a generation."""
+    previous: Commit | None
+    """The marker before; None at the first one of a generation."""
+
+    @property
+    def after(self) -> RankEnd | None:
+        """Where the rank's stream stood at the marker before."""
+        return self.previous.ranks[self.end.rank] if self.previous is not None else None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of frames."""
-        return self.end.num_bytes - (self.after.num_bytes if self.after is not None else 0)
+        return self.end.num_bytes - (self.after.num_bytes if self.after else 0)
 
     def segment(self, part: int) -> SegmentId:
         return SegmentId(SegmentKind.INTERVAL, self.commit.job, self.commit.id, self.end.rank, part)
 
     def name(self, part: int) -> str:
         """Of the object."""
-        return job_prefix(SEGMENTS, self.commit.job) + interval_name(self.commit.id, self.end.rank, part)
+        return StoreSegment(self.commit.job, self.commit.id, self.end.rank, part).name
 
 
 class SegmentWriter:
@@ -84,7 +89,11 @@ class SegmentWriter:
 
 
 def fold_interval(
-    log: Log, objects: Objects, interval: Interval, progress: Callable[[int], None] = lambda _: None
+    log: Log,
+    objects: Objects,
+    interval: Interval,
+    shards: tuple[TableShard, ...] | None,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> tuple[SegmentRef, ...]:
     """Read one rank's interval, check every frame and write its segments.
 
@@ -94,6 +103,7 @@ def fold_interval(
         log: The job's log.
         objects: The store.
         interval: Of a committed marker.
+        shards: What the rank's HELLO said; None at the first marker of a generation, whose interval holds it.
         progress: Called with the bytes of each frame.
 
     Raises:
@@ -104,7 +114,7 @@ def fold_interval(
     schema_crc = schema.crc
     writer = SegmentWriter(objects, schema, interval.name, interval.segment)
     rows = RowSorter(schema)
-    hello = mark = None
+    mark = None
     for header, frame in read_stream(log, commit, end, interval.after):
         payload = checked_payload(header, frame, commit, end)
         if header.schema_crc != schema_crc:
@@ -119,13 +129,13 @@ def fold_interval(
             if rows.num_bytes >= SEGMENT_BYTES:
                 writer.put(rows, last=False)
         elif header.kind is Kind.HELLO:
-            hello = Hello.from_json(payload)
+            shards = Hello.from_json(payload).shards
         else:
             mark = read_mark(header, frame, commit, end)
         progress(len(frame))
-    if mark is None or (hello is None) != (interval.after is not None):
+    if mark is None or shards is None:
         raise CorruptionError("interval without its HELLO or MARK", generation=commit.generation, rank=end.rank)
-    writer.put(rows, last=True, notes=Notes(hello, mark).to_json())
+    writer.put(rows, last=True, notes=Notes(shards, mark).to_json())
     return tuple(writer.refs)
 
 
@@ -144,3 +154,9 @@ def folded_interval(objects: Objects, interval: Interval) -> tuple[SegmentRef, .
         refs.append(SegmentRef(name, num_bytes, front.front_bytes, front.header_crc, front.rows))
         if front.last:
             return tuple(refs)
+
+
+def shards_of(objects: Objects, refs: Sequence[SegmentRef]) -> tuple[TableShard, ...]:
+    """What a rank held, as the last segment of one of its intervals says."""
+    front = parse_front(objects.read(refs[-1].name, 0, refs[-1].front_bytes), refs[-1].name)
+    return Notes.from_json(front.notes, refs[-1].name).shards

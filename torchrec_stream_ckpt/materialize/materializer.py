@@ -8,19 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense import dense_path, verify_dense
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Manifest, SegmentRef
-from torchrec_stream_ckpt.layout import CLAIMS, MANIFESTS, claim_name, dense_name, job_prefix, marker_name
+from torchrec_stream_ckpt.layout import claim_name, dense_file_name, manifest_name
 from torchrec_stream_ckpt.log.api import Log
-from torchrec_stream_ckpt.materialize.fold import Interval, fold_interval, folded_interval
+from torchrec_stream_ckpt.materialize.fold import Interval, fold_interval, folded_interval, shards_of
 from torchrec_stream_ckpt.materialize.merge import merge
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.store.identity import prepare_store
+from torchrec_stream_ckpt.types import MarkerId, TableShard
 
 SPAN = 16
 """Markers that one span of ``compact="span16"`` takes together, and spans that one of the next size does."""
@@ -100,13 +101,14 @@ class Materializer:
         """
         if not lineage.claims:
             return
+        prepare_store(self._objects)
         catalog = Catalog.load(self._objects, lineage.job)
         for commit in self.missing(lineage, catalog):
             segments = self._fold(lineage, commit)
             if segments is None:
                 return
             self._put_marker(lineage, commit, segments)
-            catalog.refresh()
+            catalog.markers |= {commit.id}
             self._write_folds(lineage, catalog, commit)
             self.counts.markers += 1
             yield commit.id
@@ -117,29 +119,45 @@ class Materializer:
         for interval in intervals(lineage, commit):
             refs = folded_interval(self._objects, interval)
             if refs is None and self._mine(interval.end.partition):
-                refs = fold_interval(self._log, self._objects, interval, self._count_frames)
+                shards = self._shards_before(interval)
+                refs = fold_interval(self._log, self._objects, interval, shards, self._count_frames)
                 self.counts.segment_bytes += sum(ref.num_bytes for ref in refs)
             segments.append(refs)
         complete = tuple(refs for refs in segments if refs is not None)
         return complete if len(complete) == len(segments) else None
+
+    def _shards_before(self, interval: Interval) -> tuple[TableShard, ...] | None:
+        """What the rank held at the marker before, which is in the store: they are folded in order."""
+        if interval.previous is None:
+            return None
+        previous = Interval(interval.claim, interval.previous, interval.previous.ranks[interval.end.rank], None)
+        refs = folded_interval(self._objects, previous)
+        if refs is None:
+            raise CorruptionError(
+                "the store has lost the segments of a marker that a later one of its generation needs",
+                hint="fold the log into a new store, if it still has all",
+                marker=interval.previous.id,
+                rank=interval.end.rank,
+            )
+        return shards_of(self._objects, refs)
 
     def _count_frames(self, num_bytes: int) -> None:
         self.counts.frames_bytes += num_bytes
 
     def _put_marker(self, lineage: Lineage, commit: Commit, segments: tuple[tuple[SegmentRef, ...], ...]) -> None:
         """The manifest comes last: with it the marker is in the store."""
-        claim = job_prefix(CLAIMS, commit.job) + claim_name(commit.generation)
+        claim = claim_name(commit.job, commit.generation)
         if self._objects.size(claim) is None:
             self._objects.put(claim, [lineage.claims[commit.generation].to_frame()])
         self._take_dense(commit)
-        manifest = job_prefix(MANIFESTS, commit.job) + marker_name(commit.id)
+        manifest = manifest_name(commit.job, commit.id)
         failpoint("materialize.manifest")
         self._objects.put(manifest, [Manifest(commit, segments).to_bytes()])
         failpoint("materialize.manifest_put")
 
     def _take_dense(self, commit: Commit) -> None:
         """Copy the dense state, unless the trainer has put it into this very store."""
-        names = {file: f"{dense_name(commit.job, commit.id)}/{file.name}" for file in commit.dense_files}
+        names = {file: dense_file_name(commit.job, commit.id, file.name) for file in commit.dense_files}
         absent = [file for file, name in names.items() if self._objects.size(name) != file.num_bytes]
         if not absent:
             return
@@ -174,7 +192,7 @@ class Materializer:
             self._objects, lineage.job, schema, lineage.bases(end), cover.pieces, self._pool, self._count_merged
         )
         self.counts.fold_bytes += sum(ref.num_bytes for ref in fold.segments)
-        catalog.refresh()
+        catalog.folds |= {(since, end)}
 
     def _count_merged(self, num_bytes: int) -> None:
         self.counts.fold_bytes_read += num_bytes
@@ -182,13 +200,11 @@ class Materializer:
 
 def intervals(lineage: Lineage, commit: Commit) -> list[Interval]:
     """What each rank sent for ``commit`` since the marker before in its generation."""
-    before = [
-        each
-        for each in lineage.commits.values()
-        if each.generation == commit.generation and each.marker < commit.marker
-    ]
+    markers = [each for each in lineage.commits.values() if each.generation == commit.generation]
+    place = markers.index(commit)
+    before = markers[place - 1] if place else None
     claim = lineage.claims[commit.generation]
-    return [Interval(claim, commit, end, before[-1].ranks[end.rank] if before else None) for end in commit.ranks]
+    return [Interval(claim, commit, end, before) for end in commit.ranks]
 
 
 def _spans(intervals_behind_root: int) -> Iterator[int]:

@@ -19,7 +19,7 @@ from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.manifest import Fold, SegmentRef
 from torchrec_stream_ckpt.format.rows import RowLayout, RowsView
 from torchrec_stream_ckpt.format.segment import SegmentId, SegmentKind, decode_chunk
-from torchrec_stream_ckpt.layout import FOLDS, SEGMENTS, fold_name, fold_part_name, job_prefix
+from torchrec_stream_ckpt.layout import FoldName
 from torchrec_stream_ckpt.materialize.fold import SEGMENT_BYTES, SegmentWriter
 from torchrec_stream_ckpt.materialize.sorter import RowSorter
 from torchrec_stream_ckpt.store.api import Objects
@@ -73,11 +73,11 @@ def merge(
         StoreUnavailableError: the fold was not written.
     """
     start, end = pieces[0].start, pieces[-1].end
-    name = fold_name(start, end)
+    name = FoldName(job, end, start)
     writer = SegmentWriter(
         objects,
         schema,
-        lambda part: job_prefix(SEGMENTS, job) + fold_part_name(name, part),
+        name.segment_name,
         lambda part: SegmentId(SegmentKind.FOLD, job, end, 0, part),
     )
     sources = _open(objects, job, pieces, pool)
@@ -89,7 +89,7 @@ def merge(
     writer.put(rows, last=True)
     fold = Fold(job, start, end, tuple(writer.refs))
     failpoint("fold.manifest")
-    objects.put(job_prefix(FOLDS, job) + name, [fold.to_bytes()])
+    objects.put(name.name, [fold.to_bytes()])
     failpoint("fold.manifest_put")
     return fold
 

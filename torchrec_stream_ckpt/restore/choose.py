@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,14 @@ from torchrec_stream_ckpt.format.dense import verify_dense
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.stream import read_hello
+from torchrec_stream_ckpt.restore.plan import streams
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.identity import check_store
+from torchrec_stream_ckpt.store.reader import Held, load_held
 from torchrec_stream_ckpt.types import MarkerId
+
+_READERS = 16
 
 log = logging.getLogger(__name__)
 
@@ -24,13 +32,24 @@ class Choice:
     lineage: Lineage
     commit: Commit
     hellos: dict[tuple[int, int], Hello]
-    """HELLO by (generation, rank), for every generation on the marker's path."""
+    """HELLO by (generation, rank), for every generation that the log has to give something of."""
     skipped: tuple[str, ...]
     """Newer markers whose dense state is damaged, each with its reason."""
+    held: Held | None
+    """What the store has on the marker's path; None: all comes from the log."""
 
 
-def choose(log_: Log, lineage: Lineage, store: Path, marker: MarkerId | None) -> Choice | None:
+def choose(
+    log_: Log, lineage: Lineage, store: Path, marker: MarkerId | None, objects: Objects | None = None
+) -> Choice | None:
     """Look up ``marker``, or the newest one whose dense state is whole; None when nothing was ever committed.
+
+    Args:
+        log_: The job's log.
+        lineage: Its control partition.
+        store: Where the dense state lies.
+        marker: Which one; None for the newest.
+        objects: The store, if rows may come from there.
 
     Raises:
         MarkerNotFoundError: ``marker`` was never committed.
@@ -44,35 +63,65 @@ def choose(log_: Log, lineage: Lineage, store: Path, marker: MarkerId | None) ->
         commit, skipped = _newest_whole(lineage, store)
     else:
         return None
-    check_incarnation(log_, lineage, commit.id)
-    return Choice(lineage, commit, read_hellos(log_, lineage, commit.id), tuple(skipped))
+    held = hold(objects, lineage, commit.id) if objects is not None else None
+    check_incarnation(log_, lineage, commit.id, held.reach if held is not None else None)
+    return Choice(lineage, commit, read_hellos(log_, lineage, commit.id, held), tuple(skipped), held)
 
 
-def check_incarnation(log_: Log, lineage: Lineage, marker: MarkerId) -> None:
-    """The log must be the very one that the marker's generations wrote to.
+def hold(objects: Objects, lineage: Lineage, marker: MarkerId) -> Held | None:
+    """What the store has on the path to ``marker``, as far as its directories tell.
+
+    None, with a warning, when they are damaged: the log may still have it all.
+
+    Raises:
+        StoreUnavailableError: it does not answer.
+        UnsupportedError: it is of a newer format.
+    """
+    if not check_store(objects):
+        return None
+    try:
+        catalog = Catalog.load(objects, lineage.job)
+        cover = catalog.cover(lineage.chain(marker))
+        if cover is None:
+            return None
+        with ThreadPoolExecutor(_READERS) as pool:
+            return load_held(objects, catalog, cover, pool)
+    except CorruptionError as error:
+        log.warning("the store cannot serve marker %s, all is read from the log: %s", marker, error.headline)
+        return None
+
+
+def check_incarnation(log_: Log, lineage: Lineage, marker: MarkerId, reach: MarkerId | None = None) -> None:
+    """The log must be the very one that the marker's generations wrote to, those that the store serves left out.
 
     Raises:
         CorruptionError: it was deleted and made again under its name.
     """
     now = log_.incarnation()
-    for ancestor in lineage.path(marker):
-        claim = lineage.claims[ancestor.generation]
+    for generation in {commit.generation: None for commit, _, _ in streams(lineage, marker, reach)}:
+        claim = lineage.claims[generation]
         if now is None or now.id != claim.incarnation:
             raise CorruptionError(
                 "the log was deleted and made again since this generation wrote to it",
                 hint="bring the old log back; its rows are not in this one",
-                generation=ancestor.generation,
+                generation=generation,
                 marker=marker,
             )
 
 
-def read_hellos(log_: Log, lineage: Lineage, marker: MarkerId) -> dict[tuple[int, int], Hello]:
-    """HELLO by (generation, rank), for every generation on the path to ``marker``."""
-    return {
-        (ancestor.generation, end.rank): read_hello(log_, lineage.claims[ancestor.generation], ancestor, end)
-        for ancestor in lineage.path(marker)
-        for end in ancestor.ranks
-    }
+def read_hellos(
+    log_: Log, lineage: Lineage, marker: MarkerId, held: Held | None = None
+) -> dict[tuple[int, int], Hello]:
+    """HELLO by (generation, rank), for every generation that the log has to give something of."""
+    hellos = {}
+    for commit, end, after in streams(lineage, marker, held.reach if held is not None else None):
+        claim = lineage.claims[commit.generation]
+        if held is not None and after is not None:
+            hello = Hello(claim.world, claim.schema, held.shards[end.rank])
+        else:
+            hello = read_hello(log_, claim, commit, end)
+        hellos[commit.generation, end.rank] = hello
+    return hellos
 
 
 def _newest_whole(lineage: Lineage, store: Path) -> tuple[Commit, list[str]]:

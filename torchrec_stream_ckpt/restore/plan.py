@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+
+import numpy as np
 
 from torchrec_stream_ckpt.errors import ColumnResplitError, CorruptionError, SchemaMismatchError
 from torchrec_stream_ckpt.format.control import Commit, Hello, Schema
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.restore.reshard import Move, intersect
+from torchrec_stream_ckpt.store.reader import Held, Picked
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, TableShard, TableSpec
 
 
@@ -20,11 +23,23 @@ class StreamRead:
     commit: Commit
     end: RankEnd
     moves: tuple[Move, ...]
+    after: RankEnd | None = None
+    """Only what is behind this end of an earlier marker: the store has given the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRead:
+    """Read these chunks of a segment, and make these moves."""
+
+    picked: Picked
+    moves: tuple[Move, ...]
+    is_base: bool
+    """Of the oldest piece: written straight. Else a row is written if no newer piece has given it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """All that one rank will read and write to have a marker. Execute ``reads`` in order."""
+    """All that one rank will read and write to have a marker: first ``stored``, then ``reads`` in order."""
 
     marker: MarkerId
     step: int
@@ -35,14 +50,29 @@ class RestorePlan:
     reads: tuple[StreamRead, ...]
     merged: frozenset[int]
     """Tables whose row-wise state has no exact value under this plan's column split, and will be merged."""
+    stored: tuple[StoreRead, ...] = ()
+    """Oldest first."""
+    reach: MarkerId | None = None
+    """The marker up to which the store serves; None: all comes from the log."""
+
+    @property
+    def moves(self) -> list[Move]:
+        """All of them, in no order."""
+        return [move for reads in (self.stored, self.reads) for read in reads for move in read.moves]
 
     def describe(self) -> str:
         """The plan in words, one line a stream and a move."""
         lines = [f"marker {self.marker}, step {self.step}, written by {self.world} ranks"]
+        if self.reach is not None:
+            num_bytes = sum(read.picked.num_bytes for read in self.stored)
+            lines.append(f"  the store up to marker {self.reach}: {len(self.stored)} segments, {num_bytes} bytes")
         for read in self.reads:
+            frames, num_bytes = read.end.frames, read.end.num_bytes
+            if read.after is not None:
+                frames, num_bytes = frames - read.after.frames, num_bytes - read.after.num_bytes
             lines.append(
                 f"  read generation {read.commit.generation} rank {read.end.rank}: "
-                f"{read.end.frames} frames, {read.end.num_bytes} bytes, partition {read.end.partition}"
+                f"{frames} frames, {num_bytes} bytes, partition {read.end.partition}"
             )
             for move in read.moves:
                 table = self.schema.tables[move.source.table].name
@@ -65,43 +95,105 @@ def plan_restore(
     targets: Sequence[TableShard],
     *,
     merge: bool = False,
+    held: Held | None = None,
 ) -> RestorePlan:
     """Plan the restore of ``marker`` into ``targets``. Pure: reads and writes nothing.
 
     Args:
         lineage: The control partition.
         marker: A committed marker.
-        hellos: The HELLO of every rank of every generation on the path to ``marker``.
+        hellos: The HELLO of every rank of every generation that the log has to give something of.
         schema: The tables of the restoring job.
         targets: The shards of this rank.
         merge: Allow a changed column split of a row-wise optimizer (``on_column_resplit="merge"``).
+        held: What the store has on the path to ``marker``.
 
     Raises:
         SchemaMismatchError: a table is missing or differs; names it and both values.
         ColumnResplitError: row-wise state has no exact answer under the new columns.
         CorruptionError: the sources do not cover a target.
     """
-    plan = plan_reads(lineage, marker, hellos, schema, targets)
+    plan = plan_reads(lineage, marker, hellos, schema, targets, held)
     _check_resplit(plan, merge=merge)
     return plan
 
 
 def plan_reads(
-    lineage: Lineage, marker: MarkerId, hellos: Hellos, schema: Schema, targets: Sequence[TableShard]
+    lineage: Lineage,
+    marker: MarkerId,
+    hellos: Hellos,
+    schema: Schema,
+    targets: Sequence[TableShard],
+    held: Held | None = None,
 ) -> RestorePlan:
     """``plan_restore`` for one that only reads: whether states can be put together is not asked."""
     commit = lineage.find(marker)
     check_schema(lineage.claims[marker.generation].schema, schema)
     bases = lineage.bases(marker)
+    stored = list(_store_reads(schema, held, targets, bases)) if held is not None else []
     reads = [
-        StreamRead(ancestor, end, _moves(hellos[ancestor.generation, end.rank], targets, bases, ancestor.generation))
-        for ancestor in lineage.path(marker)
-        for end in ancestor.ranks
+        StreamRead(
+            ancestor, end, _moves(hellos[ancestor.generation, end.rank], targets, bases, ancestor.generation), after
+        )
+        for ancestor, end, after in streams(lineage, marker, held.reach if held is not None else None)
     ]
-    _check_cover(schema, targets, [move for read in reads for move in read.moves])
-    resplit = _resplit_tables(schema, [move for read in reads for move in read.moves])
-    used = tuple(read for read in reads if read.moves)
-    return RestorePlan(marker, commit.step, len(commit.ranks), schema, tuple(targets), used, resplit)
+    moves = [move for read in stored for move in read.moves] + [move for read in reads for move in read.moves]
+    _check_cover(schema, targets, moves)
+    return RestorePlan(
+        marker,
+        commit.step,
+        len(commit.ranks),
+        schema,
+        tuple(targets),
+        tuple(read for read in reads if read.moves),
+        _resplit_tables(schema, moves),
+        tuple(read for read in stored if len(read.picked.chunks)),
+        held.reach if held is not None else None,
+    )
+
+
+def streams(
+    lineage: Lineage, marker: MarkerId, reach: MarkerId | None = None
+) -> Iterator[tuple[Commit, RankEnd, RankEnd | None]]:
+    """What the log has to give for ``marker``, behind ``reach`` on its path: (commit, end of a rank, read behind)."""
+    for ancestor in lineage.path(marker):
+        if reach is None or ancestor.generation > reach.generation:
+            yield from ((ancestor, end, None) for end in ancestor.ranks)
+        elif ancestor.generation == reach.generation and ancestor.id != reach:
+            yield from ((ancestor, end, lineage.find(reach).ranks[end.rank]) for end in ancestor.ranks)
+
+
+def _store_reads(
+    schema: Schema, held: Held, targets: Sequence[TableShard], bases: Mapping[int, int]
+) -> Iterator[StoreRead]:
+    for number, piece in enumerate(held.pieces):
+        for picked in piece.segments:
+            directory = picked.front.directory
+            slices = np.unique(directory[["table", "col0", "cols"]])
+            sources = [
+                TableShard(int(table), 0, schema.tables[table].rows, int(col0), int(cols))
+                for table, col0, cols in slices
+                if piece.generation >= bases.get(int(table), 0)
+            ]
+            moves = tuple(
+                move for source in sources for target in targets if (move := intersect(source, target)) is not None
+            )
+            yield StoreRead(_pick(picked, moves), moves, is_base=not number)
+
+
+def _pick(picked: Picked, moves: Sequence[Move]) -> Picked:
+    """The chunks that may hold rows of one of the moves."""
+    entries = picked.front.directory
+    chosen = np.zeros(len(entries), np.bool_)
+    for move in moves:
+        chosen |= (
+            (entries["table"] == move.source.table)
+            & (entries["col0"] == move.source.col0)
+            & (entries["cols"] == move.source.cols)
+            & (entries["first"] < move.row0 + move.rows)
+            & (entries["last"] >= move.row0)
+        )
+    return Picked(picked.ref, picked.front, np.flatnonzero(chosen))
 
 
 def _moves(hello: Hello, targets: Sequence[TableShard], bases: Mapping[int, int], generation: int) -> tuple[Move, ...]:

@@ -6,12 +6,14 @@ rules as a folder does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
+from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.format.frame import Buffer
+from torchrec_stream_ckpt.layout import check_store_url
+from torchrec_stream_ckpt.options import Options, read_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +57,32 @@ class Objects(Protocol):
     def delete(self, name: str) -> None:
         """Take an object away; nothing happens when there is none."""
 
+    def clear_leftovers(self) -> int:
+        """Take away what writers that died have left half written, where that can be told; returns how many bytes.
+
+        No listing shows it. Writers that live are not disturbed.
+        """
+
     def close(self) -> None: ...
 
 
-def open_store(url: str, options: Mapping[str, str] | str | Path | None = None) -> Objects:
+def open_store(url: str, options: Options = None) -> Objects:
     """Open the store at ``url``; touches nothing until it is used.
 
     Args:
         url: ``file://DIR``, a plain path, or what fsspec knows: ``s3://BUCKET/PREFIX``, ``memory://NAME``.
         options: Settings of fsspec's file system, or a file of ``key=value`` lines.
+
+    Raises:
+        ConfigError: it is no URL of a store, or what reads it is not installed.
     """
-    raise NotImplementedError(url, options)
+    where = check_store_url(url)
+    if where.folder is not None:
+        from torchrec_stream_ckpt.store.folder import FolderObjects
+
+        if options:
+            raise ConfigError("store options are for object stores, this is a folder", hint="leave them away")
+        return FolderObjects(where.folder)
+    from torchrec_stream_ckpt.store.remote import FsspecObjects
+
+    return FsspecObjects(where, read_options(options, "store"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchrec_stream_ckpt.errors import CorruptionError
@@ -10,16 +10,15 @@ from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Fold, Manifest, SegmentRef
 from torchrec_stream_ckpt.layout import (
-    CLAIMS,
-    DROPPED,
-    FOLDS,
-    MANIFESTS,
+    DROPPED_DIR,
+    FOLDS_DIR,
+    MANIFESTS_DIR,
+    FoldName,
     claim_name,
-    fold_name,
-    job_prefix,
-    marker_name,
+    manifest_name,
+    parse_dropped_name,
     parse_fold_name,
-    parse_marker_name,
+    parse_manifest_name,
 )
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.types import MarkerId
@@ -76,16 +75,18 @@ class Catalog:
 
     def refresh(self) -> None:
         """List again."""
-        self.markers = self._marker_names(MANIFESTS)
-        self.dropped = self._marker_names(DROPPED)
-        prefix = job_prefix(FOLDS, self.job)
-        names = [parse_fold_name(entry.name.removeprefix(prefix)) for entry in self.objects.list(prefix)]
-        self.folds = frozenset(name for name in names if name is not None)
+        self.markers = frozenset(
+            found[1] for name in self._names(MANIFESTS_DIR) if (found := parse_manifest_name(name)) is not None
+        )
+        self.dropped = frozenset(
+            found[1] for name in self._names(DROPPED_DIR) if (found := parse_dropped_name(name)) is not None
+        )
+        self.folds = frozenset(
+            (fold.start, fold.end) for name in self._names(FOLDS_DIR) if (fold := parse_fold_name(name)) is not None
+        )
 
-    def _marker_names(self, kind: str) -> frozenset[MarkerId]:
-        prefix = job_prefix(kind, self.job)
-        names = [parse_marker_name(entry.name.removeprefix(prefix)) for entry in self.objects.list(prefix)]
-        return frozenset(name for name in names if name is not None)
+    def _names(self, kind: str) -> Iterator[str]:
+        return (entry.name for entry in self.objects.list(f"{kind}/{self.job.hex()}/"))
 
     def manifest(self, marker: MarkerId) -> Manifest:
         """The manifest of a marker that is there.
@@ -94,7 +95,7 @@ class Catalog:
             CorruptionError: it is gone or altered.
         """
         if marker not in self._manifests:
-            name = job_prefix(MANIFESTS, self.job) + marker_name(marker)
+            name = manifest_name(self.job, marker)
             manifest = Manifest.from_bytes(self.objects.read(name), name)
             if (manifest.commit.job, manifest.commit.id) != (self.job, marker):
                 raise CorruptionError("manifest is of another marker than its name", name=name)
@@ -103,7 +104,7 @@ class Catalog:
 
     def fold(self, start: MarkerId | None, end: MarkerId) -> Fold:
         """A fold that is there; raises as :meth:`manifest`."""
-        name = job_prefix(FOLDS, self.job) + fold_name(start, end)
+        name = FoldName(self.job, end, start).name
         fold = Fold.from_bytes(self.objects.read(name), name)
         if (fold.job, fold.start, fold.end) != (self.job, start, end):
             raise CorruptionError("fold is another one than its name says", name=name)
@@ -111,7 +112,7 @@ class Catalog:
 
     def claim(self, generation: int) -> Claim:
         """The CLAIM of a generation that has a manifest, as it stands in the control partition."""
-        name = job_prefix(CLAIMS, self.job) + claim_name(generation)
+        name = claim_name(self.job, generation)
         claim = parse_control(self.objects.read(name))
         if not isinstance(claim, Claim) or (claim.job, claim.generation) != (self.job, generation):
             raise CorruptionError("not the CLAIM that its name says", name=name)
@@ -145,7 +146,7 @@ class Catalog:
             if commit.id in self.markers:
                 strides.setdefault(place, []).append(place - 1)
         for reach in reversed(range(len(chain))):
-            steps = _steps(strides, reach)
+            steps = _steps(strides, reach) if chain[reach].id in self.markers else None
             if steps is not None:
                 return Cover(tuple(self._piece(chain, start, end, since) for start, end in steps))
         return None

@@ -6,14 +6,18 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.manifest import SegmentRef
-from torchrec_stream_ckpt.format.segment import Front, parse_front
+from torchrec_stream_ckpt.format.control import TableScalars
+from torchrec_stream_ckpt.format.manifest import Notes, SegmentRef
+from torchrec_stream_ckpt.format.segment import Front, check_chunk, parse_front
 from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.catalog import Catalog, Cover
+from torchrec_stream_ckpt.types import MarkerId, TableShard
 
 RANGE_BYTES = 16 * 2**20
 """What one read asks for at most."""
@@ -34,6 +38,57 @@ class Picked:
     @property
     def num_bytes(self) -> int:
         return int(self.front.directory["num_bytes"][self.chunks].sum())
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPiece:
+    """A piece of a cover, its directories read."""
+
+    generation: int
+    """The one that it ends in."""
+    segments: tuple[Picked, ...]
+    """All chunks of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a store has on the path to a marker: all rows up to ``reach``."""
+
+    reach: MarkerId
+    pieces: tuple[HeldPiece, ...]
+    """Oldest first; the first one holds every row."""
+    scalars: tuple[TableScalars, ...]
+    """Of all ranks at ``reach``."""
+    shards: tuple[tuple[TableShard, ...], ...]
+    """Of each rank in the generation of ``reach``."""
+
+
+def load_held(objects: Objects, catalog: Catalog, cover: Cover, pool: Executor) -> Held:
+    """Read the directories of a cover.
+
+    Raises:
+        CorruptionError: a segment is gone or altered; names it.
+        StoreUnavailableError: the store does not answer.
+    """
+    refs = [ref for piece in cover.pieces for ref in piece.segments]
+    fronts = iter(load_fronts(objects, refs, catalog.job, pool))
+    pieces = tuple(
+        HeldPiece(
+            piece.end.generation,
+            tuple(
+                Picked(ref, front, np.arange(len(front.directory)))
+                for ref, front in zip(piece.segments, islice(fronts, len(piece.segments)), strict=True)
+            ),
+        )
+        for piece in cover.pieces
+    )
+    last = [refs[-1] for refs in catalog.manifest(cover.reach).segments]
+    notes = [
+        Notes.from_json(front.notes, ref.name)
+        for ref, front in zip(last, load_fronts(objects, last, catalog.job, pool), strict=True)
+    ]
+    scalars = tuple(record for each in notes for record in each.mark.scalars)
+    return Held(cover.reach, pieces, scalars, tuple(each.shards for each in notes))
 
 
 def load_front(objects: Objects, ref: SegmentRef, job: bytes) -> Front:
@@ -57,10 +112,16 @@ def load_fronts(objects: Objects, refs: Sequence[SegmentRef], job: bytes, pool: 
 def read_chunks(
     objects: Objects, picked: Sequence[Picked], pool: Executor, ahead: int = AHEAD
 ) -> Iterator[tuple[Picked, np.void, memoryview]]:
-    """(segment, directory entry, bytes) of all chunks, segment by segment; the bytes are not checked yet.
+    """(segment, directory entry, bytes) of all chunks, segment by segment; their checksums have been compared.
+
+    Args:
+        objects: The store.
+        picked: What to read.
+        pool: Threads that read and compare, ahead of the caller.
+        ahead: How many reads of at most ``RANGE_BYTES``.
 
     Raises:
-        CorruptionError: a segment is gone or shorter.
+        CorruptionError: a segment is gone, shorter or altered.
         StoreUnavailableError: the store does not answer.
     """
     pending: deque[tuple[Picked, npt.NDArray[np.int64], Future[memoryview]]] = deque()
@@ -74,12 +135,8 @@ def read_chunks(
                 return
             each, run, future = pending.popleft()
             data = future.result()
-            directory = each.front.directory
-            begin = int(directory["offset"][run[0]])
-            for number in run:
-                entry = directory[number]
-                offset = int(entry["offset"]) - begin
-                yield each, entry, data[offset : offset + int(entry["num_bytes"])]
+            for entry, chunk in _split(each, run, data):
+                yield each, entry, chunk
     finally:
         for _, _, future in pending:
             future.cancel()
@@ -103,4 +160,17 @@ def _runs(picked: Picked) -> Iterator[npt.NDArray[np.int64]]:
 def _read_run(objects: Objects, picked: Picked, run: npt.NDArray[np.int64]) -> memoryview:
     directory = picked.front.directory
     end = int(directory["offset"][run[-1]]) + int(directory["num_bytes"][run[-1]])
-    return objects.read(picked.ref.name, int(directory["offset"][run[0]]), end)
+    data = objects.read(picked.ref.name, int(directory["offset"][run[0]]), end)
+    for entry, chunk in _split(picked, run, data):
+        check_chunk(entry, chunk, picked.ref.name)
+    return data
+
+
+def _split(picked: Picked, run: npt.NDArray[np.int64], data: memoryview) -> Iterator[tuple[np.void, memoryview]]:
+    """The chunks of one read."""
+    directory = picked.front.directory
+    begin = int(directory["offset"][run[0]])
+    for number in run:
+        entry = directory[number]
+        offset = int(entry["offset"]) - begin
+        yield entry, data[offset : offset + int(entry["num_bytes"])]

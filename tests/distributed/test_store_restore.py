@@ -1,0 +1,70 @@
+"""A marker comes back bit for bit from the store, from the store and the log's tail, and from bases and spans."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import jobs, ranks, stores
+from tests.model import PLAN_1, PLAN_2, PLAN_2_OTHER, PLAN_3, PLAN_3_OTHER, Spec, differences
+from torchrec_stream_ckpt import StreamConfig
+from torchrec_stream_ckpt.materialize.materializer import Policy
+from torchrec_stream_ckpt.types import MarkerId
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 12  # markers 1:1 to 1:5 at steps 3, 6, 9, 12, and one more by mark()
+NEVER, ALWAYS = Policy(rebase=0), Policy(rebase=1e-9)
+SPANS = Policy(rebase=0, compact="span16")
+
+
+@pytest.fixture(scope="module", params=["rowwise", "adagrad", "sgd"])
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, list[Any]]:
+    """A finished job of two ranks: its optimizer, its log, and per rank the losses and the truth at each step."""
+    directory = tmp_path_factory.mktemp(request.param)
+    settings = StreamConfig(uri=f"file://{directory}", marker_every=3)
+    build = {} if request.param == "rowwise" else {"optimizer": request.param, "dense": request.param}
+    return request.param, directory, ranks.run(2, jobs.train_with, PLAN_2, settings, STEPS, build)
+
+
+WIDE: dict[str, dict[int, Spec]] = {
+    "rowwise": {1: PLAN_1, 2: PLAN_2_OTHER, 3: PLAN_3_OTHER},
+    "adagrad": {1: PLAN_1, 2: {**PLAN_2_OTHER, "t_wide": ("rw", None)}, 3: {**PLAN_3, "t_item": ("cw", [0, 2])}},
+    "sgd": {1: PLAN_1, 2: PLAN_2, 3: {**PLAN_3, "t_wide": ("rw", None), "t_user": ("cw", [1, 0])}},
+}
+
+
+@pytest.mark.parametrize("policy", [NEVER, ALWAYS], ids=["intervals", "bases"])
+@pytest.mark.parametrize(("world", "marker"), [(1, "1:2"), (2, None), (3, "1:3"), (3, None)])
+def test_a_marker_comes_back_from_the_store_alone(
+    source: tuple[str, Path, list[Any]], world: int, marker: str | None, policy: Policy, tmp_path: Path
+) -> None:
+    optimizer, directory, trained = source
+    copy = shutil.copytree(directory, tmp_path / "log")
+    stores.fold(copy, policy)
+    stores.lose_rows(copy)
+    check(copy, optimizer, trained, world, marker)
+
+
+@pytest.mark.parametrize("policy", [NEVER, ALWAYS], ids=["intervals", "bases"])
+@pytest.mark.parametrize(("world", "upto"), [(2, 1), (3, 3)])
+def test_the_log_gives_what_is_behind_the_store(
+    source: tuple[str, Path, list[Any]], world: int, upto: int, policy: Policy, tmp_path: Path
+) -> None:
+    optimizer, directory, trained = source
+    copy = shutil.copytree(directory, tmp_path / "log")
+    stores.fold(copy, policy, MarkerId(1, upto))
+    check(copy, optimizer, trained, world, None)
+
+
+def check(directory: Path, optimizer: str, trained: list[Any], world: int, marker: str | None) -> None:
+    build = {} if optimizer == "rowwise" else {"optimizer": optimizer, "dense": optimizer}
+    settings = StreamConfig(uri=f"file://{directory}", marker_every=3)
+    restored = ranks.run(world, jobs.restore_with, WIDE[optimizer][world], settings, marker, 0, build)
+    for rank, (state, step, _, _) in enumerate(restored):
+        assert step == (3 * MarkerId.parse(marker).marker if marker else STEPS)
+        truth = trained[min(rank, len(trained) - 1)][1][step]
+        assert differences(truth, state, rng=rank < len(trained)) == []

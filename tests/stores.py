@@ -1,0 +1,40 @@
+"""Logs and the stores that are made of them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.layout import DATA_DIR
+from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
+from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.types import MarkerId
+
+
+def fold(directory: Path, policy: Policy | None = None, upto: MarkerId | None = None) -> list[MarkerId]:
+    """Fold the log in a folder into a store in the same one, up to a marker; returns the markers that were folded."""
+    log = FileLog(directory)
+    lineage = Control(log).refresh()
+    if upto is not None:
+        lineage = Lineage(
+            lineage.claims, {marker: commit for marker, commit in lineage.commits.items() if marker <= upto}
+        )
+    with ThreadPoolExecutor(4) as pool:
+        materializer = Materializer(log, open_store(str(directory)), lambda _: directory, pool, policy)
+        return list(materializer.catch_up(lineage))
+
+
+def lose_rows(directory: Path) -> None:
+    """Take all frames away: what is restored now comes from the store."""
+    shutil.rmtree(directory / DATA_DIR)
+    (directory / DATA_DIR).mkdir()
+
+
+def contents(objects: Objects) -> Mapping[str, bytes]:
+    """All objects of a store."""
+    return {entry.name: bytes(objects.read(entry.name)) for entry in objects.list("")}

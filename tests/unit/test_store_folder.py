@@ -1,0 +1,211 @@
+"""A store in a folder: what a kill, a full disk, a link and a reader without rights leave and see."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchrec_stream_ckpt import failpoints
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StoreUnavailableError
+from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.folder import FolderObjects
+
+DATA = b"0123456789" * 100
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FolderObjects:
+    return FolderObjects(tmp_path / "store")
+
+
+def files(store: FolderObjects) -> list[Path]:
+    root = Path(store.url.removeprefix("file://"))
+    return [path for path in root.rglob("*") if path.is_file()]
+
+
+def put_in_a_process(store: FolderObjects, points: str) -> int:
+    """Put ``a/x`` in another process, and end it at a failpoint; returns its exit status."""
+    program = (
+        "import sys; from torchrec_stream_ckpt.store.api import open_store; "
+        "open_store(sys.argv[1]).put('a/x', [sys.argv[2].encode()])"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", program, store.url, DATA.decode()],
+        env={**os.environ, "STREAM_CKPT_FAILPOINTS": points},
+        timeout=60,
+        check=False,
+    ).returncode
+
+
+@pytest.mark.parametrize("point", ["store.put", "store.rename"])
+def test_a_writer_killed_before_the_rename_leaves_no_object(store: FolderObjects, point: str) -> None:
+    assert put_in_a_process(store, f"{point}=kill") == -signal.SIGKILL
+    assert list(store.list("")) == []
+    assert store.size("a/x") is None
+    left = len(DATA) if point == "store.rename" else 0
+    assert len(files(store)) == bool(left)
+    assert store.clear_leftovers() == left
+    assert files(store) == []
+    store.put("a/x", [DATA])
+    assert store.read("a/x") == DATA
+
+
+def test_a_writer_killed_behind_the_rename_leaves_the_whole_object(store: FolderObjects) -> None:
+    assert put_in_a_process(store, "store.renamed=kill") == -signal.SIGKILL
+    assert store.read("a/x") == DATA
+    assert store.clear_leftovers() == 0
+
+
+def test_leftovers_of_a_living_writer_stay(store: FolderObjects) -> None:
+    fd, path = store._create(Path(store.url.removeprefix("file://")) / "a")
+    os.write(fd, DATA)
+    assert store.clear_leftovers() == 0
+    assert path.exists()
+    os.close(fd)
+    assert store.clear_leftovers() == len(DATA)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("point", ["store.put", "store.rename", "store.renamed"])
+def test_a_disk_that_fails_is_said_and_leaves_nothing_half_written(store: FolderObjects, point: str) -> None:
+    failpoints.arm(f"{point}=raise")
+    try:
+        with pytest.raises(StoreUnavailableError, match="cannot write it") as failed:
+            store.put("a/x", [DATA])
+    finally:
+        failpoints.arm("")
+    assert failed.value.where["path"] == Path(store.url.removeprefix("file://")) / "a/x"
+    assert [path.name for path in files(store)] == (["x"] if point == "store.renamed" else [])
+
+
+@pytest.mark.parametrize("call", ["fdatasync", "fsync"])
+def test_a_sync_that_fails_is_an_error_and_is_not_tried_again(
+    store: FolderObjects, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    store.put("a/first", [b"x"])
+    calls = []
+
+    def fail(fd: int) -> None:
+        calls.append(fd)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(StoreUnavailableError, match="Input/output error"):
+        store.put("a/x", [DATA])
+    assert len(calls) == 1
+
+
+def test_every_new_name_is_synced_in_its_folder(store: FolderObjects, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(Path(os.readlink(f"/proc/self/fd/{fd}"))), fsync(fd)))
+    root = Path(store.url.removeprefix("file://"))
+    store.put("a/b/x", [DATA])
+    assert {root.parent, root, root / "a", root / "a/b"} <= set(synced)
+    assert synced[-1] == root / "a/b"
+    synced.clear()
+    store.put("a/b/y", [DATA])
+    assert synced == [root / "a/b"]
+
+
+@pytest.mark.parametrize(
+    ("call", "number", "hint"),
+    [
+        ("writev", errno.ENOSPC, "gc"),
+        ("writev", errno.EDQUOT, "gc"),
+        ("writev", errno.EIO, "mend the disk"),
+        ("open", errno.EACCES, "right"),
+        ("open", errno.EROFS, "mount"),
+        ("rename", errno.EACCES, "right"),
+    ],
+)
+def test_a_disk_that_takes_nothing_is_said_with_what_to_do(
+    store: FolderObjects, monkeypatch: pytest.MonkeyPatch, call: str, number: int, hint: str
+) -> None:
+    store.put("a/x", [b"x"])
+
+    def fail(*args: object, **kwargs: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(StoreUnavailableError, match=os.strerror(number)) as failed:
+        store.put("a/y", [DATA])
+    monkeypatch.undo()
+    assert hint in failed.value.hint
+    assert [path.name for path in files(store)] == ["x"]
+
+
+def test_short_writes_are_gone_on_with(store: FolderObjects, monkeypatch: pytest.MonkeyPatch) -> None:
+    writev = os.writev
+    monkeypatch.setattr(os, "writev", lambda fd, parts: writev(fd, [bytes(parts[0])[:7]]))
+    store.put("a/x", [DATA[:5], DATA[5:300], b"", DATA[300:]])
+    assert store.read("a/x") == DATA
+
+
+def test_links_are_no_objects(store: FolderObjects, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(DATA)
+    store.put("a/x", [DATA])
+    link = tmp_path / "store/a/link"
+    link.symlink_to(secret)
+    (tmp_path / "store/folder").symlink_to(tmp_path)
+    os.mkfifo(tmp_path / "store/a/pipe")
+    assert {entry.name for entry in store.list("")} == {"a/x"}
+    assert store.size("a/link") is None
+    with pytest.raises(CorruptionError, match="is a link to another place"):
+        store.read("a/link")
+    with pytest.raises(CorruptionError, match="is no plain file"):
+        store.read("a/pipe")
+
+
+def test_a_link_in_the_place_of_an_object_is_replaced_not_followed(store: FolderObjects, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"secret")
+    store.put("a/y", [b"y"])
+    (tmp_path / "store/a/x").symlink_to(secret)
+    store.put("a/x", [DATA])
+    assert store.read("a/x") == DATA
+    assert secret.read_bytes() == b"secret"
+
+
+def test_a_file_in_the_place_of_the_store_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    store = FolderObjects(tmp_path / "file")
+    with pytest.raises(StoreUnavailableError, match="Not a directory"):
+        list(store.list(""))
+    with pytest.raises(StoreUnavailableError):
+        store.put("x", [b"x"])
+
+
+def test_a_folder_that_went_with_its_last_object_is_made_again(store: FolderObjects, tmp_path: Path) -> None:
+    store.put("dense/job/marker/x", [b"x"])
+    store.delete("dense/job/marker/x")
+    assert not (tmp_path / "store/dense/job/marker").exists()
+    assert (tmp_path / "store/dense/job").is_dir()
+    store.put("dense/job/marker/y", [b"y"])
+    assert store.read("dense/job/marker/y") == b"y"
+
+
+def test_views_hold_no_files_open_once_they_are_gone(store: FolderObjects) -> None:
+    store.put("large", [bytes(2**20)])
+    before = len(os.listdir("/proc/self/fd"))
+    views = [store.read("large") for _ in range(50)] + [store.read("large", 0, 100) for _ in range(50)]
+    assert all(len(view) in (2**20, 100) for view in views)
+    del views
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_plain_path_is_a_folder_and_takes_no_options(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "store"))
+    store.put("x", [b"x"])
+    assert store.url == f"file://{tmp_path}/store"
+    with pytest.raises(ConfigError, match="store options are for object stores"):
+        open_store(str(tmp_path), {"key": "k"})

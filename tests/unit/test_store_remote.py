@@ -1,0 +1,94 @@
+"""Opening a store in an object store: what is refused, how options are read, and that no error shows one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchrec_stream_ckpt import failpoints
+from torchrec_stream_ckpt.errors import ConfigError, StoreUnavailableError
+from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.remote import FsspecObjects, typed
+
+
+def test_a_protocol_that_nobody_knows_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="'nosuch://' is no protocol that fsspec knows"):
+        open_store("nosuch://bucket/x")
+
+
+@pytest.mark.parametrize("url", ["sftp://host/x", "hdfs://host/x", "ftp://host/x", "http://host/x"])
+def test_a_protocol_that_shows_half_an_upload_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="half written"):
+        open_store(url)
+
+
+def test_a_library_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
+    with pytest.raises(ConfigError, match="what reads 's3://' is not installed") as refused:
+        open_store("s3://bucket/x")
+    assert refused.value.hint == "pip install 'torchrec_stream_ckpt[s3]'"
+
+
+def test_options_are_typed_by_how_they_look() -> None:
+    given = {
+        "key": "123",
+        "anon": "false",
+        "use_ssl": "true",
+        "client_kwargs.region_name": "eu-west-1",
+        "client_kwargs.verify": "/ca.pem",
+        "config_kwargs": '{"retries": {"max_attempts": 1}}',
+        "max_concurrency": 4,
+    }
+    assert typed(given) == {
+        "key": "123",
+        "anon": False,
+        "use_ssl": True,
+        "client_kwargs": {"region_name": "eu-west-1", "verify": "/ca.pem"},
+        "config_kwargs": {"retries": {"max_attempts": 1}},
+        "max_concurrency": 4,
+    }
+
+
+def test_options_come_from_a_file_as_well(tmp_path: Path) -> None:
+    path = tmp_path / "options"
+    path.write_text("# of the store\nglobal_store = true\n")
+    open_store("memory://from-a-file", path).put("x", [b"x"])
+    assert bytes(open_store("memory://from-a-file").read("x")) == b"x"
+    path.write_text("secret\n")
+    with pytest.raises(ConfigError, match="store options must be key=value lines"):
+        open_store("memory://from-a-file", path)
+
+
+@pytest.mark.parametrize("options", [{"config_kwargs": "{hush"}, {"a": "hush", "a.b": "hush"}])
+def test_no_error_about_options_shows_a_value(options: dict[str, str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        open_store("memory://x", options)
+    assert "hush" not in str(refused.value)
+
+
+def test_a_failure_below_fsspec_is_ours_and_names_the_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store("memory://failing")
+    assert isinstance(store, FsspecObjects)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("the library broke")
+
+    monkeypatch.setattr(store._fs, "pipe_file", fail)
+    with pytest.raises(StoreUnavailableError, match="cannot write it: RuntimeError: the library broke") as failed:
+        store.put("a/x", [b"x"])
+    assert failed.value.where == {"store": "memory://failing", "name": "a/x"}
+
+
+def test_a_put_that_fails_leaves_no_object() -> None:
+    store = open_store("memory://failpoint")
+    failpoints.arm("store.put=raise")
+    try:
+        with pytest.raises(StoreUnavailableError):
+            store.put("a/x", [b"x"])
+    finally:
+        failpoints.arm("")
+    assert store.size("a/x") is None

@@ -1,0 +1,38 @@
+"""Settings that go to a client library as they are: a mapping, or a file of ``key=value`` lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torchrec_stream_ckpt.errors import ConfigError
+
+Options = Mapping[str, Any] | str | Path | None
+
+
+def read_options(options: Options, what: str) -> dict[str, Any]:
+    """The settings of a mapping, or of a file whose values are text.
+
+    Args:
+        options: A mapping, or a file's path.
+        what: Whose settings they are, for errors: ``"client"``, ``"store"``. No error shows a value: it may be secret.
+    """
+    if options is None:
+        return {}
+    if isinstance(options, Mapping):
+        return {str(key): value for key, value in options.items()}
+    path = Path(options)
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read {what} options: {error.strerror}", path=path) from None
+    settings = {}
+    for number, line in enumerate(lines, 1):
+        key, separator, value = line.partition("=")
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        if not separator or not key.strip():
+            raise ConfigError(f"{what} options must be key=value lines", path=path, line=number)
+        settings[key.strip()] = value.strip()
+    return settings

@@ -1,0 +1,247 @@
+"""A store in a folder of a file system."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, StoreUnavailableError
+from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.format.frame import Buffer
+from torchrec_stream_ckpt.layout import TEMPORARY_PREFIX, check_object_name, fsync_dir, is_object_name, make_dirs
+from torchrec_stream_ckpt.store.api import Entry
+
+_MAX_IOV = 1024
+_MAP_FROM_BYTES = 2**18
+"""Smaller ranges are copied: a map costs more than it saves, and a file descriptor for as long as it lives."""
+_ATTEMPTS = 10
+_HINTS = {
+    errno.ENOSPC: "make room on the disk, or take away what the retention gives up: stream-ckpt gc",
+    errno.EDQUOT: "make room in this user's quota, or take away what the retention gives up: stream-ckpt gc",
+    errno.EACCES: "run as a user who may do it, or give this one the right",
+    errno.EPERM: "run as a user who may do it, or give this one the right",
+    errno.EROFS: "mount the file system for writing, or name another store",
+    errno.ENOTDIR: "a store is a folder: check its URL",
+    errno.EMFILE: "let this process open more files: ulimit -n",
+}
+
+
+class FolderObjects:
+    """Objects as files below ``root``.
+
+    Whole or not at all: an object is written under a temporary name beside its own, synced, renamed; so a name is there
+    with all its bytes, or not at all. Durable on return: behind the rename its folder is synced, and so are the folders
+    above it, up to the store's, when this process first writes there. What a writer that died has left behind has a
+    name that is no object's, and goes with :meth:`clear_leftovers`.
+
+    Views of large ranges are maps of the file: they stay good when the object is deleted, but a disk that fails under
+    one kills the process (SIGBUS).
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.url = f"file://{root}"
+        self._root = root
+        self._durable: set[Path] = set()
+        """Folders whose own names have been synced."""
+
+    def put(self, name: str, parts: Sequence[Buffer]) -> None:
+        path = self._path(name)
+        with self._errors("write", path):
+            failpoint("store.put")
+            self._put(path, parts)
+            failpoint("store.renamed")
+            # Never tried again: after a sync that failed, a second one may succeed though the bytes are lost.
+            fsync_dir(path.parent)
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        path = self._path(name)
+        with self._errors("read", path):
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                found = os.fstat(fd)
+                if stat.S_ISDIR(found.st_mode):
+                    raise FileNotFoundError(errno.ENOENT, "it is a folder", name)
+                if not stat.S_ISREG(found.st_mode):
+                    raise CorruptionError("an object of the store is no plain file", path=path)
+                end = found.st_size if end is None else end
+                if not 0 <= begin <= end <= found.st_size:
+                    raise CorruptionError(
+                        f"bytes [{begin}, {end}) were asked for, the object has {found.st_size}", path=path
+                    )
+                return _view(fd, begin, end)
+            finally:
+                os.close(fd)
+
+    def size(self, name: str) -> int | None:
+        path = self._path(name)
+        with contextlib.suppress(MissingObjectError), self._errors("look at", path):
+            found = path.lstat()
+            return found.st_size if stat.S_ISREG(found.st_mode) else None
+        return None
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        assert not prefix or prefix.endswith("/")
+        folder = self._path(prefix[:-1]) if prefix else self._root
+        return self._list(folder, prefix)
+
+    def delete(self, name: str) -> None:
+        path = self._path(name)
+        with contextlib.suppress(MissingObjectError), self._errors("delete", path):
+            path.unlink()
+            if name.count("/") > 2:
+                # A marker's folder of dense files goes with its last one. Those above serve all markers, and stay.
+                with contextlib.suppress(OSError):
+                    path.parent.rmdir()
+
+    def clear_leftovers(self) -> int:
+        """Take away what writers that are no more have left half written; returns how many bytes. No list shows it."""
+        cleared = 0
+        for folder, _, files in os.walk(self._root):
+            for name in files:
+                if name.startswith(TEMPORARY_PREFIX):
+                    path = Path(folder, name)
+                    with contextlib.suppress(MissingObjectError), self._errors("delete", path):
+                        cleared += _clear(path)
+        return cleared
+
+    def close(self) -> None:
+        pass
+
+    def _path(self, name: str) -> Path:
+        return self._root / check_object_name(name)
+
+    def _put(self, path: Path, parts: Sequence[Buffer]) -> None:
+        fd, temporary = self._create(path.parent)
+        try:
+            try:
+                _write_all(fd, parts)
+                os.fdatasync(fd)
+                failpoint("store.rename")
+                temporary.rename(path)
+            finally:
+                os.close(fd)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+
+    def _create(self, folder: Path) -> tuple[int, Path]:
+        """A new file in ``folder``, locked: as long as it is, its writer lives, and nobody clears it away."""
+        for attempt in range(_ATTEMPTS):
+            path = folder / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+            try:
+                self._make_durable(folder)
+                fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            except FileNotFoundError:  # somebody took the folder away with its last object
+                self._durable.discard(folder)
+                if attempt == _ATTEMPTS - 1:
+                    raise
+                continue
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.fstat(fd).st_nlink:
+                return fd, path
+            os.close(fd)  # cleared away between those two calls
+        raise FileNotFoundError(errno.ENOENT, "somebody takes new files away", str(folder))
+
+    def _make_durable(self, folder: Path) -> None:
+        """Make a folder of the store; behind it, the names from the store's folder down to it are durable.
+
+        Also those that are there already: another process may have made them and not synced them yet.
+        """
+        if folder in self._durable:
+            return
+        make_dirs(folder)
+        above = folder
+        while above != self._root:
+            above = above.parent
+            fsync_dir(above)
+        with contextlib.suppress(PermissionError):  # who may not read the folder of the store did not make the store
+            fsync_dir(self._root.parent)
+        self._durable.add(folder)
+
+    def _list(self, folder: Path, prefix: str) -> Iterator[Entry]:
+        folders, entries = [], []
+        with contextlib.suppress(MissingObjectError), self._errors("list", folder):
+            entries = list(os.scandir(folder))
+        for entry in entries:
+            name = prefix + entry.name
+            if not is_object_name(name):
+                continue
+            with contextlib.suppress(MissingObjectError), self._errors("list", folder):
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.name)
+                elif entry.is_file(follow_symlinks=False):
+                    yield Entry(name, entry.stat(follow_symlinks=False).st_size)
+        for name in folders:
+            yield from self._list(folder / name, f"{prefix}{name}/")
+
+    def _is_gone(self, error: OSError) -> bool:
+        """Whether there is no such object; a store that is no folder itself is something else."""
+        return isinstance(error, FileNotFoundError) or (isinstance(error, NotADirectoryError) and self._root.is_dir())
+
+    @contextlib.contextmanager
+    def _errors(self, doing: str, path: Path) -> Iterator[None]:
+        """Errors of the system as ours."""
+        try:
+            yield
+        except OSError as error:
+            if doing != "write" and self._is_gone(error):
+                raise MissingObjectError(
+                    "the store does not hold this object",
+                    hint="stream-ckpt verify tells which markers are whole",
+                    path=path,
+                ) from None
+            if error.errno == errno.ELOOP:
+                raise CorruptionError("an object of the store is a link to another place", path=path) from None
+            hint = _HINTS.get(error.errno or 0, "mend the disk and try again")
+            raise StoreUnavailableError(f"cannot {doing} it: {error.strerror}", hint=hint, path=path) from error
+
+
+def _view(fd: int, begin: int, end: int) -> memoryview:
+    if end - begin < _MAP_FROM_BYTES:
+        return _copy(fd, begin, end)
+    skip = begin % mmap.ALLOCATIONGRANULARITY
+    mapped = mmap.mmap(fd, end - begin + skip, access=mmap.ACCESS_READ, offset=begin - skip)
+    return memoryview(mapped)[skip:]
+
+
+def _copy(fd: int, begin: int, end: int) -> memoryview:
+    data = bytearray(end - begin)
+    view, done = memoryview(data), 0
+    while done < len(data):
+        count = os.preadv(fd, [view[done:]], begin + done)
+        if not count:
+            raise CorruptionError(f"an object of the store became shorter: it ends at {begin + done}")
+        done += count
+    return view.toreadonly()
+
+
+def _write_all(fd: int, parts: Sequence[Buffer]) -> None:
+    rest = [view for view in (memoryview(part).cast("B") for part in parts) if len(view)]
+    rest.reverse()
+    while rest:
+        written = os.writev(fd, rest[: -_MAX_IOV - 1 : -1])
+        while rest and written >= len(rest[-1]):
+            written -= len(rest.pop())
+        if written:
+            rest[-1] = rest[-1][written:]
+
+
+def _clear(path: Path) -> int:
+    """Delete a file unless its writer lives; returns how many bytes it had."""
+    fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+        return os.fstat(fd).st_size
+    except BlockingIOError:
+        return 0
+    finally:
+        os.close(fd)
