@@ -6,10 +6,11 @@ All of them keep rows in the same raw form (``files.py``), check a CRC32C of all
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -50,21 +51,19 @@ class Scheme(Protocol):
 
     name: str
     ledger: Ledger
-    split: bool
-    """Whether the base and what came behind it are restored one after the other."""
 
     def build(self, interval: int) -> None:
         """Make the marker behind ``interval`` durable. The rows are in the log and, if it asks, in the live tables."""
 
-    def restore_base(self, interval: int, tables: Tables) -> None:
-        """The image that the marker stands on.
+    def restore(self, interval: int, tables: Tables) -> float | None:
+        """Bring the marker behind ``interval`` back into the tables.
+
+        Returns:
+            When the base was there, by ``time.perf_counter``; None where base and delta are not two parts.
 
         Raises:
             UnavailableError: this scheme does not keep that marker.
         """
-
-    def restore_delta(self, interval: int, tables: Tables) -> None:
-        """Everything behind the base."""
 
     def land(self, tables: Tables) -> None:
         """Not timed: put into the tables what a restore has left elsewhere."""
@@ -76,8 +75,6 @@ class Scheme(Protocol):
 @dataclass
 class _Chain:
     """What naive, differential and IncrCP have in common: where things are, and images of the whole tables."""
-
-    split: ClassVar[bool] = True
 
     name: str
     folder: Path
@@ -93,8 +90,19 @@ class _Chain:
     def base_of(self, interval: int) -> int:
         return max(number for number in self.bases if number <= interval)
 
-    def restore_base(self, interval: int, tables: Tables) -> None:
+    def restore(self, interval: int, tables: Tables) -> float:
         self.bases[self.base_of(interval)].restore(tables)
+        base_end = time.perf_counter()
+        apply_pieces(self.pieces(interval), tables)
+        return base_end
+
+    def pieces(self, interval: int) -> list[Piece]:
+        """What marker ``interval`` needs behind its base, in the order in which to write it."""
+        raise NotImplementedError
+
+    def files(self, interval: int) -> Iterator[Path]:
+        yield self.bases[self.base_of(interval)].path
+        yield from {piece.path: None for piece in self.pieces(interval)}
 
     def land(self, tables: Tables) -> None:
         pass
@@ -153,16 +161,8 @@ class Naive(_Chain):
         self._pieces[interval] = piece
         return self.ledger.add(piece.num_bytes)
 
-    def restore_delta(self, interval: int, tables: Tables) -> None:
-        apply_pieces([self._pieces[number] for number in range(1, interval + 1)], tables)
-
     def pieces(self, interval: int) -> list[Piece]:
-        """Of all intervals up to this one, in order."""
         return [self._pieces[number] for number in range(1, interval + 1)]
-
-    def files(self, interval: int) -> Iterator[Path]:
-        yield self.bases[0].path
-        yield from (piece.path for piece in self.pieces(interval))
 
 
 class Differential(_Chain):
@@ -212,14 +212,8 @@ class Differential(_Chain):
         if not any(old <= marker < interval for marker in self.keep):
             self.bases[old].path.unlink()
 
-    def restore_delta(self, interval: int, tables: Tables) -> None:
-        if interval in self._pieces:
-            apply_pieces([self._pieces[interval]], tables)
-
-    def files(self, interval: int) -> Iterator[Path]:
-        yield self.bases[self.base_of(interval)].path
-        if interval in self._pieces:
-            yield self._pieces[interval].path
+    def pieces(self, interval: int) -> list[Piece]:
+        return [self._pieces[interval]] if interval in self._pieces else []
 
 
 class DifferentialWithResets(Differential):

@@ -10,7 +10,7 @@ concatenated into one file, ordered by b, so that marker m reads a prefix of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,19 +108,14 @@ class IncrCp(_Chain):
             return None
         return dead if count > self.min_ratio * len(chunk.ids) else None
 
-    def restore_delta(self, interval: int, tables: Tables) -> None:
-        apply_pieces(list(self._pieces(interval)), tables)
-
-    def _pieces(self, interval: int) -> Iterator[Piece]:
-        """What marker ``interval`` reads: chunk by chunk, as a row may be in several, and the newest one stays."""
+    def pieces(self, interval: int) -> list[Piece]:
+        """Chunk by chunk, as a row may be in several of them, and the newest one has to stay."""
+        found = []
         for number in range(self.base_of(interval) + 1, interval + 1):
             chunk = self._chunks[number]
-            yield chunk.piece
-            yield from (piece for later, piece in chunk.extracted.items() if later > interval)
-
-    def files(self, interval: int) -> Iterator[Path]:
-        yield self.bases[self.base_of(interval)].path
-        yield from {piece.path: None for piece in self._pieces(interval)}
+            found.append(chunk.piece)
+            found += [piece for later, piece in chunk.extracted.items() if later > interval]
+        return found
 
 
 class IncrCpWithResets(IncrCp):

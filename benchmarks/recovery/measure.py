@@ -163,13 +163,11 @@ def _timed(scheme: Scheme, marker: int, tables: Tables) -> Timing | None:
     gc.collect()
     begin = time.perf_counter()
     try:
-        scheme.restore_base(marker, tables)
+        base_end = scheme.restore(marker, tables)
     except UnavailableError:
         return None
-    middle = time.perf_counter()
-    scheme.restore_delta(marker, tables)
     end = time.perf_counter()
-    return Timing(end - begin, end - middle if scheme.split else None)
+    return Timing(end - begin, end - base_end if base_end is not None else None)
 
 
 def _rotated(names: Sequence[str], number: int) -> list[str]:

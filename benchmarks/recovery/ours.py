@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -16,10 +18,12 @@ from workload import Tables, Workload
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.layout import partition_dir
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.restore.apply import apply_rows
-from torchrec_stream_ckpt.restore.choose import choose
-from torchrec_stream_ckpt.restore.plan import plan_restore
-from torchrec_stream_ckpt.types import TableShard, TableSpec
+from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
+from torchrec_stream_ckpt.restore import apply
+from torchrec_stream_ckpt.restore.choose import Choice, choose
+from torchrec_stream_ckpt.restore.plan import RestorePlan, plan_restore
+from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
 
 
 @dataclass(frozen=True)
@@ -57,15 +61,8 @@ class Kernel:
         pass
 
 
-def whole_tables(workload: Workload) -> list[TableShard]:
-    """The shards of a job of one rank."""
-    return [TableShard(table, 0, spec.rows, 0, spec.dim) for table, spec in enumerate(workload.schema.tables)]
-
-
 class FromLog:
-    """No store: the log itself, from its first frame to the marker's."""
-
-    split = False
+    """No store: the log itself, from its first frame to the marker's. The trainer has built it already."""
 
     def __init__(self, name: str, _folder: Path, trainer: Trainer, _keep: frozenset[int]) -> None:
         self.name = name
@@ -76,17 +73,10 @@ class FromLog:
         span = self._trainer.spans[interval]
         self.ledger.add(span.end - span.begin)
 
-    def restore_base(self, interval: int, tables: Tables) -> None:
-        """Base and what came behind it are one stream."""
-
-    def restore_delta(self, interval: int, tables: Tables) -> None:
-        workload, log = self._trainer.workload, FileLog(self._trainer.root)
-        chosen = choose(log, Control(log).refresh(), self._trainer.root, marker_of(interval))
-        assert chosen is not None
-        shards = whole_tables(workload)
-        plan = plan_restore(chosen.lineage, chosen.commit.id, chosen.hellos, workload.schema, shards)
-        kernels: list[Any] = [Kernel(workload, tables)]
-        apply_rows(log, plan, kernels)
+    def restore(self, interval: int, tables: Tables) -> None:
+        log = FileLog(self._trainer.root)
+        _, plan = _plan(log, self._trainer.root, self._trainer.workload, marker_of(interval), None)
+        apply.apply_rows(log, plan, _kernels(self._trainer.workload, tables))
 
     def land(self, tables: Tables) -> None:
         pass
@@ -96,25 +86,108 @@ class FromLog:
 
 
 class FromStore:
-    """The materializer's store; not in this tree yet."""
+    """The materializer's store in a folder; ``policy`` says what it writes beside the intervals."""
 
-    split = True
+    def __init__(self, policy: Policy, name: str, folder: Path, trainer: Trainer, _keep: frozenset[int]) -> None:
+        self.name = name
+        self.ledger = Ledger()
+        self._folder = folder
+        self._trainer = trainer
+        self._control = Control(trainer.log)
+        self._objects = open_store(str(folder))
+        self._materializer = Materializer(
+            trainer.log, self._objects, lambda _: trainer.root, ThreadPoolExecutor(2), policy
+        )
+
+    def build(self, interval: int) -> None:
+        """Fold the one marker that is new in the log."""
+        done = list(self._materializer.catch_up(self._control.refresh()))
+        assert done == [marker_of(interval)], done
+        # Nothing in a store is ever written twice or taken away again.
+        counts = self._materializer.counts
+        stored = sum(entry.num_bytes for entry in self._objects.list(""))
+        self.ledger = Ledger(stored, stored, counts.fold_bytes_read)
+
+    def restore(self, interval: int, tables: Tables) -> float:
+        """Everything anew, as a process that has just begun: log, store, lineage, manifests, plan."""
+        log, objects = FileLog(self._trainer.root), open_store(str(self._folder))
+        choice, plan = _plan(log, self._folder, self._trainer.workload, marker_of(interval), objects)
+        assert choice.held is not None
+        assert plan.reach == marker_of(interval)
+        source = apply.StoreSource(objects, choice.held.scalars)
+        kernels = _kernels(self._trainer.workload, tables)
+        with _BaseClock(plan) as clock:
+            apply.apply_rows(log, plan, kernels, source)
+        return clock.base_end
+
+    def land(self, tables: Tables) -> None:
+        pass
+
+    def files(self, interval: int) -> Iterator[Path]:
+        """Without the segments that the marker does not need."""
+        _, plan = _plan(
+            self._trainer.log, self._folder, self._trainer.workload, marker_of(interval), self._objects
+        )
+        needed = {self._folder / read.picked.ref.name for read in plan.stored}
+        for entry in self._objects.list(""):
+            path = self._folder / entry.name
+            if path in needed or path.suffix != ".seg":
+                yield path
+
+
+class Head:
+    """The newest state kept in shared memory; not in this tree."""
 
     def __init__(self, name: str, _folder: Path, _trainer: Trainer, _keep: frozenset[int]) -> None:
         self.name = name
         self.ledger = Ledger()
 
     def build(self, interval: int) -> None:
-        raise UnavailableError("this tree cannot restore from a store")
+        raise UnavailableError("this tree has no head")
 
-    def restore_base(self, interval: int, tables: Tables) -> None:
-        raise UnavailableError("this tree cannot restore from a store")
-
-    def restore_delta(self, interval: int, tables: Tables) -> None:
-        raise UnavailableError("this tree cannot restore from a store")
+    def restore(self, interval: int, tables: Tables) -> None:
+        raise UnavailableError("this tree has no head")
 
     def land(self, tables: Tables) -> None:
         pass
 
     def files(self, interval: int) -> Iterator[Path]:
         return iter(())
+
+
+class _BaseClock:
+    """Notes when a restore has written the last row of the base: it takes the base's chunks before all others."""
+
+    def __init__(self, plan: RestorePlan) -> None:
+        self._base = {id(read.picked) for read in plan.stored if read.is_base}
+        self._read_chunks: Callable[..., Any] = apply.read_chunks
+        self.base_end = time.perf_counter()
+
+    def __enter__(self) -> _BaseClock:
+        apply.read_chunks = self._noting
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        apply.read_chunks = self._read_chunks
+
+    def _noting(self, *args: Any) -> Iterator[Any]:
+        for chunk in self._read_chunks(*args):
+            yield chunk
+            if id(chunk[0]) in self._base:
+                self.base_end = time.perf_counter()
+
+
+def _plan(
+    log: FileLog, store: Path, workload: Workload, marker: MarkerId, objects: Objects | None
+) -> tuple[Choice, RestorePlan]:
+    choice = choose(log, Control(log).refresh(), store, marker, objects)
+    assert choice is not None
+    shards = [TableShard(table, 0, spec.rows, 0, spec.dim) for table, spec in enumerate(workload.schema.tables)]
+    plan = plan_restore(
+        choice.lineage, choice.commit.id, choice.hellos, workload.schema, shards, held=choice.held
+    )
+    return choice, plan
+
+
+def _kernels(workload: Workload, tables: Tables) -> list[Any]:
+    return [Kernel(workload, tables)]

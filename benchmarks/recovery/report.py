@@ -209,7 +209,7 @@ def _over_markers(axes: Any, groups: Mapping[str, Mapping[str, Any]], key: str, 
 
 def _construction(axes: Any, groups: Mapping[str, Mapping[str, Any]]) -> None:
     for scheme, row in _each(groups).items():
-        if len(row["warm"]) > 1 and sum(row["build_ms"]):
+        if any("delta_ms" in times for times in row["warm"].values()):
             axes.plot(range(1, len(row["build_ms"])), row["build_ms"][1:], label=scheme, linewidth=1)
     axes.set(xlabel="marker", ylabel="ms a marker, durable", yscale="log")
 

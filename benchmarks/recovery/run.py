@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ from baselines import Differential, DifferentialWithResets, Naive
 from death_index import compare
 from incrcp import IncrCp, IncrCpWithResets
 from measure import Make, Measured, Plan, can_drop_caches, machine, run_group
-from ours import FromLog, FromStore
+from ours import FromLog, FromStore, Head
 from report import against_paper, lines, newest_lines, plot, summary
 from saved import TorchLoad, TorchLoadAndCopy, TorchMmapAndCopy
 from workload import Values, Workload
+
+from torchrec_stream_ckpt.materialize.materializer import Policy
 
 WORKLOADS = {
     "kaggle": Workload("kaggle", rows=10_000_000, dim=64, batch=4096, intervals=150),
@@ -45,9 +48,9 @@ GROUPS: dict[str, dict[str, Make]] = {
         "differential": Differential,
         "IncrCP": IncrCp,
         "log, no store": FromLog,
-        "store": FromStore,
-        "store, span16": FromStore,
-        "store, head": FromStore,
+        "store": partial(FromStore, Policy(rebase=0)),
+        "store, span16": partial(FromStore, Policy(rebase=0, compact="span16")),
+        "store, head": Head,
         "torch.load": TorchLoad,
         "torch.load + copy": TorchLoadAndCopy,
         "torch.load, mmap + copy": TorchMmapAndCopy,
@@ -56,7 +59,7 @@ GROUPS: dict[str, dict[str, Make]] = {
         "naive": Naive,
         "Check-N-Run": DifferentialWithResets,
         "IncrCP, base reset": IncrCpWithResets,
-        "store, rebase": FromStore,
+        "store, rebase": partial(FromStore, Policy(rebase=1)),
     },
 }
 

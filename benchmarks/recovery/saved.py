@@ -23,7 +23,6 @@ class TorchLoadAndCopy:
     """Written by the first one of these schemes; read by plain ``torch.load`` and copied into the live tables."""
 
     mmap = False
-    split = False
 
     def __init__(self, name: str, folder: Path, trainer: Trainer, keep: frozenset[int]) -> None:
         self.name = name
@@ -44,11 +43,8 @@ class TorchLoadAndCopy:
             os.fsync(file.fileno())
         self.ledger.add(self._path.stat().st_size)
 
-    def restore_base(self, interval: int, tables: Tables) -> None:
+    def restore(self, interval: int, tables: Tables) -> None:
         self._copy(self._load(interval), tables)
-
-    def restore_delta(self, interval: int, tables: Tables) -> None:
-        """It is one image."""
 
     def land(self, tables: Tables) -> None:
         """It is there."""
@@ -81,7 +77,7 @@ class TorchLoad(TorchLoadAndCopy):
         super().__init__(name, folder, trainer, keep)
         self._loaded: dict[str, dict[str, torch.Tensor]] = {}
 
-    def restore_base(self, interval: int, tables: Tables) -> None:
+    def restore(self, interval: int, tables: Tables) -> None:
         self._loaded = self._load(interval)
 
     def land(self, tables: Tables) -> None:
