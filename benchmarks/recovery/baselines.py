@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from files import Buffer, Gather, Image, Piece, apply_pieces, sync_folder, write_file
+from files import Buffer, Gather, Image, Piece, apply_pieces, publish, sync_folder, write_file
 from stream import Trainer, linear_ids, read_rows
 from workload import Ids, Tables
 
@@ -157,7 +157,7 @@ class Naive(_Chain):
             return self._first_base()
         ids, parts = self._interval_parts(interval)
         (piece,) = self._write(f"delta-{interval:04d}", [len(ids)], [parts])
-        sync_folder(self.folder)
+        publish(self.folder, [piece.path])
         self._pieces[interval] = piece
         return self.ledger.add(piece.num_bytes)
 
@@ -191,9 +191,9 @@ class Differential(_Chain):
         live, touched = self.trainer.live, self.trainer.workload.touched[interval]
         self._changed[touched] = True
         ids = np.flatnonzero(self._changed)
-        parts = [memoryview(ids), *self._gather.rows(torch.from_numpy(ids), (live.weights, live.sums))]
+        parts = [memoryview(ids), *self._gather.sections(torch.from_numpy(ids), (live.weights, live.sums))]
         (piece,) = self._write(f"diff-{interval:04d}", [len(ids)], [parts])
-        sync_folder(self.folder)
+        publish(self.folder, [piece.path])
         self.ledger.add(piece.num_bytes)
         self._sizes.append(piece.num_bytes / self.bases[self.base_of(interval)].num_bytes)
         self._pieces[interval] = piece

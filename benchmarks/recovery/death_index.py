@@ -1,20 +1,21 @@
 """What a stored death index would save a restore, against flags that are set newest first.
 
 Both ways read the same increments newest first and write each row once. The store keeps no index: it asks, and sets,
-one flag a row. The other way is handed, for free, which rows of each increment are alive at the marker: no index has to
-be read, and none to be kept. So the difference is the most that an index could save.
+one flag a row. The other way is handed, for free, which rows of each increment are alive at the marker: no index has
+to be read, and none to be kept. So the difference is the most that an index could save. Naive increments, one behind
+the other with every superseded row, are timed beside.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from baselines import Naive
-from files import Maps, Piece, checked
+from files import Gather, Maps, Piece, apply_pieces, checked
+from measure import warm
 from workload import Tables
 
 
@@ -22,40 +23,41 @@ from workload import Tables
 class Saved:
     """Seconds of the delta part of one marker, by round, and rows read and alive."""
 
-    flags_s: tuple[float, ...]
-    index_s: tuple[float, ...]
+    naive_s: list[float]
+    flags_s: list[float]
+    index_s: list[float]
     rows_read: int
     rows_alive: int
 
-    @property
-    def ratio(self) -> float:
-        """Median over rounds of flags to index: 1.1 is a tenth slower."""
-        return statistics.median(flags / index for flags, index in zip(self.flags_s, self.index_s, strict=True))
-
 
 def compare(naive: Naive, interval: int, tables: Tables, rounds: int) -> Saved:
-    """Restore the delta part of a marker in both ways, in turn."""
-    pieces = naive.pieces(interval)[::-1]
-    alive = _alive(pieces, tables)
-    times: tuple[list[float], list[float]] = ([], [])
+    """Restore the delta part of a marker in these ways, in turn."""
+    pieces = naive.pieces(interval)
+    newest_first = pieces[::-1]
+    alive = _alive(newest_first, tables)
+    ways = (
+        lambda: apply_pieces(pieces, tables),
+        lambda: _restore(newest_first, tables, None),
+        lambda: _restore(newest_first, tables, alive),
+    )
+    times: list[list[float]] = [[] for _ in ways]
     for number in range(rounds):
-        for way in (0, 1) if number % 2 else (1, 0):
+        for way in range(number, number + len(ways)):
+            warm(piece.path for piece in pieces)
             begin = time.perf_counter()
-            _restore(pieces, tables, alive if way else None)
-            times[way].append(time.perf_counter() - begin)
-    rows_read, rows_alive = sum(piece.rows for piece in pieces), sum(rows.numel() for rows in alive)
-    return Saved(tuple(times[0]), tuple(times[1]), rows_read, rows_alive)
+            ways[way % len(ways)]()
+            times[way % len(ways)].append(time.perf_counter() - begin)
+    return Saved(*times, sum(piece.rows for piece in pieces), sum(rows.numel() for rows in alive))
 
 
-def _restore(pieces: Sequence[Piece], tables: Tables, alive: Sequence[torch.Tensor] | None) -> None:
-    maps = Maps(tables.weights.shape[1])
+def _restore(newest_first: Sequence[Piece], tables: Tables, alive: Sequence[torch.Tensor] | None) -> None:
+    maps, gather = Maps(tables.weights.shape[1]), Gather()
+    maps.fetch(newest_first)
     taken = torch.zeros(tables.sums.numel(), dtype=torch.bool)
-    for number, piece in enumerate(checked(maps, pieces)):
-        ids, weights, sums = maps.views(piece)
-        fresh = _fresh(taken, ids) if alive is None else alive[number]
-        if fresh.numel() < ids.numel():
-            ids, weights, sums = (part.index_select(0, fresh) for part in (ids, weights, sums))
-        tables.put(ids, weights, sums)
+    for number, piece in enumerate(checked(maps, newest_first)):
+        rows = maps.views(piece)
+        fresh = _fresh(taken, rows[0]) if alive is None else alive[number]
+        tables.put(*(rows if fresh.numel() == piece.rows else gather.tensors(fresh, rows)))
 
 
 def _fresh(taken: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -37,10 +37,9 @@ class Piece:
 
 
 def write_file(path: Path, pieces: Iterable[Sequence[Buffer]]) -> list[tuple[int, int, int]]:
-    """(offset, length, checksum) of each piece; the file is durable on return, and there as a whole or not at all."""
-    scratch = path.with_name(path.name + ".new")
+    """(offset, length, checksum) of each piece; with :func:`publish` the file is durable, and there as a whole."""
     places, offset = [], 0
-    fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
+    fd = os.open(_unpublished(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
     try:
         for parts in pieces:
             length = crc = 0
@@ -49,11 +48,26 @@ def write_file(path: Path, pieces: Iterable[Sequence[Buffer]]) -> list[tuple[int
             _write_all(fd, [memoryview(part).cast("B") for part in parts])
             places.append((offset, length, crc))
             offset += length
-        os.fdatasync(fd)
     finally:
         os.close(fd)
-    scratch.rename(path)
     return places
+
+
+def publish(folder: Path, paths: Sequence[Path]) -> None:
+    """Sync files that were written, then give them their names: the first sync takes most of the others along."""
+    for path in paths:
+        fd = os.open(_unpublished(path), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
+    for path in paths:
+        _unpublished(path).rename(path)
+    sync_folder(folder)
+
+
+def _unpublished(path: Path) -> Path:
+    return path.with_name(path.name + ".new")
 
 
 def sync_folder(folder: Path) -> None:
@@ -137,18 +151,21 @@ class Gather:
     def __init__(self) -> None:
         self._memory: dict[int, torch.Tensor] = {}
 
-    def rows(self, chosen: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[Buffer]:
-        """Sections of one piece: of each source the ``chosen`` rows."""
-        return [self._section(place, chosen, source) for place, source in enumerate(sources)]
+    def tensors(self, chosen: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of each source the ``chosen`` rows."""
+        return [self._rows(place, chosen, source) for place, source in enumerate(sources)]
 
-    def _section(self, place: int, chosen: torch.Tensor, source: torch.Tensor) -> Buffer:
-        shape = (chosen.numel(), *source.shape[1:])
-        wanted = chosen.numel() * (source[0].numel() if source.dim() > 1 else 1)
+    def sections(self, chosen: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[Buffer]:
+        """The same, as sections of a piece."""
+        return [memoryview(rows.view(-1).numpy()) for rows in self.tensors(chosen, sources)]
+
+    def _rows(self, place: int, chosen: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        width = source.shape[1] if source.dim() > 1 else 1
+        wanted = chosen.numel() * width
         if place not in self._memory or self._memory[place].numel() < wanted:
             self._memory[place] = torch.empty(wanted + wanted // 4, dtype=source.dtype)
-        target = self._memory[place][:wanted].view(shape)
-        torch.index_select(source, 0, chosen, out=target)
-        return memoryview(target.view(-1).numpy())
+        target = self._memory[place][:wanted].view(chosen.numel(), *source.shape[1:])
+        return torch.index_select(source, 0, chosen, out=target)
 
 
 def apply_pieces(pieces: Sequence[Piece], tables: Tables) -> None:

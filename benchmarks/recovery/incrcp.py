@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from baselines import _Chain
-from files import Buffer, Gather, Maps, Piece, apply_pieces, sync_folder
-from workload import Ids, Tables
+from files import Buffer, Gather, Maps, Piece, publish
+from workload import Ids
 
 
 @dataclass
@@ -57,9 +57,9 @@ class IncrCp(_Chain):
             self._since_base = 0
             return self._live_base(interval)
         ids, parts = self._interval_parts(interval)
-        self._extract(interval, ids)
+        rewritten = self._extract(interval, ids)
         (piece,) = self._write(f"chunk-{interval:04d}", [len(ids)], [parts])
-        sync_folder(self.folder)
+        publish(self.folder, [piece.path, *rewritten])
         self._chunks[interval] = _Chunk(len(ids), piece, ids, {})
         self._since_base += piece.num_bytes
         return self.ledger.add(piece.num_bytes)
@@ -68,8 +68,8 @@ class IncrCp(_Chain):
         """Whether the chunks since the base have taken as many bytes as a base does."""
         return self._since_base >= self.bases[max(self.bases)].num_bytes
 
-    def _extract(self, interval: int, ids: Ids) -> None:
-        """Move what ``interval`` supersedes out of the chunks since the base."""
+    def _extract(self, interval: int, ids: Ids) -> list[Path]:
+        """Move what ``interval`` supersedes out of the chunks since the base; the files that this has written."""
         changed = np.zeros(self.trainer.workload.rows, np.bool_)
         changed[ids] = True
         found = [
@@ -78,7 +78,7 @@ class IncrCp(_Chain):
             if number > max(self.bases) and (dead := self._superseded(chunk, changed)) is not None
         ]
         if not found:
-            return
+            return []
         maps = Maps(self.trainer.workload.dim)
         maps.check([chunk.piece for chunk, _ in found])
         rows = [int(dead.sum()) for _, dead in found]
@@ -94,9 +94,10 @@ class IncrCp(_Chain):
             self.ledger.read_back += old.num_bytes
             self.ledger.stored -= old.num_bytes
             self.ledger.add(chunk.piece.num_bytes + piece.num_bytes)
+        return [pieces[0].path, *(chunk.piece.path for chunk, _ in found)]
 
     def _rows_of(self, maps: Maps, chunk: _Chunk, which: npt.NDArray[np.bool_]) -> Sequence[Buffer]:
-        return self._gather.rows(torch.from_numpy(np.flatnonzero(which)), maps.views(chunk.piece))
+        return self._gather.sections(torch.from_numpy(np.flatnonzero(which)), maps.views(chunk.piece))
 
     def _superseded(self, chunk: _Chunk, changed: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_] | None:
         """Which rows of a chunk to extract; None where a filter says that it is not worth it."""

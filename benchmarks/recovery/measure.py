@@ -68,9 +68,7 @@ class WrongStateError(Exception):
     """A scheme has restored something else than the reference."""
 
 
-def run_group(
-    workload: Workload, values: Values, makes: dict[str, Make], plan: Plan, scratch: Path
-) -> Measured:
+def run_group(workload: Workload, values: Values, makes: dict[str, Make], plan: Plan, scratch: Path) -> Measured:
     """Build every marker by every scheme, then restore the chosen ones.
 
     Raises:
@@ -81,7 +79,8 @@ def run_group(
     trainer = Trainer(scratch / "log", workload, values)
     keep = frozenset(plan.markers)
     schemes = {
-        name: make(name, scratch / f"scheme-{number}", trainer, keep) for number, (name, make) in enumerate(makes.items())
+        name: make(name, scratch / f"scheme-{number}", trainer, keep)
+        for number, (name, make) in enumerate(makes.items())
     }
     records = {name: Record() for name in schemes}
     _build_all(trainer, schemes, records)

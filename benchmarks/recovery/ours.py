@@ -125,9 +125,7 @@ class FromStore:
 
     def files(self, interval: int) -> Iterator[Path]:
         """Without the segments that the marker does not need."""
-        _, plan = _plan(
-            self._trainer.log, self._folder, self._trainer.workload, marker_of(interval), self._objects
-        )
+        _, plan = _plan(self._trainer.log, self._folder, self._trainer.workload, marker_of(interval), self._objects)
         needed = {self._folder / read.picked.ref.name for read in plan.stored}
         for entry in self._objects.list(""):
             path = self._folder / entry.name
@@ -183,9 +181,7 @@ def _plan(
     choice = choose(log, Control(log).refresh(), store, marker, objects)
     assert choice is not None
     shards = [TableShard(table, 0, spec.rows, 0, spec.dim) for table, spec in enumerate(workload.schema.tables)]
-    plan = plan_restore(
-        choice.lineage, choice.commit.id, choice.hellos, workload.schema, shards, held=choice.held
-    )
+    plan = plan_restore(choice.lineage, choice.commit.id, choice.hellos, workload.schema, shards, held=choice.held)
     return choice, plan
 
 

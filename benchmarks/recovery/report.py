@@ -104,7 +104,10 @@ def _time_lines(group: Mapping[str, Any], which: str, part: str) -> list[str]:
     markers = list(group[NAIVE][which])
     if not markers:
         return [f"  {which}: {group[NAIVE]['no_cold'] or 'not measured'}"]
-    found = [f"  {which}, {part}: ms (times as fast as naive)", f"  {'marker':26}" + "".join(f"{m:>16}" for m in markers)]
+    found = [
+        f"  {which}, {part}: ms (times as fast as naive)",
+        f"  {'marker':26}" + "".join(f"{m:>16}" for m in markers),
+    ]
     for scheme, row in group.items():
         if any(f"{part}_ms" in times for times in row[which].values()):
             found.append(f"  {scheme:26}" + "".join(f"{_cell(row[which].get(m), part):>16}" for m in markers))
