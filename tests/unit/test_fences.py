@@ -63,6 +63,8 @@ WITH_TORCH = frozenset(
         "commit/random_state.py",
         "cuts.py",
         "restore/apply.py",
+        "restore/from_store.py",
+        "restore/target.py",
     }
 )
 
