@@ -1,20 +1,20 @@
 """The schemes to compare with, over the same frames: naive increments, and Check-N-Run's differentials.
 
-All of them keep rows in the same raw form (``files.py``), check a CRC32C of all that they read, and restore by
-``index_copy_`` on one fused pair of tensors, so that what differs between them is the layout alone.
+All of them keep rows in the same raw form (``files.py``), check a CRC32C of all that they read, and place rows in the
+same way as this library's restore does, in one fused pair of tensors: what differs between them is the layout alone.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
-from files import Buffer, Gather, Image, Piece, apply_pieces, publish, sync_folder, write_file
+from files import Buffer, Gather, Image, Piece, copy_pieces, place_pieces, publish, sync_folder, write_file
 from stream import Trainer, linear_ids, read_rows
 from workload import Ids, Tables
 
@@ -51,19 +51,22 @@ class Scheme(Protocol):
 
     name: str
     ledger: Ledger
+    split: bool
+    """Whether what came behind the base can be restored by itself."""
 
     def build(self, interval: int) -> None:
         """Make the marker behind ``interval`` durable. The rows are in the log and, if it asks, in the live tables."""
 
-    def restore(self, interval: int, tables: Tables) -> float | None:
+    def restore(self, interval: int, tables: Tables) -> None:
         """Bring the marker behind ``interval`` back into the tables.
-
-        Returns:
-            When the base was there, by ``time.perf_counter``; None where base and delta are not two parts.
 
         Raises:
             UnavailableError: this scheme does not keep that marker.
         """
+
+    def restore_delta(self, interval: int, tables: Tables) -> float:
+        """Only what came behind the base, whatever the tables hold; the seconds that this takes, planning left out."""
+        ...
 
     def land(self, tables: Tables) -> None:
         """Not timed: put into the tables what a restore has left elsewhere."""
@@ -75,6 +78,9 @@ class Scheme(Protocol):
 @dataclass
 class _Chain:
     """What naive, differential and IncrCP have in common: where things are, and images of the whole tables."""
+
+    split: ClassVar[bool] = True
+    apply: ClassVar[Callable[[Sequence[Piece], Tables], None]] = staticmethod(place_pieces)
 
     name: str
     folder: Path
@@ -90,11 +96,14 @@ class _Chain:
     def base_of(self, interval: int) -> int:
         return max(number for number in self.bases if number <= interval)
 
-    def restore(self, interval: int, tables: Tables) -> float:
+    def restore(self, interval: int, tables: Tables) -> None:
         self.bases[self.base_of(interval)].restore(tables)
-        base_end = time.perf_counter()
-        apply_pieces(self.pieces(interval), tables)
-        return base_end
+        self.apply(self.pieces(interval), tables)
+
+    def restore_delta(self, interval: int, tables: Tables) -> float:
+        begin = time.perf_counter()
+        self.apply(self.pieces(interval), tables)
+        return time.perf_counter() - begin
 
     def pieces(self, interval: int) -> list[Piece]:
         """What marker ``interval`` needs behind its base, in the order in which to write it."""
@@ -163,6 +172,12 @@ class Naive(_Chain):
 
     def pieces(self, interval: int) -> list[Piece]:
         return [self._pieces[number] for number in range(1, interval + 1)]
+
+
+class NaiveByIndexCopy(Naive):
+    """The same files, restored by torch's ``index_copy_``."""
+
+    apply = staticmethod(copy_pieces)
 
 
 class Differential(_Chain):

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import torch
+import numpy as np
+import numpy.typing as npt
 from baselines import Naive
-from files import Gather, Maps, Piece, apply_pieces, checked
+from files import Maps, Piece, checks, in_windows, place_pieces, whole_rows
 from measure import warm
-from workload import Tables
+from workload import Ids, Tables
+
+_BLOCK_ROWS = 4096  # between two places at once: fits a cache
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ def compare(naive: Naive, interval: int, tables: Tables, rounds: int) -> Saved:
     newest_first = pieces[::-1]
     alive = _alive(newest_first, tables)
     ways = (
-        lambda: apply_pieces(pieces, tables),
+        lambda: place_pieces(pieces, tables),
         lambda: _restore(newest_first, tables, None),
         lambda: _restore(newest_first, tables, alive),
     )
@@ -47,27 +51,47 @@ def compare(naive: Naive, interval: int, tables: Tables, rounds: int) -> Saved:
             begin = time.perf_counter()
             ways[way % len(ways)]()
             times[way % len(ways)].append(time.perf_counter() - begin)
-    return Saved(*times, sum(piece.rows for piece in pieces), sum(rows.numel() for rows in alive))
+    return Saved(*times, sum(piece.rows for piece in pieces), sum(len(rows) for rows in alive))
 
 
-def _restore(newest_first: Sequence[Piece], tables: Tables, alive: Sequence[torch.Tensor] | None) -> None:
-    maps, gather = Maps(tables.weights.shape[1]), Gather()
-    maps.fetch(newest_first)
-    taken = torch.zeros(tables.sums.numel(), dtype=torch.bool)
-    for number, piece in enumerate(checked(maps, newest_first)):
-        rows = maps.views(piece)
-        fresh = _fresh(taken, rows[0]) if alive is None else alive[number]
-        tables.put(*(rows if fresh.numel() == piece.rows else gather.tensors(fresh, rows)))
-
-
-def _fresh(taken: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Which of the rows no newer piece has given; they are given now."""
-    fresh = (~taken.index_select(0, ids)).nonzero().flatten()
-    taken.index_fill_(0, ids, True)
-    return fresh
-
-
-def _alive(pieces: Sequence[Piece], tables: Tables) -> list[torch.Tensor]:
+def _restore(newest_first: Sequence[Piece], tables: Tables, alive: Sequence[Ids] | None) -> None:
+    """Like ``place_pieces``, each row once."""
     maps = Maps(tables.weights.shape[1])
-    taken = torch.zeros(tables.sums.numel(), dtype=torch.bool)
-    return [_fresh(taken, maps.views(piece)[0]) for piece in pieces]
+    maps.fetch(newest_first)
+    weights, sums = whole_rows(tables)
+    with ThreadPoolExecutor(1) as checker:
+        ready = checks(maps, newest_first, checker)
+        views = [maps.arrays(piece) for piece in newest_first]
+
+        def place(begin: int, end: int) -> None:
+            taken = np.zeros(end - begin, np.bool_)
+            for number, ((ids, new_weights, new_sums), check) in enumerate(zip(views, ready, strict=True)):
+                check.result()
+                low, high = np.searchsorted(ids, (begin, end))
+                fresh = (
+                    _fresh(taken, ids[low:high] - begin, low) if alive is None else _between(alive[number], low, high)
+                )
+                for block in range(0, len(fresh), _BLOCK_ROWS):
+                    chosen = fresh[block : block + _BLOCK_ROWS]
+                    weights[ids[chosen]] = new_weights[chosen]
+                    sums[ids[chosen]] = new_sums[chosen]
+
+        in_windows(place, newest_first, tables)
+
+
+def _fresh(taken: npt.NDArray[np.bool_], places: Ids, low: int) -> Ids:
+    """Rows of a piece, counted from ``low``, that no newer piece has given; they are given now."""
+    fresh = np.flatnonzero(~taken[places])
+    taken[places[fresh]] = True
+    return fresh + low
+
+
+def _between(alive: Ids, low: int, high: int) -> Ids:
+    begin, end = np.searchsorted(alive, (low, high))
+    return alive[begin:end]
+
+
+def _alive(newest_first: Sequence[Piece], tables: Tables) -> list[Ids]:
+    maps = Maps(tables.weights.shape[1])
+    taken = np.zeros(tables.sums.numel(), np.bool_)
+    return [_fresh(taken, maps.arrays(piece)[0], 0) for piece in newest_first]

@@ -114,7 +114,8 @@ class IncrCp(_Chain):
         found = []
         for number in range(self.base_of(interval) + 1, interval + 1):
             chunk = self._chunks[number]
-            found.append(chunk.piece)
+            if chunk.piece.rows:
+                found.append(chunk.piece)
             found += [piece for later, piece in chunk.extracted.items() if later > interval]
         return found
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,9 @@ def _verify(
 ) -> None:
     for name, scheme in schemes.items():
         tables.poison()
-        if _timed(scheme, marker, tables) is None:
+        try:
+            scheme.restore(marker, tables)
+        except UnavailableError:
             continue
         scheme.land(tables)
         if wrong := wrong_rows(tables, workload, values, marker):
@@ -140,33 +143,31 @@ def _restore_all(
     able = [name for name in schemes if marker in records[name].exact]
     for number in range(plan.rounds):
         for name in _rotated(able, number):
-            warm(schemes[name].files(marker))
-            timing = _timed(schemes[name], marker, tables)
-            assert timing is not None
+            timing = _timed(schemes[name], marker, tables, warm)
             records[name].warm.setdefault(marker, []).append(timing)
     for number in range(plan.cold_rounds):
         for name in _rotated(able, number):
             try:
-                chill(list(schemes[name].files(marker)), drop_caches=plan.drop_caches)
+                timing = _timed(schemes[name], marker, tables, partial(chill, drop_caches=plan.drop_caches))
             except UnavailableError as error:
                 records[name].no_cold = str(error)
                 continue
-            timing = _timed(schemes[name], marker, tables)
-            assert timing is not None
             records[name].cold.setdefault(marker, []).append(timing)
     tell(f"marker {marker} measured")
 
 
-def _timed(scheme: Scheme, marker: int, tables: Tables) -> Timing | None:
-    """None: the scheme does not keep this marker."""
+def _timed(scheme: Scheme, marker: int, tables: Tables, prepare: Callable[[Sequence[Path]], None]) -> Timing:
+    """One restore, and the delta part once more by itself; ``prepare`` warms or chills what they read."""
     gc.collect()
+    prepare(list(scheme.files(marker)))
     begin = time.perf_counter()
-    try:
-        base_end = scheme.restore(marker, tables)
-    except UnavailableError:
-        return None
-    end = time.perf_counter()
-    return Timing(end - begin, end - base_end if base_end is not None else None)
+    scheme.restore(marker, tables)
+    whole_s = time.perf_counter() - begin
+    scheme.land(tables)
+    if not scheme.split:
+        return Timing(whole_s, None)
+    prepare(list(scheme.files(marker)))
+    return Timing(whole_s, scheme.restore_delta(marker, tables))
 
 
 def _rotated(names: Sequence[str], number: int) -> list[str]:

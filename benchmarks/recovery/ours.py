@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,8 @@ class Kernel:
 class FromLog:
     """No store: the log itself, from its first frame to the marker's. The trainer has built it already."""
 
+    split = False
+
     def __init__(self, name: str, _folder: Path, trainer: Trainer, _keep: frozenset[int]) -> None:
         self.name = name
         self.ledger = Ledger()
@@ -78,6 +80,9 @@ class FromLog:
         _, plan = _plan(log, self._trainer.root, self._trainer.workload, marker_of(interval), None)
         apply.apply_rows(log, plan, _kernels(self._trainer.workload, tables))
 
+    def restore_delta(self, interval: int, tables: Tables) -> float:
+        raise UnavailableError("base and increments are one stream")
+
     def land(self, tables: Tables) -> None:
         pass
 
@@ -87,6 +92,8 @@ class FromLog:
 
 class FromStore:
     """The materializer's store in a folder; ``policy`` says what it writes beside the intervals."""
+
+    split = True
 
     def __init__(self, policy: Policy, name: str, folder: Path, trainer: Trainer, _keep: frozenset[int]) -> None:
         self.name = name
@@ -108,33 +115,44 @@ class FromStore:
         stored = sum(entry.num_bytes for entry in self._objects.list(""))
         self.ledger = Ledger(stored, stored, counts.fold_bytes_read)
 
-    def restore(self, interval: int, tables: Tables) -> float:
+    def restore(self, interval: int, tables: Tables) -> None:
         """Everything anew, as a process that has just begun: log, store, lineage, manifests, plan."""
         log, objects = FileLog(self._trainer.root), open_store(str(self._folder))
-        choice, plan = _plan(log, self._folder, self._trainer.workload, marker_of(interval), objects)
+        choice, plan = self._plan(log, objects, interval)
         assert choice.held is not None
-        assert plan.reach == marker_of(interval)
         source = apply.StoreSource(objects, choice.held.scalars)
-        kernels = _kernels(self._trainer.workload, tables)
-        with _BaseClock(plan) as clock:
-            apply.apply_rows(log, plan, kernels, source)
-        return clock.base_end
+        apply.apply_rows(log, plan, _kernels(self._trainer.workload, tables), source)
+
+    def restore_delta(self, interval: int, tables: Tables) -> float:
+        _, plan = self._plan(self._trainer.log, self._objects, interval)
+        behind = replace(plan, stored=tuple(read for read in plan.stored if not read.is_base))
+        begin = time.perf_counter()
+        targets = apply._targets(plan, _kernels(self._trainer.workload, tables))
+        apply.apply_store(behind, self._objects, targets)
+        return time.perf_counter() - begin
 
     def land(self, tables: Tables) -> None:
         pass
 
     def files(self, interval: int) -> Iterator[Path]:
         """Without the segments that the marker does not need."""
-        _, plan = _plan(self._trainer.log, self._folder, self._trainer.workload, marker_of(interval), self._objects)
+        _, plan = self._plan(self._trainer.log, self._objects, interval)
         needed = {self._folder / read.picked.ref.name for read in plan.stored}
         for entry in self._objects.list(""):
             path = self._folder / entry.name
             if path in needed or path.suffix != ".seg":
                 yield path
 
+    def _plan(self, log: FileLog, objects: Objects, interval: int) -> tuple[Choice, RestorePlan]:
+        choice, plan = _plan(log, self._folder, self._trainer.workload, marker_of(interval), objects)
+        assert plan.reach == plan.marker, "the store does not serve all of it"
+        return choice, plan
+
 
 class Head:
     """The newest state kept in shared memory; not in this tree."""
+
+    split = False
 
     def __init__(self, name: str, _folder: Path, _trainer: Trainer, _keep: frozenset[int]) -> None:
         self.name = name
@@ -146,33 +164,14 @@ class Head:
     def restore(self, interval: int, tables: Tables) -> None:
         raise UnavailableError("this tree has no head")
 
+    def restore_delta(self, interval: int, tables: Tables) -> float:
+        raise UnavailableError("this tree has no head")
+
     def land(self, tables: Tables) -> None:
         pass
 
     def files(self, interval: int) -> Iterator[Path]:
         return iter(())
-
-
-class _BaseClock:
-    """Notes when a restore has written the last row of the base: it takes the base's chunks before all others."""
-
-    def __init__(self, plan: RestorePlan) -> None:
-        self._base = {id(read.picked) for read in plan.stored if read.is_base}
-        self._read_chunks: Callable[..., Any] = apply.read_chunks
-        self.base_end = time.perf_counter()
-
-    def __enter__(self) -> _BaseClock:
-        apply.read_chunks = self._noting
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        apply.read_chunks = self._read_chunks
-
-    def _noting(self, *args: Any) -> Iterator[Any]:
-        for chunk in self._read_chunks(*args):
-            yield chunk
-            if id(chunk[0]) in self._base:
-                self.base_end = time.perf_counter()
 
 
 def _plan(

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from baselines import Differential, DifferentialWithResets, Naive
+from baselines import Differential, DifferentialWithResets, Naive, NaiveByIndexCopy
 from death_index import compare
 from incrcp import IncrCp, IncrCpWithResets
 from measure import Make, Measured, Plan, can_drop_caches, machine, run_group
@@ -45,6 +45,7 @@ MARKERS = (10, 31, 50, 75, 100, 125, 150)
 GROUPS: dict[str, dict[str, Make]] = {
     "one base": {
         "naive": Naive,
+        "naive, index_copy_": NaiveByIndexCopy,
         "differential": Differential,
         "IncrCP": IncrCp,
         "log, no store": FromLog,

@@ -23,6 +23,7 @@ class TorchLoadAndCopy:
     """Written by the first one of these schemes; read by plain ``torch.load`` and copied into the live tables."""
 
     mmap = False
+    split = False
 
     def __init__(self, name: str, folder: Path, trainer: Trainer, keep: frozenset[int]) -> None:
         self.name = name
@@ -45,6 +46,9 @@ class TorchLoadAndCopy:
 
     def restore(self, interval: int, tables: Tables) -> None:
         self._copy(self._load(interval), tables)
+
+    def restore_delta(self, interval: int, tables: Tables) -> float:
+        raise UnavailableError("it is one image")
 
     def land(self, tables: Tables) -> None:
         """It is there."""
