@@ -13,6 +13,7 @@ from torchrec_stream_ckpt.layout import DATA_DIR
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
 from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.types import MarkerId
 
 
@@ -25,7 +26,7 @@ def fold(directory: Path, policy: Policy | None = None, upto: MarkerId | None = 
             lineage.claims, {marker: commit for marker, commit in lineage.commits.items() if marker <= upto}
         )
     with ThreadPoolExecutor(4) as pool:
-        materializer = Materializer(log, open_store(str(directory)), lambda _: directory, pool, policy)
+        materializer = Materializer(log, open_store(str(directory)), lambda _: open_dense(str(directory)), pool, policy)
         return list(materializer.catch_up(lineage))
 
 

@@ -20,7 +20,7 @@ from tests.faults import brokers, disks, kills, power, surgery, survivors, topic
 from tests.faults.board import Board
 from tests.faults.subject import Form
 from torchrec_stream_ckpt.broker.kraft import Broker
-from torchrec_stream_ckpt.broker.runtime import kafka_version
+from torchrec_stream_ckpt.broker.runtime import KAFKA
 
 SCENARIOS: tuple[Callable[[Form], None], ...] = (
     kills.kills_on_files,
@@ -90,7 +90,7 @@ the step to the checkpointer; what a restore brings back is compared with that, 
 |---|---|
 | date | {time.strftime("%Y-%m-%d")} |
 | machine | {machine} |
-| versions | Python {platform.python_version()}, {versions}, Kafka {kafka_version()} |
+| versions | Python {platform.python_version()}, {versions}, {KAFKA} |
 | seeds | {", ".join(map(str, seeds))} |
 | time | {board.took_s / 60:.0f} minutes |
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.format.dense import dense_path, verify_dense
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Manifest, SegmentRef
 from torchrec_stream_ckpt.layout import claim_name, dense_file_name, manifest_name
@@ -20,6 +18,7 @@ from torchrec_stream_ckpt.materialize.fold import Interval, fold_interval, folde
 from torchrec_stream_ckpt.materialize.merge import merge
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.store.identity import prepare_store
 from torchrec_stream_ckpt.types import MarkerId, TableShard
 
@@ -61,7 +60,7 @@ class Materializer:
     Args:
         log: The job's log.
         objects: The store.
-        dense_root: Folder of the dense state that a COMMIT speaks of.
+        dense_of: Where the trainer has put the dense state of a marker.
         pool: Threads to read the store with.
         policy: What to write beside.
         mine: Whether a data partition is this one's to fold; another process folds the others.
@@ -71,14 +70,14 @@ class Materializer:
         self,
         log: Log,
         objects: Objects,
-        dense_root: Callable[[Commit], Path],
+        dense_of: Callable[[Commit], DenseStore],
         pool: Executor,
         policy: Policy | None = None,
         mine: Callable[[int], bool] = lambda _: True,
     ) -> None:
         self._log = log
         self._objects = objects
-        self._dense_root = dense_root
+        self._dense_of = dense_of
         self._pool = pool
         self._policy = policy or Policy()
         self._mine = mine
@@ -161,12 +160,14 @@ class Materializer:
         absent = [file for file, name in names.items() if self._objects.size(name) != file.num_bytes]
         if not absent:
             return
-        root = self._dense_root(commit)
-        verify_dense(root, commit)
+        dense = self._dense_of(commit)
+        dense.verify(commit)
+        folder = dense.local(commit)
         for file in absent:
-            self._objects.put(names[file], [(dense_path(root, commit) / file.name).read_bytes()])
+            self._objects.put(names[file], [(folder / file.name).read_bytes()])
             self.counts.dense_bytes += file.num_bytes
             failpoint("materialize.dense")
+        dense.release()
 
     def _write_folds(self, lineage: Lineage, catalog: Catalog, commit: Commit) -> None:
         """Spans, then a base, as the policy wants them at this marker."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.rows import Array, RowLayout, RowsView, view_rows
-from torchrec_stream_ckpt.format.segment import Chunk
+from torchrec_stream_ckpt.format.segment import Chunk, chunk_rows
 
 
 @dataclass(slots=True)
@@ -64,8 +64,9 @@ class RowSorter:
                 batches[0] if len(batches) == 1 else np.concatenate(batches)
                 for batches in zip(*part.sections, strict=True)
             ]
-            for begin in range(0, len(ids), layout.max_rows):
-                stop = min(begin + layout.max_rows, len(ids))
+            height = chunk_rows(layout)
+            for begin in range(0, len(ids), height):
+                stop = min(begin + height, len(ids))
                 chosen = slice(begin, stop) if order is None else order[begin:stop]
                 yield Chunk(table, col0, cols, ids[begin:stop], _pack(layout, ids[begin:stop], columns, chosen))
         self.num_bytes = 0

@@ -1,8 +1,6 @@
-"""Restore rows from the store: table by table, in windows of rows, several at a time.
+"""Restore rows from the store: table by table, several at a time.
 
-A window is written whole before the next one begins: its base first, then what changed since, newest first, so that
-each row is placed once. Its rows stay in the processor's caches meanwhile, which is worth more than reading the
-segments from front to end: the same rows placed segment by segment took about twice as long.
+Of each table its base first, then what changed since, newest first, so that each row that changed is placed once.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from torchrec_stream_ckpt.store.reader import read_chunks
 from torchrec_stream_ckpt.types import TableShard
 
 WINDOW_BYTES = 256 * 2**20
-"""Weights of one window."""
+"""A table with more weights than this is cut into windows, one a thread: a chunk may concern two of them."""
 _AHEAD = 4
 
 
@@ -48,18 +46,20 @@ def apply_store(plan: RestorePlan, objects: Objects, targets: Mapping[TableShard
     Raises:
         CorruptionError: the store is damaged.
     """
-    windows = sorted(_windows(plan), key=lambda window: -window.rows * window.target.cols)
+    lanes = torch.get_num_threads()
+    windows = sorted(_windows(plan, lanes), key=lambda window: -window.rows * window.target.cols)
     with (
-        _one_thread_an_operation() as lanes,
+        _one_thread_an_operation(),
         ThreadPoolExecutor(lanes, "stream-ckpt-restore") as pool,
         ThreadPoolExecutor(2 * lanes, "stream-ckpt-read") as readers,
     ):
         return sum(pool.map(partial(_apply_window, plan, objects, targets, readers), windows))
 
 
-def _windows(plan: RestorePlan) -> Iterator[_Window]:
+def _windows(plan: RestorePlan, lanes: int) -> Iterator[_Window]:
     for target in plan.targets:
-        height = max(1, WINDOW_BYTES // max(1, 4 * target.cols))
+        count = min(lanes, 1 + 4 * target.rows * target.cols // WINDOW_BYTES)
+        height = max(1, -(-target.rows // count))
         for row0 in range(target.row0, target.row0 + target.rows, height):
             yield _Window(target, row0, min(height, target.row0 + target.rows - row0))
 
@@ -77,7 +77,7 @@ def _apply_window(
         part = by_segment[picked.ref.name]
         chunk = decode_chunk(entry, data, plan.schema, picked.ref.name)
         for move in part.moves:
-            if (move.source.col0, move.source.cols) == (entry["col0"], entry["cols"]):
+            if (move.source.col0, move.source.cols) == (entry.col0, entry.cols):
                 if part.is_base:
                     target.put(move, chunk)
                 else:
@@ -100,11 +100,11 @@ def _within(read: StoreRead, window: _Window) -> StoreRead | None:
 
 
 @contextmanager
-def _one_thread_an_operation() -> Iterator[int]:
-    """As many threads as torch would use for one operation, each running operations by itself; yields their number."""
+def _one_thread_an_operation() -> Iterator[None]:
+    """The threads are ours: each runs its operations by itself."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield threads
+        yield
     finally:
         torch.set_num_threads(threads)
