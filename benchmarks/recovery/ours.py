@@ -23,6 +23,7 @@ from torchrec_stream_ckpt.restore import apply
 from torchrec_stream_ckpt.restore.choose import Choice, choose
 from torchrec_stream_ckpt.restore.plan import RestorePlan, plan_restore
 from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.store.dense import DenseFolder
 from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
 
 
@@ -103,7 +104,7 @@ class FromStore:
         self._control = Control(trainer.log)
         self._objects = open_store(str(folder))
         self._materializer = Materializer(
-            trainer.log, self._objects, lambda _: trainer.root, ThreadPoolExecutor(2), policy
+            trainer.log, self._objects, lambda _: DenseFolder(trainer.root), ThreadPoolExecutor(2), policy
         )
 
     def build(self, interval: int) -> None:
@@ -177,7 +178,7 @@ class Head:
 def _plan(
     log: FileLog, store: Path, workload: Workload, marker: MarkerId, objects: Objects | None
 ) -> tuple[Choice, RestorePlan]:
-    choice = choose(log, Control(log).refresh(), store, marker, objects)
+    choice = choose(log, Control(log).refresh(), DenseFolder(store), marker, objects)
     assert choice is not None
     shards = [TableShard(table, 0, spec.rows, 0, spec.dim) for table, spec in enumerate(workload.schema.tables)]
     plan = plan_restore(choice.lineage, choice.commit.id, choice.hellos, workload.schema, shards, held=choice.held)
