@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from torchrec_stream_ckpt.adapter import FusedKernel
@@ -23,6 +26,7 @@ from torchrec_stream_ckpt.log.stream import checked_payload, read_mark, read_str
 from torchrec_stream_ckpt.restore.plan import RestorePlan, StreamRead
 from torchrec_stream_ckpt.restore.reshard import Move, intersect
 from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.head import Head, SliceArrays
 from torchrec_stream_ckpt.store.reader import read_chunks
 from torchrec_stream_ckpt.types import TableShard, TableSpec
 
@@ -30,6 +34,10 @@ T = TypeVar("T")
 
 READERS = 4
 """Threads that read the store and compare checksums, ahead of the one that writes."""
+HEAD_READERS = 4
+"""Threads that copy from HEAD."""
+PART_CELLS = 2**27
+"""Values that one of them copies at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,30 +118,52 @@ class _Target:
         count = local.numel()
         first = int(local[0])
         if int(local[-1]) - first + 1 == count and (count < 2 or bool((local[1:] > local[:-1]).all())):
-            rows: torch.Tensor | slice = slice(first, first + count)
-        else:
-            rows = local.to(self._weights.device)
+            self.put_block(move, slice(first, first + count), weights, states)
+            return
+        rows = local.to(self._weights.device)
         self._put(self._weights, rows, weights, move)
         for position, (target, source) in enumerate(zip(self._states, states, strict=True)):
             if target.dim() == 2:
                 self._put(target, rows, source, move)
             elif self._merged:
                 self._piece(move)[position].index_copy_(0, local, source.double())
-            elif isinstance(rows, slice):
-                target[rows].copy_(source)
             else:
                 target.index_copy_(0, rows, source.to(target.device))
-        begin, stop = bisect_left(self._cuts, move.col0), bisect_left(self._cuts, move.col0 + move.cols)
-        if isinstance(rows, slice):
-            self._arrived[begin:stop, rows] = True
-        else:
-            self._arrived[begin:stop].index_fill_(1, local, True)
+        self._arrived[self._between(move)].index_fill_(1, local, True)
+
+    def put_block(self, move: Move, rows: slice, weights: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
+        """Write rows that lie side by side, by their place in the shard, and note that they have arrived.
+
+        Safe from several threads for different rows, once :meth:`prepare` was called for the move.
+        """
+        self._put(self._weights, rows, weights, move)
+        for position, (target, source) in enumerate(zip(self._states, states, strict=True)):
+            if target.dim() == 2:
+                self._put(target, rows, source, move)
+            elif self._merged:
+                self._piece(move)[position][rows].copy_(source)
+            else:
+                copy_rows(target[rows], source)
+        self._arrived[self._between(move), rows] = True
+
+    def rows_of(self, move: Move) -> slice:
+        """The rows of a move, by their place in the shard."""
+        return slice(move.row0 - self._shard.row0, move.row0 - self._shard.row0 + move.rows)
+
+    def prepare(self, move: Move) -> None:
+        """Rows of ``move`` are about to be put."""
+        if self._merged:
+            self._piece(move)
+
+    def _between(self, move: Move) -> slice:
+        """The cuts that a move's columns lie between."""
+        return slice(bisect_left(self._cuts, move.col0), bisect_left(self._cuts, move.col0 + move.cols))
 
     def _put(self, target: torch.Tensor, rows: torch.Tensor | slice, source: torch.Tensor, move: Move) -> None:
         here, there = move.col0 - self._shard.col0, move.col0 - move.source.col0
         values = source[:, there : there + move.cols]
         if isinstance(rows, slice):
-            target[rows, here : here + move.cols].copy_(values)
+            copy_rows(target[rows, here : here + move.cols], values)
         else:
             target[:, here : here + move.cols].index_copy_(0, rows, values.to(target.device))
 
@@ -167,8 +197,28 @@ class _Target:
                 target.copy_(mean)
 
 
+def copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a block of rows. On a CPU by numpy: it moves large blocks past the caches, and takes no other thread."""
+    if target.device.type != "cpu" or target.dtype != source.dtype:
+        target.copy_(source)
+    else:
+        np.copyto(_array(target), _array(source))
+
+
+def _array(tensor: torch.Tensor) -> Array:
+    """The same memory; numpy has no bfloat16, and only its bits matter here."""
+    array: Array = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).detach().numpy()
+    return array
+
+
 @torch.no_grad()
-def apply_rows(log: Log, plan: RestorePlan, kernels: list[FusedKernel], store: StoreSource | None = None) -> int:
+def apply_rows(
+    log: Log,
+    plan: RestorePlan,
+    kernels: list[FusedKernel],
+    store: StoreSource | None = None,
+    head: Head | None = None,
+) -> int:
     """Write every row that the plan names into the live tables, and set the kernels' own state.
 
     The tables are half written when this raises: such a job must not train on.
@@ -178,26 +228,33 @@ def apply_rows(log: Log, plan: RestorePlan, kernels: list[FusedKernel], store: S
         plan: What to write.
         kernels: The live tables.
         store: Where ``plan.stored`` is, and the scalars of its reach; None if the plan has none.
+        head: Where ``plan.warm`` is; None if the plan has none.
 
     Returns:
         How many row records this rank applied.
 
     Raises:
+        HeadDamagedError: HEAD does not hold what was written there.
         CorruptionError: the log or the store is damaged or incomplete.
         SchemaMismatchError: the plan puts tables with different learning rates into one kernel.
     """
     with warnings.catch_warnings():
         # Frames and chunks are views of files that nobody writes to.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return _apply_rows(log, plan, kernels, store)
+        return _apply_rows(log, plan, kernels, store, head)
 
 
-def _apply_rows(log: Log, plan: RestorePlan, kernels: list[FusedKernel], store: StoreSource | None) -> int:
+def _apply_rows(
+    log: Log, plan: RestorePlan, kernels: list[FusedKernel], store: StoreSource | None, head: Head | None
+) -> int:
     targets = _targets(plan, kernels)
     scalars: list[TableScalars] = []
     applied = 0
     for kernel in kernels:
         kernel.prepare_write()
+    if plan.warm:
+        assert head is not None
+        applied += _apply_head(head, plan, targets)
     if store is not None:
         applied += _apply_store(plan, store, targets)
         if plan.reach == plan.marker:
@@ -228,13 +285,49 @@ def _apply_store(plan: RestorePlan, store: StoreSource, targets: Mapping[TableSh
             read = moves[id(picked)]
             table = plan.schema.tables[int(entry["table"])]
             rows = decode_chunk(entry, data, plan.schema, picked.ref.name)
-            ids, weights, *states = _tensors(rows, table)
+            ids, weights, *states = _row_tensors(rows, table)
             for move in read.moves:
                 source = move.source
                 if (source.table, source.col0, source.cols) == (entry["table"], entry["col0"], entry["cols"]):
                     applied += targets[move.target].fill(move, ids, weights, states, is_base=read.is_base)
             failpoint("restore.chunk")
     return applied
+
+
+def _apply_head(head: Head, plan: RestorePlan, targets: Mapping[TableShard, _Target]) -> int:
+    """Copy what the plan takes from HEAD, by several threads; returns how many rows."""
+    needed = {(move.source.table, move.source.col0) for move in plan.warm}
+    slices = {(each.table, each.col0): each for each in head.state.slices}
+    columns = {place: head.arrays(slices[place], plan.schema) for place in needed}
+    parts = []
+    for move in plan.warm:
+        targets[move.target].prepare(move)
+        arrays = columns[move.source.table, move.source.col0]
+        tensors = _tensors(arrays.arrays, plan.schema.tables[move.source.table])
+        parts += [partial(_copy_part, arrays, tensors, targets[move.target], part) for part in _parts(plan.warm, move)]
+    with ThreadPoolExecutor(HEAD_READERS, thread_name_prefix="stream-ckpt-head") as pool:
+        for done in [pool.submit(part) for part in parts]:
+            done.result()
+    return sum(move.rows for move in plan.warm)
+
+
+def _parts(moves: Sequence[Move], move: Move) -> Iterator[Move]:
+    """``move`` cut by rows: enough parts for all threads, but large ones, which a processor copies faster."""
+    cells = sum(each.rows * each.cols for each in moves)
+    count = min(max(1, round(move.rows * move.cols / min(cells / HEAD_READERS, PART_CELLS))), move.rows)
+    edges = [move.row0 + part * move.rows // count for part in range(count + 1)]
+    return (replace(move, row0=begin, rows=end - begin) for begin, end in pairwise(edges))
+
+
+@torch.no_grad()
+def _copy_part(arrays: SliceArrays, tensors: Sequence[torch.Tensor], target: _Target, move: Move) -> None:
+    """Compare the blocks that hold the rows of a move with their checksums, then copy them."""
+    begin, stop = move.row0, move.row0 + move.rows
+    for section in range(len(tensors)):
+        arrays.check(*arrays.layout.blocks_of(section, begin, stop))
+    weights, *states = (tensor[begin:stop] for tensor in tensors)
+    target.put_block(move, target.rows_of(move), weights, states)
+    failpoint("restore.head")
 
 
 def _concerns(record: TableScalars, targets: Sequence[TableShard]) -> bool:
@@ -264,14 +357,19 @@ def _apply_frame(
         return 0
     table = plan.schema.tables[header.table]
     rows = decode_rows(header, checked_payload(header, frame, read.commit, read.end), table)
-    ids, weights, *states = _tensors(rows, table)
+    ids, weights, *states = _row_tensors(rows, table)
     return sum(targets[move.target].write(move, ids, weights, states) for move in moves)
 
 
-def _tensors(rows: RowsView, table: TableSpec) -> list[torch.Tensor]:
+def _row_tensors(rows: RowsView, table: TableSpec) -> list[torch.Tensor]:
     """Ids, weights and states as tensors of the same memory, which nobody writes to."""
-    dtypes = ("int64", table.dtype, *(state.dtype for state in table.states))
-    return [_tensor(array, dtype) for array, dtype in zip((rows.ids, rows.weights, *rows.states), dtypes, strict=True)]
+    return [torch.from_numpy(rows.ids), *_tensors((rows.weights, *rows.states), table)]
+
+
+def _tensors(arrays: Sequence[Array], table: TableSpec) -> list[torch.Tensor]:
+    """Weights and states likewise."""
+    dtypes = (table.dtype, *(state.dtype for state in table.states))
+    return [_tensor(array, dtype) for array, dtype in zip(arrays, dtypes, strict=True)]
 
 
 def _tensor(array: Array, dtype: str) -> torch.Tensor:

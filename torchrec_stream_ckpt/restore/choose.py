@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit, Hello
 from torchrec_stream_ckpt.format.dense import verify_dense
+from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.stream import read_hello
@@ -36,11 +38,16 @@ class Choice:
     skipped: tuple[str, ...]
     """Newer markers whose dense state is damaged, each with its reason."""
     held: Held | None
-    """What the store has on the marker's path; None: all comes from the log."""
+    """What HEAD and the store have on the marker's path; None: all comes from the log."""
 
 
 def choose(
-    log_: Log, lineage: Lineage, store: Path, marker: MarkerId | None, objects: Objects | None = None
+    log_: Log,
+    lineage: Lineage,
+    store: Path,
+    marker: MarkerId | None,
+    objects: Objects | None = None,
+    head: Callable[[bytes], HeadState | None] = lambda _: None,
 ) -> Choice | None:
     """Look up ``marker``, or the newest one whose dense state is whole; None when nothing was ever committed.
 
@@ -50,6 +57,7 @@ def choose(
         store: Where the dense state lies.
         marker: Which one; None for the newest.
         objects: The store, if rows may come from there.
+        head: What the HEAD on this host holds of a job, if anything.
 
     Raises:
         MarkerNotFoundError: ``marker`` was never committed.
@@ -63,31 +71,64 @@ def choose(
         commit, skipped = _newest_whole(lineage, store)
     else:
         return None
-    held = hold(objects, lineage, commit.id) if objects is not None else None
+    held = hold(objects, lineage, commit.id, warm(head(lineage.job), lineage, commit.id))
     check_incarnation(log_, lineage, commit.id, held.reach if held is not None else None)
     return Choice(lineage, commit, read_hellos(log_, lineage, commit.id, held), tuple(skipped), held)
 
 
-def hold(objects: Objects, lineage: Lineage, marker: MarkerId) -> Held | None:
-    """What the store has on the path to ``marker``, as far as its directories tell.
+def warm(head: HeadState | None, lineage: Lineage, marker: MarkerId) -> HeadState | None:
+    """``head``, if it holds a marker on the path to ``marker``, the very one that the log knows."""
+    if head is None:
+        return None
+    if head.commit not in lineage.chain(marker):
+        log.info("HEAD is not used: it is at marker %s, which does not lead to %s", head.marker, marker)
+        return None
+    schema = lineage.claims[head.marker.generation].schema
+    whole = {(index, column) for index, table in enumerate(schema.tables) for column in range(table.dim) if table.rows}
+    found = [(table, column) for table, col0, cols in head.columns for column in range(col0, col0 + cols)]
+    if head.schema_crc != schema.crc or len(found) != len(whole) or set(found) != whole:
+        log.info("HEAD is not used: it has other tables than marker %s", head.marker)
+        return None
+    return head
 
-    None, with a warning, when they are damaged: the log may still have it all.
+
+def hold(objects: Objects | None, lineage: Lineage, marker: MarkerId, head: HeadState | None = None) -> Held | None:
+    """What HEAD and the store have on the path to ``marker``, as far as their directories tell.
+
+    What is damaged there is left out, with a warning: the log may still have it all. None when nothing is left.
+
+    Args:
+        objects: The store, if there is one.
+        lineage: The control partition.
+        marker: What shall be restored.
+        head: A HEAD on its path: only what is behind it comes from the store.
 
     Raises:
         StoreUnavailableError: it does not answer.
         UnsupportedError: it is of a newer format.
     """
+    chain = lineage.chain(marker)
+    if head is not None:
+        chain = chain[chain.index(head.commit) + 1 :]
+    held = _stored(objects, lineage, chain, head) if objects is not None and chain else None
+    if held is None and head is not None:
+        scalars = tuple(record for each in head.notes for record in each.mark.scalars)
+        held = Held(head.marker, (), scalars, tuple(each.shards for each in head.notes), head)
+    return held
+
+
+def _stored(objects: Objects, lineage: Lineage, chain: Sequence[Commit], head: HeadState | None) -> Held | None:
     if not check_store(objects):
         return None
     try:
         catalog = Catalog.load(objects, lineage.job)
-        cover = catalog.cover(lineage.chain(marker))
+        cover = catalog.cover(chain, head.marker if head is not None else None)
         if cover is None:
             return None
         with ThreadPoolExecutor(_READERS) as pool:
-            return load_held(objects, catalog, cover, pool)
+            return load_held(objects, catalog, cover, pool, head)
     except CorruptionError as error:
-        log.warning("the store cannot serve marker %s, all is read from the log: %s", marker, error.headline)
+        log.warning("the store cannot serve marker %s, the log is read: %s", chain[-1].id, error.headline)
         return None
 
 

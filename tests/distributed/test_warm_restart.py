@@ -1,0 +1,87 @@
+"""A restart on a host with a HEAD: a memory copy, bit for bit, on any number of ranks; and what happens without it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import jobs, ranks, stores
+from tests.model import PLAN_1, PLAN_2, PLAN_2_OTHER, PLAN_3, PLAN_3_OTHER, Spec, differences
+from torchrec_stream_ckpt import StreamConfig
+from torchrec_stream_ckpt.types import MarkerId
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 9  # markers 1:1 to 1:3 at steps 3, 6, 9, and one more by mark()
+
+
+@pytest.fixture(scope="module", params=["rowwise", "adagrad"])
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """A finished job of two ranks: its log, and per rank the truth at each step."""
+    directory = tmp_path_factory.mktemp(request.param)
+    settings = StreamConfig(uri=f"file://{directory}", marker_every=3)
+    return directory, ranks.run(2, jobs.train_with, PLAN_2, settings, STEPS, build(directory))
+
+
+def build(directory: Path) -> dict[str, Any]:
+    return {"optimizer": "adagrad", "dense": "adagrad", "dtype": "fp16"} if "adagrad" in directory.name else {}
+
+
+WIDE: dict[bool, dict[int, Spec]] = {
+    False: {1: PLAN_1, 2: PLAN_2_OTHER, 3: PLAN_3_OTHER},
+    True: {1: PLAN_1, 2: PLAN_2, 3: {**PLAN_3, "t_item": ("cw", [0, 2]), "t_wide": ("rw", None)}},
+}
+
+
+def check(
+    source: tuple[Path, list[Any]], directory: Path, head: Path | None, world: int, marker: str | None, expected: str
+) -> None:
+    origin, trained = source
+    kind = build(origin)
+    settings = StreamConfig(uri=f"file://{directory}", marker_every=3, head=str(head) if head else None)
+    plan = WIDE[bool(kind)][world]
+    for rank, (state, step, used) in enumerate(ranks.run(world, jobs.restore_once, plan, settings, marker, kind)):
+        assert used == expected
+        assert step == (3 * MarkerId.parse(marker).marker if marker else STEPS)
+        truth = trained[min(rank, len(trained) - 1)][1][step]
+        assert differences(truth, state, rng=rank < len(trained)) == []
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_newest_marker_comes_from_head_alone(source: tuple[Path, list[Any]], world: int, tmp_path: Path) -> None:
+    copy, head = shutil.copytree(source[0], tmp_path / "log"), tmp_path / "head"
+    newest = stores.fold(copy, head=head)[-1]
+    stores.lose_rows(copy)
+    stores.lose_segments(copy)
+    check(source, copy, head, world, None, f"head {newest}")
+
+
+def test_what_is_behind_head_comes_from_the_store_and_the_log(source: tuple[Path, list[Any]], tmp_path: Path) -> None:
+    copy, head = shutil.copytree(source[0], tmp_path / "log"), tmp_path / "head"
+    stores.fold(copy, upto=MarkerId(1, 1), head=head)
+    check(source, copy, head, 3, "1:3", "head 1:1 + log")
+    stores.fold(copy, upto=MarkerId(1, 2))
+    check(source, copy, head, 2, "1:3", "head 1:1 + store 1:2 + log")
+
+
+def test_an_older_marker_comes_from_the_store(source: tuple[Path, list[Any]], tmp_path: Path) -> None:
+    copy, head = shutil.copytree(source[0], tmp_path / "log"), tmp_path / "head"
+    stores.fold(copy, head=head)
+    check(source, copy, head, 2, "1:2", "store 1:2")
+    check(source, copy, None, 1, "1:3", "store 1:3")
+
+
+def test_a_damaged_head_is_replaced_by_the_store(source: tuple[Path, list[Any]], tmp_path: Path) -> None:
+    copy, head = shutil.copytree(source[0], tmp_path / "log"), tmp_path / "head"
+    newest = stores.fold(copy, head=head)[-1]
+    (job,) = head.iterdir()
+    largest = max(job.glob("t*"), key=lambda path: path.stat().st_size)
+    with open(largest, "r+b") as file:
+        byte = file.read(1)[0]
+        file.seek(0)
+        file.write(bytes([byte ^ 1]))
+    check(source, copy, head, 2, None, f"store {newest}")
+    assert not (job / "HEAD").exists()
