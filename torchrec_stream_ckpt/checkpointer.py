@@ -530,7 +530,10 @@ class StreamCheckpointer:
         self._close_head()
         root = head_root(self._config.head)
         self._head = Head.open(root, job) if root is not None else None
-        return self._head.state if self._head is not None else None
+        if self._head is None:
+            return None
+        self._head.verify = self._config.verify_head
+        return self._head.state
 
     def _close_head(self) -> None:
         if self._head is not None:

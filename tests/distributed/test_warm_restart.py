@@ -77,11 +77,44 @@ def test_an_older_marker_comes_from_the_store(source: tuple[Path, list[Any]], tm
 def test_a_damaged_head_is_replaced_by_the_store(source: tuple[Path, list[Any]], tmp_path: Path) -> None:
     copy, head = shutil.copytree(source[0], tmp_path / "log"), tmp_path / "head"
     newest = stores.fold(copy, head=head)[-1]
+    flip_first_bit(head)
+    check(source, copy, head, 2, None, f"store {newest}")
+    (job,) = head.iterdir()
+    assert not (job / "HEAD").exists()
+
+
+def test_nobody_is_told_of_damage_who_asked_not_to_be(source: tuple[Path, list[Any]], tmp_path: Path) -> None:
+    copy, head = shutil.copytree(source[0], tmp_path / "log"), tmp_path / "head"
+    newest = stores.fold(copy, head=head)[-1]
+    flip_first_bit(head)
+    settings = StreamConfig(uri=f"file://{copy}", marker_every=3, head=str(head), verify_head=False)
+    plan, kind = WIDE[bool(build(source[0]))][1], build(source[0])
+    ((state, _, used),) = ranks.run(1, jobs.restore_once, plan, settings, None, kind)
+    assert used == f"head {newest}"
+    assert len(differences(source[1][0][1][STEPS], state)) == 1
+
+
+def flip_first_bit(head: Path) -> None:
+    """Of the first weight of the largest table."""
     (job,) = head.iterdir()
     largest = max(job.glob("t*"), key=lambda path: path.stat().st_size)
     with open(largest, "r+b") as file:
         byte = file.read(1)[0]
         file.seek(0)
         file.write(bytes([byte ^ 1]))
-    check(source, copy, head, 2, None, f"store {newest}")
-    assert not (job / "HEAD").exists()
+
+
+def test_merged_row_state_is_the_same_from_head_and_from_the_log(tmp_path: Path) -> None:
+    directory, head = tmp_path / "log", tmp_path / "head"
+    settings = StreamConfig(uri=f"file://{directory}", marker_every=None)
+    ranks.run(2, jobs.train_with, PLAN_2, settings, 3, {})
+    stores.fold(directory, head=head)
+    states = []
+    for place in (None, str(head)):
+        merging = StreamConfig(
+            uri=f"file://{directory}", marker_every=None, on_column_resplit="merge", head=place, store=settings.store
+        )
+        ((state, _, used),) = ranks.run(1, jobs.restore_once, {**PLAN_1, "t_wide": ("tw", 0)}, merging, "1:1", {})
+        assert used == ("store 1:1" if place is None else "head 1:1")
+        states.append(state)
+    assert differences(*states) == []

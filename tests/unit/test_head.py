@@ -174,6 +174,29 @@ def test_another_column_split_is_built_anew(warmed: Warm, built: list[int]) -> N
     assert len(list(warmed.path("").glob("t*"))) == 6
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_any_history_leads_to_what_its_newest_marker_says(
+    tmp_path: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(head_format, "BLOCK_BYTES", 64)
+    warmed, random = Warm(tmp_path, pool, Policy(rebase=0.5)), np.random.default_rng(seed)
+    warmed.markers(1)
+    markers = [MarkerId(1, 1)]
+    for _ in range(12):
+        if random.random() < 0.4:
+            parent = markers[int(random.integers(len(markers)))]
+            splits = [int(random.choice([1, 2])), warmed.job.splits[parent.generation][ROWWISE], 1]
+            swept = [ROWWISE] if random.random() < 0.3 else []
+            if swept:
+                splits[ROWWISE] = int(random.choice([1, 2, 4]))
+            warmed.job.begin(parent, world=int(random.integers(1, 4)), swept=swept, splits=splits)
+        warmed.job.touch(int(random.integers(1, 5)))
+        markers.append(warmed.job.commit().id)
+        if random.random() < 0.7:
+            warmed.follow()
+            warmed.check(markers[-1])
+
+
 @pytest.mark.parametrize("policy", [Policy(rebase=1e-9), Policy(rebase=0, compact="span16")], ids=["bases", "spans"])
 def test_folds_of_the_store_lead_to_the_same_rows(tmp_path: Path, pool: ThreadPoolExecutor, policy: Policy) -> None:
     warmed = Warm(tmp_path, pool, policy)
@@ -370,6 +393,10 @@ def test_too_little_room_is_said_before_anything_is_written(
     warmed.job.touch()
     warmed.job.commit()
     assert list(warmed.materializer.catch_up(warmed.lineage)) == [MarkerId(1, 2)]
+    assert caplog.text.count("HEAD needs") == 1
+    monkeypatch.undo()
+    warmed.follow()
+    assert whole(warmed.head()).state.marker == MarkerId(1, 2)
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -387,7 +414,7 @@ def test_when_memory_runs_out_the_head_goes_and_the_materializer_stays(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     assert list(warmed.materializer.catch_up(warmed.lineage)) == [MarkerId(1, 1 if first else 2)]
-    assert "there is no HEAD from here on: HEAD cannot be written: No space left on device" in caplog.text
+    assert "HEAD cannot be written: No space left on device" in caplog.text
     assert warmed.head() is None
     assert list(warmed.path("").glob("t*")) == []
 

@@ -83,12 +83,12 @@ class HeadWriter:
 
     def _bring(self, folder: HeadFolder, lineage: Lineage, catalog: Catalog, marker: MarkerId) -> None:
         chain = lineage.chain(marker)
+        now = _readable_state(folder)
+        if now is not None and now.clean and now.commit == chain[-1]:
+            return
         schema = lineage.claims[marker.generation].schema
         goal = self._goal(catalog, chain[-1], schema)
-        now = _readable_state(folder)
         place = _place(now, goal, chain)
-        if now is not None and place == len(chain) - 1:
-            return
         if now is not None and place is not None:
             try:
                 cover = catalog.cover(chain[place + 1 :], now.marker)

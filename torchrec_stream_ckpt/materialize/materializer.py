@@ -89,6 +89,7 @@ class Materializer:
         self._policy = policy or Policy()
         self._mine = mine
         self._head = head
+        self._head_failed = False
         self.counts = Counts()
 
     def missing(self, lineage: Lineage, catalog: Catalog) -> list[Commit]:
@@ -123,14 +124,18 @@ class Materializer:
 
     def _keep_warm(self, lineage: Lineage, catalog: Catalog) -> None:
         """Bring HEAD to the newest marker of the store. Without it a restore is slower, and nothing is lost."""
-        newest = next((marker for marker in reversed(lineage.commits) if marker in catalog.markers), None)
+        offered = catalog.markers - catalog.dropped
+        newest = next((marker for marker in reversed(lineage.commits) if marker in offered), None)
         if self._head is None or newest is None:
             return
         try:
             self._head.follow(lineage, catalog, newest)
         except (StoreUnavailableError, ConfigError, CorruptionError) as error:
-            log.warning("there is no HEAD from here on: %s", error)
-            self._head = None
+            if not self._head_failed:
+                log.warning("HEAD cannot be brought to marker %s, it is tried again with later ones: %s", newest, error)
+            self._head_failed = True
+        else:
+            self._head_failed = False
 
     def _fold(self, lineage: Lineage, commit: Commit) -> tuple[tuple[SegmentRef, ...], ...] | None:
         """The segments of all ranks, those of our partitions folded now; None when another's are not there yet."""

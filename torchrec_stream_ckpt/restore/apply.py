@@ -7,8 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -181,9 +180,8 @@ class _Target:
         shard's own columns. The mean of the sources, weighted by the columns that each of them gives, is
         what one shard would hold for the same gradients; a split copies the value (docs/guarantees.md).
         """
-        missing = int((~self._arrived.all(0)).sum())
-        if missing:
-            shard = self._shard
+        if not bool(self._arrived.all()):
+            shard, missing = self._shard, int((~self._arrived.all(0)).sum())
             raise CorruptionError(
                 f"{missing} rows of this shard are not in the log", table=table, row0=shard.row0, col0=shard.col0
             )
@@ -296,18 +294,19 @@ def _apply_store(plan: RestorePlan, store: StoreSource, targets: Mapping[TableSh
 
 def _apply_head(head: Head, plan: RestorePlan, targets: Mapping[TableShard, _Target]) -> int:
     """Copy what the plan takes from HEAD, by several threads; returns how many rows."""
-    needed = {(move.source.table, move.source.col0) for move in plan.warm}
     slices = {(each.table, each.col0): each for each in head.state.slices}
-    columns = {place: head.arrays(slices[place], plan.schema) for place in needed}
-    parts = []
-    for move in plan.warm:
-        targets[move.target].prepare(move)
-        arrays = columns[move.source.table, move.source.col0]
-        tensors = _tensors(arrays.arrays, plan.schema.tables[move.source.table])
-        parts += [partial(_copy_part, arrays, tensors, targets[move.target], part) for part in _parts(plan.warm, move)]
     with ThreadPoolExecutor(HEAD_READERS, thread_name_prefix="stream-ckpt-head") as pool:
-        for done in [pool.submit(part) for part in parts]:
-            done.result()
+        futures = []
+        for place, moves in groupby(sorted(plan.warm), lambda move: (move.source.table, move.source.col0)):
+            # Only its parts hold a map: the thread that is the last to use it gives it back, while others copy.
+            arrays = head.arrays(slices[place], plan.schema)
+            for move in moves:
+                targets[move.target].prepare(move)
+                for part in _parts(plan.warm, move):
+                    futures.append(pool.submit(_copy_part, head.verify, arrays, plan, targets[move.target], part))
+        del arrays
+        for future in futures:
+            future.result()
     return sum(move.rows for move in plan.warm)
 
 
@@ -320,11 +319,12 @@ def _parts(moves: Sequence[Move], move: Move) -> Iterator[Move]:
 
 
 @torch.no_grad()
-def _copy_part(arrays: SliceArrays, tensors: Sequence[torch.Tensor], target: _Target, move: Move) -> None:
+def _copy_part(verify: bool, arrays: SliceArrays, plan: RestorePlan, target: _Target, move: Move) -> None:
     """Compare the blocks that hold the rows of a move with their checksums, then copy them."""
     begin, stop = move.row0, move.row0 + move.rows
-    for section in range(len(tensors)):
+    for section in range(len(arrays.arrays) if verify else 0):
         arrays.check(*arrays.layout.blocks_of(section, begin, stop))
+    tensors = _tensors(arrays.arrays, plan.schema.tables[move.source.table])
     weights, *states = (tensor[begin:stop] for tensor in tensors)
     target.put_block(move, target.rows_of(move), weights, states)
     failpoint("restore.head")

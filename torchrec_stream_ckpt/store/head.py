@@ -236,6 +236,8 @@ class Head:
     def __init__(self, folder: HeadFolder, state: HeadState) -> None:
         self._folder = folder
         self.state = state
+        self.verify = True
+        """Whether who copies compares the blocks with their checksums."""
 
     @classmethod
     def open(cls, root: Path, job: bytes, wait_s: float = READER_WAIT_S) -> Head | None:
