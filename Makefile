@@ -13,7 +13,7 @@ export PYTHON
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-kafka test test-kafka test-slow test-matrix test-gpu fuzz chaos coverage lint bench lock \
-  clean kafka-tools
+  clean kafka-tools test-tools
 
 help: ## Show these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,13 +33,13 @@ demo-kafka: kafka-tools ## The same over a Kafka broker that it starts and stops
 	@$(PY) recipes/demo.py --kafka $(DEMO_ARGS)
 
 # One thread a process: ranks that share few cores otherwise wait for each other's spinning threads.
-test: kafka-tools ## Run all tests, Kafka included (PYTEST_ARGS="tests/unit -x")
+test: test-tools ## Run all tests, Kafka and S3 included (PYTEST_ARGS="tests/unit -x")
 	@OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
 
 test-kafka: kafka-tools ## Run only the tests that need a broker (PYTEST_ARGS=...)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -m 'kafka and not slow' $(PYTEST_ARGS)
 
-test-slow: kafka-tools ## Run the tests that take more than a minute each, a broker that stands still for one (PYTEST_ARGS=...)
+test-slow: test-tools ## Run the tests that take more than a minute each, a broker that stands still for one (PYTEST_ARGS=...)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -m slow $(PYTEST_ARGS)
 
 # Not in .venv: that has no CUDA. CONTRIBUTING.md says what this Python needs.
@@ -57,7 +57,7 @@ chaos: kafka-tools ## Kill, stop, fill, cut and tamper, in the long form (CHAOS_
 coverage: $(STAMP) ## Write docs/coverage.md anew: what the tests show, cell by cell
 	@$(PY) -m tests.coverage
 
-test-matrix: kafka-tools $(OLD_STAMP) ## Run all tests under both locked stacks, about twice as long (PYTEST_ARGS=...)
+test-matrix: test-tools $(OLD_STAMP) ## Run all tests under both locked stacks, about twice as long (PYTEST_ARGS=...)
 	@OMP_NUM_THREADS=1 bash scripts/test_matrix.sh $(VENV) $(OLD_VENV) -- $(PYTEST_ARGS)
 
 lint: $(STAMP) ## Check style and types: ruff, mypy --strict on the package
@@ -79,4 +79,7 @@ clean: ## Remove caches, build products and the demo's folder; .venv* stay
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 kafka-tools: $(STAMP)
-	@bash scripts/kafka_tools.sh
+	@bash scripts/java_tools.sh kafka
+
+test-tools: $(STAMP)
+	@bash scripts/java_tools.sh kafka s3proxy

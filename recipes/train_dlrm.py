@@ -193,6 +193,7 @@ def make_parser() -> argparse.ArgumentParser:
     ckpt = parser.add_argument_group("streaming checkpoints")
     ckpt.add_argument("--stream_ckpt", metavar="URI", help="file://DIR or kafka://BROKERS/JOB")
     ckpt.add_argument("--store", metavar="URL", help="where dense state goes; required with kafka://")
+    ckpt.add_argument("--store_options", metavar="FILE", type=Path, help="settings of an object store, key=value lines")
     ckpt.add_argument("--restore", type=marker, help="latest (default), none, or GENERATION:MARKER")
     ckpt.add_argument("--drain_every", metavar="STEPS", type=whole(1), help="default: 1")
     ckpt.add_argument("--marker_every", metavar="STEPS", type=whole(1), help="default: 100")
@@ -289,7 +290,7 @@ def complete_stream(args: argparse.Namespace) -> str | None:
     """The same for the flags of streaming checkpoints."""
     defaults = {"restore": "latest", "drain_every": 1, "marker_every": 100, "paranoid": False}
     if args.stream_ckpt is None:
-        for flag in (*defaults, "store", "marker_every_s", "kafka_options", "commit_key_file"):
+        for flag in (*defaults, "store", "store_options", "marker_every_s", "kafka_options", "commit_key_file"):
             if getattr(args, flag) is not None:
                 return f"--{flag} needs --stream_ckpt"
     else:
@@ -301,6 +302,10 @@ def complete_stream(args: argparse.Namespace) -> str | None:
             return "--kafka_options needs --stream_ckpt kafka://..."
         if args.kafka_options is not None and not args.kafka_options.is_file():
             return f"--kafka_options {args.kafka_options}: no such file"
+        if args.store_options is not None and "://" not in (args.store or ""):
+            return "--store_options needs --store s3://..."
+        if args.store_options is not None and not args.store_options.is_file():
+            return f"--store_options {args.store_options}: no such file"
     for flag, value in defaults.items():
         if getattr(args, flag) is None:
             setattr(args, flag, value)
@@ -863,10 +868,8 @@ def open_checkpointer(
         return None, None
     from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 
-    config = {
-        name: getattr(args, name)
-        for name in ("store", "drain_every", "marker_every", "marker_every_s", "kafka_options", "commit_key_file")
-    }
+    names = ("store", "store_options", "drain_every", "marker_every", "marker_every_s", "kafka_options")
+    config = {name: getattr(args, name) for name in (*names, "commit_key_file")}
     checkpointer = StreamCheckpointer(
         model,
         optimizer,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark, Schema
+from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark, Schema, Trim
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_frame, parse_header, seal
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout
 from torchrec_stream_ckpt.log.api import Ack, Log
@@ -53,6 +54,14 @@ def commit(generation: int, marker: int, ranks: Sequence[RankEnd] = (), **more: 
         "store": "",
     }
     return Commit(generation=generation, marker=marker, **{**values, **more})  # type: ignore[arg-type]
+
+
+def trim(*markers: str, store: str = "file:///store", **more: object) -> Trim:
+    """A TRIM of these markers, as ``GENERATION:MARKER``; it is for the last one."""
+    reach = tuple(map(MarkerId.parse, markers))
+    values: dict[str, object] = {"job": JOB, "nonce": f"nonce-{'-'.join(markers)}", "time_s": 0.0}
+    fields = {**values, "generation": reach[-1].generation, "marker": reach[-1].marker, **more}
+    return Trim(markers=reach, store=store, **fields)  # type: ignore[arg-type]
 
 
 def rows_frame(spec: TableSpec, arrays: Sequence[np.ndarray], **fields: int) -> tuple[Header, bytearray]:
@@ -148,11 +157,25 @@ class Stream:
         return RankEnd(self.rank, partition, begin, end, count, chain, 0, 0)
 
 
-def write(log: Log, frames: Iterable[bytes], *, generation: int = 1, partition: int = 0, at: int = 0) -> list[Ack]:
-    """Append frames to a file log and return where they are."""
+def write(
+    log: Log,
+    frames: Iterable[bytes],
+    *,
+    generation: int = 1,
+    partition: int = 0,
+    at: int = 0,
+    timeout_s: float = 0.0,
+) -> list[Ack]:
+    """Append frames and return where they are; a file log has them at the first poll."""
+    sent, acks = list(frames), []
+    deadline = time.monotonic() + timeout_s
     writer = log.open_writer(generation, partition, at)
-    for frame in frames:
+    for frame in sent:
         writer.send(memoryview(frame))
-    acks = writer.poll(0.0)
+    while True:
+        acks += writer.poll(min(timeout_s, 0.2))
+        if len(acks) == len(sent) or time.monotonic() >= deadline:
+            break
     writer.close()
+    assert len(acks) == len(sent)
     return acks

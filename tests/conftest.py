@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.s3.server import S3Server
 from torchrec_stream_ckpt.broker.kraft import Broker
 
 
@@ -27,3 +28,12 @@ def bootstrap(broker_dir: Path) -> str:
     address = Broker(broker_dir).status().bootstrap
     assert address is not None
     return address
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A running S3 server that all tests share; none of them may stop it."""
+    server = S3Server(tmp_path_factory.mktemp("s3"))
+    server.start()
+    yield server
+    server.kill()

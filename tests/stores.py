@@ -14,6 +14,7 @@ from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
 from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.types import MarkerId
 
 
@@ -33,7 +34,7 @@ def fold(
     with ThreadPoolExecutor(4) as pool:
         objects = open_store(str(directory))
         warm = HeadWriter(head, objects, pool) if head is not None else None
-        materializer = Materializer(log, objects, lambda _: directory, pool, policy, head=warm)
+        materializer = Materializer(log, objects, lambda _: open_dense(str(directory)), pool, policy, head=warm)
         return list(materializer.catch_up(lineage))
 
 

@@ -184,6 +184,10 @@ class Image:
             array[view.ids, begin:stop, :item] = raw.reshape(len(view.ids), stop - begin, item)
             array[view.ids, begin:stop, item] = 1
 
+    def forget(self, tables: Sequence[int]) -> None:
+        """Tables that are sent whole from here on."""
+        self.arrays = {key: array for key, array in self.arrays.items() if key[0] not in tables}
+
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, Image)
         same = self.arrays.keys() == other.arrays.keys()
@@ -194,15 +198,26 @@ class Image:
 
 def image_of_log(log: Log, lineage: Lineage, marker: MarkerId) -> Image:
     """What a marker says, by its definition: all frames on its path, in order."""
-    schema, bases = lineage.claims[marker.generation].schema, lineage.bases(marker)
-    image = Image(schema)
-    for commit in lineage.path(marker):
+    return next(image for commit, image in images_of_chain(log, lineage, marker) if commit.id == marker)
+
+
+def images_of_chain(log: Log, lineage: Lineage, marker: MarkerId) -> Iterator[tuple[Commit, Image]]:
+    """All markers on the path to ``marker``; the image changes when the next one is asked for."""
+    image, before = Image(lineage.claims[marker.generation].schema), None
+    for commit in lineage.chain(marker):
+        claim = lineage.claims[commit.generation]
+        if before is None or before.generation != commit.generation:
+            image.forget(claim.swept)
+            before = None
         for end in commit.ranks:
-            for header, frame in read_stream(log, commit, end):
-                if header.kind is Kind.ROWS and commit.generation >= bases.get(header.table, 0):
+            after = before.ranks[end.rank] if before is not None else None
+            for header, frame in read_stream(log, commit, end, after):
+                if header.kind is Kind.ROWS:
                     payload = memoryview(frame)[HEADER_LEN:]
-                    image.put(header.table, header.col0, decode_rows(header, payload, schema.tables[header.table]))
-    return image
+                    table = claim.schema.tables[header.table]
+                    image.put(header.table, header.col0, decode_rows(header, payload, table))
+        yield commit, image
+        before = commit
 
 
 def image_of_store(objects: Objects, lineage: Lineage, marker: MarkerId) -> Image:
@@ -217,7 +232,7 @@ def image_of_store(objects: Objects, lineage: Lineage, marker: MarkerId) -> Imag
         held = load_held(objects, catalog, cover, pool)
         for piece in held.pieces:
             for each, entry, data in read_chunks(objects, piece.segments, pool):
-                if piece.generation >= bases.get(int(entry["table"]), 0):
+                if piece.generation >= bases.get(entry.table, 0):
                     view = decode_chunk(entry, data, schema, each.ref.name)
-                    image.put(int(entry["table"]), int(entry["col0"]), view)
+                    image.put(entry.table, entry.col0, view)
     return image

@@ -29,7 +29,6 @@ from torchrec_stream_ckpt.cuts import Cuts
 from torchrec_stream_ckpt.errors import ConfigError, FencedError, MarkerNotFoundError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Hello
-from torchrec_stream_ckpt.format.dense import dense_path
 from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.ring import FrameRing
@@ -40,6 +39,7 @@ from torchrec_stream_ckpt.restore.apply import StoreSource, apply_rows
 from torchrec_stream_ckpt.restore.choose import Choice, choose
 from torchrec_stream_ckpt.restore.plan import RestorePlan, check_schema, plan_restore
 from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.dense import dense_in
 from torchrec_stream_ckpt.store.head import Head, HeadDamagedError, head_root
 from torchrec_stream_ckpt.types import Committed, MarkerId, Restored
 
@@ -72,6 +72,7 @@ class StreamCheckpointer:
         UnsupportedError: the model holds something that cannot be captured exactly; names it.
         ConfigError: the configuration is wrong.
         LogUnavailableError: the log does not answer.
+        StoreUnavailableError: the store does not answer, or does not let us in.
     """
 
     def __init__(
@@ -98,7 +99,9 @@ class StreamCheckpointer:
         handed = (*(stateful or {}).values(), *(stateful_per_rank or {}).values())
         self._loaders = [item for item in handed if isinstance(item, TrackedLoader)]
         self._log: Log = self._team.together(lambda: open_log(config.uri, config.kafka_options))
-        self._objects = self._team.together(lambda: open_store(str(config.store_path)))
+        self._objects = self._team.together(lambda: open_store(config.store_url, config.store_options))
+        self._dense_store = dense_in(self._objects)
+        self._team.on_rank0(self._dense_store.preflight)
         self._team.on_rank0(self._log.preflight)  # a log that cannot be reached is said now, not at the first marker
         self._control = self._open_control()
         self._hook()
@@ -169,6 +172,7 @@ class StreamCheckpointer:
             SchemaMismatchError: tables or dense state differ from the model's; names the first, with both values.
             ColumnResplitError: see ``StreamConfig.on_column_resplit``.
             CorruptionError: bytes that the marker needs are damaged or missing; says where.
+            TrimmedError: they were trimmed on purpose; says which store holds them.
         """
         self._check_open()
         if self._stream is not None:
@@ -178,18 +182,18 @@ class StreamCheckpointer:
             self._open_root()
             return None
         plan, choice = chosen
-        store = self._config.store_path
         try:
             failpoint("restore.planned")
             plan, choice, rows = self._restore_rows(plan, choice)
             failpoint("restore.rows")
-            self._team.together(lambda: self._dense.load(dense_path(store, choice.commit), plan.world))
+            self._team.together(lambda: self._dense.load(self._dense_store.local(choice.commit), plan.world))
         except BaseException as error:
             self._broken = error
             raise
         finally:
             self._close_head()
         failpoint("restore.dense")
+        self._dense_store.release()
         merged = {table for tables in self._team.gather(plan.merged) for table in tables}
         self._step = plan.step
         self._next_marker = plan.marker.marker + 1
@@ -354,6 +358,7 @@ class StreamCheckpointer:
         self._capture.close()
         self._close_stream(timeout_s)
         self._log.close()
+        self._dense_store.close()
 
     def _close_stream(self, timeout_s: float) -> None:
         """End this generation on this rank."""
@@ -447,16 +452,17 @@ class StreamCheckpointer:
     def _open(self, parent: MarkerId | None, swept: Sequence[int]) -> None:
         """Claim the next generation, and start this rank's stream in it."""
         config, team = self._config, self._team
+        dense, schema = self._dense_store, self._schema
         claim = team.on_rank0(
-            lambda: claim_generation(self._log, self._control, config, self._schema, team.world, parent, tuple(swept))
+            lambda: claim_generation(self._log, self._control, dense, config, schema, team.world, parent, tuple(swept))
         )
-        team.together(lambda: check_same_log(self._log, config, claim, team.rank))
+        team.together(lambda: check_same_log(self._log, dense, config, claim, team.rank))
         partition = team.rank % claim.partitions
         publisher = Publisher(
             lambda resume_at: self._log.open_writer(claim.generation, partition, resume_at), self._ring
         )
-        store_url = f"file://{config.store_path}" if config.store else ""
-        stream = Generation(self._log, self._control, claim, publisher, partition, config.store_path, store_url)
+        store_url = config.store_url if config.store else ""
+        stream = Generation(self._log, self._control, claim, publisher, partition, dense, store_url)
         self._stream = stream
         self._coordinator = Coordinator(stream, self._dense, self._commit_team, config.commit_timeout_s)
         self._cuts = Cuts(
@@ -507,7 +513,7 @@ class StreamCheckpointer:
                 choice.lineage, commit.id, choice.hellos, self._schema, self._shards, merge=merge, held=held
             )
         )
-        self._team.together(lambda: self._dense.check(dense_path(self._config.store_path, commit)))
+        self._team.together(lambda: self._dense.check(self._dense_store.local(commit)))
         return plan, choice
 
     def _everywhere(self, choice: Choice, head: HeadState) -> Choice:
@@ -547,4 +553,4 @@ class StreamCheckpointer:
                 raise MarkerNotFoundError("there is no log yet", hint="check the URI", uri=self._config.uri)
             return None
         head = self._open_head if use_head else lambda _: None
-        return choose(self._log, self._control.refresh(), self._config.store_path, marker, self._objects, head)
+        return choose(self._log, self._control.refresh(), self._dense_store, marker, self._objects, head)

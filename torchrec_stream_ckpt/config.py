@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.layout import FileUri, KafkaUri, parse_store, parse_uri
+from torchrec_stream_ckpt.layout import FileUri, KafkaUri, check_store_url, parse_uri
+from torchrec_stream_ckpt.options import Options
 
 
 @dataclass(kw_only=True, slots=True)
@@ -18,14 +18,18 @@ class StreamConfig:
     uri: str
     """``file://DIR`` or ``kafka://HOST:PORT[,HOST:PORT...]/JOB``."""
     store: str | None = None
-    """Where dense state goes: ``file://DIR``. Default: inside the file log's folder; required with Kafka."""
+    """Where dense state goes: ``file://DIR`` or ``s3://BUCKET/PREFIX``. Default: inside the file log's folder; required
+    with Kafka."""
+    store_options: Options = field(default=None, repr=False)
+    """Settings of an object store, credentials included (fsspec's, for S3 those of s3fs), or a file of ``key=value``
+    lines (docs/operations.md)."""
     drain_every: int = 1
     """Send the rows that changed every so many steps."""
     marker_every: int | None = 100
     """Cut a marker at every multiple of so many steps; None: not by steps."""
     marker_every_s: float | None = None
     """Cut a marker when so many seconds have passed since the last one; None: not by time."""
-    kafka_options: Mapping[str, str] | str | Path | None = field(default=None, repr=False)
+    kafka_options: Options = field(default=None, repr=False)
     """Kafka client settings, security included, or a file of ``key=value`` lines."""
     commit_key_file: str | Path | None = None
     """A file of at least 32 random bytes, or 64 hex digits, that only its owner may open. With it, rank 0 signs what
@@ -44,7 +48,7 @@ class StreamConfig:
     sweep_bytes: int = 16 * 2**20
     """Rows that no step has touched yet: send so many bytes of them a step, until all have been sent."""
     head: str | None = "auto"
-    """Folder of the HEADs that ``stream-ckpt materialize --head[=DIR]`` keeps on this host: a restore copies from there
+    """Folder of the HEADs that ``stream-ckpt materialize --head DIR`` keeps on this host: a restore copies from there
     what is the marker's own. ``auto``: this user's folder in shared memory; None: never."""
     verify_head: bool = True
     """Compare what is copied from a HEAD with its checksums. It costs as much time as the copy; without it, memory that
@@ -56,9 +60,11 @@ class StreamConfig:
     def __post_init__(self) -> None:
         parsed = parse_uri(self.uri)
         if self.store is not None:
-            parse_store(self.store)
+            check_store_url(self.store)
         elif isinstance(parsed, KafkaUri):
-            raise ConfigError("store is required with Kafka", hint="say where dense state goes: store='file:///...'")
+            raise ConfigError(
+                "store is required with Kafka", hint="say where dense state goes: store='file:///...' or 's3://...'"
+            )
         for name in ("drain_every", "marker_every", "ring_bytes", "sweep_bytes"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
@@ -75,10 +81,10 @@ class StreamConfig:
             raise ConfigError(f"on_column_resplit must be 'refuse' or 'merge', it is {self.on_column_resplit!r}")
 
     @property
-    def store_path(self) -> Path:
-        """Folder of the store."""
+    def store_url(self) -> str:
+        """URL of the store, in its one form."""
         if self.store is not None:
-            return parse_store(self.store)
+            return str(check_store_url(self.store))
         parsed = parse_uri(self.uri)
         assert isinstance(parsed, FileUri)
-        return parsed.directory
+        return f"file://{parsed.directory}"

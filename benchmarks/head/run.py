@@ -53,6 +53,7 @@ from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.materializer import Materializer
 from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.dense import open_dense
 
 VARIANTS = ("torch.load", "and copy", "store", "head", "unverified")
 BATCH = 512
@@ -150,9 +151,10 @@ class Rounds:
 
     def _fold(self) -> None:
         log, objects = FileLog(self._folder / "log"), open_store(str(self._folder / "log"))
+        dense = open_dense(str(self._folder / "log"))
         with ThreadPoolExecutor(2) as pool:
             writer = HeadWriter(self._head, objects, pool)
-            materializer = Materializer(log, objects, lambda _: self._folder / "log", pool, head=writer)
+            materializer = Materializer(log, objects, lambda _: dense, pool, head=writer)
             self.markers = len(list(materializer.catch_up(Control(log).refresh())))
         assert writer.marker is not None
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.faults import brokers, disks, kills, power, surgery, survivors, topics
+from tests.faults import brokers, disks, kills, materializer, power, surgery, survivors, topics
 from tests.faults.board import Board
 from tests.faults.subject import Form
 from torchrec_stream_ckpt.broker.kraft import Broker
-from torchrec_stream_ckpt.broker.runtime import kafka_version
+from torchrec_stream_ckpt.broker.runtime import KAFKA
 
 SCENARIOS: tuple[Callable[[Form], None], ...] = (
     kills.kills_on_files,
@@ -39,6 +39,7 @@ SCENARIOS: tuple[Callable[[Form], None], ...] = (
     disks.broker_disk_full,
     disks.errors_of_a_disk,
     disks.short_writes,
+    materializer.kills_of_the_materializer,
     surgery.frames_on_files,
     surgery.frames_on_kafka,
     surgery.files_tampered_with,
@@ -90,7 +91,7 @@ the step to the checkpointer; what a restore brings back is compared with that, 
 |---|---|
 | date | {time.strftime("%Y-%m-%d")} |
 | machine | {machine} |
-| versions | Python {platform.python_version()}, {versions}, Kafka {kafka_version()} |
+| versions | Python {platform.python_version()}, {versions}, {KAFKA} |
 | seeds | {", ".join(map(str, seeds))} |
 | time | {board.took_s / 60:.0f} minutes |
 

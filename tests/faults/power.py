@@ -35,6 +35,7 @@ from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.restore.verify import verify_marker
+from torchrec_stream_ckpt.store.dense import DenseFolder
 
 MOST = 256
 """Above so many combinations at one moment, a drawn part of them is looked at."""
@@ -253,7 +254,7 @@ def _examine(disk: Path, state: dict[str, str], blobs: dict[str, bytes]) -> Verd
         lineage = control.refresh()
         for marker in lineage.commits:
             try:
-                verify_marker(log, lineage, disk / "log", marker)
+                verify_marker(log, lineage, DenseFolder(disk / "log"), marker)
                 verdict.whole.add(str(marker))
             except StreamCkptError as error:
                 verdict.broken[str(marker)] = str(error)

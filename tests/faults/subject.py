@@ -23,6 +23,7 @@ from torchrec_stream_ckpt.format.control import parse_control
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import open_log
 from torchrec_stream_ckpt.restore.verify import verify_marker
+from torchrec_stream_ckpt.store.dense import open_dense
 
 TEAMS = [(2, PLAN_2), (3, PLAN_3), (1, PLAN_1), (2, PLAN_2_OTHER)]
 PATIENCE_S = 90.0
@@ -170,7 +171,7 @@ class Subject:
         for marker in after.commits.keys() - before.commits.keys():
             self.reported.setdefault(marker, row)
             try:
-                verify_marker(log, after, self.settings.store_path, marker)
+                verify_marker(log, after, open_dense(self.settings.store_url), marker)
             except StreamCkptError as error:
                 row.lose(f"{marker}: {error}")
         log.close()

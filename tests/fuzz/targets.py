@@ -23,6 +23,7 @@ from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.log.stream import read_stream
 from torchrec_stream_ckpt.restore.verify import verify_marker
+from torchrec_stream_ckpt.store.dense import DenseFolder
 from torchrec_stream_ckpt.types import MarkerId
 
 
@@ -76,7 +77,7 @@ class Frames:
     def _read(frame: bytes) -> None:
         """As readers do: header, checksum, then what the kind holds."""
         header = parse_header(frame)
-        if header.kind in (Kind.CLAIM, Kind.COMMIT):
+        if header.kind in (Kind.CLAIM, Kind.COMMIT, Kind.TRIM):
             parse_control(frame)
             return
         payload = payload_of(header, frame)
@@ -137,7 +138,7 @@ class FileLogs:
         """Everything that the marker's rows are, after verifying it."""
         log = FileLog(root)
         lineage = Lineage.of(parse_control(record, offset) for offset, record in log.read_control())
-        verify_marker(log, lineage, root, self._marker)
+        verify_marker(log, lineage, DenseFolder(root), self._marker)
         digest = hashlib.sha256()
         made = lineage.find(self._marker)
         for header, frame in read_stream(log, made, made.ranks[0]):

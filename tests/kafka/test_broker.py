@@ -151,9 +151,9 @@ def test_missing_maven_is_named_with_the_line_that_installs_it(tmp_path: Path, m
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="Maven is not installed") as caught:
-        runtime.kafka_jars()
+        runtime.KAFKA.fetched()
     assert "apt-get install -y maven" in caught.value.hint
-    assert not runtime.cache_dir().exists()
+    assert not runtime.KAFKA.folder.exists()
 
 
 def test_missing_java_is_named_with_the_line_that_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

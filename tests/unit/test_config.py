@@ -17,13 +17,13 @@ KAFKA = "kafka://host:9092/job"
 
 def test_a_file_log_needs_nothing_else() -> None:
     config = StreamConfig(uri=FILE)
-    assert config.store_path == Path("/data/log")
+    assert config.store_url == "file:///data/log"
     assert config.on_column_resplit == "refuse"
 
 
 def test_a_store_may_lie_elsewhere() -> None:
-    assert StreamConfig(uri=FILE, store="file:///data/store").store_path == Path("/data/store")
-    assert StreamConfig(uri=KAFKA, store="/data/store").store_path == Path("/data/store")
+    assert StreamConfig(uri=FILE, store="file:///data/store").store_url == "file:///data/store"
+    assert StreamConfig(uri=KAFKA, store="/data/store").store_url == "file:///data/store"
 
 
 def test_kafka_needs_a_store() -> None:
@@ -54,7 +54,8 @@ def test_times_must_be_positive(name: str, value: float) -> None:
     ("setting", "words"),
     [
         ({"uri": "data/log"}, "is not a log that we know"),
-        ({"uri": FILE, "store": "s3://bucket"}, "is not a store"),
+        ({"uri": FILE, "store": "kafka://host:1/job"}, "is not a store"),
+        ({"uri": FILE, "store": "s3://user:secret@bucket"}, "must not hold a password"),
         ({"uri": FILE, "marker_budget_bytes": -1}, "marker_budget_bytes cannot be negative"),
         ({"uri": FILE, "on_column_resplit": "drop"}, "must be 'refuse' or 'merge', it is 'drop'"),
     ],

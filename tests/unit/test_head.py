@@ -15,9 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from tests.builders import JOB, OTHER_JOB
 from tests.synthetic import PLAIN, ROWWISE, SCHEMA, WIDE, Image, Job, image_of_log
+from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.format import head as head_format
@@ -33,8 +35,12 @@ from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
 from torchrec_stream_ckpt.restore.choose import hold, warm
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.head import Head, HeadDamagedError, HeadFolder, head_root
 from torchrec_stream_ckpt.types import MarkerId, TableShard
+
+POINTS = ("head.dirty", "head.chunk", "head.clean")
+"""Where a writer is killed."""
 
 
 class Warm:
@@ -45,7 +51,9 @@ class Warm:
         self.job = Job(self.log_dir, world=2)
         self.objects = open_store(str(folder / "store"))
         self.writer = HeadWriter(self.root, self.objects, pool, wait_s=0.05)
-        self.materializer = Materializer(self.job.log, self.objects, lambda _: folder, pool, policy, head=self.writer)
+        self.materializer = Materializer(
+            self.job.log, self.objects, lambda _: open_dense(str(folder)), pool, policy, head=self.writer
+        )
 
     def markers(self, count: int, **first: object) -> None:
         """A generation with so many markers."""
@@ -210,7 +218,7 @@ def test_folds_of_the_store_lead_to_the_same_rows(tmp_path: Path, pool: ThreadPo
     warmed.check(MarkerId(1, 18))
 
 
-@pytest.mark.parametrize("point", ["head.dirty", "head.chunk", "head.clean"])
+@pytest.mark.parametrize("point", POINTS)
 def test_a_writer_that_is_killed_leaves_none_and_the_next_one_builds_it_anew(
     tmp_path: Path, pool: ThreadPoolExecutor, built: list[int], point: str
 ) -> None:
@@ -228,11 +236,13 @@ from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.materializer import Materializer
 from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.dense import open_dense
 folder = Path(sys.argv[1])
 with ThreadPoolExecutor(2) as pool:
     log, objects = FileLog(folder / "log"), open_store(str(folder / "store"))
     head = HeadWriter(folder / "head", objects, pool)
-    list(Materializer(log, objects, lambda _: folder, pool, head=head).catch_up(Control(log).refresh()))
+    dense = open_dense(str(folder))
+    list(Materializer(log, objects, lambda _: dense, pool, head=head).catch_up(Control(log).refresh()))
 """
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)],
@@ -443,7 +453,8 @@ def test_a_damaged_store_leaves_the_head_where_it_is(warmed: Warm) -> None:
     warmed.markers(1)
     warmed.follow()
     second = warmed.job.commit()
-    list(Materializer(warmed.job.log, warmed.objects, lambda _: warmed.root, warmed.pool).catch_up(warmed.lineage))
+    cold = Materializer(warmed.job.log, warmed.objects, lambda _: open_dense(str(warmed.root)), warmed.pool)
+    list(cold.catch_up(warmed.lineage))
     for entry in list(warmed.objects.list("segments/")):
         if "m00000002" in entry.name:
             warmed.objects.delete(entry.name)
@@ -479,6 +490,15 @@ def test_blocks_hold_all_bytes_of_their_rows(monkeypatch: pytest.MonkeyPatch) ->
             for byte in range(row * section.row_bytes, (row + 1) * section.row_bytes)
         }
         assert set(np.flatnonzero(layout.blocks_with(np.array([row]))).tolist()) == expected
+
+
+def test_the_service_keeps_one_when_it_is_told_to(warmed: Warm) -> None:
+    warmed.markers(2)
+    store, head = warmed.root.with_name("served"), warmed.root
+    arguments = ["materialize", f"file://{warmed.log_dir}", "--store", str(store), "--once", "--head", str(head)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    warmed.check(MarkerId(1, 2))
 
 
 def test_names_and_places() -> None:

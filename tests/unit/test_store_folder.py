@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from torchrec_stream_ckpt import failpoints
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StoreUnavailableError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MissingObjectError, StoreUnavailableError
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.folder import FolderObjects
 
@@ -173,6 +173,17 @@ def test_a_link_in_the_place_of_an_object_is_replaced_not_followed(store: Folder
     store.put("a/x", [DATA])
     assert store.read("a/x") == DATA
     assert secret.read_bytes() == b"secret"
+
+
+def test_nothing_is_below_an_object(store: FolderObjects) -> None:
+    store.put("a/x", [DATA])
+    assert store.size("a/x/y") is None
+    assert list(store.list("a/x/")) == []
+    store.delete("a/x/y")
+    with pytest.raises(MissingObjectError):
+        store.read("a/x/y")
+    with pytest.raises(StoreUnavailableError, match="File exists"):
+        store.put("a/x/y", [b"y"])
 
 
 def test_a_file_in_the_place_of_the_store_is_said(tmp_path: Path) -> None:

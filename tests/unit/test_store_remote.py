@@ -13,6 +13,8 @@ from torchrec_stream_ckpt.errors import ConfigError, StoreUnavailableError
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.remote import FsspecObjects, typed
 
+WAITS: dict[str, Any] = {"default": None, "own": {"config_kwargs": '{"read_timeout": 7}'}}
+
 
 def test_a_protocol_that_nobody_knows_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="'nosuch://' is no protocol that fsspec knows"):
@@ -53,6 +55,17 @@ def test_options_are_typed_by_how_they_look() -> None:
     }
 
 
+def test_s3_waits_no_longer_than_its_options_say() -> None:
+    waits = {}
+    for name, options in WAITS.items():
+        store = open_store("s3://bucket", options)
+        assert isinstance(store, FsspecObjects)
+        waits[name] = store._fs.config_kwargs
+    assert waits["default"]["retries"]["max_attempts"] == 3
+    assert waits["own"]["read_timeout"] == 7
+    assert "retries" not in waits["own"]
+
+
 def test_options_come_from_a_file_as_well(tmp_path: Path) -> None:
     path = tmp_path / "options"
     path.write_text("# of the store\nglobal_store = true\n")
@@ -85,7 +98,7 @@ def test_a_failure_below_fsspec_is_ours_and_names_the_object(monkeypatch: pytest
 
 def test_a_put_that_fails_leaves_no_object() -> None:
     store = open_store("memory://failpoint")
-    failpoints.arm("store.put=raise")
+    failpoints.arm("store.upload=raise")
     try:
         with pytest.raises(StoreUnavailableError):
             store.put("a/x", [b"x"])

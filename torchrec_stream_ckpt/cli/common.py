@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -17,13 +17,18 @@ from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.errors import MarkerNotFoundError, printable
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.layout import FileUri, parse_store, parse_uri
+from torchrec_stream_ckpt.layout import FileUri, check_store_url, parse_uri
 from torchrec_stream_ckpt.log.api import Log, open_log
+from torchrec_stream_ckpt.store.dense import DenseStore, open_dense
 from torchrec_stream_ckpt.types import MarkerId
 
 Uri = Annotated[str, typer.Argument(help="file://DIR or kafka://HOST:PORT/JOB", metavar="URI")]
 Store = Annotated[
     str | None, typer.Option(help="Where dense state lies (default: where the job kept it).", metavar="URL")
+]
+StoreOptions = Annotated[
+    str | None,
+    typer.Option(help="File of key=value settings of an object store, credentials included.", metavar="FILE"),
 ]
 KafkaOptions = Annotated[
     str | None, typer.Option(help="File of key=value client settings, security included.", metavar="FILE")
@@ -44,15 +49,25 @@ class Job:
     control: Control
     lineage: Lineage
     store: str | None
+    store_options: str | None
+    _dense: dict[str, DenseStore] = field(default_factory=dict)
 
-    def store_of(self, commit: Commit) -> Path:
-        """Folder of the store: as asked for, else where the job kept it, else inside the file log."""
+    def dense_of(self, commit: Commit) -> DenseStore:
+        """Where dense state lies: as asked for, else where the job kept it, else inside the file log."""
         url = self.store or commit.store
-        if url:
-            return parse_store(url)
-        parsed = parse_uri(self.uri)
-        assert isinstance(parsed, FileUri)
-        return parsed.directory
+        if not url:
+            parsed = parse_uri(self.uri)
+            assert isinstance(parsed, FileUri)
+            url = str(parsed)
+        if url not in self._dense:
+            is_folder = check_store_url(url).folder is not None
+            self._dense[url] = open_dense(url, None if is_folder else self.store_options)
+        return self._dense[url]
+
+    def close(self) -> None:
+        for dense in self._dense.values():
+            dense.close()
+        self.log.close()
 
     def find(self, marker: str | None) -> Commit:
         """The commit of ``GENERATION:MARKER``; the newest one for None and ``latest``.
@@ -70,7 +85,11 @@ class Job:
 
 @contextlib.contextmanager
 def open_job(
-    uri: str, store: str | None, kafka_options: str | None, commit_key_file: Path | None = None
+    uri: str,
+    store: str | None,
+    store_options: str | None,
+    kafka_options: str | None,
+    commit_key_file: Path | None = None,
 ) -> Iterator[Job]:
     """Open a log that exists, and fold its control partition."""
     log = open_log(uri, kafka_options)
@@ -78,9 +97,12 @@ def open_job(
         if log.incarnation() is None:
             raise MarkerNotFoundError("there is no log here", hint="check the URI; a job makes its log", uri=uri)
         control = Control(log, commit_key_file)
-        yield Job(uri, log, control, control.refresh(), store)
-    finally:
+        job = Job(uri, log, control, control.refresh(), store, store_options)
+    except BaseException:
         log.close()
+        raise
+    with contextlib.closing(job):
+        yield job
 
 
 def print_json(value: object) -> None:

@@ -18,12 +18,13 @@ from torchrec_stream_ckpt.cli.common import (
     Json,
     KafkaOptions,
     Store,
+    StoreOptions,
     Uri,
     open_job,
     plain,
     print_json,
 )
-from torchrec_stream_ckpt.cli.list_ import why_not
+from torchrec_stream_ckpt.cli.list_ import look
 from torchrec_stream_ckpt.errors import printable
 from torchrec_stream_ckpt.log.api import Finding, Verdict
 from torchrec_stream_ckpt.log.disk import examine_folder
@@ -35,6 +36,7 @@ _PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "confluent-kaf
 def examine_job(
     uri: Uri,
     store: Store = None,
+    store_options: StoreOptions = None,
     kafka_options: KafkaOptions = None,
     commit_key_file: CommitKeyFile = None,
     json: Json = False,
@@ -43,7 +45,7 @@ def examine_job(
 
     Changes nothing. Exits with status 1 when something is bad; warnings alone are status 0.
     """
-    with open_job(uri, store, kafka_options, commit_key_file) as job:
+    with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
         findings = list(_examine(job))
     if json:
         print_json([asdict(finding) for finding in findings])
@@ -59,16 +61,16 @@ def _examine(job: Job) -> Iterator[Finding]:
     if newest is None:
         yield Finding("newest marker", "none was committed yet", Verdict.WARNING, "let the job run to its first marker")
     else:
-        reason = why_not(job, newest)
+        standing = look(job, newest)
         yield Finding.of(
             "newest marker",
-            f"{newest.id}, step {newest.step}: {reason or 'can be restored'}",
-            well=not reason,
+            f"{newest.id}, step {newest.step}: {standing.reason or 'can be restored'}",
+            well=not standing.reason or bool(standing.store),
             hint="bring back what is missing; until then a job restores an older marker",
             otherwise=Verdict.BAD,
         )
-        folder = job.store_of(newest)
-        if folder.is_dir() and newest.store:
+        folder = job.dense_of(newest).folder
+        if folder is not None and folder.is_dir() and newest.store:
             # Where COMMIT says that the store is, anybody may have said it: nothing is written there.
             yield from examine_folder("store", folder, write=job.store is not None or job.control.signs)
     yield _clock(job)

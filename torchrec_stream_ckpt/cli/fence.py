@@ -27,7 +27,7 @@ def fence_trainer(
     It can commit no marker from then on, and stops with an error at its next one. Committed markers stay, and the
     next job restores them as usual.
     """
-    with open_job(uri, None, kafka_options, commit_key_file) as job:
+    with open_job(uri, None, None, kafka_options, commit_key_file) as job:
         job.log.preflight()
         claim = fence_of(job.lineage, uri)
         fenced = job.lineage.newest_generation

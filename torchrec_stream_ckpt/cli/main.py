@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from torchrec_stream_ckpt.cli import broker, doctor, fence, list_, show, verify
+from torchrec_stream_ckpt.cli import broker, doctor, fence, list_, materialize, show, verify
 from torchrec_stream_ckpt.errors import StreamCkptError
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app.command("list")(list_.list_markers)
 app.command("show")(show.show_marker)
 app.command("verify")(verify.verify_markers)
 app.command("doctor")(doctor.examine_job)
+app.command("materialize")(materialize.materialize_log)
 app.command("fence")(fence.fence_trainer)
 app.add_typer(broker.app, name="broker")
 

@@ -15,6 +15,7 @@ from torchrec_stream_ckpt.cli.common import (
     Json,
     KafkaOptions,
     Store,
+    StoreOptions,
     Uri,
     age,
     open_job,
@@ -23,7 +24,6 @@ from torchrec_stream_ckpt.cli.common import (
     size,
 )
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.format.dense import dense_path
 
 Marker = Annotated[str | None, typer.Option(help="GENERATION:MARKER (default: the newest).", metavar="MARKER")]
 
@@ -32,12 +32,13 @@ def show_marker(
     uri: Uri,
     marker: Marker = None,
     store: Store = None,
+    store_options: StoreOptions = None,
     kafka_options: KafkaOptions = None,
     commit_key_file: CommitKeyFile = None,
     json: Json = False,
 ) -> None:
     """Show one marker: its lineage, its tables, where each rank's stream ends, its dense files."""
-    with open_job(uri, store, kafka_options, commit_key_file) as job:
+    with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
         commit = job.find(marker)
         if json:
             print_json(_record(job, commit))
@@ -54,14 +55,25 @@ def _record(job: Job, commit: Commit) -> dict[str, Any]:
         "step": commit.step,
         "time_s": commit.time_s,
         "lineage": [str(ancestor.id) for ancestor in job.lineage.path(commit.id)],
+        "trimmed": _trimmed(job, commit),
         "incarnation": claim.incarnation,
         "tables": [
             asdict(table) | {"base_generation": bases[index]} for index, table in enumerate(claim.schema.tables)
         ],
         "ranks": [asdict(end) for end in commit.ranks],
-        "dense": str(dense_path(job.store_of(commit), commit)),
+        "dense": job.dense_of(commit).place(commit),
         "dense_files": [asdict(file) for file in commit.dense_files],
     }
+
+
+def _trimmed(job: Job, commit: Commit) -> list[dict[str, Any]]:
+    """For each generation of which log data may be gone: up to which marker, since when, and where it is."""
+    trims = [(each.generation, job.lineage.trim_of(each.generation)) for each in job.lineage.path(commit.id)]
+    return [
+        {"generation": generation, "up_to": str(trim.reach(generation)), "time_s": trim.time_s, "store": trim.store}
+        for generation, trim in trims
+        if trim is not None
+    ]
 
 
 def _print(job: Job, commit: Commit) -> None:
@@ -69,6 +81,9 @@ def _print(job: Job, commit: Commit) -> None:
     console = Console()
     console.print(f"marker {record['marker']}, step {commit.step}, {age(commit.time_s)} ago, job {record['job']}")
     console.print(f"lineage: {' -> '.join(record['lineage'])}")
+    for trimmed in record["trimmed"]:
+        what = f"log up to marker {trimmed['up_to']}: trimmed {age(trimmed['time_s'])} ago, in the store"
+        console.print(f"{what} {plain(trimmed['store'])}", soft_wrap=True)
     tables = Table("table", "rows", "dim", "dtype", "optimizer", "states", "sent whole in generation")
     for table in record["tables"]:
         states = (

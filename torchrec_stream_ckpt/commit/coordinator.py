@@ -6,7 +6,8 @@ Call order of a marker, as DCP writes it down:
    all of it local
 2. (all ranks, commit thread) every rank says which cut it has made; unless all have made the same one, the marker
    is given up here
-3. (all ranks, commit thread) DCP saves what was staged, over a gloo group of its own; each rank digests its files
+3. (all ranks, commit thread) DCP saves what was staged, over a gloo group of its own; each rank digests its files, and
+   puts them into the store when that is no folder
 4. (each rank, commit thread) wait until the training thread has put the last row and the MARK into the ring, at a
    later step boundary where they did not fit, and until the MARK is durable
 5. (all ranks, commit thread) votes are gathered
@@ -20,7 +21,6 @@ for one that has given up.
 from __future__ import annotations
 
 import logging
-import shutil
 import threading
 import time
 from concurrent.futures import Future
@@ -36,7 +36,7 @@ from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Commit, DenseFile
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.layout import dense_name
-from torchrec_stream_ckpt.types import Committed, MarkerId, RankEnd
+from torchrec_stream_ckpt.types import Committed, RankEnd
 
 log = logging.getLogger(__name__)
 
@@ -158,13 +158,9 @@ class Coordinator:
     def _prepare(self, cut: Cut) -> Vote:
         """Make this rank's part durable; what goes wrong becomes the vote's reason."""
         deadline = time.monotonic() + self._timeout_s
-        folder = self._generation.folder(cut.marker)
         try:
             assert cut.staged is not None
-            failpoint("dense.save")
-            self._dense.save(cut.staged, folder)
-            failpoint("dense.saved")
-            files = digest_files(folder, written_by(folder, self._team.rank))
+            files = self._save(cut.staged, cut.marker)
         except Exception as error:  # DCP raises what its storage and peers raise
             return Vote(cut.marker, cut.step, f"dense state was not saved: {type(error).__name__}: {error}")
         publisher = self._generation.publisher
@@ -197,6 +193,20 @@ class Coordinator:
         )
         return Vote(cut.marker, cut.step, "", end, files)
 
+    def _save(self, staged: dict[str, Any], number: int) -> tuple[DenseFile, ...]:
+        """Save the dense state together with the other ranks; returns what this one wrote, which is durable then."""
+        store, job, marker = self._generation.dense, self._generation.claim.job, self._generation.marker(number)
+        folder = store.writing(job, marker)
+        try:
+            failpoint("dense.save")
+            self._dense.save(staged, folder)
+            failpoint("dense.saved")
+            files = digest_files(folder, written_by(folder, self._team.rank))
+            store.publish(job, marker, files)
+        finally:
+            store.settle(job, marker)
+        return files
+
     def _check(self, votes: list[Vote]) -> None:
         """Raise why the marker is given up, as far as the ranks' own words tell; the same on every rank."""
         generation = self._generation.claim.generation
@@ -219,7 +229,7 @@ class Coordinator:
             ends = tuple(vote.end for vote in votes if vote.end is not None)
             generation.check_log(cut.marker, ends)
         except StreamCkptError:
-            shutil.rmtree(generation.folder(cut.marker), ignore_errors=True)  # no COMMIT can name it any more
+            generation.dense.discard(claim.job, generation.marker(cut.marker))  # no COMMIT can name it any more
             raise
         commit = Commit(
             job=claim.job,
@@ -228,7 +238,7 @@ class Coordinator:
             marker=cut.marker,
             step=cut.step,
             ranks=ends,
-            dense=dense_name(claim.job, MarkerId(claim.generation, cut.marker)),
+            dense=dense_name(claim.job, generation.marker(cut.marker)),
             dense_files=tuple(file for vote in votes for file in vote.files),
             time_s=time.time(),
             store=generation.store_url,

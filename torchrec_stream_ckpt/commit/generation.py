@@ -7,15 +7,16 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.config import StreamConfig
-from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerFailedError
 from torchrec_stream_ckpt.format.control import Claim, Schema
-from torchrec_stream_ckpt.layout import MAX_GENERATION, KafkaUri, dense_name, fsync_dir, make_dirs, parse_uri
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.layout import MAX_GENERATION, KafkaUri, parse_uri
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.publisher import Publisher
+from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
 
 log = logging.getLogger(__name__)
@@ -31,14 +32,14 @@ class Generation:
     publisher: Publisher
     partition: int
     """The data partition of this rank."""
-    store: Path
-    """Folder of the dense state."""
+    dense: DenseStore
+    """Where the dense state goes."""
     store_url: str
     """What COMMIT says of it, empty for inside the file log."""
 
-    def folder(self, marker: int) -> Path:
-        """Where the dense state of a marker of this generation goes."""
-        return self.store / dense_name(self.claim.job, MarkerId(self.claim.generation, marker))
+    def marker(self, number: int) -> MarkerId:
+        """A marker of this generation."""
+        return MarkerId(self.claim.generation, number)
 
     def check_log(self, marker: int, ends: Sequence[RankEnd]) -> None:
         """The log must still be the one that was claimed, and hold all that the marker stands on.
@@ -60,18 +61,30 @@ class Generation:
                 generation=self.claim.generation,
                 marker=marker,
             )
+        spans = self._spans(ends, self.control.lineage)
+        while True:
+            try:
+                self.log.check_there(spans)
+            except CorruptionError:
+                # Somebody may have trimmed the log, also just now: he has said so before he took anything away.
+                before, spans = spans, self._spans(ends, self.control.refresh())
+                if spans == before:
+                    raise
+            else:
+                return
+
+    def _spans(self, ends: Sequence[RankEnd], lineage: Lineage) -> list[LogSpan]:
+        """All that a marker with these ends stands on, less what was trimmed on purpose."""
         streams = [(self.claim.generation, ends)]
         if self.claim.parent is not None:
-            path = self.control.refresh().path(self.claim.parent)
-            streams += [(ancestor.generation, ancestor.ranks) for ancestor in path]
-        self.log.check_there(
-            [LogSpan(number, end.partition, end.begin, end.end) for number, ranks in streams for end in ranks]
-        )
+            streams += [(ancestor.generation, ancestor.ranks) for ancestor in lineage.path(self.claim.parent)]
+        return [span for generation, ranks in streams for span in lineage.spans(generation, ranks)]
 
 
 def claim_generation(
     log_: Log,
     control: Control,
+    dense: DenseStore,
     config: StreamConfig,
     schema: Schema,
     world: int,
@@ -83,7 +96,8 @@ def claim_generation(
     Raises:
         FencedError: another trainer was first.
         LogUnavailableError: the log does not answer.
-        ConfigError: the store cannot be written, or no number is left.
+        ConfigError: the store's folder cannot be made, or no number is left.
+        StoreUnavailableError: the store cannot be written.
     """
     incarnation = log_.prepare(world)
     lineage = control.refresh()
@@ -113,38 +127,23 @@ def claim_generation(
         swept=swept,
         time_s=time.time(),
     )
-    _make_store(_dense_root(config, claim))
+    dense.prepare(claim.job)
     control.claim(claim)
     return claim
 
 
-def check_same_log(log_: Log, config: StreamConfig, claim: Claim, rank: int) -> None:
+def check_same_log(log_: Log, dense: DenseStore, config: StreamConfig, claim: Claim, rank: int) -> None:
     """Every rank must see the log and the store that rank 0 sees.
 
     Raises:
         ConfigError: this one does not.
+        StoreUnavailableError: the store does not let this one in.
     """
     seen = log_.incarnation()
-    if seen is None or seen.id != claim.incarnation or not _dense_root(config, claim).is_dir():
+    if seen is None or seen.id != claim.incarnation or not dense.is_seen(claim.job):
         raise ConfigError(
             "this rank does not see the log and the store that rank 0 sees",
             hint="put them on a shared file system, or use Kafka and a shared store",
             rank=rank,
             uri=config.uri,
         )
-
-
-def _dense_root(config: StreamConfig, claim: Claim) -> Path:
-    """The folder of this job's dense state."""
-    return (config.store_path / dense_name(claim.job, MarkerId(0, 0))).parent
-
-
-def _make_store(root: Path) -> None:
-    try:
-        make_dirs(root)
-        for folder in (root, root.parent, root.parent.parent):
-            fsync_dir(folder)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot make the folder of the dense state: {error.strerror}", hint="check the store's path", path=root
-        ) from None

@@ -36,6 +36,19 @@ def dense_path(store: Path, commit: Commit) -> Path:
     return store / dense_name(commit.job, commit.id)
 
 
+def check_names(commit: Commit, path: Path | str) -> None:
+    """The dense files that COMMIT names must be DCP's, in the marker's own directory.
+
+    Raises:
+        CorruptionError: they are not; names ``path``, the directory.
+    """
+    if ".metadata" not in {file.name for file in commit.dense_files}:
+        raise CorruptionError("COMMIT does not vouch for DCP's metadata", path=path, marker=commit.id)
+    for file in commit.dense_files:
+        if not file.name.isprintable() or "/" in file.name or file.name in ("", ".", ".."):
+            raise CorruptionError("COMMIT names a file outside the dense directory", path=path, name=file.name)
+
+
 def verify_dense(store: Path, commit: Commit) -> None:
     """Compare a marker's dense directory with what COMMIT says of it.
 
@@ -43,11 +56,8 @@ def verify_dense(store: Path, commit: Commit) -> None:
         CorruptionError: a file is missing or altered; names its path.
     """
     path = dense_path(store, commit)
-    if ".metadata" not in {file.name for file in commit.dense_files}:
-        raise CorruptionError("COMMIT does not vouch for DCP's metadata", path=path, marker=commit.id)
+    check_names(commit, path)
     for expected in commit.dense_files:
-        if not expected.name.isprintable() or "/" in expected.name or expected.name in ("", ".", ".."):
-            raise CorruptionError("COMMIT names a file outside the dense directory", path=path, name=expected.name)
         try:
             size = (path / expected.name).lstat().st_size
             # Where the size has changed, nothing has to be read to know: it may be anything.

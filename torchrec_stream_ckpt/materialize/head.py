@@ -135,10 +135,9 @@ class HeadWriter:
         }
         for picked, entry, data in read_chunks(self._objects, [each for each in rows if len(each.chunks)], self._pool):
             view = decode_chunk(entry, data, schema, picked.ref.name)
-            table, col0, cols = (int(entry[name]) for name in ("table", "col0", "cols"))
-            for columns, target in slices.items():
-                if columns[0] == table and max(col0, columns[1]) < min(col0 + cols, columns[1] + columns[2]):
-                    target.write(view, col0, cols)
+            for (table, col0, cols), target in slices.items():
+                if table == entry.table and max(col0, entry.col0) < min(col0 + cols, entry.col0 + entry.cols):
+                    target.write(view, entry.col0, entry.cols)
             failpoint("head.chunk")
         done = tuple(HeadSlice(*columns, target.finish()) for columns, target in slices.items())
         failpoint("head.clean")

@@ -6,11 +6,9 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
-from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
 from torchrec_stream_ckpt.format.control import Commit, Hello
-from torchrec_stream_ckpt.format.dense import verify_dense
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import Log
@@ -18,9 +16,10 @@ from torchrec_stream_ckpt.log.stream import read_hello
 from torchrec_stream_ckpt.restore.plan import streams
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.reader import Held, load_held
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.types import LogSpan, MarkerId
 
 _READERS = 16
 
@@ -44,7 +43,7 @@ class Choice:
 def choose(
     log_: Log,
     lineage: Lineage,
-    store: Path,
+    dense: DenseStore,
     marker: MarkerId | None,
     objects: Objects | None = None,
     head: Callable[[bytes], HeadState | None] = lambda _: None,
@@ -54,7 +53,7 @@ def choose(
     Args:
         log_: The job's log.
         lineage: Its control partition.
-        store: Where the dense state lies.
+        dense: Where the dense state lies.
         marker: Which one; None for the newest.
         objects: The store, if rows may come from there.
         head: What the HEAD on this host holds of a job, if anything.
@@ -62,17 +61,20 @@ def choose(
     Raises:
         MarkerNotFoundError: ``marker`` was never committed.
         CorruptionError: its dense state is damaged, or that of every marker is.
+        TrimmedError: the log was trimmed, and the marker needs what is gone.
     """
     skipped: list[str] = []
     if marker is not None:
         commit = lineage.find(marker)
-        verify_dense(store, commit)
+        dense.verify(commit)
     elif lineage.commits:
-        commit, skipped = _newest_whole(lineage, store)
+        commit, skipped = _newest_whole(lineage, dense)
     else:
         return None
     held = hold(objects, lineage, commit.id, warm(head(lineage.job), lineage, commit.id))
-    check_incarnation(log_, lineage, commit.id, held.reach if held is not None else None)
+    reach = held.reach if held is not None else None
+    check_incarnation(log_, lineage, commit.id, reach)
+    check_not_trimmed(log_, lineage, commit.id, reach)
     return Choice(lineage, commit, read_hellos(log_, lineage, commit.id, held), tuple(skipped), held)
 
 
@@ -150,6 +152,35 @@ def check_incarnation(log_: Log, lineage: Lineage, marker: MarkerId, reach: Mark
             )
 
 
+def check_not_trimmed(log_: Log, lineage: Lineage, marker: MarkerId, reach: MarkerId | None = None) -> None:
+    """The log must hold what the store does not serve, also where it was trimmed: a trim deletes only what it can.
+
+    Raises:
+        TrimmedError: it does not, and a store does.
+        CorruptionError: something is missing that nobody has trimmed.
+    """
+    needed = list(streams(lineage, marker, reach))
+    trims = [trim for commit, _, _ in needed if (trim := lineage.trim_of(commit.generation)) is not None]
+    if not trims:
+        return
+    try:
+        log_.check_there(
+            [
+                LogSpan(commit.generation, end.partition, after.end if after is not None else end.begin, end.end)
+                for commit, end, after in needed
+            ]
+        )
+    except CorruptionError:
+        path = lineage.path(marker)
+        log_.check_there([span for each in path for span in lineage.spans(each.generation, each.ranks)])
+        raise TrimmedError(
+            f"the log up to marker {trims[-1].id} was trimmed on {trims[-1].day}; the store {trims[-1].store} holds it",
+            hint="give that store: store=URL, on the command line --store URL",
+            marker=marker,
+            store=trims[-1].store,
+        ) from None
+
+
 def read_hellos(
     log_: Log, lineage: Lineage, marker: MarkerId, held: Held | None = None
 ) -> dict[tuple[int, int], Hello]:
@@ -165,11 +196,11 @@ def read_hellos(
     return hellos
 
 
-def _newest_whole(lineage: Lineage, store: Path) -> tuple[Commit, list[str]]:
+def _newest_whole(lineage: Lineage, dense: DenseStore) -> tuple[Commit, list[str]]:
     skipped: list[str] = []
     for commit in reversed(lineage.commits.values()):
         try:
-            verify_dense(store, commit)
+            dense.verify(commit)
         except CorruptionError as error:
             log.warning("marker %s cannot be restored, falling back to the one before: %s", commit.id, error.headline)
             skipped.append(f"{commit.id}: {error.headline}")
@@ -178,6 +209,6 @@ def _newest_whole(lineage: Lineage, store: Path) -> tuple[Commit, list[str]]:
     raise CorruptionError(
         f"the dense state of all {len(skipped)} committed markers is gone or altered",
         hint="bring the store back, or name the right one",
-        store=store,
+        store=dense.url,
         newest=skipped[0],
     )

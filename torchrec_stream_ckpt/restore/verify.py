@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Schema
-from torchrec_stream_ckpt.format.dense import verify_dense
 from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.stream import checked_payload, read_mark, read_stream
-from torchrec_stream_ckpt.restore.choose import check_incarnation, read_hellos
+from torchrec_stream_ckpt.restore.choose import check_incarnation, check_not_trimmed, read_hellos
 from torchrec_stream_ckpt.restore.plan import plan_reads
+from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
 
 
@@ -37,25 +36,27 @@ class Verified:
 
 
 def verify_marker(
-    log: Log, lineage: Lineage, store: Path, marker: MarkerId, progress: Callable[[int], None] = lambda _: None
+    log: Log, lineage: Lineage, dense: DenseStore, marker: MarkerId, progress: Callable[[int], None] = lambda _: None
 ) -> Verified:
     """Check every byte that restoring ``marker`` would read.
 
     Args:
         log: The job's log.
         lineage: Its control partition.
-        store: Where its dense state lies.
+        dense: Where its dense state lies.
         marker: A committed marker.
         progress: Called with the bytes of each frame.
 
     Raises:
         MarkerNotFoundError: it is not committed.
         CorruptionError: the first thing that is wrong, and where.
+        TrimmedError: the log was trimmed, and the marker needs what is gone.
     """
     commit = lineage.find(marker)
     schema = lineage.claims[marker.generation].schema
-    verify_dense(store, commit)
+    dense.verify(commit)
     check_incarnation(log, lineage, marker)
+    check_not_trimmed(log, lineage, marker)
     hellos = read_hellos(log, lineage, marker)
     # A plan for one process that holds every table whole reads every stream, and proves that they cover it.
     whole = [TableShard(index, 0, table.rows, 0, table.dim) for index, table in enumerate(schema.tables)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError
 from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
+from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Fold, Manifest, SegmentRef
 from torchrec_stream_ckpt.layout import (
@@ -22,6 +24,8 @@ from torchrec_stream_ckpt.layout import (
 )
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.types import MarkerId
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +100,39 @@ class Catalog:
         """
         if marker not in self._manifests:
             name = manifest_name(self.job, marker)
-            manifest = Manifest.from_bytes(self.objects.read(name), name)
+            manifest = self._read(name, Manifest.from_bytes)
             if (manifest.commit.job, manifest.commit.id) != (self.job, marker):
                 raise CorruptionError("manifest is of another marker than its name", name=name)
             self._manifests[marker] = manifest
         return self._manifests[marker]
 
+    def _read(self, name: str, parse: Callable[[Buffer, str], T]) -> T:
+        try:
+            return parse(self.objects.read(name), name)
+        except MissingObjectError:
+            raise
+        except CorruptionError as error:
+            hint = (
+                error.hint or "bring this object back from a copy, or delete it: stream-ckpt materialize makes it anew"
+            )
+            raise CorruptionError(error.message, hint=hint, store=self.objects.url, **error.where) from None
+
+    def check(self, commit: Commit) -> Manifest:
+        """The manifest of a marker that is there; raises also when it is of another history than ``commit``."""
+        manifest = self.manifest(commit.id)
+        if manifest.commit != commit:
+            raise CorruptionError(
+                "the store holds another marker of this name than the log: one of them was put back",
+                hint="give every log a store of its own, or bring the right one back",
+                marker=commit.id,
+                store=self.objects.url,
+            )
+        return manifest
+
     def fold(self, start: MarkerId | None, end: MarkerId) -> Fold:
         """A fold that is there; raises as :meth:`manifest`."""
         name = FoldName(self.job, end, start).name
-        fold = Fold.from_bytes(self.objects.read(name), name)
+        fold = self._read(name, Fold.from_bytes)
         if (fold.job, fold.start, fold.end) != (self.job, start, end):
             raise CorruptionError("fold is another one than its name says", name=name)
         return fold
@@ -155,14 +182,7 @@ class Catalog:
         first = chain[start].id if start >= 0 else since
         if (first, chain[end].id) in self.folds:
             return Piece(first, chain[end].id, self.fold(first, chain[end].id).segments)
-        manifest = self.manifest(chain[end].id)
-        if manifest.commit != chain[end]:
-            raise CorruptionError(
-                "the store holds another marker of this name than the log: one of them was put back",
-                hint="give every log a store of its own, or bring the right one back",
-                marker=chain[end].id,
-                store=self.objects.url,
-            )
+        manifest = self.check(chain[end])
         return Piece(first, chain[end].id, tuple(ref for refs in manifest.segments for ref in refs))
 
 

@@ -21,7 +21,19 @@ def prepare_store(objects: Objects) -> None:
         StoreUnavailableError: it cannot be written.
     """
     if not check_store(objects):
-        objects.put(STORE_FILE, [json.dumps({"format": FORMAT}).encode()])
+        _write(objects)
+
+
+def prove_writable(objects: Objects) -> None:
+    """As :func:`prepare_store`, and writes in any case: the same bytes again, to see that they are taken.
+
+    Raises:
+        UnsupportedError: it is of a newer format.
+        CorruptionError: what it says cannot be read.
+        StoreUnavailableError: it cannot be written.
+    """
+    check_store(objects)
+    _write(objects)
 
 
 def check_store(objects: Objects) -> bool:
@@ -53,6 +65,10 @@ def check_store(objects: Objects) -> bool:
             store=objects.url,
         )
     return True
+
+
+def _write(objects: Objects) -> None:
+    objects.put(STORE_FILE, [json.dumps({"format": FORMAT}).encode()])
 
 
 def _unreadable(url: str) -> CorruptionError:

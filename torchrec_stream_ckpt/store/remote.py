@@ -25,9 +25,15 @@ from torchrec_stream_ckpt.store.api import Entry
 _WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"})
 """Protocols under which an upload is seen whole or not at all."""
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
+_S3_PATIENCE = {"config_kwargs": {"connect_timeout": 10, "retries": {"mode": "standard", "max_attempts": 3}}}
+_PATIENCE: dict[str, dict[str, Any]] = {"s3": _S3_PATIENCE, "s3a": _S3_PATIENCE}
+"""Where the options do not say how long to wait: s3fs tries five times what botocore has tried, 60 s each time. With
+botocore's own five tries a server that says nothing would hold a marker for longer than the ranks wait for each other.
+"""
 _RIGHTS_HINT = "give this user the rights that docs/operations.md names: get, put, delete and list"
 _KEYS_HINT = "check the store's options or the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, a profile)"
 _NETWORK_HINT = "check the address (endpoint_url in the store's options), the network and the server"
+_WORDLESS = frozenset({"403", "Forbidden"})
 _SHORTER = frozenset({"InvalidRange", "416"})
 _CAUSES: tuple[tuple[frozenset[str], str, str], ...] = (
     (frozenset({"NoSuchBucket"}), "there is no such bucket", "make the bucket, or correct the store's URL"),
@@ -41,7 +47,7 @@ _CAUSES: tuple[tuple[frozenset[str], str, str], ...] = (
     ),
     (frozenset({"RequestTimeTooSkewed"}), "this machine's clock is wrong", "set the clock: run NTP"),
     (frozenset({"NoCredentialsError", "PartialCredentialsError"}), "no credentials were found", _KEYS_HINT),
-    (frozenset({"403", "Forbidden"}), "wrong credentials, or rights that are missing", _RIGHTS_HINT),
+    (_WORDLESS, "wrong credentials, or rights that are missing", _RIGHTS_HINT),
     (frozenset({"AccessDenied", "AllAccessDisabled"}), "the store does not allow it", _RIGHTS_HINT),
     (frozenset({"SSLError", "SSLCertVerificationError"}), "TLS failed", "check the address and the CA (verify)"),
     (
@@ -81,12 +87,15 @@ class FsspecObjects:
         ConfigError: the protocol is unknown or not fit, or its library is not installed.
     """
 
+    reads_ahead = 16
+
     def __init__(self, where: StoreUrl, options: Mapping[str, Any]) -> None:
         self.url = str(where)
         _check_protocol(where)
+        settings = _PATIENCE.get(where.scheme, {}) | typed(options)
         try:
             # An instance of our own: fsspec would share one, with its caches, between all who give the same options.
-            found = url_to_fs(self.url, skip_instance_cache=True, use_listings_cache=False, **typed(options))
+            found = url_to_fs(self.url, skip_instance_cache=True, use_listings_cache=False, **settings)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"the store's options do not fit: {error}", url=self.url) from None
         self._fs, root = found
@@ -95,9 +104,9 @@ class FsspecObjects:
     def put(self, name: str, parts: Sequence[Buffer]) -> None:
         path = self._path(name)
         with self._errors("write", name):
-            failpoint("store.put")
+            failpoint("store.upload")
             self._fs.pipe_file(path, b"".join(parts))
-            failpoint("store.renamed")
+            failpoint("store.uploaded")
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
         path = self._path(name)
@@ -139,7 +148,7 @@ class FsspecObjects:
         return 0  # whose multipart uploads are abandoned and whose still run, only a bucket's lifecycle rule can say
 
     def close(self) -> None:
-        pass
+        self._fs = None  # s3fs closes its connections when nobody holds it any more
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{check_object_name(name)}"
@@ -159,7 +168,17 @@ class FsspecObjects:
         except StreamCkptError:
             raise
         except Exception as error:  # each library of an object store has exceptions of its own
-            raise _translated(error, doing, self.url, name) from error
+            raise _translated(self._with_reason(error), doing, self.url, name) from error
+
+    def _with_reason(self, error: Exception) -> Exception:
+        """What says more: a HEAD is refused without a word, a listing with the reason."""
+        if _signs(error).isdisjoint(_WORDLESS):
+            return error
+        try:
+            self._fs.ls(self._root)
+        except Exception as reason:
+            return reason if isinstance(reason, PermissionError) else error
+        return error
 
 
 def typed(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,7 +188,7 @@ def typed(options: Mapping[str, Any]) -> dict[str, Any]:
     is ``region_name`` within ``client_kwargs``. Everything else stays text: a secret may consist of digits.
 
     Raises:
-        ConfigError: a value is no JSON; it is not shown.
+        ConfigError: a value is no JSON, or two options contradict each other; no value is shown.
     """
     found: dict[str, Any] = {}
     for key, value in options.items():
@@ -177,6 +196,8 @@ def typed(options: Mapping[str, Any]) -> dict[str, Any]:
         place = found
         for part in outer:
             place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"the store's option '{key}' lies in '{part}', which has a value of its own")
         place[last] = _typed(key, value) if isinstance(value, str) else value
     return found
 
@@ -213,7 +234,7 @@ def _shorter(url: str, name: str, begin: int, end: int) -> CorruptionError:
 
 
 def _translated(error: Exception, doing: str, url: str, name: str) -> Exception:
-    signs = set(_signs(error))
+    signs = _signs(error)
     if isinstance(error, FileNotFoundError) and "NoSuchBucket" not in signs:
         return MissingObjectError(
             "the store does not hold this object",
@@ -231,11 +252,13 @@ def _translated(error: Exception, doing: str, url: str, name: str) -> Exception:
     )
 
 
-def _signs(error: BaseException | None) -> Iterator[str]:
+def _signs(error: BaseException | None) -> set[str]:
     """Error codes and names of exception classes of an error and of all that caused it."""
+    signs: set[str] = set()
     while error is not None:
-        yield from (kind.__name__ for kind in type(error).__mro__)
+        signs |= {kind.__name__ for kind in type(error).__mro__}
         response = getattr(error, "response", None)
         if isinstance(response, Mapping):
-            yield str(response.get("Error", {}).get("Code"))
+            signs.add(str(response.get("Error", {}).get("Code")))
         error = error.__cause__ or error.__context__
+    return signs

@@ -1,0 +1,91 @@
+"""An S3 server of our own: S3Proxy over a folder, on loopback, with access keys. ``make`` fetches its jars once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from tests.faults.proxy import free_port
+from tests.s3.jars import S3PROXY
+from torchrec_stream_ckpt.broker import tether
+from torchrec_stream_ckpt.broker.kraft import HOST
+from torchrec_stream_ckpt.broker.process import birth_of
+from torchrec_stream_ckpt.broker.runtime import find_java
+
+HERE = Path(__file__).parent
+KEY, SECRET = "AKTESTS", "only-for-tests"
+START_TIMEOUT_S = 60.0
+_JVM = ("-Xms64m", "-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Djava.awt.headless=true")
+_SETTINGS = f"""\
+s3proxy.authorization=aws-v2-or-v4
+s3proxy.identity={KEY}
+s3proxy.credential={SECRET}
+jclouds.provider=filesystem-nio2
+"""
+
+
+class S3Server:
+    """One server, ended with this process at the latest. It keeps its port and its objects over :meth:`start`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.port = free_port()
+        self.objects = directory / "objects"
+        """Buckets are folders in here, objects files: what the server shows, seen from behind."""
+        self.bucket = "tests"
+        (self.objects / self.bucket).mkdir(parents=True)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    def options(self, **changed: Any) -> dict[str, Any]:
+        """Store options for a client; refused connections are tried again once, not for a minute."""
+        config = {"retries": {"max_attempts": 1}, "connect_timeout": 5, "read_timeout": 20}
+        client = json.dumps({"region_name": "us-east-1"})
+        options = {"key": KEY, "secret": SECRET, "endpoint_url": self.endpoint}
+        return {**options, "client_kwargs": client, "config_kwargs": json.dumps(config), **changed}
+
+    def start(self) -> None:
+        settings = self._directory / "s3proxy.properties"
+        place = f"s3proxy.endpoint={self.endpoint}\njclouds.filesystem.basedir={self.objects}\n"
+        settings.write_text(_SETTINGS + place)
+        java = [find_java(), *_JVM, f"-Dlogback.configurationFile={HERE / 'logback.xml'}"]
+        program = ["-cp", f"{S3PROXY.fetched()}/*", "org.gaul.s3proxy.Main", "--properties", str(settings)]
+        tied = [sys.executable, "-I", tether.__file__, str(os.getpid()), str(birth_of(os.getpid()))]
+        with open(self._directory / "s3proxy.log", "ab") as output:
+            self._process = subprocess.Popen([*tied, *java, *program], stdout=output, stderr=output)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._answers():
+            assert self._process.poll() is None, f"it ended: {self.said()}"
+            assert time.monotonic() < deadline, f"it does not answer: {self.said()}"
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait(20)
+            self._process = None
+
+    def said(self) -> str:
+        return (self._directory / "s3proxy.log").read_text()[-2000:]
+
+    def _answers(self) -> bool:
+        try:
+            urllib.request.urlopen(self.endpoint, timeout=5).close()
+        except urllib.error.HTTPError as refused:
+            refused.close()
+            return True  # it wants credentials
+        except OSError:
+            return False
+        return True

@@ -1,0 +1,157 @@
+"""Dense state of markers in an object store: carried there and back, compared before anybody opens it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import uuid
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.builders import commit
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StoreUnavailableError
+from torchrec_stream_ckpt.format.control import Commit, DenseFile
+from torchrec_stream_ckpt.layout import dense_file_name, dense_name
+from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.store.dense import DenseObjects, open_dense
+
+FILES = {".metadata": b"pickled", "__0_0.distcp": bytes(40 * 2**20), "__1_0.distcp": b"", "__1_1.distcp": b"rank 1"}
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where scratch folders go."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def objects() -> Objects:
+    return open_store(f"memory://{uuid.uuid4().hex}")
+
+
+@pytest.fixture
+def made() -> Commit:
+    files = tuple(DenseFile(name, len(data), hashlib.sha256(data).hexdigest()) for name, data in FILES.items())
+    return replace(commit(1, 1), dense_files=files)
+
+
+def carried(objects: Objects, made: Commit) -> None:
+    """As the ranks of a job do it: each carries its own files."""
+    for mine in ([".metadata", "__0_0.distcp"], ["__1_0.distcp", "__1_1.distcp"]):
+        store = DenseObjects(objects)
+        if ".metadata" in mine:
+            store.prepare(made.job)
+        assert store.is_seen(made.job)
+        folder = store.writing(made.job, made.id)
+        folder.mkdir()
+        for name in mine:
+            (folder / name).write_bytes(FILES[name])
+        store.publish(made.job, made.id, [file for file in made.dense_files if file.name in mine])
+        store.settle(made.job, made.id)
+        assert not folder.exists()
+
+
+def test_what_ranks_wrote_comes_back_in_a_folder_of_the_reader(objects: Objects, made: Commit, scratch: Path) -> None:
+    carried(objects, made)
+    store = open_dense(objects.url)
+    assert store.folder is None
+    assert store.why_not(made) == ""
+    store.verify(made)
+    local = store.local(made)
+    assert {path.name: path.read_bytes() for path in local.iterdir()} == FILES
+    assert local.parent.parent == scratch
+    assert oct(local.parent.stat().st_mode)[-3:] == "700"
+    assert store.local(made) == local
+    store.release()
+    assert not local.exists()
+    assert store.local(made) == local
+    store.close()
+    assert list(scratch.iterdir()) == []
+
+
+def test_no_scratch_is_left_by_a_store_that_nobody_closed(objects: Objects, made: Commit, scratch: Path) -> None:
+    carried(objects, made)
+    store = open_dense(objects.url)
+    store.verify(made)
+    assert list(scratch.iterdir()) != []
+    del store
+    assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["gone", "longer", "shorter", "altered"])
+def test_a_file_that_is_not_what_was_committed_is_never_given(
+    objects: Objects, made: Commit, scratch: Path, name: str, damage: str
+) -> None:
+    carried(objects, made)
+    data, place = FILES[name], dense_file_name(made.job, made.id, name)
+    if not data and damage in ("shorter", "altered"):
+        data = b"x"
+    damaged = {"longer": data + b"x", "shorter": data[:-1], "altered": data[:-1] + b"y"}
+    objects.delete(place)
+    if damage != "gone" and damaged[damage] != FILES[name]:
+        objects.put(place, [damaged[damage]])
+    store = open_dense(objects.url)
+    for use in (store.verify, store.local):
+        with pytest.raises(CorruptionError, match=r"dense state (is gone|was altered)") as refused:
+            use(made)
+        assert refused.value.where == {"store": objects.url, "name": place}
+    if damage != "altered":
+        assert store.why_not(made).startswith("dense state ")
+        assert name in store.why_not(made)
+    assert [path for folder in scratch.iterdir() for path in folder.iterdir()] == []
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "..", "", "x y"])
+def test_a_name_that_leads_elsewhere_is_not_fetched(objects: Objects, made: Commit, name: str) -> None:
+    planted = replace(made, dense_files=(*made.dense_files, DenseFile(name, 1, "0" * 64)))
+    carried(objects, made)
+    with pytest.raises(CorruptionError):
+        open_dense(objects.url).verify(planted)
+
+
+def test_a_marker_without_metadata_is_not_fetched(objects: Objects, made: Commit) -> None:
+    carried(objects, made)
+    with pytest.raises(CorruptionError, match="does not vouch for DCP's metadata"):
+        open_dense(objects.url).verify(replace(made, dense_files=made.dense_files[1:]))
+
+
+def test_a_marker_that_was_given_up_leaves_nothing(objects: Objects, made: Commit) -> None:
+    other = replace(made, marker=2)
+    carried(objects, made)
+    carried(objects, other)
+    DenseObjects(objects).discard(made.job, made.id)
+    assert list(objects.list(f"{dense_name(made.job, made.id)}/")) == []
+    DenseObjects(objects).verify(other)
+
+
+def test_a_rank_that_sees_another_store_is_told_so(objects: Objects, made: Commit) -> None:
+    DenseObjects(objects).prepare(made.job)
+    assert DenseObjects(objects).is_seen(made.job)
+    assert not open_dense(f"{objects.url}-another").is_seen(made.job)
+
+
+def test_no_room_for_scratch_is_said(objects: Objects, made: Commit, monkeypatch: pytest.MonkeyPatch) -> None:
+    carried(objects, made)
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
+    for use in (lambda: open_dense(objects.url).is_seen(made.job), lambda: open_dense(objects.url).verify(made)):
+        with pytest.raises(ConfigError, match="cannot make a scratch folder") as refused:
+            use()
+        assert "TMPDIR" in refused.value.hint
+
+
+def test_a_full_disk_of_the_reader_is_no_damage_of_the_marker(
+    objects: Objects, made: Commit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carried(objects, made)
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    store = open_dense(objects.url)
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(StoreUnavailableError, match="No space left on device"):
+        store.verify(made)

@@ -1,0 +1,314 @@
+"""Where the dense state of markers lies: written in place in a folder, or carried to and from an object store.
+
+DCP writes and reads files of a local folder. In a store that is a folder, that is the marker's own; for an object store
+it is a scratch folder of this process, and what was written is put into the store before this rank votes for the
+marker. Nothing that came out of a store is opened before its SHA-256 has been compared with COMMIT.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+import tempfile
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StoreUnavailableError, StreamCkptError
+from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.format.control import Commit, DenseFile
+from torchrec_stream_ckpt.format.dense import check_names, dense_path, verify_dense
+from torchrec_stream_ckpt.layout import check_store_url, dense_file_name, dense_name, fsync_dir, make_dirs
+from torchrec_stream_ckpt.options import Options
+from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.store.identity import check_store, prove_writable
+from torchrec_stream_ckpt.types import MarkerId
+
+log = logging.getLogger(__name__)
+
+_RANGE_BYTES = 16 * 2**20
+
+
+class DenseStore(Protocol):
+    """The dense state of all markers of a store, as trainers and readers use it."""
+
+    url: str
+
+    @property
+    def folder(self) -> Path | None:
+        """The store's folder; None for an object store."""
+
+    def preflight(self) -> None:
+        """(rank 0, at attach) Whether the store answers and lets us in.
+
+        Raises:
+            StoreUnavailableError: it does not.
+        """
+
+    def prepare(self, job: bytes) -> None:
+        """(rank 0) Make the store ready for a job that will write.
+
+        Raises:
+            ConfigError: the folder cannot be made.
+            StoreUnavailableError: it cannot be written.
+        """
+
+    def is_seen(self, job: bytes) -> bool:
+        """(each rank) Whether this rank sees what rank 0 has prepared."""
+
+    def writing(self, job: bytes, marker: MarkerId) -> Path:
+        """(each rank) The folder into which DCP shall write this marker. It need not be there yet."""
+
+    def publish(self, job: bytes, marker: MarkerId, files: Sequence[DenseFile]) -> None:
+        """(each rank) Put what this rank has written there into the store; behind it, it is durable.
+
+        Raises:
+            StoreUnavailableError: it was not taken.
+        """
+
+    def discard(self, job: bytes, marker: MarkerId) -> None:
+        """(rank 0) Take away what was written for a marker that was given up, as far as that succeeds."""
+
+    def settle(self, job: bytes, marker: MarkerId) -> None:
+        """(each rank) The marker has been voted on: let go of what was only needed for writing it."""
+
+    def verify(self, commit: Commit) -> None:
+        """Compare all dense files of a marker with COMMIT.
+
+        Raises:
+            CorruptionError: a file is missing or altered; names it.
+            StoreUnavailableError: the store does not answer.
+        """
+
+    def local(self, commit: Commit) -> Path:
+        """A folder with the marker's dense files, once :meth:`verify` has been called on one rank. As ``verify``."""
+
+    def why_not(self, commit: Commit) -> str:
+        """What is wrong with a marker's dense files, as far as names and sizes tell; empty when nothing is."""
+
+    def place(self, commit: Commit) -> str:
+        """Where they are, for people."""
+
+    def release(self) -> None:
+        """Let go of what :meth:`local` gave."""
+
+    def close(self) -> None: ...
+
+
+def open_dense(url: str, options: Options = None) -> DenseStore:
+    """The dense state of the store at ``url``; as :func:`open_store`, touches nothing until it is used."""
+    return dense_in(open_store(url, options))
+
+
+def dense_in(objects: Objects) -> DenseStore:
+    """The dense state in a store that is open; closing it closes the store."""
+    folder = check_store_url(objects.url).folder
+    return DenseFolder(folder) if folder is not None else DenseObjects(objects)
+
+
+class DenseFolder:
+    """In a folder that all ranks see: DCP writes and reads a marker's own folder. One rank verifies for all."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.url = f"file://{folder}"
+
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
+    def preflight(self) -> None:
+        pass
+
+    def prepare(self, job: bytes) -> None:
+        root = self._root(job)
+        try:
+            make_dirs(root)
+            for folder in (root, root.parent, root.parent.parent):
+                fsync_dir(folder)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make the folder of the dense state: {error.strerror}", hint="check the store's path", path=root
+            ) from None
+
+    def is_seen(self, job: bytes) -> bool:
+        return self._root(job).is_dir()
+
+    def writing(self, job: bytes, marker: MarkerId) -> Path:
+        return self._folder / dense_name(job, marker)
+
+    def publish(self, job: bytes, marker: MarkerId, files: Sequence[DenseFile]) -> None:
+        pass  # DCP has synced its files, and rank 0 their folder
+
+    def discard(self, job: bytes, marker: MarkerId) -> None:
+        shutil.rmtree(self.writing(job, marker), ignore_errors=True)
+
+    def settle(self, job: bytes, marker: MarkerId) -> None:
+        pass
+
+    def verify(self, commit: Commit) -> None:
+        verify_dense(self._folder, commit)
+
+    def local(self, commit: Commit) -> Path:
+        return dense_path(self._folder, commit)
+
+    def why_not(self, commit: Commit) -> str:
+        folder = dense_path(self._folder, commit)
+        for file in commit.dense_files:
+            try:
+                found = (folder / file.name).lstat().st_size
+            except OSError as error:
+                return f"dense state is gone: {folder / file.name}: {error.strerror}"
+            if found != file.num_bytes:
+                return _altered(str(folder / file.name), found, file)
+        return ""
+
+    def place(self, commit: Commit) -> str:
+        return str(dense_path(self._folder, commit))
+
+    def release(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def _root(self, job: bytes) -> Path:
+        """The folder of one job's dense state."""
+        return (self._folder / dense_name(job, MarkerId(0, 0))).parent
+
+
+class DenseObjects:
+    """In an object store: every rank carries its own files there, and those that it reads from there.
+
+    The scratch folder is made where ``TMPDIR`` says. It is taken away by :meth:`close` and at exit; a process that is
+    killed leaves it.
+    """
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self.url = objects.url
+        self._scratch: Path | None = None
+        self._fetched: dict[MarkerId, Path] = {}
+
+    @property
+    def folder(self) -> None:
+        return None
+
+    def preflight(self) -> None:
+        check_store(self._objects)
+
+    def prepare(self, job: bytes) -> None:
+        prove_writable(self._objects)
+
+    def is_seen(self, job: bytes) -> bool:
+        self._make_scratch()  # now, when a rank that cannot do it still stops all of them
+        return check_store(self._objects)
+
+    def writing(self, job: bytes, marker: MarkerId) -> Path:
+        assert self._scratch is not None
+        return self._scratch / f"written-{marker.generation}-{marker.marker}"
+
+    def publish(self, job: bytes, marker: MarkerId, files: Sequence[DenseFile]) -> None:
+        failpoint("dense.put")
+        for file in files:
+            data = (self.writing(job, marker) / file.name).read_bytes()
+            self._objects.put(dense_file_name(job, marker, file.name), [data])
+        failpoint("dense.stored")
+
+    def discard(self, job: bytes, marker: MarkerId) -> None:
+        try:
+            for entry in list(self._objects.list(f"{dense_name(job, marker)}/")):
+                self._objects.delete(entry.name)
+        except StreamCkptError as error:
+            log.warning("dense state of marker %s, which was given up, stays in the store: %s", marker, error.headline)
+
+    def settle(self, job: bytes, marker: MarkerId) -> None:
+        shutil.rmtree(self.writing(job, marker), ignore_errors=True)
+
+    def verify(self, commit: Commit) -> None:
+        self.local(commit)
+
+    def local(self, commit: Commit) -> Path:
+        if commit.id not in self._fetched:
+            folder = self._make_scratch() / f"read-{commit.generation}-{commit.marker}"
+            try:
+                self._fetch(commit, folder)
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            self._fetched[commit.id] = folder
+        return self._fetched[commit.id]
+
+    def why_not(self, commit: Commit) -> str:
+        prefix = f"{dense_name(commit.job, commit.id)}/"
+        try:
+            sizes = {entry.name.removeprefix(prefix): entry.num_bytes for entry in self._objects.list(prefix)}
+        except StreamCkptError as error:
+            return error.headline
+        for file in commit.dense_files:
+            if file.name not in sizes:
+                return f"dense state is gone: {self.place(commit)}/{file.name}"
+            if sizes[file.name] != file.num_bytes:
+                return _altered(f"{self.place(commit)}/{file.name}", sizes[file.name], file)
+        return ""
+
+    def place(self, commit: Commit) -> str:
+        return f"{self.url}/{dense_name(commit.job, commit.id)}"
+
+    def release(self) -> None:
+        for folder in self._fetched.values():
+            shutil.rmtree(folder, ignore_errors=True)
+        self._fetched.clear()
+
+    def close(self) -> None:
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+        self._objects.close()
+
+    def _make_scratch(self) -> Path:
+        if self._scratch is None:
+            try:
+                self._scratch = Path(tempfile.mkdtemp(prefix="stream-ckpt-dense-"))
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot make a scratch folder for the dense state: {error.strerror}",
+                    hint="let TMPDIR name a folder with room",
+                    path=tempfile.gettempdir(),
+                ) from None
+            weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
+        return self._scratch
+
+    def _fetch(self, commit: Commit, folder: Path) -> None:
+        check_names(commit, self.place(commit))
+        try:
+            folder.mkdir(mode=0o700)
+            for file in commit.dense_files:
+                self._fetch_file(commit, file, folder / file.name)
+        except OSError as error:
+            raise StoreUnavailableError(
+                f"cannot keep a copy of the dense state here: {error.strerror}",
+                hint="let TMPDIR name a folder with room",
+                path=folder,
+            ) from None
+
+    def _fetch_file(self, commit: Commit, file: DenseFile, path: Path) -> None:
+        name = dense_file_name(commit.job, commit.id, file.name)
+        size = self._objects.size(name)
+        if size is None:
+            raise CorruptionError("dense state is gone", store=self.url, name=name)
+        digest = hashlib.sha256()
+        # Where the size has changed, nothing has to be read to know: it may be anything.
+        if size == file.num_bytes:
+            with path.open("xb") as copy:
+                for begin in range(0, size, _RANGE_BYTES):
+                    data = self._objects.read(name, begin, min(size, begin + _RANGE_BYTES))
+                    digest.update(data)
+                    copy.write(data)
+        if size != file.num_bytes or digest.hexdigest() != file.sha256:
+            raise CorruptionError("dense state was altered since it was committed", store=self.url, name=name)
+
+
+def _altered(where: str, found: int, file: DenseFile) -> str:
+    return f"dense state was altered: {where} has {found} bytes, {file.num_bytes} were committed"
