@@ -66,6 +66,7 @@ WITH_TORCH = frozenset(
         "interchange/dcp.py",
         "interchange/dense_state.py",
         "restore/apply.py",
+        "restore/from_head.py",
         "restore/from_store.py",
         "restore/target.py",
     }
