@@ -314,7 +314,7 @@ class Materializer:
             self._lose(commit, error, _DENSE_HINT)
         manifest = manifest_name(commit.job, commit.id)
         failpoint("materialize.manifest")
-        self._objects.put(manifest, [Manifest(commit, segments).to_bytes()])
+        self._objects.put(manifest, [Manifest(commit, lineage.previous(commit.id), segments).to_bytes()])
         failpoint("materialize.manifest_put")
         if commit.id in self.lost:  # later markers stand on its rows, but it cannot be offered
             assert self._catalog is not None
