@@ -403,7 +403,9 @@ def serving(job: Job) -> Iterator[Callable[..., Path]]:
 
 
 def events_of(output: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in output.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    """Whole lines that were printed to stdout; what went to stderr stands between them."""
+    lines = output.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("\n")]
 
 
 def has(output: Path, event: str, **fields: object) -> Callable[[], bool]:
