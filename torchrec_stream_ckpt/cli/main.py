@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from torchrec_stream_ckpt.cli import broker, diff, doctor, export, fence, list_, show, verify
+from torchrec_stream_ckpt.cli import broker, diff, doctor, export, fence, import_, list_, show, verify
 from torchrec_stream_ckpt.errors import StreamCkptError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app.command("verify")(verify.verify_markers)
 app.command("doctor")(doctor.examine_job)
 app.command("diff")(diff.diff_markers)
 app.command("export")(export.export_marker)
+app.command("import")(import_.import_checkpoint)
 app.command("fence")(fence.fence_trainer)
 app.add_typer(broker.app, name="broker")
 
