@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark, Schema
+from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark, Schema, Trim
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_frame, parse_header, seal
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout
 from torchrec_stream_ckpt.log.api import Ack, Log
@@ -55,6 +56,14 @@ def commit(generation: int, marker: int, ranks: Sequence[RankEnd] = (), **more: 
     return Commit(generation=generation, marker=marker, **{**values, **more})  # type: ignore[arg-type]
 
 
+def trim(*markers: str, store: str = "file:///store", **more: object) -> Trim:
+    """A TRIM of these markers, as ``GENERATION:MARKER``; it is for the last one."""
+    reach = tuple(map(MarkerId.parse, markers))
+    values: dict[str, object] = {"job": JOB, "nonce": f"nonce-{'-'.join(markers)}", "time_s": 0.0}
+    fields = {**values, "generation": reach[-1].generation, "marker": reach[-1].marker, **more}
+    return Trim(markers=reach, store=store, **fields)  # type: ignore[arg-type]
+
+
 def rows_frame(spec: TableSpec, arrays: Sequence[np.ndarray], **fields: int) -> tuple[Header, bytearray]:
     """Header and unsealed bytes of a ROWS frame; ``arrays`` are ids, weights and states."""
     cols = fields.pop("cols", spec.dim)
@@ -87,9 +96,11 @@ class Stream:
     job: bytes = JOB
     frames: list[bytes] = field(default_factory=list)
     shards: tuple[TableShard, ...] = (TableShard(0, 0, 6, 0, 4), TableShard(1, 0, 8, 0, 4))
+    schema: Schema = SCHEMA
+    world: int = 1
 
     def __post_init__(self) -> None:
-        self.json(Kind.HELLO, Hello(1, SCHEMA, self.shards).to_json())
+        self.json(Kind.HELLO, Hello(self.world, self.schema, self.shards).to_json())
 
     def json(self, kind: Kind, text: bytes, **fields: int) -> bytes:
         header = self._header(kind, **fields)
@@ -100,7 +111,12 @@ class Stream:
         """Rows of table 1, all their values the same."""
         chosen = np.array(list(ids), np.int64)
         weights = np.full((len(chosen), 4), value, np.float32)
-        header, frame = rows_frame(SCHEMA.tables[1], [chosen, weights, weights[:, 0]], table=1)
+        return self.put(1, [chosen, weights, weights[:, 0]])
+
+    def put(self, table: int, arrays: Sequence[np.ndarray], col0: int = 0) -> bytes:
+        """Rows of one table: ids, weights of shape (rows, cols) and states."""
+        spec = self.schema.tables[table]
+        header, frame = rows_frame(spec, arrays, table=table, col0=col0, cols=arrays[1].shape[1])
         return self._add(header, frame)
 
     def _add(self, header: Header, frame: bytearray) -> bytes:
@@ -115,8 +131,7 @@ class Stream:
     def items(self, ids: Iterable[int], value: float = 0.0) -> bytes:
         """Rows of table 0, which has no optimizer state."""
         chosen = np.array(list(ids), np.int64)
-        header, frame = rows_frame(SCHEMA.tables[0], [chosen, np.full((len(chosen), 4), value, np.float32)], table=0)
-        return self._add(header, frame)
+        return self.put(0, [chosen, np.full((len(chosen), 4), value, np.float32)])
 
     def mark(self, marker: int = 1) -> bytes:
         """The MARK that ``commit(generation, marker)`` asks for."""
@@ -131,7 +146,7 @@ class Stream:
             self.rank,
             seq=len(self.frames),
             chain=chain,
-            schema_crc=SCHEMA.crc,
+            schema_crc=self.schema.crc,
             **fields,  # type: ignore[arg-type]
         )
 
@@ -142,11 +157,25 @@ class Stream:
         return RankEnd(self.rank, partition, begin, end, count, chain, 0, 0)
 
 
-def write(log: Log, frames: Iterable[bytes], *, generation: int = 1, partition: int = 0, at: int = 0) -> list[Ack]:
-    """Append frames to a file log and return where they are."""
+def write(
+    log: Log,
+    frames: Iterable[bytes],
+    *,
+    generation: int = 1,
+    partition: int = 0,
+    at: int = 0,
+    timeout_s: float = 0.0,
+) -> list[Ack]:
+    """Append frames and return where they are; a file log has them at the first poll."""
+    sent, acks = list(frames), []
+    deadline = time.monotonic() + timeout_s
     writer = log.open_writer(generation, partition, at)
-    for frame in frames:
+    for frame in sent:
         writer.send(memoryview(frame))
-    acks = writer.poll(0.0)
+    while True:
+        acks += writer.poll(min(timeout_s, 0.2))
+        if len(acks) == len(sent) or time.monotonic() >= deadline:
+            break
     writer.close()
+    assert len(acks) == len(sent)
     return acks

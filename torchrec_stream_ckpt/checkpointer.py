@@ -167,6 +167,7 @@ class StreamCheckpointer:
             SchemaMismatchError: tables or dense state differ from the model's; names the first, with both values.
             ColumnResplitError: see ``StreamConfig.on_column_resplit``.
             CorruptionError: bytes that the marker needs are damaged or missing; says where.
+            TrimmedError: they were trimmed on purpose; says which store holds them.
         """
         self._check_open()
         if self._stream is not None:

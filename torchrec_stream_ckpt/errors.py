@@ -79,6 +79,10 @@ class MissingObjectError(CorruptionError):
     """The store does not hold an object that it should: restore another marker, or bring the object back."""
 
 
+class TrimmedError(StreamCkptError):
+    """The log was trimmed on purpose, and this needs what is gone: take it from the store that has it."""
+
+
 class FencedError(StreamCkptError):
     """Another trainer owns the job: this one must stop."""
 

@@ -15,7 +15,8 @@ import pytest
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StreamCkptError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, MAX_FRAME_BYTES, Header, Kind, parse_header, payload_of, seal
-from torchrec_stream_ckpt.log.api import Ack, DataWriter, Log, open_log
+from torchrec_stream_ckpt.log import files
+from torchrec_stream_ckpt.log.api import Ack, Cut, DataWriter, Freed, Log, open_log
 from torchrec_stream_ckpt.types import LogSpan
 
 JOB = uuid.UUID(int=7).bytes
@@ -194,6 +195,98 @@ def test_frames_sent_again_after_a_lost_writer_are_all_there(log: Log) -> None:
     found = seqs(log, LogSpan(1, 0, first[0].offset, second[-1].end))
     assert list(dict.fromkeys(found)) == [0, 1, 2, 3]
     assert len(found) <= 5
+
+
+def cut(gone: Sequence[LogSpan] = (), kept: Sequence[LogSpan] = (), dead: Sequence[int] = ()) -> Cut:
+    return Cut(tuple(gone), tuple(kept), frozenset(dead))
+
+
+@pytest.fixture
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each frame of ``write_apart`` has a segment of its own, where a log has segments."""
+    monkeypatch.setattr(files, "SEGMENT_BYTES", 1)
+
+
+def write_apart(log: Log, count: int, *, generation: int = 1, partition: int = 0) -> list[Ack]:
+    writer, acks = log.open_writer(generation, partition, 0), []
+    for number in range(count):
+        writer.send(frame(number, generation=generation, rank=partition))
+        acks += acknowledged(writer, 1)
+    writer.close()
+    return acks
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_a_trim_takes_what_is_gone_and_leaves_the_rest(log: Log) -> None:
+    first, second = write_apart(log, 6), write_apart(log, 4, partition=1)
+    middle = LogSpan(1, 0, first[0].offset, first[2].end)
+    rest = LogSpan(1, 0, first[3].offset, first[-1].end)
+    freed = log.trim(cut([middle], [rest, span_of(second, partition=1)]))
+    assert freed.count == 3
+    assert seqs(log, rest) == [3, 4, 5]
+    assert seqs(log, span_of(second, partition=1)) == [0, 1, 2, 3]
+    with pytest.raises(CorruptionError):
+        log.check_there([middle])
+    with pytest.raises(CorruptionError):
+        list(log.read(span_of(first)))
+    log.check_there([rest])
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_a_dry_run_of_a_trim_says_the_same_and_deletes_nothing(log: Log) -> None:
+    acks = write_apart(log, 5)
+    chosen = cut([LogSpan(1, 0, acks[0].offset, acks[3].end)])
+    planned = log.trim(chosen, dry_run=True)
+    assert seqs(log, span_of(acks)) == [0, 1, 2, 3, 4]
+    assert log.trim(chosen) == planned
+    assert planned.count == 4
+    with pytest.raises(CorruptionError):
+        log.check_there([span_of(acks)])
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_a_trim_that_comes_again_or_late_finds_nothing_to_do(log: Log) -> None:
+    acks = write_apart(log, 5)
+    chosen = cut([LogSpan(1, 0, acks[0].offset, acks[2].end)])
+    freed = log.trim(chosen)
+    nothing = Freed(freed.what, 0, None if freed.num_bytes is None else 0)
+    assert log.trim(chosen) == log.trim(cut([LogSpan(1, 0, acks[0].offset, acks[1].end)])) == nothing
+    assert log.trim(cut()) == nothing
+    assert seqs(log, LogSpan(1, 0, acks[3].offset, acks[-1].end)) == [3, 4]
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_a_trim_never_takes_what_another_generation_needs(log: Log) -> None:
+    """Generations 1 and 3 are given up, 2 is not; 4 has committed nothing yet."""
+    spans, at = {}, {}
+    for generation in (1, 2, 3, 4):
+        acks = write_apart(log, 3, generation=generation)
+        spans[generation], at[generation] = span_of(acks, generation=generation), acks
+    chosen = cut([spans[1], spans[3]], [spans[2]], [1])
+    freed = log.trim(chosen)
+    assert log.trim(chosen, dry_run=True).count == 0
+    assert freed.count >= 3
+    with pytest.raises(CorruptionError):
+        log.check_there([spans[1]])
+    for generation in (2, 4):
+        assert seqs(log, spans[generation]) == [0, 1, 2]
+    log.trim(cut([spans[1], spans[2], spans[3]], [], [1, 2, 3]))
+    for generation in (1, 2, 3):
+        with pytest.raises(CorruptionError):
+            log.check_there([spans[generation]])
+    assert seqs(log, spans[4]) == [0, 1, 2]
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_a_writer_goes_on_over_a_trim(log: Log) -> None:
+    acks = write_apart(log, 4)
+    writer = log.open_writer(1, 0, acks[-1].end)
+    log.trim(cut([LogSpan(1, 0, acks[0].offset, acks[-1].end)]))
+    writer.send(frame(4))
+    acks += acknowledged(writer, 1)
+    writer.close()
+    acks += write(log, [frame(5)], resume_at=acks[-1].end)
+    assert seqs(log, LogSpan(1, 0, acks[4].offset, acks[-1].end)) == [4, 5]
 
 
 def test_control_is_empty_before_the_first_record(backend: Backend) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from crc32c import crc32c
 
-from torchrec_stream_ckpt.format.control import Claim, Commit, DenseFile, Hello, Mark, Schema, TableScalars
+from torchrec_stream_ckpt.format.control import Claim, Commit, DenseFile, Hello, Mark, Schema, TableScalars, Trim
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_frame, parse_header, seal
 from torchrec_stream_ckpt.format.mac import CommitKey
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout
@@ -94,8 +94,13 @@ def frames() -> dict[str, bytes]:
     mark = Header(Kind.MARK, JOB, 1, seq=3, step=STEP, marker=MARKER, schema_crc=SCHEMA.crc, chain=previous.header_crc)
     stream["mark"] = bytes(json_frame(mark, Mark(5, num_bytes, scalars).to_json()))
     end = RankEnd(0, 0, 0, num_bytes + len(stream["mark"]), 4, mark.header_crc, 5, num_bytes)
-    signed = {"claim_signed": KEY.sign(claim()).to_frame(), "commit_signed": KEY.sign(commit(end)).to_frame()}
-    return stream | {"claim": claim().to_frame(), "commit": commit(end).to_frame()} | signed
+    signed = {
+        "claim_signed": KEY.sign(claim()).to_frame(),
+        "commit_signed": KEY.sign(commit(end)).to_frame(),
+        "trim_signed": KEY.sign(trim()).to_frame(),
+    }
+    control = {"claim": claim().to_frame(), "commit": commit(end).to_frame(), "trim": trim().to_frame()}
+    return stream | control | signed
 
 
 def claim() -> Claim:
@@ -106,6 +111,10 @@ def commit(end: RankEnd) -> Commit:
     dense = (DenseFile(".metadata", 4, "6d" * 32), DenseFile("__0_0.distcp", 8, "0d" * 32))
     folder = dense_name(JOB, MarkerId(1, MARKER))
     return Commit(JOB, 1, NONCE, MARKER, STEP, (end,), folder, dense, 1_700_000_100.5, "")
+
+
+def trim() -> Trim:
+    return Trim(JOB, 1, MARKER, (MarkerId(1, MARKER),), "s3://bucket/job", NONCE, 1_700_000_200.0)
 
 
 def bad_frames(good: bytes) -> dict[str, bytes]:

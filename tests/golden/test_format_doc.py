@@ -62,6 +62,7 @@ def test_kinds_and_dtypes_are_those_of_the_code() -> None:
         ("MARK", control.Mark),
         ("CLAIM", control.Claim),
         ("COMMIT", control.Commit),
+        ("TRIM", control.Trim),
         ("schema", control.Schema),
         ("table", TableSpec),
         ("state", StateSpec),

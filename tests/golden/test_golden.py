@@ -17,7 +17,18 @@ from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.log.stream import read_mark, read_stream
 
-GOOD = ("hello", "rows", "rows_slice", "mark", "claim", "commit", "claim_signed", "commit_signed")
+GOOD = (
+    "hello",
+    "rows",
+    "rows_slice",
+    "mark",
+    "claim",
+    "commit",
+    "trim",
+    "claim_signed",
+    "commit_signed",
+    "trim_signed",
+)
 
 
 def golden(name: str) -> bytes:
@@ -49,13 +60,14 @@ def test_golden_hello_and_mark_read_as_written() -> None:
 
 def test_golden_control_records_read_as_written() -> None:
     assert parse_control(golden("claim")) == make.claim()
+    assert parse_control(golden("trim")) == make.trim()
     commit = parse_control(golden("commit"))
     assert isinstance(commit, Commit)
     assert commit == make.commit(commit.ranks[0])
 
 
 def test_golden_signatures_are_those_that_any_hmac_gives() -> None:
-    for name in ("claim", "commit"):
+    for name in ("claim", "commit", "trim"):
         unsigned = bytes(payload_of(parse_header(golden(name)), golden(name))).rstrip(b" ")
         signed = parse_control(golden(f"{name}_signed"))
         text = f"torchrec_stream_ckpt {name.upper()} version 1\n".encode() + unsigned

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from tests import ranks
-from tests.builders import claim, commit
+from tests.builders import Stream, claim, commit, write
 from tests.jobs import attach
 from tests.model import PLAN_2, differences, trainer, truth
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
@@ -32,6 +32,7 @@ from torchrec_stream_ckpt.broker.kraft import Broker, BrokerStatus
 from torchrec_stream_ckpt.cli import broker as broker_cli
 from torchrec_stream_ckpt.cli.main import main
 from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.commit.trim import trim_log
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
@@ -39,7 +40,7 @@ from torchrec_stream_ckpt.errors import (
     MarkerFailedError,
     StreamCkptError,
 )
-from torchrec_stream_ckpt.log.api import load_options, open_log
+from torchrec_stream_ckpt.log.api import Freed, load_options, open_log
 from torchrec_stream_ckpt.types import LogSpan
 
 pytestmark = pytest.mark.kafka
@@ -340,6 +341,27 @@ def test_a_user_who_may_only_read_reads_and_is_told_that_he_may_not_write(secure
     status, text = cli(secure, "fence", uri, "--yes", *options)
     assert (status, "has no right to WRITE" in text, "\nTry: " in text) == (1, True, True)
     assert "WRITE not allowed" in cli(secure, "doctor", uri, "--json", *options)[1]
+
+
+def test_a_user_without_the_right_to_delete_is_told_so_before_anything_is_said(secure: Secure) -> None:
+    uri = secure.uri()
+    topic = f"{uri.rsplit('/', 1)[1]}.data"
+    log = open_log(uri, secure.options("trainer"))
+    incarnation, stream = log.prepare(1), Stream()
+    stream.mark(1)
+    acks = write(log, stream.frames, timeout_s=10.0)
+    made = commit(1, 1, [stream.end(acks[0].offset, acks[-1].end)])
+    for record in (claim(1, incarnation=incarnation.id), made):
+        log.append_control(record.to_frame())
+    with pytest.raises(LogUnavailableError, match=f"user 'trainer' has no right to DELETE topic '{topic}'") as refused:
+        trim_log(log, Control(log), made, "s3://bucket/job")
+    assert f"--allow-principal User:trainer --topic {topic} --operation DELETE" in refused.value.hint
+    assert Control(log).refresh().trims == []
+    log.close()
+    operator = open_log(uri, secure.options("admin"))
+    done = trim_log(operator, Control(operator), made, "s3://bucket/job")
+    assert (done.appended, done.freed) == (True, Freed("records", 2, None))
+    operator.close()
 
 
 def test_a_user_without_the_right_to_read_is_told_so(secure: Secure) -> None:

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.builders import OTHER_JOB, Stream, claim, commit, write
+from tests.builders import OTHER_JOB, Stream, claim, commit, trim, write
 from tests.fuzz.targets import resealed
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, FencedError
-from torchrec_stream_ckpt.format.control import Claim, Commit, DenseFile, parse_control
+from torchrec_stream_ckpt.format.control import Claim, Commit, DenseFile, Trim, parse_control
 from torchrec_stream_ckpt.format.dense import dense_path, digest_files
 from torchrec_stream_ckpt.format.frame import Header, Kind, json_frame
 from torchrec_stream_ckpt.format.mac import CommitKey
@@ -50,7 +50,7 @@ def log(tmp_path: Path) -> FileLog:
     return made
 
 
-def signed(record: Claim | Commit) -> bytes:
+def signed(record: Claim | Commit | Trim) -> bytes:
     return CommitKey(KEY).sign(record).to_frame()
 
 
@@ -144,6 +144,26 @@ def test_every_field_of_claim_is_signed(change: dict[str, object]) -> None:
     assert not CommitKey(KEY).vouches_for(replace(whole, **change))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"job": OTHER_JOB},
+        {"generation": 2},
+        {"marker": 2},
+        {"markers": (MarkerId(1, 2),)},
+        {"store": "file:///elsewhere"},
+        {"nonce": "other"},
+        {"time_s": 1.0},
+        {"mac": ""},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_every_field_of_trim_is_signed(change: dict[str, object]) -> None:
+    whole = CommitKey(KEY).sign(trim("1:1"))
+    assert CommitKey(KEY).vouches_for(parse_control(whole.to_frame()))
+    assert not CommitKey(KEY).vouches_for(replace(whole, **change))  # type: ignore[arg-type]
+
+
 def test_damage_that_a_forger_reseals_is_never_vouched_for() -> None:
     whole, vouched = CommitKey(KEY).sign(commit(1, 1)), 0
     frame, rng = whole.to_frame(), random.Random(7)
@@ -166,6 +186,7 @@ PLANTED: dict[str, Callable[[], list[bytes]]] = {
     "a generation of another job": lambda: [claim(9, job=OTHER_JOB).to_frame()],
     "the last generation": lambda: [claim(2**32 - 1).to_frame()],
     "a record twice": lambda: [signed(commit(1, 1)), signed(claim(1))],
+    "a trim": lambda: [trim("1:2").to_frame()],
     "no JSON": lambda: [bytes(json_frame(Header(Kind.COMMIT, OTHER_JOB, 5), b"nonsense"))],
     "a payload that does not fit its checksum": lambda: [commit(1, 3).to_frame()[:-1] + b"x"],
     "rows": lambda: [bytes(json_frame(Header(Kind.ROWS, OTHER_JOB, 5), b""))],
@@ -181,6 +202,7 @@ def test_a_planted_record_is_never_a_marker_and_hides_none(log: FileLog, key: Pa
     trainer = Control(log, key)
     assert ids(trainer) == ["1:1", "1:2", "1:4"]
     assert trainer.refresh().newest_generation == 1  # fenced by nobody
+    assert trainer.refresh().reach == {}  # and nothing may be missing
     again = Control(log, key)
     again.claim(claim(again.refresh().next_generation, parent=MarkerId(1, 4)))
     assert 2 <= again.refresh().newest_generation <= 10

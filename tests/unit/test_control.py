@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.builders import JOB, OTHER_JOB, ROWWISE, SCHEMA, claim, commit, table
+from tests.builders import JOB, OTHER_JOB, ROWWISE, SCHEMA, claim, commit, table, trim
 from torchrec_stream_ckpt.errors import CorruptionError, UnsupportedError
 from torchrec_stream_ckpt.format.control import (
     Claim,
@@ -21,6 +21,7 @@ from torchrec_stream_ckpt.format.control import (
     Mark,
     Schema,
     TableScalars,
+    Trim,
     canonical,
     parse_control,
 )
@@ -43,11 +44,14 @@ COMMIT = commit(
     store="file:///store",
 )
 
+TRIM = trim("1:5", "2:6", store="s3://bucket/job", time_s=1.5)
+
 READERS: dict[str, Callable[[bytes], object]] = {
     "HELLO": Hello.from_json,
     "MARK": Mark.from_json,
     "CLAIM": lambda data: Claim.from_json(Header(Kind.CLAIM, JOB, 2), data),
     "COMMIT": lambda data: Commit.from_json(Header(Kind.COMMIT, JOB, 2, step=60, marker=6), data),
+    "TRIM": lambda data: Trim.from_json(Header(Kind.TRIM, JOB, 2, marker=6), data),
 }
 
 
@@ -60,6 +64,7 @@ GOOD: dict[str, bytes] = {
     "MARK": MARK.to_json(),
     "CLAIM": body(CLAIM.to_frame()),
     "COMMIT": body(COMMIT.to_frame()),
+    "TRIM": body(TRIM.to_frame()),
 }
 KINDS = sorted(GOOD)
 
@@ -76,6 +81,8 @@ def test_every_payload_reads_back() -> None:
     assert Mark.from_json(MARK.to_json()) == MARK
     assert parse_control(CLAIM.to_frame()) == CLAIM
     assert parse_control(COMMIT.to_frame()) == COMMIT
+    assert parse_control(TRIM.to_frame()) == TRIM
+    assert TRIM.id == MarkerId(2, 6)
     assert COMMIT.id == MarkerId(2, 6)
 
 
@@ -238,6 +245,9 @@ def test_a_parent_that_is_no_marker_is_refused(parent: str) -> None:
         ("COMMIT", "generation", 1),
         ("COMMIT", "marker", 7),
         ("COMMIT", "step", 61),
+        ("TRIM", "job", OTHER_JOB.hex()),
+        ("TRIM", "generation", 1),
+        ("TRIM", "marker", 7),
     ],
 )
 def test_a_body_that_disagrees_with_its_header_is_refused(kind: str, name: str, value: object) -> None:
@@ -288,6 +298,25 @@ def test_a_shard_outside_its_table_is_refused(shard: TableShard) -> None:
 def test_commit_without_every_rank_once_is_refused(ranks: tuple[RankEnd, ...]) -> None:
     with pytest.raises(CorruptionError, match=r"COMMIT\.ranks must be 0, 1, 2"):
         parse_control(commit(1, 1, ranks).to_frame())
+
+
+@pytest.mark.parametrize(
+    "markers", [[], ["2:5"], ["2:6", "1:5"], ["1:4", "1:5", "2:6"], ["2:6", "2:6"], ["1:5", "2"], ["1:5", "2:6\n"]]
+)
+def test_trim_that_does_not_name_each_generation_once_is_refused(markers: list[str]) -> None:
+    with pytest.raises(CorruptionError, match=r"TRIM\.markers"):
+        READERS["TRIM"](changed("TRIM", lambda body: body.update(markers=markers)))
+
+
+@pytest.mark.parametrize("store", ["", "file:///\x1b[2J", "x" * 4097])
+def test_trim_without_a_printable_store_is_refused(store: str) -> None:
+    with pytest.raises(CorruptionError, match=r"TRIM\.store"):
+        READERS["TRIM"](changed("TRIM", lambda body: body.update(store=store)))
+
+
+@pytest.mark.parametrize(("time_s", "day"), [(0.0, "1970-01-01 00:00 UTC"), (1e300, "an unknown day")])
+def test_the_day_of_a_trim_is_for_people(time_s: float, day: str) -> None:
+    assert parse_control(trim("1:1", time_s=time_s).to_frame()).day == day  # type: ignore[union-attr]
 
 
 def test_commit_of_no_ranks_is_refused() -> None:

@@ -147,6 +147,10 @@ def test_fsspec_stays_in_its_module_and_no_file_system_of_it_is_imported_by_name
     assert importers("s3fs") | importers("botocore") | importers("aiobotocore") == set()
 
 
+def test_the_client_of_prometheus_stays_in_its_module() -> None:
+    assert importers("prometheus_client") == {"metrics.py"}
+
+
 def test_process_groups_stay_where_ranks_talk() -> None:
     for source in importers("torch.distributed"):
         assert room(source) in ("commit", "checkpointer", "interchange") or source == "restore/apply.py"
@@ -195,5 +199,5 @@ print(json.dumps([early, sorted(sys.modules)]))
     assert done.returncode == 0, done.stderr
     before, after = (set(found) for found in json.loads(done.stdout.splitlines()[-1]))
     assert after & {"torch", "torchrec", "fbgemm_gpu"} == set()
-    assert {"confluent_kafka", "fsspec"} & before == set()
+    assert {"confluent_kafka", "fsspec", "prometheus_client"} & before == set()
     assert {"confluent_kafka", "fsspec"} <= after

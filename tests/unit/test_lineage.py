@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.builders import OTHER_JOB, claim, commit
+from tests.builders import OTHER_JOB, claim, commit, trim
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
 
 
 def ids(lineage: Lineage) -> list[str]:
@@ -61,7 +61,7 @@ def test_a_commit_that_lands_behind_a_later_marker_is_ignored() -> None:
     assert lineage.newest.id == MarkerId(1, 3)
 
 
-@pytest.mark.parametrize("record", [claim(2, job=OTHER_JOB), commit(1, 1, job=OTHER_JOB)])
+@pytest.mark.parametrize("record", [claim(2, job=OTHER_JOB), commit(1, 1, job=OTHER_JOB), trim("1:1", job=OTHER_JOB)])
 def test_a_record_of_another_job_is_refused(record: object) -> None:
     lineage = Lineage.of([claim(1)])
     with pytest.raises(CorruptionError, match=r"control record of job 0{31}8 in the log of job 0{31}7"):
@@ -128,3 +128,63 @@ def test_a_parent_that_was_fenced_before_its_commit_is_not_there() -> None:
     lineage = Lineage.of([claim(1), claim(2, parent=MarkerId(1, 1)), commit(1, 1), commit(2, 2)])
     with pytest.raises(MarkerNotFoundError, match="marker 1:1 is not committed"):
         lineage.path(MarkerId(2, 2))
+
+
+def reach(lineage: Lineage) -> list[str]:
+    return [str(marker) for marker in lineage.reach.values()]
+
+
+def test_nothing_is_trimmed_until_somebody_says_so() -> None:
+    assert (branches().reach, branches().trimmed, branches().trim_of(1)) == ({}, None, None)
+
+
+def test_a_trim_takes_each_generation_up_to_its_own_marker() -> None:
+    lineage = branches()
+    lineage.apply(trim("1:2", "3:3"))
+    assert reach(lineage) == ["1:2", "3:3"]
+    assert lineage.trimmed == lineage.trim_of(1) == lineage.trim_of(3) == trim("1:2", "3:3")
+    assert (lineage.trim_of(2), lineage.trim_of(4)) == (None, None)
+
+
+def test_a_later_trim_never_takes_back_an_earlier_one() -> None:
+    lineage = branches()
+    for record in (trim("1:2", "3:4"), trim("1:1", "2:3"), trim("1:2", "3:3")):
+        lineage.apply(record)
+    assert reach(lineage) == ["1:2", "3:4", "2:3"]
+    assert lineage.trimmed == lineage.trim_of(3) == trim("1:2", "3:4")
+    assert lineage.trim_of(2) == trim("1:1", "2:3")
+
+
+def test_of_two_trims_of_one_marker_the_later_one_says_where_the_store_is() -> None:
+    lineage = branches()
+    for store in ("file:///old", "file:///new"):
+        lineage.apply(trim("1:2", store=store))
+    assert lineage.trim_of(1) == lineage.trimmed == trim("1:2", store="file:///new")
+
+
+@pytest.mark.parametrize("markers", [("1:3",), ("1:9", "3:4"), ("2:1",)])
+def test_a_trim_of_a_marker_that_is_not_committed_counts_for_nothing(markers: tuple[str, ...]) -> None:
+    lineage = branches()
+    lineage.apply(trim(*markers))
+    lineage.apply(commit(4, 6))  # and none that comes later makes it count
+    assert (lineage.reach, lineage.trims, lineage.stale) == ({}, [], 1)
+
+
+def test_a_trim_in_front_of_its_commit_counts_for_nothing() -> None:
+    lineage = Lineage.of([claim(1), trim("1:1"), commit(1, 1)])
+    assert (lineage.reach, lineage.stale) == ({}, 1)
+
+
+def test_the_log_has_to_hold_what_is_not_trimmed() -> None:
+    def ends(*at: int) -> list[RankEnd]:
+        return [RankEnd(rank, rank, 5, end, 2, 0, 0, 0) for rank, end in enumerate(at)]
+
+    lineage = Lineage.of([claim(1), commit(1, 1, ends(10, 20)), commit(1, 2, ends(30, 20)), commit(1, 3, ends(40, 50))])
+    whole = [LogSpan(1, 0, 5, 40), LogSpan(1, 1, 5, 50)]
+    assert lineage.spans(1, ends(40, 50)) == whole
+    lineage.apply(trim("1:2"))
+    assert lineage.spans(1, ends(40, 50)) == [LogSpan(1, 0, 30, 40), LogSpan(1, 1, 20, 50)]
+    assert lineage.spans(1, ends(30, 21)) == [LogSpan(1, 1, 20, 21)]
+    assert lineage.spans(1, ends(10, 20)) == []
+    assert lineage.spans(1, ends(40, 50), {}) == whole
+    assert lineage.spans(2, ends(40, 50)) == [LogSpan(2, 0, 5, 40), LogSpan(2, 1, 5, 50)]

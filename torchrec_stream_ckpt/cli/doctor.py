@@ -24,7 +24,7 @@ from torchrec_stream_ckpt.cli.common import (
     plain,
     print_json,
 )
-from torchrec_stream_ckpt.cli.list_ import why_not
+from torchrec_stream_ckpt.cli.list_ import look
 from torchrec_stream_ckpt.errors import printable
 from torchrec_stream_ckpt.log.api import Finding, Verdict
 from torchrec_stream_ckpt.log.disk import examine_folder
@@ -61,11 +61,11 @@ def _examine(job: Job) -> Iterator[Finding]:
     if newest is None:
         yield Finding("newest marker", "none was committed yet", Verdict.WARNING, "let the job run to its first marker")
     else:
-        reason = why_not(job, newest)
+        standing = look(job, newest)
         yield Finding.of(
             "newest marker",
-            f"{newest.id}, step {newest.step}: {reason or 'can be restored'}",
-            well=not reason,
+            f"{newest.id}, step {newest.step}: {standing.reason or 'can be restored'}",
+            well=not standing.reason or bool(standing.store),
             hint="bring back what is missing; until then a job restores an older marker",
             otherwise=Verdict.BAD,
         )

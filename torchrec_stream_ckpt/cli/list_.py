@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -23,10 +24,10 @@ from torchrec_stream_ckpt.cli.common import (
     print_json,
     size,
 )
-from torchrec_stream_ckpt.errors import StreamCkptError
+from torchrec_stream_ckpt.errors import StreamCkptError, TrimmedError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.log.stream import read_stream
-from torchrec_stream_ckpt.restore.choose import check_incarnation
+from torchrec_stream_ckpt.restore.choose import check_incarnation, check_not_trimmed
 from torchrec_stream_ckpt.types import MarkerId
 
 
@@ -58,7 +59,7 @@ def list_markers(
 
 def _row(job: Job, commit: Commit) -> dict[str, Any]:
     parent = job.lineage.claims[commit.generation].parent
-    reason = why_not(job, commit)
+    standing = look(job, commit)
     return {
         "marker": str(commit.id),
         "generation": commit.generation,
@@ -68,23 +69,38 @@ def _row(job: Job, commit: Commit) -> dict[str, Any]:
         "rows": sum(end.rows for end in commit.ranks),
         "bytes": sum(end.num_bytes for end in commit.ranks),
         "parent": str(parent) if parent else None,
-        "restorable": not reason,
-        "reason": reason,
+        "restorable": not standing.reason,
+        "reason": standing.reason,
+        "trimmed": standing.store or None,
     }
 
 
-def why_not(job: Job, commit: Commit) -> str:
-    """Why the marker cannot be restored, as far as names and sizes tell; empty when it can."""
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Whether a marker can be restored from the log, as far as names and sizes tell."""
+
+    reason: str = ""
+    """Why it cannot; empty when it can."""
+    store: str = ""
+    """Where what it lacks is, when it was trimmed on purpose."""
+
+
+def look(job: Job, commit: Commit) -> Standing:
+    """Look at what is there of a marker: its dense files and their sizes, its streams' ends."""
     try:
         if reason := job.dense_of(commit).why_not(commit):
-            return reason
+            return Standing(reason)
         check_incarnation(job.log, job.lineage, commit.id)
+        check_not_trimmed(job.log, job.lineage, commit.id)
         for ancestor in job.lineage.path(commit.id):
             for end in ancestor.ranks:
                 next(read_stream(job.log, ancestor, end))
+    except TrimmedError as error:
+        store = str(error.where["store"])
+        return Standing(f"trimmed, in the store {store}", store)
     except StreamCkptError as error:
-        return error.headline
-    return ""
+        return Standing(error.headline)
+    return Standing()
 
 
 def _print(job: Job, rows: list[dict[str, Any]]) -> None:
@@ -98,9 +114,13 @@ def _print(job: Job, rows: list[dict[str, Any]]) -> None:
             f"{row['rows']:,}",
             size(row["bytes"]),
             row["parent"] or "-",
-            "yes" if row["restorable"] else f"no: {plain(row['reason'])}",
+            "yes" if row["restorable"] else plain(_why_not(row, "no")),
         )
     Console().print(table, "rows and bytes: sent by the marker's generation up to it, all ranks together")
+
+
+def _why_not(row: dict[str, Any], no: str) -> str:
+    return str(row["reason"]) if row["trimmed"] else f"{no}: {row['reason']}"
 
 
 def _print_newest(job: Job) -> None:
@@ -125,6 +145,6 @@ def _print_tree(job: Job, rows: dict[str, dict[str, Any]]) -> None:
         branch = markers.get(claim.parent, roots).add(f"generation {generation} ({ranks}, {age(claim.time_s)} ago)")
         for marker in (marker for marker in job.lineage.commits if marker.generation == generation):
             row = rows[str(marker)]
-            state = "" if row["restorable"] else f", not restorable: {plain(row['reason'])}"
+            state = "" if row["restorable"] else f", {plain(_why_not(row, 'not restorable'))}"
             markers[marker] = branch.add(f"marker {marker}, step {row['step']}, {age(row['time_s'])} ago{state}")
     Console().print(roots)

@@ -6,7 +6,21 @@ import sys
 
 import typer
 
-from torchrec_stream_ckpt.cli import broker, diff, doctor, export, fence, import_, list_, show, verify
+from torchrec_stream_ckpt.cli import (
+    broker,
+    diff,
+    doctor,
+    export,
+    fence,
+    gc,
+    import_,
+    list_,
+    materialize,
+    pin,
+    show,
+    trim,
+    verify,
+)
 from torchrec_stream_ckpt.errors import StreamCkptError
 
 app = typer.Typer(
@@ -22,7 +36,12 @@ app.command("doctor")(doctor.examine_job)
 app.command("diff")(diff.diff_markers)
 app.command("export")(export.export_marker)
 app.command("import")(import_.import_checkpoint)
+app.command("materialize")(materialize.materialize_log)
 app.command("fence")(fence.fence_trainer)
+app.command("trim")(trim.trim_job)
+app.command("gc")(gc.collect_garbage)
+app.command("pin")(pin.pin_marker)
+app.command("unpin")(pin.unpin_marker)
 app.add_typer(broker.app, name="broker")
 
 

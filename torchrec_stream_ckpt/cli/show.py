@@ -55,6 +55,7 @@ def _record(job: Job, commit: Commit) -> dict[str, Any]:
         "step": commit.step,
         "time_s": commit.time_s,
         "lineage": [str(ancestor.id) for ancestor in job.lineage.path(commit.id)],
+        "trimmed": _trimmed(job, commit),
         "incarnation": claim.incarnation,
         "tables": [
             asdict(table) | {"base_generation": bases[index]} for index, table in enumerate(claim.schema.tables)
@@ -65,11 +66,24 @@ def _record(job: Job, commit: Commit) -> dict[str, Any]:
     }
 
 
+def _trimmed(job: Job, commit: Commit) -> list[dict[str, Any]]:
+    """For each generation of which log data may be gone: up to which marker, since when, and where it is."""
+    trims = [(each.generation, job.lineage.trim_of(each.generation)) for each in job.lineage.path(commit.id)]
+    return [
+        {"generation": generation, "up_to": str(trim.reach(generation)), "time_s": trim.time_s, "store": trim.store}
+        for generation, trim in trims
+        if trim is not None
+    ]
+
+
 def _print(job: Job, commit: Commit) -> None:
     record = _record(job, commit)
     console = Console()
     console.print(f"marker {record['marker']}, step {commit.step}, {age(commit.time_s)} ago, job {record['job']}")
     console.print(f"lineage: {' -> '.join(record['lineage'])}")
+    for trimmed in record["trimmed"]:
+        what = f"log up to marker {trimmed['up_to']}: trimmed {age(trimmed['time_s'])} ago, in the store"
+        console.print(f"{what} {plain(trimmed['store'])}", soft_wrap=True)
     tables = Table("table", "rows", "dim", "dtype", "optimizer", "states", "sent whole in generation")
     for table in record["tables"]:
         states = (

@@ -22,6 +22,7 @@ from torchrec_stream_ckpt.cli.common import (
     size,
 )
 from torchrec_stream_ckpt.cli.show import Marker
+from torchrec_stream_ckpt.errors import TrimmedError, printable
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.restore.verify import Verified, verify_marker
 
@@ -38,14 +39,25 @@ def verify_markers(
 ) -> None:
     """Read everything that a marker needs and check every checksum, chain, sequence and digest.
 
-    Ends at the first thing that is wrong, says where it is, and exits with status 1.
+    Ends at the first thing that is wrong, says where it is, and exits with status 1. With --all, markers whose log was
+    trimmed on purpose are named and passed over: a store has what they lack.
     """
     with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
         commits = list(job.lineage.commits.values()) if all_markers else [job.find(marker)]
-        verified = [_verify(job, commit, quiet=json) for commit in commits]
+        verified, trimmed = [], {}
+        for commit in commits:
+            try:
+                verified.append(_verify(job, commit, quiet=json))
+            except TrimmedError as error:
+                if not all_markers:
+                    raise
+                trimmed[str(commit.id)] = str(error.where["store"])
         if json:
-            print_json([asdict(result) | {"marker": str(result.marker)} for result in verified])
+            whole = [asdict(result) | {"marker": str(result.marker)} for result in verified]
+            print_json([{"marker": marker, "trimmed": store} for marker, store in trimmed.items()] + whole)
             return
+        for marker, store in trimmed.items():
+            typer.echo(f"marker {marker} was not read: trimmed, in the store {printable(store)}")
         for result in verified:
             typer.echo(
                 f"marker {result.marker} is whole: {result.frames} frames and {result.rows} rows in {result.streams} "

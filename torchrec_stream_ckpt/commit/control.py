@@ -1,4 +1,4 @@
-"""Reading and writing the control partition: the lineage as of now, claims, commits."""
+"""Reading and writing the control partition: the lineage as of now, claims, commits, trims."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchrec_stream_ckpt.errors import (
     MarkerFailedError,
 )
 from torchrec_stream_ckpt.failpoints import failpoint
-from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
+from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord, Trim, parse_control
 from torchrec_stream_ckpt.format.frame import parse_header
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.mac import CommitKey
@@ -47,6 +47,11 @@ class Control:
         """Whether there is a commit key."""
         return self._key is not None
 
+    @property
+    def lineage(self) -> Lineage:
+        """The control partition as it was when somebody last read it here."""
+        return self._lineage
+
     def refresh(self) -> Lineage:
         """Everything that the control partition says now. Safe to call from several threads.
 
@@ -71,7 +76,7 @@ class Control:
                     self._lineage.apply(parsed)
                 self._last = offset
 
-    def _accept(self, record: bytes, offset: int) -> Claim | Commit | None:
+    def _accept(self, record: bytes, offset: int) -> ControlRecord | None:
         """The record, or None if there is a key that does not vouch for it."""
         if self._key is None:
             return parse_control(record, offset)
@@ -130,6 +135,20 @@ class Control:
                 failure = error.headline
             if time.monotonic() > deadline or abandoned.wait(_RETRY_S):
                 raise self._gave_up(commit, sent, failure)
+
+    def trim(self, trim: Trim) -> None:
+        """Say for all readers and trainers what may be gone from here on; behind this call it may be deleted.
+
+        Raises:
+            LogUnavailableError: it is not there.
+            CommitUnknownError: nobody knows.
+            CorruptionError: it is there and does not count.
+        """
+        failpoint("trim.append")
+        self._log.append_control((self._key.sign(trim) if self._key else trim).to_frame())
+        failpoint("trim.appended")
+        if all(each.nonce != trim.nonce for each in self.refresh().trims):
+            raise CorruptionError("the TRIM was appended and does not count", marker=trim.id)
 
     def _is_there(self, commit: Commit) -> bool:
         """Whether the marker exists, read from the log; raises when it cannot exist any more."""

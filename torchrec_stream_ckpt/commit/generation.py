@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.config import StreamConfig
-from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerFailedError
 from torchrec_stream_ckpt.format.control import Claim, Schema
+from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.layout import MAX_GENERATION, KafkaUri, parse_uri
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.publisher import Publisher
@@ -60,13 +61,24 @@ class Generation:
                 generation=self.claim.generation,
                 marker=marker,
             )
+        spans = self._spans(ends, self.control.lineage)
+        while True:
+            try:
+                self.log.check_there(spans)
+            except CorruptionError:
+                # Somebody may have trimmed the log, also just now: he has said so before he took anything away.
+                before, spans = spans, self._spans(ends, self.control.refresh())
+                if spans == before:
+                    raise
+            else:
+                return
+
+    def _spans(self, ends: Sequence[RankEnd], lineage: Lineage) -> list[LogSpan]:
+        """All that a marker with these ends stands on, less what was trimmed on purpose."""
         streams = [(self.claim.generation, ends)]
         if self.claim.parent is not None:
-            path = self.control.refresh().path(self.claim.parent)
-            streams += [(ancestor.generation, ancestor.ranks) for ancestor in path]
-        self.log.check_there(
-            [LogSpan(number, end.partition, end.begin, end.end) for number, ranks in streams for end in ranks]
-        )
+            streams += [(ancestor.generation, ancestor.ranks) for ancestor in lineage.path(self.claim.parent)]
+        return [span for generation, ranks in streams for span in lineage.spans(generation, ranks)]
 
 
 def claim_generation(

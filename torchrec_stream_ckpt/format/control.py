@@ -1,4 +1,4 @@
-"""The JSON payloads: HELLO and MARK in the data partitions, CLAIM and COMMIT in the control partition.
+"""The JSON payloads: HELLO and MARK in the data partitions; CLAIM, COMMIT and TRIM in the control partition.
 
 JSON is canonical (sorted keys, no spaces, ASCII), so that the checksum of a schema is well defined.
 Readers refuse unknown shapes by name and never trust a length. Fields that the header holds too must agree.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeAlias, TypeVar, get_type_hints
 
 from crc32c import crc32c
 
@@ -238,7 +239,82 @@ class Commit:
         return commit
 
 
-def parse_control(frame: Buffer, offset: int | None = None) -> Claim | Commit:
+@dataclass(frozen=True, slots=True)
+class Trim:
+    """An operator gives log data up: from this record on, what lies in front of some markers' ends may be gone.
+
+    Where those ends are, their COMMITs say. The data of a generation that no marker needs has no part in this.
+    """
+
+    job: bytes
+    generation: int
+    marker: int
+    """With the generation: the marker that the store holds whole."""
+    markers: tuple[MarkerId, ...]
+    """For each generation of which data may be gone, the marker up to which; by generation, this one among them."""
+    store: str
+    """Where that data is, for people and for errors: a reader may be told another place."""
+    nonce: str
+    """Tells two records of one marker apart."""
+    time_s: float
+    """Wall clock, for people only."""
+    mac: str = ""
+    """HMAC by the commit key, 64 hex digits; empty without one."""
+
+    @property
+    def id(self) -> MarkerId:
+        return MarkerId(self.generation, self.marker)
+
+    @property
+    def day(self) -> str:
+        """When it was written, for people."""
+        try:
+            return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.time_s))
+        except (OverflowError, ValueError, OSError):
+            return "an unknown day"
+
+    def reach(self, generation: int) -> MarkerId | None:
+        """The marker up to which data of ``generation`` may be gone."""
+        return next((marker for marker in self.markers if marker.generation == generation), None)
+
+    def to_frame(self) -> bytes:
+        header = Header(Kind.TRIM, self.job, self.generation, marker=self.marker)
+        return bytes(json_frame(header, canonical(self._body())))
+
+    def signed_bytes(self) -> bytes:
+        """What the HMAC covers: all fields but itself."""
+        return _SIGNED.format(kind="TRIM").encode() + canonical(self._body() | {"mac": ""})
+
+    def _body(self) -> dict[str, Any]:
+        return asdict(self) | {"job": self.job.hex(), "markers": [str(marker) for marker in self.markers]}
+
+    @classmethod
+    def from_json(cls, header: Header, data: Buffer) -> Trim:
+        same = {"job": header.job.hex(), "generation": header.generation, "marker": header.marker}
+        raw = Fields(data, "TRIM", cls, **same)
+        trim = cls(
+            job=header.job,
+            generation=header.generation,
+            marker=header.marker,
+            markers=raw.markers("markers"),
+            store=raw.take("store", str),
+            nonce=raw.take("nonce", str),
+            time_s=raw.take("time_s", float),
+            mac=raw.matching("mac", _MAC),
+        )
+        generations = [marker.generation for marker in trim.markers]
+        if generations != sorted(set(generations)) or trim.id not in trim.markers:
+            raise CorruptionError("TRIM.markers must name each generation once, in order, and its own marker")
+        if not trim.store:
+            raise CorruptionError("TRIM.store is empty")
+        _check_place("TRIM.store", trim.store)
+        return trim
+
+
+ControlRecord: TypeAlias = Claim | Commit | Trim
+
+
+def parse_control(frame: Buffer, offset: int | None = None) -> ControlRecord:
     """Read one record of the control partition.
 
     Args:
@@ -254,21 +330,27 @@ def parse_control(frame: Buffer, offset: int | None = None) -> Claim | Commit:
         raise CorruptionError(error.message, hint=error.hint, **{"control_offset": offset, **error.where}) from None
 
 
-def _parse_control(frame: Buffer) -> Claim | Commit:
+def _parse_control(frame: Buffer) -> ControlRecord:
     header = parse_header(frame)
     payload = payload_of(header, frame)
     if header.kind is Kind.CLAIM:
         return Claim.from_json(header, payload)
     if header.kind is Kind.COMMIT:
         return Commit.from_json(header, payload)
+    if header.kind is Kind.TRIM:
+        return Trim.from_json(header, payload)
     raise CorruptionError(f"{header.kind.name} frame in the control partition", **header.place())
+
+
+def _check_place(what: str, place: str) -> None:
+    if len(place) > MAX_PLACE_CHARS or not place.isprintable():
+        raise CorruptionError(f"{what} is no path: {place!r:.80}")
 
 
 def _check_places(commit: Commit) -> None:
     """What names a place on a disk can name no other than it seems to."""
-    for name, place in (("store", commit.store), ("dense", commit.dense)):
-        if len(place) > MAX_PLACE_CHARS or not place.isprintable():
-            raise CorruptionError(f"COMMIT.{name} is no path: {place!r:.80}")
+    _check_place("COMMIT.store", commit.store)
+    _check_place("COMMIT.dense", commit.dense)
     names = [file.name for file in commit.dense_files]
     if len(set(names)) != len(names):
         raise CorruptionError("COMMIT.dense_files names a file twice")
@@ -318,12 +400,17 @@ class Fields:
         return text
 
     def marker(self, name: str) -> MarkerId | None:
-        if self._raw[name] is None:
-            return None
+        return None if self._raw[name] is None else self._marker(name, self._raw[name])
+
+    def markers(self, name: str) -> tuple[MarkerId, ...]:
+        return tuple(self._marker(name, item) for item in self.take(name, list))
+
+    def _marker(self, name: str, item: object) -> MarkerId:
+        what = f"{self._what}.{name}"
         try:
-            return MarkerId.parse(self.take(name, str))
+            return MarkerId.parse(_typed(item, str, what))
         except ConfigError as error:
-            raise CorruptionError(f"{self._what}.{name}: {error.message}") from None
+            raise CorruptionError(f"{what}: {error.message}") from None
 
     def ints(self, name: str) -> list[int]:
         return [_typed(item, int, f"{self._what}.{name}") for item in self.take(name, list)]

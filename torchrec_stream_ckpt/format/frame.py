@@ -36,6 +36,7 @@ class Kind(IntEnum):
     MARK = 3  # this rank has sent all that belongs to a marker
     CLAIM = 16  # control: a trainer opens a generation
     COMMIT = 17  # control: a marker exists
+    TRIM = 18  # control: log data up to a marker may be gone, a store holds it
 
 
 # Numbers are on disk: never changed, never reused.

@@ -1,4 +1,4 @@
-"""What the control partition says: who owns which generation, and which markers exist.
+"""What the control partition says: who owns which generation, which markers exist, and what was trimmed.
 
 The order of the control partition is the fence. Within one generation number the first CLAIM in log
 order wins; a higher number fences all lower ones; a COMMIT counts only while its writer's generation is
@@ -7,12 +7,12 @@ the highest claimed before it. Nothing here reads a clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
-from torchrec_stream_ckpt.format.control import Claim, Commit
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord, Trim
+from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
 
 _MAX_GAP = 1000
 """Numbers that an unsigned record may take out of use: not all of them."""
@@ -26,20 +26,23 @@ class Lineage:
     """The winning CLAIM of each generation."""
     commits: dict[MarkerId, Commit] = field(default_factory=dict)
     """Committed markers, oldest first."""
+    trims: list[Trim] = field(default_factory=list)
+    """The TRIMs that count, oldest first."""
     stale: int = 0
-    """Records that lost: CLAIMs of a taken number, late COMMITs, and those of a fenced or foreign writer."""
+    """Records that lost: CLAIMs of a taken number, late COMMITs, those of a fenced or foreign writer, and TRIMs of
+    markers that do not exist."""
     unsigned: int = 0
     """Records that the commit key, where there is one, does not vouch for: they decide nothing."""
     _taken: int = 0
 
     @classmethod
-    def of(cls, records: Iterable[Claim | Commit]) -> Lineage:
+    def of(cls, records: Iterable[ControlRecord]) -> Lineage:
         lineage = cls()
         for record in records:
             lineage.apply(record)
         return lineage
 
-    def apply(self, record: Claim | Commit) -> None:
+    def apply(self, record: ControlRecord) -> None:
         if self.claims and record.job != self.job:
             raise CorruptionError(
                 f"control record of job {record.job.hex()} in the log of job {self.job.hex()}",
@@ -48,8 +51,10 @@ class Lineage:
             )
         if isinstance(record, Claim):
             self._claim(record)
-        else:
+        elif isinstance(record, Commit):
             self._commit(record)
+        else:
+            self._trim(record)
 
     def disregard(self, generation: int) -> None:
         """A record that the commit key does not vouch for, of that generation or, if 0, of none that can be told.
@@ -75,6 +80,12 @@ class Lineage:
             self.stale += 1
         else:
             self.commits[commit.id] = commit
+
+    def _trim(self, trim: Trim) -> None:
+        if all(marker in self.commits for marker in trim.markers):
+            self.trims.append(trim)
+        else:
+            self.stale += 1
 
     @property
     def job(self) -> bytes:
@@ -121,6 +132,11 @@ class Lineage:
             path.append(self.find(parent))
         return path[::-1]
 
+    def previous(self, marker: MarkerId) -> MarkerId | None:
+        """The committed marker before ``marker`` in its generation; None at the first one."""
+        before = [other for other in self.commits if other.generation == marker.generation and other < marker]
+        return max(before, default=None)
+
     def chain(self, marker: MarkerId) -> list[Commit]:
         """All committed markers on the path to ``marker``, oldest first, ``marker`` itself last.
 
@@ -139,3 +155,39 @@ class Lineage:
         for commit in self.path(marker):
             bases |= dict.fromkeys(self.claims[commit.generation].swept, commit.generation)
         return bases
+
+    @property
+    def trimmed(self) -> Trim | None:
+        """The TRIM of the newest marker."""
+        return max(reversed(self.trims), key=lambda trim: trim.id, default=None)
+
+    def trim_of(self, generation: int) -> Trim | None:
+        """The TRIM that took most of a generation's data, None while all of it has to be there.
+
+        A later one for an older marker takes nothing back; of two for one marker the later one says where the store is.
+        """
+        taken = [(marker, trim) for trim in reversed(self.trims) if (marker := trim.reach(generation)) is not None]
+        return max(taken, key=lambda each: each[0])[1] if taken else None
+
+    @property
+    def reach(self) -> dict[int, MarkerId]:
+        """For each generation of which data may be gone, the marker up to which."""
+        reach: dict[int, MarkerId] = {}
+        for marker in (marker for trim in self.trims for marker in trim.markers):
+            reach[marker.generation] = max(marker, reach.get(marker.generation, marker))
+        return reach
+
+    def spans(
+        self, generation: int, ranks: Iterable[RankEnd], reach: Mapping[int, MarkerId] | None = None
+    ) -> list[LogSpan]:
+        """What the log has to hold of the streams of one generation up to ``ranks``; none of those that it need not.
+
+        Args:
+            generation: Whose streams.
+            ranks: Where they end.
+            reach: What is trimmed, if it is not what :attr:`reach` says; nothing: all, from HELLO to MARK.
+        """
+        marker = (self.reach if reach is None else reach).get(generation)
+        gone = {(end.rank, end.partition): end.end for end in self.commits[marker].ranks} if marker else {}
+        begins = [(max(end.begin, gone.get((end.rank, end.partition), 0)), end) for end in ranks]
+        return [LogSpan(generation, end.partition, begin, end.end) for begin, end in begins if begin < end.end]

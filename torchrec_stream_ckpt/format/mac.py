@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.format.control import Claim, Commit
+from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord, Trim
 
-Record = TypeVar("Record", Claim, Commit)
+Record = TypeVar("Record", Claim, Commit, Trim)
 
 MIN_KEY_BYTES = 32
 _MAX_FILE_BYTES = 4096
@@ -63,11 +63,11 @@ class CommitKey:
         """The record with its HMAC."""
         return replace(record, mac=self._mac(record))
 
-    def vouches_for(self, record: Claim | Commit) -> bool:
+    def vouches_for(self, record: ControlRecord) -> bool:
         """Whether somebody who has the key has written this very record."""
         return hmac.compare_digest(record.mac, self._mac(record))
 
-    def _mac(self, record: Claim | Commit) -> str:
+    def _mac(self, record: ControlRecord) -> str:
         return hmac.new(self._key, record.signed_bytes(), hashlib.sha256).hexdigest()
 
     def __repr__(self) -> str:

@@ -56,6 +56,29 @@ class Ack:
     end: int
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What of a log nobody needs any more, and what is needed around it."""
+
+    gone: tuple[LogSpan, ...]
+    """Pieces of committed streams that nobody reads again."""
+    kept: tuple[LogSpan, ...]
+    """Pieces of committed streams that somebody may: of these, nothing may go."""
+    dead: frozenset[int]
+    """Generations of which nothing is needed, and that can commit nothing more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """What a trim deleted, or would delete."""
+
+    what: str
+    """What the log counts: segments, or records."""
+    count: int
+    num_bytes: int | None
+    """None where the log does not tell."""
+
+
 class DataWriter(Protocol):
     """One rank's end of a data partition. Called from one thread. Errors are final for this writer:
     open another one and send again what was not acknowledged."""
@@ -111,6 +134,19 @@ class Log(Protocol):
         Raises:
             CorruptionError: something took a part of one away.
             LogUnavailableError: the log does not answer.
+        """
+
+    def trim(self, cut: Cut, *, dry_run: bool = False) -> Freed:
+        """Delete what ``cut`` gives up, as far as that can be deleted by itself; the rest goes with a later trim.
+
+        May be called while trainers write and readers read, at any time again, and by several at once.
+
+        Args:
+            cut: What may go. What is in neither of its lists stays, unless a generation is dead.
+            dry_run: Delete nothing; the answer is the same, and so are the errors about rights.
+
+        Raises:
+            LogUnavailableError: the log does not answer, or does not let us delete.
         """
 
     def append_control(self, record: bytes) -> int:

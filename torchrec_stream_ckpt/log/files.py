@@ -15,8 +15,8 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise, zip_longest
 from pathlib import Path
 
 from torchrec_stream_ckpt.errors import CommitUnknownError, ConfigError, CorruptionError, LogUnavailableError
@@ -34,7 +34,7 @@ from torchrec_stream_ckpt.layout import (
     partition_dir,
     segment_name,
 )
-from torchrec_stream_ckpt.log.api import Ack, DataWriter, Finding, Incarnation
+from torchrec_stream_ckpt.log.api import Ack, Cut, DataWriter, Finding, Freed, Incarnation
 from torchrec_stream_ckpt.log.disk import examine_folder
 from torchrec_stream_ckpt.types import LogSpan
 
@@ -102,6 +102,12 @@ class FileLog:
         return FileWriter(partition_dir(self._root, partition), generation, resume_at)
 
     def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
+        for path, base, begin, end in self._pieces(span):
+            for offset, frame in _frames(path, begin - base, end - base):
+                yield base + offset, frame
+
+    def _pieces(self, span: LogSpan) -> list[tuple[Path, int, int, int]]:
+        """(path, first byte, begin, end) of the segments that hold a span, which must be there as a whole."""
         folder = partition_dir(self._root, span.partition)
         pieces = [
             (path, base, max(base, span.begin), min(end, span.end))
@@ -118,13 +124,30 @@ class FileLog:
                 generation=span.generation,
                 path=folder,
             )
-        for path, base, begin, end in pieces:
-            for offset, frame in _frames(path, begin - base, end - base):
-                yield base + offset, frame
+        return pieces
 
     def check_there(self, spans: Sequence[LogSpan]) -> None:
         for span in spans:
-            next(self.read(span), None)  # which looks at all segments first
+            self._pieces(span)
+
+    def trim(self, cut: Cut, *, dry_run: bool = False) -> Freed:
+        """Whole segments go, oldest first: a kill in between leaves a front that is gone, never a hole."""
+        ends: dict[tuple[int, int], int] = {}
+        for span in cut.gone:
+            key = (span.generation, span.partition)
+            ends[key] = min(span.end, ends.get(key, span.end))
+        sizes: list[int] = []
+        try:
+            for folder in sorted((self._root / DATA_DIR).glob("p" + 5 * "[0-9]")):
+                doomed = list(_before(folder, ends, cut.dead))
+                if doomed and not os.access(folder, os.W_OK | os.X_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+                sizes += [size for path in doomed if (size := _unlink(path, dry_run=dry_run)) is not None]
+                if doomed and not dry_run:
+                    fsync_dir(folder)
+        except OSError as error:
+            raise _unavailable("cannot trim the log", self._root, error) from None
+        return Freed("segments", len(sizes), sum(sizes))
 
     def append_control(self, record: bytes) -> int:
         path = self._root / CONTROL_FILE
@@ -242,9 +265,13 @@ class FileWriter:
         self._room = SEGMENT_BYTES
 
     def _check_acknowledged(self) -> None:
-        """What was acknowledged before must still be there: else no later marker can be restored."""
-        reach = 0
-        for _, base, end in _segments(self._folder, self._generation):
+        """What was acknowledged before must still be there: else no later marker can be restored.
+
+        Segments at the front may have been trimmed; a commit asks whether they were.
+        """
+        segments = list(_segments(self._folder, self._generation))
+        reach = segments[0][1] if segments else 0
+        for _, base, end in segments:
             reach = max(reach, end) if base <= reach else reach
         if reach < self._end:
             raise LogUnavailableError(
@@ -298,13 +325,53 @@ def _segments(folder: Path, generation: int) -> Iterator[tuple[Path, int, int]]:
     """(path, first byte, end) of a generation's segments, in order; each ends where the next one begins."""
     try:
         names = [(parsed[1], name) for name in os.listdir(folder) if (parsed := parse_segment(name))]
-        mine = sorted((base, folder / name) for base, name in names if parse_segment(name) == (generation, base))
-        ends = [base + path.stat().st_size for base, path in mine]
+        mine = [
+            (base, folder / name, size)
+            for base, name in sorted(names)
+            if parse_segment(name) == (generation, base) and (size := _size(folder / name)) is not None
+        ]
     except OSError as error:
         raise _unavailable("cannot read a partition", folder, error) from None
-    following = [base for base, _ in mine[1:]]
-    for (base, path), end, limit in zip_longest(mine, ends, following):
-        yield path, base, end if limit is None else min(end, limit)
+    following = [base for base, _, _ in mine[1:]]
+    for (base, path, size), limit in zip_longest(mine, following):
+        yield path, base, base + size if limit is None else min(base + size, limit)
+
+
+def _size(path: Path) -> int | None:
+    """Size in bytes; None when a trim has just taken the file away."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
+def _before(folder: Path, ends: Mapping[tuple[int, int], int], dead: Collection[int]) -> Iterator[Path]:
+    """The segments of one partition that nobody needs, oldest first.
+
+    The last one of a generation that lives stays: its writer may be appending to it.
+    """
+    partition = int(folder.name[1:])
+    generations = {parsed[0] for name in os.listdir(folder) if (parsed := parse_segment(name))}
+    for generation in sorted(generations):
+        segments = list(_segments(folder, generation))
+        if generation in dead:
+            yield from (path for path, _, _ in segments)
+        else:
+            end = ends.get((generation, partition), 0)
+            yield from (path for (path, _, _), (_, limit, _) in pairwise(segments) if limit <= end)
+
+
+def _unlink(path: Path, *, dry_run: bool) -> int | None:
+    """Size of the file that was, or would be, deleted; None when another trim was first."""
+    size = _size(path)
+    if size is None or dry_run:
+        return size
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return None
+    failpoint("trim.deleted")
+    return size
 
 
 def _frames(path: Path, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
@@ -22,8 +22,8 @@ import numpy as np
 
 from torchrec_stream_ckpt.errors import CommitUnknownError, ConfigError, CorruptionError, LogUnavailableError
 from torchrec_stream_ckpt.layout import KafkaUri
-from torchrec_stream_ckpt.log.api import Ack, Finding, Incarnation
-from torchrec_stream_ckpt.log.kafka_health import NEEDED_RIGHTS, acl_command, examine_topic
+from torchrec_stream_ckpt.log.api import Ack, Cut, Finding, Freed, Incarnation
+from torchrec_stream_ckpt.log.kafka_health import NEEDED_RIGHTS, TRIM_RIGHT, acl_command, examine_topic
 from torchrec_stream_ckpt.log.kafka_probe import find_cause
 from torchrec_stream_ckpt.log.kafka_setup import (
     CONTROL_TIMEOUT_S,
@@ -112,15 +112,18 @@ class KafkaLog:
         """
         topics = self._describe(rights=True)
         for name, description in topics.items():
-            granted = {operation.name for operation in description.authorized_operations or ()}
-            missing = sorted(NEEDED_RIGHTS - granted) if granted and "ALL" not in granted else []
-            if missing:
-                raise LogUnavailableError(
-                    f"Kafka at {self._uri.brokers}: {self._who()} has no right to {', '.join(missing)} topic '{name}'",
-                    hint=acl_command(self._options.get("sasl.username"), name, missing),
-                )
+            self._check_rights(name, description, NEEDED_RIGHTS)
         for name in {self._uri.data_topic, self._uri.control_topic} - topics.keys():
             self._try_creating(name)
+
+    def _check_rights(self, topic: str, description: Any, needed: Collection[str]) -> None:
+        granted = {operation.name for operation in description.authorized_operations or ()}
+        missing = sorted(set(needed) - granted) if granted and "ALL" not in granted else []
+        if missing:
+            raise LogUnavailableError(
+                f"Kafka at {self._uri.brokers}: {self._who()} has no right to {', '.join(missing)} topic '{topic}'",
+                hint=acl_command(self._options.get("sasl.username"), topic, missing),
+            )
 
     def _try_creating(self, topic: str) -> None:
         new = ck_admin.NewTopic(topic, 1, -1, config=TOPIC_SETTINGS)
@@ -153,14 +156,7 @@ class KafkaLog:
 
     def check_there(self, spans: Sequence[LogSpan]) -> None:
         """One question for all partitions: what a retention eats, it eats from the front."""
-        topic = self._uri.data_topic
-        request = {ck.TopicPartition(topic, span.partition): ck_admin.OffsetSpec.earliest() for span in spans}
-        answers = self._ask("find the ends of the log", lambda admin: admin.list_offsets(request))
-        lows = {}
-        for place, answer in answers.items():
-            if isinstance(answer, ck.KafkaError):
-                raise self._unavailable(f"find the ends of {topic}/{place.partition}", answer)
-            lows[place.partition] = int(answer.offset)
+        topic, lows = self._uri.data_topic, self._begins({span.partition for span in spans})
         for span in spans:
             if span.begin < lows[span.partition]:
                 raise CorruptionError(
@@ -171,6 +167,35 @@ class KafkaLog:
                     partition=span.partition,
                     generation=span.generation,
                 )
+
+    def trim(self, cut: Cut, *, dry_run: bool = False) -> Freed:
+        """Kafka deletes from the front of a partition alone: up to the first offset there that anybody needs.
+
+        What a dead generation sent goes as far as it lies in front of that. A generation that has committed nothing
+        lies behind all that was committed when it was claimed, so never in front of the end of what is gone.
+        """
+        topic = self._uri.data_topic
+        self._require(topic, 0, "trim", LogUnavailableError)
+        self._check_rights(topic, self._describe(rights=True)[topic], {TRIM_RIGHT})
+        ends: dict[int, int] = {}
+        for span in cut.gone:
+            ends[span.partition] = max(span.end, ends.get(span.partition, 0))
+        for span in cut.kept:
+            if span.partition in ends:
+                ends[span.partition] = min(span.begin, ends[span.partition])
+        lows = self._begins(ends)
+        ends = {partition: end for partition, end in ends.items() if end > lows[partition]}
+        if ends and not dry_run:
+            places = [ck.TopicPartition(topic, partition, end) for partition, end in ends.items()]
+            self._answers(f"delete records of {topic}", lambda admin: admin.delete_records(places))
+        return Freed("records", sum(end - lows[partition] for partition, end in ends.items()), None)
+
+    def _begins(self, partitions: Collection[int]) -> dict[int, int]:
+        """First offset that is still there, by partition of the data topic."""
+        topic = self._uri.data_topic
+        request = {ck.TopicPartition(topic, partition): ck_admin.OffsetSpec.earliest() for partition in partitions}
+        answers = self._answers(f"find the ends of {topic}", lambda admin: admin.list_offsets(request))
+        return {place.partition: int(answer.offset) for place, answer in answers.items()}
 
     def append_control(self, record: bytes) -> int:
         """Append one record; see :meth:`Log.append_control`.
@@ -243,6 +268,14 @@ class KafkaLog:
                 if reasons.hopeless() or waited_s > ANSWER_TIMEOUT_S:
                     raise reasons.unavailable(self._uri, doing, f"no answer within {ANSWER_TIMEOUT_S:.0f} s")
             return {key: _outcome(future) for key, future in futures.items()}
+
+    def _answers(self, doing: str, call: Callable[[Any], Mapping[Any, Future[Any]]]) -> dict[Any, Any]:
+        """As ``_ask``; an answer that is an error is raised."""
+        answers = self._ask(doing, call)
+        for answer in answers.values():
+            if isinstance(answer, ck.KafkaError):
+                raise self._unavailable(doing, answer)
+        return answers
 
     def _admin_client(self) -> Any:
         if self._admin is None:

@@ -9,6 +9,8 @@ from torchrec_stream_ckpt.log.kafka_setup import LEAST_MESSAGE_BYTES, TOPIC_SETT
 
 NEEDED_RIGHTS = frozenset({"READ", "WRITE", "DESCRIBE", "DESCRIBE_CONFIGS"})
 """What a trainer does with both topics of its job."""
+TRIM_RIGHT = "DELETE"
+"""What a trim does with the data topic, beside what a reader does: no trainer needs it."""
 
 
 def examine_topic(

@@ -15,7 +15,7 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.stream import checked_payload, read_mark, read_stream
-from torchrec_stream_ckpt.restore.choose import check_incarnation, read_hellos
+from torchrec_stream_ckpt.restore.choose import check_incarnation, check_not_trimmed, read_hellos
 from torchrec_stream_ckpt.restore.plan import plan_reads
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
@@ -50,11 +50,13 @@ def verify_marker(
     Raises:
         MarkerNotFoundError: it is not committed.
         CorruptionError: the first thing that is wrong, and where.
+        TrimmedError: the log was trimmed, and the marker needs what is gone.
     """
     commit = lineage.find(marker)
     schema = lineage.claims[marker.generation].schema
     dense.verify(commit)
     check_incarnation(log, lineage, marker)
+    check_not_trimmed(log, lineage, marker)
     hellos = read_hellos(log, lineage, marker)
     # A plan for one process that holds every table whole reads every stream, and proves that they cover it.
     whole = [TableShard(index, 0, table.rows, 0, table.dim) for index, table in enumerate(schema.tables)]

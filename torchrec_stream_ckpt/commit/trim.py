@@ -1,0 +1,124 @@
+"""Taking log away behind a marker that a store holds: say so in the control partition, then delete.
+
+The TRIM record comes first, so whoever misses data in the log finds there that it was taken away on purpose. What
+may go, and what has to stay, follows from the control partition alone: a trim that was killed is finished by the next.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.format.control import MAX_PLACE_CHARS, Commit, Trim
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.log.api import Cut, Freed, Log
+from torchrec_stream_ckpt.types import MarkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Trimmed:
+    """What a trim did, or would do."""
+
+    trim: Trim
+    """The record that says so."""
+    appended: bool
+    """Whether that record is new: False when an earlier trim had said it all, and in a dry run."""
+    freed: Freed
+
+    def describe(self) -> str:
+        """In words, without a line break."""
+        bytes_ = "" if self.freed.num_bytes is None else f", {self.freed.num_bytes} bytes"
+        markers = ", ".join(map(str, self.trim.markers))
+        return f"{self.freed.count} {self.freed.what}{bytes_} of the log up to {markers}, which {self.trim.store} holds"
+
+
+def trim_log(
+    log: Log,
+    control: Control,
+    marker: Commit,
+    store_url: str,
+    *,
+    others: Iterable[Commit] = (),
+    dry_run: bool = False,
+) -> Trimmed:
+    """Delete the log data up to ``marker``, and that of dead generations. The caller has looked into the store.
+
+    Trainers may write, readers read, and other trims run meanwhile.
+
+    Args:
+        log: The job's log.
+        control: Its control partition; with the commit key if the job has one.
+        marker: A committed marker, which the store holds with every generation on its path.
+        store_url: Where. It is written into the log, and printed: without secrets.
+        others: Markers of other branches that the store holds as well, or that are given up: their data goes, too.
+        dry_run: Say what would be freed, and change nothing.
+
+    Raises:
+        MarkerNotFoundError: a marker is not committed.
+        ConfigError: the job has a commit key, and ``control`` has none; or the store has no printable URL.
+        LogUnavailableError: the log does not answer, or does not let us delete. Run it again.
+        CommitUnknownError: nobody knows whether the record is there. Nothing was deleted. Run it again.
+    """
+    if not store_url or not store_url.isprintable() or len(store_url) > MAX_PLACE_CHARS:
+        raise ConfigError(f"{store_url!r:.80} is no URL of a store", hint="use file://DIR or s3://BUCKET/PREFIX")
+    lineage = control.refresh()
+    trim = _trim_of(lineage, [marker, *others], store_url)
+    if any(claim.mac for claim in lineage.claims.values()) and not control.signs:
+        raise ConfigError(
+            "this job has a commit key: its trainer ignores a TRIM that is not signed with it, and misses the data",
+            hint="give it with --commit-key-file",
+        )
+    plan = log.trim(cut_of(lineage, _furthest(lineage.reach.values(), trim.markers)), dry_run=True)
+    if dry_run:
+        return Trimmed(trim, False, plan)
+    new = not _said(lineage, trim)
+    if new:
+        control.trim(trim)
+    failpoint("trim.recorded")
+    lineage = control.refresh()
+    return Trimmed(trim, new, log.trim(cut_of(lineage, lineage.reach)))
+
+
+def _trim_of(lineage: Lineage, commits: Iterable[Commit], store_url: str) -> Trim:
+    """The record for a store that holds all of ``commits``, the first of them above all."""
+    first, *others = commits
+    reach = _furthest(step.id for commit in (first, *others) for step in lineage.path(commit.id))
+    marker = reach[first.generation]
+    markers = tuple(sorted(reach.values()))
+    return Trim(first.job, marker.generation, marker.marker, markers, store_url, uuid.uuid4().hex, time.time())
+
+
+def _furthest(*markers: Iterable[MarkerId]) -> dict[int, MarkerId]:
+    """The newest marker of each generation."""
+    return {marker.generation: marker for marker in sorted(chain(*markers))}
+
+
+def _said(lineage: Lineage, trim: Trim) -> bool:
+    """Whether the control partition says all of that already, or more."""
+    for marker in trim.markers:
+        known = lineage.trim_of(marker.generation)
+        reach = known.reach(marker.generation) if known else None
+        if known is None or reach is None or reach < marker or (reach == marker and known.store != trim.store):
+            return False
+    return True
+
+
+def cut_of(lineage: Lineage, reach: Mapping[int, MarkerId]) -> Cut:
+    """What nobody needs once the streams up to ``reach`` are elsewhere.
+
+    Args:
+        lineage: The control partition.
+        reach: For each generation of which data may go, the marker up to which.
+    """
+    newest = {commit.generation: commit for commit in lineage.commits.values()}
+    ends = [lineage.commits[marker] for marker in reach.values()]
+    gone = [span for commit in ends for span in lineage.spans(commit.generation, commit.ranks, {})]
+    kept = [span for commit in newest.values() for span in lineage.spans(commit.generation, commit.ranks, reach)]
+    needed = {span.generation for span in kept} | {lineage.newest_generation}
+    return Cut(tuple(gone), tuple(kept), frozenset(lineage.claims.keys() - needed))
