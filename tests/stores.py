@@ -16,7 +16,7 @@ from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.format.dense import dense_path, digest_files
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.segment import decode_chunk
-from torchrec_stream_ckpt.layout import DATA_DIR
+from torchrec_stream_ckpt.layout import CONTROL_FILE, CONTROL_LOCK, DATA_DIR, IDENTITY_FILE
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
 from torchrec_stream_ckpt.store.api import Objects, open_store
@@ -45,6 +45,14 @@ def lose_rows(directory: Path) -> None:
     """Take all frames away: what is restored now comes from the store."""
     shutil.rmtree(directory / DATA_DIR)
     (directory / DATA_DIR).mkdir()
+
+
+def lose_log(directory: Path) -> None:
+    """Take the whole log away and leave the store in its folder."""
+    lose_rows(directory)
+    for name in (IDENTITY_FILE, CONTROL_FILE, CONTROL_LOCK):
+        (directory / name).unlink()
+    shutil.rmtree(directory / DATA_DIR)
 
 
 def contents(objects: Objects) -> Mapping[str, bytes]:

@@ -17,6 +17,7 @@ from torchrec_stream_ckpt.cli import (
     list_,
     materialize,
     pin,
+    recover,
     show,
     trim,
     verify,
@@ -37,6 +38,7 @@ app.command("diff")(diff.diff_markers)
 app.command("export")(export.export_marker)
 app.command("import")(import_.import_checkpoint)
 app.command("materialize")(materialize.materialize_log)
+app.command("recover")(recover.recover_log)
 app.command("fence")(fence.fence_trainer)
 app.command("trim")(trim.trim_job)
 app.command("gc")(gc.collect_garbage)
