@@ -120,7 +120,7 @@ def test_each_job_of_a_store_is_looked_at(history: History) -> None:
     folder = history.root / "manifests" / other
     folder.mkdir()
     (folder / "g00000001-m00000001.json").write_bytes(b"{}")
-    with pytest.raises(CorruptionError, match="no JSON|claims|not a manifest|not hold"):
+    with pytest.raises(CorruptionError, match=r"no JSON|claims|not a manifest|not hold"):
         gc(history, "--newest", "1")
     assert [record["job"] for record in gc(history, "--newest", "1", "--job", job)] == [job]
     assert [record["job"] for record in gc(history, f"file://{history.root}", "--newest", "1")] == [job]

@@ -88,8 +88,8 @@ def open_sources(
         catalog.check_offered(marker)
     held = hold(catalog, lineage, marker, since) if catalog is not None else None
     start = held.reach if held is not None else since
-    check_incarnation(log, lineage, marker, start)
     check_not_trimmed(log, lineage, marker, start)
+    check_incarnation(log, lineage, marker, start)
     with ThreadPoolExecutor(_READERS) as pool, _scratch(scratch) as folder:
         stored = [
             Source(objects, picked, piece.generation)
