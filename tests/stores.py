@@ -16,7 +16,7 @@ from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.format.dense import dense_path, digest_files
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.segment import decode_chunk
-from torchrec_stream_ckpt.layout import DATA_DIR, SEGMENTS_DIR
+from torchrec_stream_ckpt.layout import CONTROL_FILE, CONTROL_LOCK, DATA_DIR, IDENTITY_FILE, SEGMENTS_DIR
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
@@ -58,6 +58,14 @@ def lose_rows(directory: Path) -> None:
 def lose_segments(directory: Path) -> None:
     """Take all rows of the store away: what is restored now comes from HEAD."""
     shutil.rmtree(directory / SEGMENTS_DIR)
+
+
+def lose_log(directory: Path) -> None:
+    """Take the whole log away and leave the store in its folder."""
+    lose_rows(directory)
+    for name in (IDENTITY_FILE, CONTROL_FILE, CONTROL_LOCK):
+        (directory / name).unlink()
+    shutil.rmtree(directory / DATA_DIR)
 
 
 def contents(objects: Objects) -> Mapping[str, bytes]:

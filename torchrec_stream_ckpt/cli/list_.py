@@ -90,8 +90,8 @@ def look(job: Job, commit: Commit) -> Standing:
     try:
         if reason := job.dense_of(commit).why_not(commit):
             return Standing(reason)
+        check_not_trimmed(job.log, job.lineage, commit.id)  # first: a log that was recovered is another one, too
         check_incarnation(job.log, job.lineage, commit.id)
-        check_not_trimmed(job.log, job.lineage, commit.id)
         for ancestor in job.lineage.path(commit.id):
             for end in ancestor.ranks:
                 next(read_stream(job.log, ancestor, end))

@@ -14,7 +14,7 @@ from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MissingObj
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.manifest import Manifest, SegmentRef
+from torchrec_stream_ckpt.format.manifest import Dropped, Manifest, SegmentRef
 from torchrec_stream_ckpt.layout import claim_name, dense_file_name, dropped_name, manifest_name
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.stream import read_hello
@@ -344,7 +344,8 @@ class Materializer:
         failpoint("materialize.manifest_put")
         if commit.id in self.lost:  # later markers stand on its rows, but it cannot be offered
             assert self._catalog is not None
-            self._objects.put(dropped_name(commit.job, commit.id), [b"its dense state is gone"])
+            dropped = Dropped(commit, lineage.previous(commit.id), commit.time_s, "the loss of its dense state")
+            self._objects.put(dropped_name(commit.job, commit.id), [dropped.to_bytes()])
             self._catalog.dropped |= {commit.id}
             self.lost.remove(commit.id)
 

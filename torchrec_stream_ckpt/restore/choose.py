@@ -78,8 +78,8 @@ def choose(
         return None
     held = hold(catalog, lineage, commit.id, head=warm(head(lineage.job), lineage, commit.id))
     reach = held.reach if held is not None else None
+    check_not_trimmed(log_, lineage, commit.id, reach)  # first: a log that was recovered is another one, too
     check_incarnation(log_, lineage, commit.id, reach)
-    check_not_trimmed(log_, lineage, commit.id, reach)
     return Choice(lineage, commit, read_hellos(log_, lineage, commit.id, held), tuple(skipped), held)
 
 

@@ -55,8 +55,8 @@ def verify_marker(
     commit = lineage.find(marker)
     schema = lineage.claims[marker.generation].schema
     dense.verify(commit)
-    check_incarnation(log, lineage, marker)
     check_not_trimmed(log, lineage, marker)
+    check_incarnation(log, lineage, marker)
     hellos = read_hellos(log, lineage, marker)
     # A plan for one process that holds every table whole reads every stream, and proves that they cover it.
     whole = [TableShard(index, 0, table.rows, 0, table.dim) for index, table in enumerate(schema.tables)]
