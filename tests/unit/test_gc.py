@@ -121,6 +121,20 @@ def test_merging_lets_go_of_all_between_two_kept_markers(tmp_path: Path, policy:
     assert (again.now, again.later, again.spans, again.dropping) == ((), (), (), ())
 
 
+def test_an_object_store_keeps_the_same_rules(tmp_path: Path, pool: Executor) -> None:
+    history = branched(tmp_path)
+    store = stores.open_store(f"memory://{tmp_path.name}-gc")
+    for name, data in stores.contents(history.objects).items():
+        if not name.startswith(("LOG", "control", "data/")):
+            store.put(name, [data])
+    job, given = history.lineage.job, rules(newest=1, then_every=4, compact=True)
+    by_folder = gc(history, given, pool)
+    by_store = collect(store, None, job, given, 1e6, pool)
+    assert (by_store.now, by_store.kept) == (by_folder.now, by_folder.kept)
+    for marker in by_store.kept:
+        assert stores.rows_of(store, history.lineage, marker) == history.rows[marker]
+
+
 def test_a_dry_run_says_what_a_run_does_and_does_nothing(tmp_path: Path, pool: Executor) -> None:
     history = branched(tmp_path)
     before = stores.contents(history.objects)

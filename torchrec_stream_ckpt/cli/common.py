@@ -14,7 +14,7 @@ import typer
 from rich.markup import escape
 
 from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.errors import MarkerNotFoundError, printable
+from torchrec_stream_ckpt.errors import MarkerNotFoundError, StreamCkptError, printable
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.layout import FileUri, check_store_url, parse_uri
@@ -53,7 +53,7 @@ class Job:
     store_options: str | None
     _dense: dict[str, DenseStore] = field(default_factory=dict)
     _objects: dict[str, Objects] = field(default_factory=dict)
-    _holdings: list[Holdings | None] = field(default_factory=list)
+    _holdings: list[Holdings | StreamCkptError | None] = field(default_factory=list)
 
     def dense_of(self, commit: Commit) -> DenseStore:
         """Where dense state lies: as asked for, else where the job kept it, else inside the file log."""
@@ -87,10 +87,18 @@ class Job:
             StoreUnavailableError: it does not answer.
         """
         if not self._holdings:
-            objects = self.objects() if self.lineage.commits else None
-            there = objects is not None and check_store(objects)
-            self._holdings.append(Holdings.load(objects, self.lineage) if objects is not None and there else None)
-        return self._holdings[0]
+            try:
+                self._holdings.append(self._hold())
+            except StreamCkptError as error:  # who does not answer is not asked again for each marker
+                self._holdings.append(error)
+        (found,) = self._holdings
+        if isinstance(found, StreamCkptError):
+            raise found
+        return found
+
+    def _hold(self) -> Holdings | None:
+        objects = self.objects() if self.lineage.commits else None
+        return Holdings.load(objects, self.lineage) if objects is not None and check_store(objects) else None
 
     def close(self) -> None:
         for objects in self._objects.values():
