@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -218,6 +219,28 @@ def test_who_read_a_manifest_before_gc_finds_its_rows_within_the_grace_period(tm
     gc(history, rules(HOUR, newest=1, compact=True), pool, now_s=1e6 + HOUR)
     with pytest.raises(MissingObjectError, match="the store does not hold this object"):
         history.objects.read(refs[-1].name)
+
+
+def test_restores_and_materializers_run_on_while_gc_deletes(tmp_path: Path) -> None:
+    """Each round, a restore, a materializer with a new branch, and gc run at once; the grace period is one round."""
+    history, draw = plain(tmp_path), random.Random(5)
+    given = rules(1.0, newest=2, then_every=5, compact=True)
+    deleted = 0
+    with ThreadPoolExecutor(4) as crew, ThreadPoolExecutor(2) as pool:
+        for number in range(8):
+            lineage = history.lineage
+            catalog = Catalog.load(history.objects, lineage.job)
+            left = sorted(catalog.markers - catalog.dropped)
+            parent = draw.choice(left)
+            history.generation(2 + number, [parent.marker + 1, parent.marker + 2], str(parent))
+            restores = {marker: crew.submit(stores.rows_of, history.objects, lineage, marker) for marker in left}
+            folded = crew.submit(stores.fold, tmp_path)
+            collected = crew.submit(gc, history, given, pool, now_s=1e6 + number, lineage=history.lineage)
+            assert all(rows.result() == history.rows[marker] for marker, rows in restores.items())
+            assert len(folded.result()) == 2
+            deleted += len(collected.result().now)
+            check_whole(history)
+    assert deleted > 20
 
 
 def test_a_pinned_marker_stays_until_its_pin_is_gone(tmp_path: Path, pool: Executor) -> None:
