@@ -222,7 +222,10 @@ def test_who_read_a_manifest_before_gc_finds_its_rows_within_the_grace_period(tm
 
 
 def test_restores_and_materializers_run_on_while_gc_deletes(tmp_path: Path) -> None:
-    """Each round, a restore, a materializer with a new branch, and gc run at once; the grace period is one round."""
+    """Each round, restores, a materializer with a new branch, and gc run at once; the grace period is one round.
+
+    Restores that have begun before gc read on when it is done.
+    """
     history, draw = plain(tmp_path), random.Random(5)
     given = rules(1.0, newest=2, then_every=5, compact=True)
     deleted = 0
@@ -233,12 +236,16 @@ def test_restores_and_materializers_run_on_while_gc_deletes(tmp_path: Path) -> N
             left = sorted(catalog.markers - catalog.dropped)
             parent = draw.choice(left)
             history.generation(2 + number, [parent.marker + 1, parent.marker + 2], str(parent))
+            begun = {marker: catalog.cover(lineage.chain(marker)) for marker in left}
             restores = {marker: crew.submit(stores.rows_of, history.objects, lineage, marker) for marker in left}
             folded = crew.submit(stores.fold, tmp_path)
             collected = crew.submit(gc, history, given, pool, now_s=1e6 + number, lineage=history.lineage)
             assert all(rows.result() == history.rows[marker] for marker, rows in restores.items())
             assert len(folded.result()) == 2
             deleted += len(collected.result().now)
+            for marker, cover in begun.items():
+                assert cover is not None
+                assert stores.rows_in(catalog, lineage, marker, cover) == history.rows[marker]
             check_whole(history)
     assert deleted > 20
 
