@@ -21,7 +21,7 @@ from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
 from torchrec_stream_ckpt.store.api import Objects, open_store
-from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.catalog import Catalog, Cover
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.reader import load_held, read_chunks
 from torchrec_stream_ckpt.types import MarkerId
@@ -78,7 +78,13 @@ def rows_of(objects: Objects, lineage: Lineage, marker: MarkerId) -> Rows:
     catalog = Catalog.load(objects, lineage.job)
     cover = catalog.cover(lineage.chain(marker))
     assert cover is not None
+    return rows_in(catalog, lineage, marker, cover)
+
+
+def rows_in(catalog: Catalog, lineage: Lineage, marker: MarkerId, cover: Cover) -> Rows:
+    """As :func:`rows_of`, by a cover that was found before."""
     assert cover.reach == marker
+    objects = catalog.objects
     rows: Rows = {}
     with ThreadPoolExecutor(2) as pool:
         held = load_held(objects, catalog, cover, pool)
