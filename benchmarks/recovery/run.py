@@ -34,11 +34,11 @@ from workload import Values, Workload
 from torchrec_stream_ckpt.materialize.materializer import Policy
 
 WORKLOADS = {
-    "kaggle": Workload("kaggle", rows=10_000_000, dim=64, batch=4096, intervals=150),
+    "kaggle": Workload("kaggle", rows=10_000_000, dim=64, batch=2560, intervals=150),
     "deepfm": Workload("deepfm", rows=2_000_000, dim=16, batch=1024, intervals=150),
     "pnn": Workload("pnn", rows=2_000_000, dim=10, batch=1024, intervals=150),
 }
-QUICK = {"rows": 40_000, "batch": 64, "intervals": 20}
+QUICK = {"rows": 30_000, "batch": 64, "intervals": 16}
 MARKERS = (10, 31, 50, 75, 100, 125, 150)
 
 # Each group is built and measured by itself, as all of them together would not fit a small disk; naive is in both.
@@ -122,6 +122,7 @@ def _shape(name: str, args: argparse.Namespace) -> Workload:
 
 def _run(workload: Workload, args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     wanted = {marker for marker in args.restore or MARKERS if marker < workload.intervals} | {workload.intervals}
+    _check_room(workload, scratch)
     plan = Plan(tuple(sorted(wanted)), args.rounds, args.cold_rounds, args.cold_by == "drop-caches")
     values = Values(workload)
     groups, index = {}, {}
@@ -148,6 +149,16 @@ def _run(workload: Workload, args: argparse.Namespace, scratch: Path) -> dict[st
         "against_the_paper": against_paper(groups),
         "death_index": index,
     }
+
+
+def _check_room(workload: Workload, scratch: Path) -> None:
+    """Either group takes about as much as 11 bases, and all increments 8 times."""
+    increments = sum(len(touched) for touched in workload.touched[1:])
+    wanted, free = workload.row_bytes * (11 * workload.rows + 8 * increments), shutil.disk_usage(scratch).free
+    if free < wanted:
+        sys.exit(
+            f"{scratch} has {free / 1e9:.0f} GB free, {workload.name} wants {wanted / 1e9:.0f}: name another --scratch"
+        )
 
 
 def _death_index(measured: Measured, plan: Plan) -> dict[str, Any]:
