@@ -81,11 +81,13 @@ OF_STORES = ("store.", "fold.", "materialize.", "restore.chunk", "dense.put", "d
 """Points that a trainer whose store is a folder does not pass; tests of stores and of the materializer kill there."""
 
 
-def test_the_chaos_suite_and_the_trims_are_killed_at_every_point() -> None:
+def test_the_chaos_suite_trims_and_gc_are_killed_at_every_point() -> None:
     from tests.faults.kills import POINTS
-    from tests.unit import test_trim
+    from tests.unit import test_gc, test_trim
 
     names = compiled_in()
-    killed = POINTS.keys() | test_trim.POINTS.keys()
-    assert {name for name in names if not name.startswith(OF_STORES)} == killed
+    killed = POINTS.keys() | test_trim.POINTS.keys() | test_gc.POINTS.keys()
+    assert {name for name in names if not name.startswith(OF_STORES)} == {
+        name for name in killed if not name.startswith(OF_STORES)
+    }
     assert set(names.values()) == {1}, "a name stands at one place"

@@ -151,7 +151,7 @@ class Materializer:
         self._take_dense(commit)
         manifest = manifest_name(commit.job, commit.id)
         failpoint("materialize.manifest")
-        self._objects.put(manifest, [Manifest(commit, segments).to_bytes()])
+        self._objects.put(manifest, [Manifest(commit, lineage.previous(commit.id), segments).to_bytes()])
         failpoint("materialize.manifest_put")
 
     def _take_dense(self, commit: Commit) -> None:

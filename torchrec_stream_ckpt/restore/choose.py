@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
 from torchrec_stream_ckpt.format.control import Commit, Hello
@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.reader import Held, load_held
-from torchrec_stream_ckpt.types import LogSpan, MarkerId
+from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
 
 _READERS = 16
 
@@ -112,32 +112,47 @@ def check_incarnation(log_: Log, lineage: Lineage, marker: MarkerId, reach: Mark
 
 
 def check_not_trimmed(log_: Log, lineage: Lineage, marker: MarkerId, reach: MarkerId | None = None) -> None:
-    """The log must hold what the store does not serve, also where it was trimmed: a trim deletes only what it can.
+    """What was trimmed on purpose must still be there, or be what a store serves: a trim deletes only what it can.
+
+    Args:
+        log_: The job's log.
+        lineage: Its control partition.
+        marker: What shall be read.
+        reach: Up to which marker on its path a store serves.
 
     Raises:
-        TrimmedError: it does not, and a store does.
+        TrimmedError: it is gone, and a store has it.
         CorruptionError: something is missing that nobody has trimmed.
     """
     needed = list(streams(lineage, marker, reach))
-    trims = [trim for commit, _, _ in needed if (trim := lineage.trim_of(commit.generation)) is not None]
+    trims = [
+        trim
+        for generation in {commit.generation: None for commit, _, _ in needed}
+        if (trim := lineage.trim_of(generation)) is not None
+    ]
     if not trims:
         return
     try:
-        log_.check_there(
-            [
-                LogSpan(commit.generation, end.partition, after.end if after is not None else end.begin, end.end)
-                for commit, end, after in needed
-            ]
-        )
+        log_.check_there([_behind(commit.generation, end, after) for commit, end, after in needed])
     except CorruptionError:
-        path = lineage.path(marker)
-        log_.check_there([span for each in path for span in lineage.spans(each.generation, each.ranks)])
+        untrimmed = [
+            (end, after, span) for commit, end, after in needed for span in lineage.spans(commit.generation, [end])
+        ]
+        log_.check_there([replace(span, begin=max(span.begin, _begin(end, after))) for end, after, span in untrimmed])
         raise TrimmedError(
             f"the log up to marker {trims[-1].id} was trimmed on {trims[-1].day}; the store {trims[-1].store} holds it",
             hint="give that store: store=URL, on the command line --store URL",
             marker=marker,
             store=trims[-1].store,
         ) from None
+
+
+def _behind(generation: int, end: RankEnd, after: RankEnd | None) -> LogSpan:
+    return LogSpan(generation, end.partition, _begin(end, after), end.end)
+
+
+def _begin(end: RankEnd, after: RankEnd | None) -> int:
+    return after.end if after is not None else end.begin
 
 
 def read_hellos(
