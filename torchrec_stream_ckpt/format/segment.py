@@ -343,7 +343,7 @@ def decode_chunk(entry: Entry, data: memoryview, schema: Schema, where: str) -> 
         raise CorruptionError("chunk does not have the length that its rows take", **place)
     view = view_rows(layout, entry.rows, data)
     ids = view.ids
-    in_range = ids[0] == entry.first and ids[-1] == entry.last < table.rows
+    in_range = 0 <= entry.first == ids[0] and ids[-1] == entry.last < table.rows
     if not in_range or not bool((ids[1:] > ids[:-1]).all()):
         raise CorruptionError("chunk's ids are not those that the directory names", **place)
     return view
