@@ -19,12 +19,14 @@ from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.layout import FileUri, check_store_url, parse_uri
 from torchrec_stream_ckpt.log.api import Log, open_log
+from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.dense import DenseStore, open_dense
 from torchrec_stream_ckpt.types import MarkerId
 
 Uri = Annotated[str, typer.Argument(help="file://DIR or kafka://HOST:PORT/JOB", metavar="URI")]
 Store = Annotated[
-    str | None, typer.Option(help="Where dense state lies (default: where the job kept it).", metavar="URL")
+    str | None,
+    typer.Option(help="Where dense state and folded rows lie (default: where the job kept it).", metavar="URL"),
 ]
 StoreOptions = Annotated[
     str | None,
@@ -81,6 +83,14 @@ class Job:
         if self.lineage.newest is None:
             raise MarkerNotFoundError("no marker was ever committed", hint="let the job run on", uri=self.uri)
         return self.lineage.newest
+
+
+@contextlib.contextmanager
+def open_objects(url: str, store_options: str | None) -> Iterator[Objects]:
+    """Open the store at ``url``; the options are for object stores."""
+    objects = open_store(url, None if check_store_url(url).folder is not None else store_options)
+    with contextlib.closing(objects):
+        yield objects
 
 
 @contextlib.contextmanager

@@ -123,7 +123,7 @@ class Dropped:
     time_s: float
     """When, Unix time."""
     reason: str = "retention"
-    """Why, for people."""
+    """By what, for people."""
 
     @property
     def day(self) -> str:

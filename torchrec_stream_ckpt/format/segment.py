@@ -279,7 +279,7 @@ class Chunk:
     col0: int
     cols: int
     ids: npt.NDArray[np.int64]
-    payload: bytearray
+    payload: Buffer
 
 
 def lay_out(

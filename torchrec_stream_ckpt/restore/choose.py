@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
+from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, TrimmedError
 from torchrec_stream_ckpt.format.control import Commit, Hello, Schema
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import Log
@@ -51,46 +52,66 @@ def choose(
         objects: The store, if rows may come from there.
 
     Raises:
-        MarkerNotFoundError: ``marker`` was never committed.
+        MarkerNotFoundError: ``marker`` was never committed, or the store says that it was given up.
         CorruptionError: its dense state is damaged, or that of every marker is.
+        StoreUnavailableError: the store does not answer.
         TrimmedError: the log was trimmed, and the marker needs what is gone.
+        UnsupportedError: the store is of a newer format.
     """
     skipped: list[str] = []
+    catalog = load_catalog(objects, lineage)
     if marker is not None:
         commit = lineage.find(marker)
+        if catalog is not None:
+            catalog.check_offered(marker)
         dense.verify(commit)
     elif lineage.commits:
-        commit, skipped = _newest_whole(lineage, dense)
+        commit, skipped = _newest_whole(lineage, dense, catalog.dropped if catalog is not None else ())
     else:
         return None
-    held = hold(objects, lineage, commit.id) if objects is not None else None
+    held = hold(catalog, lineage, commit.id) if catalog is not None else None
     reach = held.reach if held is not None else None
     check_incarnation(log_, lineage, commit.id, reach)
     check_not_trimmed(log_, lineage, commit.id, reach)
     return Choice(lineage, commit, read_hellos(log_, lineage, commit.id, held), tuple(skipped), held)
 
 
-def hold(objects: Objects, lineage: Lineage, marker: MarkerId) -> Held | None:
-    """What the store has on the path to ``marker``, as far as its directories tell.
-
-    None, with a warning, when they are damaged: the log may still have it all.
+def load_catalog(objects: Objects | None, lineage: Lineage) -> Catalog | None:
+    """What the store says that it holds of the job; None when nobody has written there.
 
     Raises:
         StoreUnavailableError: it does not answer.
         UnsupportedError: it is of a newer format.
     """
-    if not check_store(objects):
+    if objects is None or not lineage.claims or not check_store(objects):
         return None
+    return Catalog.load(objects, lineage.job)
+
+
+def hold(catalog: Catalog, lineage: Lineage, marker: MarkerId, since: MarkerId | None = None) -> Held | None:
+    """What the store has on the path to ``marker``, as far as its directories tell; behind ``since``, if that is given.
+
+    None, with a warning, when they are damaged: the log may still have it all.
+
+    Raises:
+        StoreUnavailableError: it does not answer.
+    """
     try:
-        catalog = Catalog.load(objects, lineage.job)
-        cover = catalog.cover(lineage.chain(marker))
-        if cover is None:
-            return None
-        with ThreadPoolExecutor(_READERS) as pool:
-            return load_held(objects, catalog, cover, pool)
+        return load_all(catalog, lineage, marker, since)
     except CorruptionError as error:
         log.warning("the store cannot serve marker %s, all is read from the log: %s", marker, error.headline)
         return None
+
+
+def load_all(catalog: Catalog, lineage: Lineage, marker: MarkerId, since: MarkerId | None = None) -> Held | None:
+    """As :func:`hold`; raises CorruptionError for what is damaged."""
+    chain = lineage.chain(marker)
+    behind = [commit.id for commit in chain].index(since) + 1 if since is not None else 0
+    cover = catalog.cover(chain[behind:], since)
+    if cover is None:
+        return None
+    with ThreadPoolExecutor(_READERS) as pool:
+        return load_held(catalog.objects, catalog, cover, pool)
 
 
 def check_incarnation(log_: Log, lineage: Lineage, marker: MarkerId, reach: MarkerId | None = None) -> None:
@@ -181,9 +202,9 @@ def _inside(schema: Schema, shards: tuple[TableShard, ...], commit: Commit, end:
     return shards
 
 
-def _newest_whole(lineage: Lineage, dense: DenseStore) -> tuple[Commit, list[str]]:
+def _newest_whole(lineage: Lineage, dense: DenseStore, dropped: Container[MarkerId]) -> tuple[Commit, list[str]]:
     skipped: list[str] = []
-    for commit in reversed(lineage.commits.values()):
+    for commit in reversed([commit for commit in lineage.commits.values() if commit.id not in dropped]):
         try:
             dense.verify(commit)
         except CorruptionError as error:
@@ -191,6 +212,8 @@ def _newest_whole(lineage: Lineage, dense: DenseStore) -> tuple[Commit, list[str
             skipped.append(f"{commit.id}: {error.headline}")
         else:
             return commit, skipped
+    if not skipped:
+        raise MarkerNotFoundError("every committed marker was given up", hint="name another store", store=dense.url)
     raise CorruptionError(
         f"the dense state of all {len(skipped)} committed markers is gone or altered",
         hint="bring the store back, or name the right one",

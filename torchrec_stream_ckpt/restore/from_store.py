@@ -5,17 +5,19 @@ Of each table its base first, then what changed since, newest first, so that eac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import groupby
 
 import torch
 
 from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.segment import decode_chunk
 from torchrec_stream_ckpt.restore.plan import RestorePlan, StoreRead, pick
+from torchrec_stream_ckpt.restore.reshard import Move
 from torchrec_stream_ckpt.restore.target import Scratch, Target
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.reader import read_chunks
@@ -23,7 +25,6 @@ from torchrec_stream_ckpt.types import TableShard
 
 WINDOW_BYTES = 256 * 2**20
 """A table with more weights than this is cut into windows, one a thread: a chunk may concern two of them."""
-_AHEAD = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class _Window:
 def apply_store(plan: RestorePlan, objects: Objects, targets: Mapping[TableShard, Target]) -> int:
     """Write what ``plan.stored`` names into the targets.
 
-    Memory: of each thread, four reads of at most 16 MB each where the store is not a folder, and a chunk.
+    Memory: a chunk of each thread and, where the store is no folder, the reads in flight, of at most 16 MB each.
 
     Returns:
         How many row records were read.
@@ -47,13 +48,35 @@ def apply_store(plan: RestorePlan, objects: Objects, targets: Mapping[TableShard
         CorruptionError: the store is damaged.
     """
     lanes = torch.get_num_threads()
+    ahead = max(2, objects.reads_ahead // lanes)
+    reads = _by_target(plan)
     windows = sorted(_windows(plan, lanes), key=lambda window: -window.rows * window.target.cols)
     with (
         _one_thread_an_operation(),
         ThreadPoolExecutor(lanes, "stream-ckpt-restore") as pool,
-        ThreadPoolExecutor(2 * lanes, "stream-ckpt-read") as readers,
+        ThreadPoolExecutor(ahead * lanes, "stream-ckpt-read") as readers,
     ):
-        return sum(pool.map(partial(_apply_window, plan, objects, targets, readers), windows))
+
+        def write(window: _Window) -> int:
+            parts = [part for read in reads[window.target] if (part := _within(read, window)) is not None]
+            return _write_window(plan.schema, objects, targets[window.target], parts, readers, ahead)
+
+        return sum(pool.map(write, windows))
+
+
+def _by_target(plan: RestorePlan) -> dict[TableShard, list[StoreRead]]:
+    """For each target what is read for it, in the order in which it is written: the base, then newest first."""
+    reads: dict[TableShard, list[StoreRead]] = {target: [] for target in plan.targets}
+    base = [read for read in plan.stored if read.is_base]
+    newest_first = [read for read in reversed(plan.stored) if not read.is_base]
+    for read in (*base, *newest_first):
+        for target, moves in groupby(sorted(read.moves, key=_target), key=_target):
+            reads[target].append(replace(read, moves=tuple(moves)))
+    return reads
+
+
+def _target(move: Move) -> TableShard:
+    return move.target
 
 
 def _windows(plan: RestorePlan, lanes: int) -> Iterator[_Window]:
@@ -65,17 +88,14 @@ def _windows(plan: RestorePlan, lanes: int) -> Iterator[_Window]:
 
 
 @torch.no_grad()
-def _apply_window(
-    plan: RestorePlan, objects: Objects, targets: Mapping[TableShard, Target], readers: Executor, window: _Window
+def _write_window(
+    schema: Schema, objects: Objects, target: Target, parts: Sequence[StoreRead], readers: Executor, ahead: int
 ) -> int:
-    base = [read for read in plan.stored if read.is_base]
-    newest_first = [read for read in reversed(plan.stored) if not read.is_base]
-    parts = [part for read in (*base, *newest_first) if (part := _within(read, window)) is not None]
     by_segment = {part.picked.ref.name: part for part in parts}
-    target, scratch, rows = targets[window.target], Scratch(), 0
-    for picked, entry, data in read_chunks(objects, [part.picked for part in parts], readers, _AHEAD):
+    scratch, rows = Scratch(), 0
+    for picked, entry, data in read_chunks(objects, [part.picked for part in parts], readers, ahead):
         part = by_segment[picked.ref.name]
-        chunk = decode_chunk(entry, data, plan.schema, picked.ref.name)
+        chunk = decode_chunk(entry, data, schema, picked.ref.name)
         for move in part.moves:
             if (move.source.col0, move.source.cols) == (entry.col0, entry.cols):
                 if part.is_base:
@@ -89,12 +109,8 @@ def _apply_window(
 
 def _within(read: StoreRead, window: _Window) -> StoreRead | None:
     """What of a read concerns the window; None: nothing."""
-    moves = tuple(
-        replace(move, row0=row0, rows=end - row0)
-        for move in read.moves
-        if move.target == window.target
-        and (row0 := max(move.row0, window.row0)) < (end := min(move.row0 + move.rows, window.row0 + window.rows))
-    )
+    end = window.row0 + window.rows
+    moves = tuple(part for move in read.moves if (part := move.between(window.row0, end)) is not None)
     picked = pick(read.picked, moves)
     return StoreRead(picked, moves, read.is_base) if len(picked.chunks) else None
 

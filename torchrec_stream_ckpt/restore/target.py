@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -79,7 +79,7 @@ class Target:
         if len(chosen) < len(rows.ids):
             rows = RowsView(rows.ids[chosen], rows.weights[chosen], tuple(state[chosen] for state in rows.states))
         places = _places(rows.ids - self._shard.row0)
-        self._write(move, places, rows.weights, rows.states)
+        self._write(move, move.col0, move.col0 + move.cols, places, rows.weights, rows.states)
         first, last = self._columns(move)
         self._arrived[first:last, places] = True
         return len(rows.ids)
@@ -96,22 +96,23 @@ class Target:
             fresh_places = places[fresh]
             newer[fresh_places] = True
             fresh += begin
-            narrow = replace(move, col0=self._cuts[cut], cols=self._cuts[cut + 1] - self._cuts[cut])
-            states = tuple(scratch.take(slot, state, fresh) for slot, state in enumerate(rows.states, 1))
-            self._write(narrow, fresh_places, scratch.take(0, rows.weights, fresh), states)
+            states = [scratch.take(slot, state, fresh) for slot, state in enumerate(rows.states, 1)]
+            weights = scratch.take(0, rows.weights, fresh)
+            self._write(move, self._cuts[cut], self._cuts[cut + 1], fresh_places, weights, states)
 
     def _columns(self, move: Move) -> tuple[int, int]:
         """The columns of a move, as (first, end) of the cuts."""
         return bisect_left(self._cuts, move.col0), bisect_left(self._cuts, move.col0 + move.cols)
 
-    def _write(self, move: Move, places: Places, weights: Array, states: Sequence[Array]) -> None:
-        here, there = move.col0 - self._shard.col0, move.col0 - move.source.col0
-        self._weights.put(places, weights[:, there : there + move.cols], here)
+    def _write(self, move: Move, col0: int, end: int, places: Places, weights: Array, states: Sequence[Array]) -> None:
+        """Write columns [col0, end) of rows that have all columns of the move's source."""
+        here, columns = col0 - self._shard.col0, slice(col0 - move.source.col0, end - move.source.col0)
+        self._weights.put(places, weights[:, columns], here)
         for position, (target, source) in enumerate(zip(self._states, states, strict=True)):
             if source.ndim == 2:
-                target.put(places, source[:, there : there + move.cols], here)
+                target.put(places, source[:, columns], here)
             elif self._merged:
-                self._pieces[move.col0, move.cols][position][places] = source
+                self._pieces[col0, end - col0][position][places] = source
             else:
                 target.put(places, source)
 
@@ -170,7 +171,12 @@ def _whole_rows(array: Array) -> npt.NDArray[Any]:
     """Each row as one value; a view."""
     if array.ndim == 1 or not len(array):
         return array.reshape(len(array))
-    return array.view(np.dtype((np.void, array.shape[1] * array.itemsize)))[:, 0]
+    return array.view(_row_type(array.shape[1] * array.itemsize))[:, 0]
+
+
+@cache
+def _row_type(num_bytes: int) -> np.dtype[np.void]:
+    return np.dtype((np.void, num_bytes))
 
 
 def _places(local: npt.NDArray[np.int64]) -> Places:

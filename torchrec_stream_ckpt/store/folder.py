@@ -45,6 +45,8 @@ class FolderObjects:
     one kills the process (SIGBUS).
     """
 
+    reads_ahead = 4
+
     def __init__(self, root: Path) -> None:
         self.url = f"file://{root}"
         self._root = root
@@ -195,7 +197,7 @@ class FolderObjects:
             if doing != "write" and self._is_gone(error):
                 raise MissingObjectError(
                     "the store does not hold this object",
-                    hint="stream-ckpt verify tells which markers are whole",
+                    hint="if stream-ckpt gc ran meanwhile, try again; stream-ckpt verify tells which markers are whole",
                     path=path,
                 ) from None
             if error.errno == errno.ELOOP:

@@ -87,6 +87,8 @@ class FsspecObjects:
         ConfigError: the protocol is unknown or not fit, or its library is not installed.
     """
 
+    reads_ahead = 16
+
     def __init__(self, where: StoreUrl, options: Mapping[str, Any]) -> None:
         self.url = str(where)
         _check_protocol(where)
@@ -236,7 +238,7 @@ def _translated(error: Exception, doing: str, url: str, name: str) -> Exception:
     if isinstance(error, FileNotFoundError) and "NoSuchBucket" not in signs:
         return MissingObjectError(
             "the store does not hold this object",
-            hint="stream-ckpt verify tells which markers are whole",
+            hint="if stream-ckpt gc ran meanwhile, try again; stream-ckpt verify tells which markers are whole",
             store=url,
             name=name,
         )
