@@ -135,10 +135,17 @@ def test_names_of_a_store_are_those_that_the_code_makes() -> None:
         layout.dropped_name(make.JOB, marker),
         layout.pin_name(make.JOB, marker),
         layout.garbage_name(make.JOB, 5, 0x1A),
+        layout.worker_name(make.JOB, "5f" * 8, 42),
         layout.dense_file_name(make.JOB, marker, "NAME"),
     ]
     numbers = {"gG-mM1": "g00000002-m00000032", "JOB": make.JOB.hex(), "gG": "g00000003", "mM": "m00000048"}
-    numbers |= {"rR": "r00007", "pP": "p001", "SAME": "root", "tT-C": "t0000000000000005-0000001a"}
+    numbers |= {
+        "rR": "r00007",
+        "pP": "p001",
+        "SAME": "root",
+        "tT-C": "t0000000000000005-0000001a",
+        "W-B": "5f" * 8 + "-00000042",
+    }
     documented = []
     for name, *_ in cells("Names"):
         for short, long in numbers.items():

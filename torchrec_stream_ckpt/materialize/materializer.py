@@ -13,7 +13,7 @@ from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MissingObj
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.manifest import Manifest, SegmentRef
+from torchrec_stream_ckpt.format.manifest import Dropped, Manifest, SegmentRef
 from torchrec_stream_ckpt.layout import claim_name, dense_file_name, dropped_name, manifest_name
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.stream import read_hello
@@ -304,12 +304,13 @@ class Materializer:
             self._take_dense(commit)
         except CorruptionError as error:
             self._lose(commit, error, _DENSE_HINT)
-        manifest = manifest_name(commit.job, commit.id)
+        manifest, previous = manifest_name(commit.job, commit.id), lineage.previous(commit.id)
         failpoint("materialize.manifest")
-        self._objects.put(manifest, [Manifest(commit, lineage.previous(commit.id), segments).to_bytes()])
+        self._objects.put(manifest, [Manifest(commit, previous, segments).to_bytes()])
         failpoint("materialize.manifest_put")
         if commit.id in self.lost:  # later markers stand on its rows, but it cannot be offered
-            self._objects.put(dropped_name(commit.job, commit.id), [b"its dense state is gone"])
+            drop = Dropped(commit, previous, commit.time_s, "a materializer that did not find its dense state whole")
+            self._objects.put(dropped_name(commit.job, commit.id), [drop.to_bytes()])
             self.lost.remove(commit.id)
 
     def _take_dense(self, commit: Commit) -> None:
