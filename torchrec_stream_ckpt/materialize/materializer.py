@@ -338,13 +338,13 @@ class Materializer:
             self._take_dense(commit)
         except CorruptionError as error:
             self._lose(commit, error, _DENSE_HINT)
-        manifest = manifest_name(commit.job, commit.id)
+        manifest, previous = manifest_name(commit.job, commit.id), lineage.previous(commit.id)
         failpoint("materialize.manifest")
-        self._objects.put(manifest, [Manifest(commit, lineage.previous(commit.id), segments).to_bytes()])
+        self._objects.put(manifest, [Manifest(commit, previous, segments).to_bytes()])
         failpoint("materialize.manifest_put")
         if commit.id in self.lost:  # later markers stand on its rows, but it cannot be offered
             assert self._catalog is not None
-            dropped = Dropped(commit, lineage.previous(commit.id), commit.time_s, "the loss of its dense state")
+            dropped = Dropped(commit, previous, commit.time_s, "the loss of its dense state")
             self._objects.put(dropped_name(commit.job, commit.id), [dropped.to_bytes()])
             self._catalog.dropped |= {commit.id}
             self.lost.remove(commit.id)

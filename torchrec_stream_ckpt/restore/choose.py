@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, TrimmedError
-from torchrec_stream_ckpt.format.control import Commit, Hello
+from torchrec_stream_ckpt.format.control import Commit, Hello, Schema
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import Log
@@ -19,7 +19,7 @@ from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.reader import Held, load_held
-from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
+from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd, TableShard
 
 _READERS = 16
 
@@ -231,11 +231,22 @@ def read_hellos(
     for commit, end, after in streams(lineage, marker, held.reach if held is not None else None):
         claim = lineage.claims[commit.generation]
         if held is not None and after is not None:
-            hello = Hello(claim.world, claim.schema, held.shards[end.rank])
+            hello = Hello(claim.world, claim.schema, _inside(claim.schema, held.shards[end.rank], commit, end))
         else:
             hello = read_hello(log_, claim, commit, end)
         hellos[commit.generation, end.rank] = hello
     return hellos
+
+
+def _inside(schema: Schema, shards: tuple[TableShard, ...], commit: Commit, end: RankEnd) -> tuple[TableShard, ...]:
+    """The shards that the store says a rank held, if its tables have them: what HELLO is held against, too."""
+    if outside := next((shard for shard in shards if not schema.holds(shard)), None):
+        raise CorruptionError(
+            f"the store says that a rank held {outside}, which is outside its table",
+            generation=commit.generation,
+            rank=end.rank,
+        )
+    return shards
 
 
 def _newest_whole(lineage: Lineage, dense: DenseStore, dropped: Container[MarkerId]) -> tuple[Commit, list[str]]:

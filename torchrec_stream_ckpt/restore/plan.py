@@ -12,6 +12,7 @@ from torchrec_stream_ckpt.errors import ColumnResplitError, CorruptionError, Sch
 from torchrec_stream_ckpt.format.control import Commit, Hello, Schema
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.segment import check_tables
 from torchrec_stream_ckpt.restore.reshard import Move, intersect
 from torchrec_stream_ckpt.store.reader import Held, Picked
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, TableShard, TableSpec
@@ -187,6 +188,7 @@ def _store_reads(
 ) -> Iterator[StoreRead]:
     for number, piece in enumerate(held.pieces):
         for picked in piece.segments:
+            check_tables(picked.front, schema, picked.ref.name)
             directory = picked.front.directory
             slices = np.unique(directory[["table", "col0", "cols"]])
             sources = [
