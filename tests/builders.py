@@ -96,9 +96,11 @@ class Stream:
     job: bytes = JOB
     frames: list[bytes] = field(default_factory=list)
     shards: tuple[TableShard, ...] = (TableShard(0, 0, 6, 0, 4), TableShard(1, 0, 8, 0, 4))
+    schema: Schema = SCHEMA
+    world: int = 1
 
     def __post_init__(self) -> None:
-        self.json(Kind.HELLO, Hello(1, SCHEMA, self.shards).to_json())
+        self.json(Kind.HELLO, Hello(self.world, self.schema, self.shards).to_json())
 
     def json(self, kind: Kind, text: bytes, **fields: int) -> bytes:
         header = self._header(kind, **fields)
@@ -109,7 +111,12 @@ class Stream:
         """Rows of table 1, all their values the same."""
         chosen = np.array(list(ids), np.int64)
         weights = np.full((len(chosen), 4), value, np.float32)
-        header, frame = rows_frame(SCHEMA.tables[1], [chosen, weights, weights[:, 0]], table=1)
+        return self.put(1, [chosen, weights, weights[:, 0]])
+
+    def put(self, table: int, arrays: Sequence[np.ndarray], col0: int = 0) -> bytes:
+        """Rows of one table: ids, weights of shape (rows, cols) and states."""
+        spec = self.schema.tables[table]
+        header, frame = rows_frame(spec, arrays, table=table, col0=col0, cols=arrays[1].shape[1])
         return self._add(header, frame)
 
     def _add(self, header: Header, frame: bytearray) -> bytes:
@@ -124,8 +131,7 @@ class Stream:
     def items(self, ids: Iterable[int], value: float = 0.0) -> bytes:
         """Rows of table 0, which has no optimizer state."""
         chosen = np.array(list(ids), np.int64)
-        header, frame = rows_frame(SCHEMA.tables[0], [chosen, np.full((len(chosen), 4), value, np.float32)], table=0)
-        return self._add(header, frame)
+        return self.put(0, [chosen, np.full((len(chosen), 4), value, np.float32)])
 
     def mark(self, marker: int = 1) -> bytes:
         """The MARK that ``commit(generation, marker)`` asks for."""
@@ -140,7 +146,7 @@ class Stream:
             self.rank,
             seq=len(self.frames),
             chain=chain,
-            schema_crc=SCHEMA.crc,
+            schema_crc=self.schema.crc,
             **fields,  # type: ignore[arg-type]
         )
 

@@ -21,6 +21,7 @@ from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog, Cover
+from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.reader import load_held, read_chunks
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -36,7 +37,7 @@ def fold(directory: Path, policy: Policy | None = None, upto: MarkerId | None = 
             lineage.claims, {marker: commit for marker, commit in lineage.commits.items() if marker <= upto}
         )
     with ThreadPoolExecutor(4) as pool:
-        materializer = Materializer(log, open_store(str(directory)), lambda _: directory, pool, policy)
+        materializer = Materializer(log, open_store(str(directory)), lambda _: open_dense(str(directory)), pool, policy)
         return list(materializer.catch_up(lineage))
 
 
@@ -71,7 +72,7 @@ def rows_in(catalog: Catalog, lineage: Lineage, marker: MarkerId, cover: Cover) 
             view = decode_chunk(entry, data, lineage.claims[marker.generation].schema, each.ref.name)
             for place, number in enumerate(view.ids.tolist()):
                 values = (view.weights, *view.states)
-                rows[int(entry["table"]), number] = b"".join(value[place].tobytes() for value in values)
+                rows[entry.table, number] = b"".join(value[place].tobytes() for value in values)
     return rows
 
 

@@ -19,6 +19,7 @@ Store, below its URL (``<job>`` is the job's id in 32 hex digits)::
     folds/<job>/g00000001-m00000048-from-g00000001-m00000032.json   rows that changed in (32, 48]; "-from-root": a base
     segments/<job>/f-g00000001-m00000048-from-root-p000.seg     part 0 of a fold's rows
     dropped/<job>/g00000001-m00000003                           retention gave this marker up
+    workers/<job>/0123456789abcdef-00000042                     a materializer works on the job: its 42nd sign of life
     pins/<job>/g00000001-m00000003                              retention must not give this marker up
     garbage/<job>/t0001771234567890-1a2b3c4d.json               what nobody needed at a time, in milliseconds
     dense/<job>/g00000001-m00000007/NAME                        dense state of a marker
@@ -45,6 +46,7 @@ SEGMENTS_DIR = "segments"
 MANIFESTS_DIR = "manifests"
 FOLDS_DIR = "folds"
 DROPPED_DIR = "dropped"
+WORKERS_DIR = "workers"
 PINS_DIR = "pins"
 GARBAGE_DIR = "garbage"
 TEMPORARY_PREFIX = ".put-"
@@ -63,11 +65,12 @@ _FOLD = re.compile(rf"{FOLDS_DIR}/{_JOB}/{_MARKER}-from-(?:root|{_MARKER})\.json
 _FOLD_SEGMENT = re.compile(rf"{SEGMENTS_DIR}/{_JOB}/f-{_MARKER}-from-(?:root|{_MARKER})-p([0-9]{{3,9}})\.seg")
 _MANIFEST = re.compile(rf"{MANIFESTS_DIR}/{_JOB}/{_MARKER}\.json")
 _DROPPED = re.compile(rf"{DROPPED_DIR}/{_JOB}/{_MARKER}")
+_WORKER = re.compile(rf"{WORKERS_DIR}/{_JOB}/([0-9a-f]{{16}})-([0-9]{{8,20}})")
 _PIN = re.compile(rf"{PINS_DIR}/{_JOB}/{_MARKER}")
 _GARBAGE = re.compile(rf"{GARBAGE_DIR}/{_JOB}/t([0-9]{{16}})-([0-9a-f]{{8}})\.json")
 _JOBS_OBJECT = re.compile(rf"[a-z]+/{_JOB}/.+")
 _DENSE_FILE = re.compile(rf"{DENSE_DIR}/{_JOB}/{_MARKER}/([^/]+)")
-_OBJECT_PART = re.compile(r"(?!\.{1,2}$)(?!\.put-)[A-Za-z0-9._-]{1,200}")
+_OBJECT_PART = re.compile(rf"(?!\.{{1,2}}$)(?!{re.escape(TEMPORARY_PREFIX)})[A-Za-z0-9._-]{{1,200}}")
 _MAX_OBJECT_NAME = 800
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 _STORE_HINT = "use file://DIR or s3://BUCKET/PREFIX"
@@ -304,6 +307,18 @@ def parse_dropped_name(name: str) -> tuple[bytes, MarkerId] | None:
     """(job, marker), or None when the name does not say that a marker was dropped."""
     found = _job_and_marker(_DROPPED.fullmatch(name))
     return found if found and dropped_name(*found) == name else None
+
+
+def worker_name(job: bytes, worker: str, beat: int) -> str:
+    """Name of a materializer's sign of life; ``worker`` has 16 hex digits."""
+    return f"{WORKERS_DIR}/{job.hex()}/{worker}-{beat:08d}"
+
+
+def parse_worker_name(name: str) -> tuple[bytes, str, int] | None:
+    """(job, worker, beat), or None when the name is no sign of life."""
+    match = _WORKER.fullmatch(name)
+    found = (bytes.fromhex(match[1]), match[2], int(match[3])) if match else None
+    return found if found and worker_name(*found) == name else None
 
 
 def pin_name(job: bytes, marker: MarkerId) -> str:

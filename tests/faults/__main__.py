@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.faults import brokers, disks, kills, power, surgery, survivors, topics
+from tests.faults import brokers, disks, kills, materializer, power, surgery, survivors, topics
 from tests.faults.board import Board
 from tests.faults.subject import Form
 from torchrec_stream_ckpt.broker.kraft import Broker
@@ -39,6 +39,7 @@ SCENARIOS: tuple[Callable[[Form], None], ...] = (
     disks.broker_disk_full,
     disks.errors_of_a_disk,
     disks.short_writes,
+    materializer.kills_of_the_materializer,
     surgery.frames_on_files,
     surgery.frames_on_kafka,
     surgery.files_tampered_with,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.faults import brokers, disks, kills, power, surgery, survivors, topics
+from tests.faults import brokers, disks, kills, materializer, power, surgery, survivors, topics
 from tests.faults.board import Board
 from tests.faults.subject import Form
 
@@ -25,6 +25,7 @@ ON_FILES: list[Scenario] = [
     disks.store_full,
     disks.errors_of_a_disk,
     disks.short_writes,
+    materializer.kills_of_the_materializer,
     surgery.frames_on_files,
     surgery.files_tampered_with,
     power.power_loss,
@@ -69,6 +70,15 @@ def test_no_marker_is_lost_or_wrong_when_the_broker_or_the_way_to_it_fails(tmp_p
 
 def test_twenty_kills_in_the_short_form() -> None:
     assert len(kills.FILE_KILLS) + len(kills.KAFKA_KILLS) == 20
+
+
+def test_the_materializer_is_killed_thirty_times_in_the_short_form_and_two_hundred_in_the_long_one(
+    tmp_path: Path,
+) -> None:
+    for full, count in ((False, 30), (True, 200)):
+        kills = materializer.kills_of(Form(tmp_path, Board(), full=full))
+        assert len(kills) == count
+        assert set(kills) == {"", *materializer.POINTS}
 
 
 def test_a_hundred_kills_and_more_in_the_long_form(tmp_path: Path) -> None:

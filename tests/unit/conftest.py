@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import os
+
+import pytest
 from hypothesis import settings
 
 # How long an example takes says more of the machine than of the code.
 settings.register_profile("here", deadline=None)
 settings.load_profile("here")
+
+
+@pytest.fixture
+def no_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that write much and ask nothing of the disk: what a sync costs says more of the machine."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    monkeypatch.setattr(os, "fdatasync", lambda fd: None)

@@ -36,10 +36,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "commit": LEAVES | {"format", "adapter", "log", "store", "commit"},
     "restore": LEAVES | {"format", "adapter", "log", "store", "restore"},
     "materialize": LEAVES | {"format", "log", "store", "materialize"},
+    "interchange": LEAVES | {"format", "log", "store", "commit", "restore", "materialize", "interchange"},
     "cuts": LEAVES | {"format", "capture", "log", "commit"},
     "checkpointer": LEAVES | {"loader", "format", "adapter", "capture", "log", "store", "commit", "restore", "cuts"},
     "broker": {"errors", "broker"},
-    "cli": LEAVES | {"format", "log", "store", "commit", "restore", "materialize", "broker", "cli"},
+    "cli": LEAVES | {"format", "log", "store", "commit", "restore", "materialize", "interchange", "broker", "cli"},
     "__init__": {"config", "errors", "types", "loader", "checkpointer"},
 }
 """Room or module -> what it may import of this package."""
@@ -62,7 +63,11 @@ WITH_TORCH = frozenset(
         "commit/id_maps.py",
         "commit/random_state.py",
         "cuts.py",
+        "interchange/dcp.py",
+        "interchange/dense_state.py",
         "restore/apply.py",
+        "restore/from_store.py",
+        "restore/target.py",
     }
 )
 
@@ -140,13 +145,25 @@ def test_fsspec_stays_in_its_module_and_no_file_system_of_it_is_imported_by_name
     assert importers("s3fs") | importers("botocore") | importers("aiobotocore") == set()
 
 
+def test_the_client_of_prometheus_stays_in_its_module() -> None:
+    assert importers("prometheus_client") == {"metrics.py"}
+
+
 def test_process_groups_stay_where_ranks_talk() -> None:
     for source in importers("torch.distributed"):
-        assert room(source) in ("commit", "checkpointer") or source == "restore/apply.py"
+        assert room(source) in ("commit", "checkpointer", "interchange") or source == "restore/apply.py"
+    of_checkpoints = ("torch.distributed.checkpoint.",)
+    for source in (source for source in importers("torch.distributed") if room(source) == "interchange"):
+        assert all(name.startswith(of_checkpoints) for name in imports(source) if name.startswith("torch.distributed"))
 
 
 def test_torch_is_imported_where_tensors_are_alone() -> None:
     assert importers("torch") <= WITH_TORCH
+
+
+def test_what_the_extra_export_brings_is_imported_by_its_format_alone() -> None:
+    assert importers("pyarrow") == {"interchange/parquet.py"}
+    assert importers("safetensors") == set()
 
 
 def test_no_source_is_pickled() -> None:
@@ -180,5 +197,5 @@ print(json.dumps([early, sorted(sys.modules)]))
     assert done.returncode == 0, done.stderr
     before, after = (set(found) for found in json.loads(done.stdout.splitlines()[-1]))
     assert after & {"torch", "torchrec", "fbgemm_gpu"} == set()
-    assert {"confluent_kafka", "fsspec"} & before == set()
+    assert {"confluent_kafka", "fsspec", "prometheus_client"} & before == set()
     assert {"confluent_kafka", "fsspec"} <= after

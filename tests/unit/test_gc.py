@@ -32,6 +32,7 @@ from torchrec_stream_ckpt.materialize.gc import GcPlan, GcRules, collect, plan_g
 from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
 from torchrec_stream_ckpt.materialize.retention import Retention
 from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -316,7 +317,7 @@ def test_dense_state_in_another_store_is_named_and_stays(tmp_path: Path, pool: E
     history = History(tmp_path / "log")
     history.generation(1, [1, 2])
     store = stores.open_store(str(tmp_path / "store"))
-    list(Materializer(history.log, store, lambda _: history.root, pool).catch_up(history.lineage))
+    list(Materializer(history.log, store, lambda _: open_dense(str(history.root)), pool).catch_up(history.lineage))
     done = collect(store, None, history.lineage.job, rules(newest=1), 1e6, pool)
     assert done.elsewhere == ("the log's folder",)
     assert (tmp_path / "log" / "dense" / history.lineage.job.hex() / "g00000001-m00000001" / ".metadata").exists()

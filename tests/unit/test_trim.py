@@ -32,7 +32,7 @@ from torchrec_stream_ckpt.log.api import Freed
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.restore.choose import choose
 from torchrec_stream_ckpt.restore.verify import verify_marker
-from torchrec_stream_ckpt.store.dense import DenseFolder
+from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.types import LogSpan, MarkerId
 
 STORE = "s3://bucket/job"
@@ -99,8 +99,8 @@ class Job:
     def restore(self, marker: str) -> str:
         """What a restore says: the marker, or the error's class."""
         try:
-            choice = choose(self.log, self.control.refresh(), DenseFolder(self.root), MarkerId.parse(marker))
-            verify_marker(self.log, self.control.refresh(), DenseFolder(self.root), MarkerId.parse(marker))
+            choice = choose(self.log, self.control.refresh(), open_dense(str(self.root)), MarkerId.parse(marker))
+            verify_marker(self.log, self.control.refresh(), open_dense(str(self.root)), MarkerId.parse(marker))
         except (TrimmedError, CorruptionError) as error:
             return type(error).__name__
         assert choice is not None
@@ -201,7 +201,7 @@ def test_what_a_marker_lacks_is_said_to_be_in_the_store(job: Job) -> None:
     lineage = job.control.refresh()
     for marker in ("1:1", "1:2", "1:3", "2:3", "3:3", "4:6", "6:7"):
         with pytest.raises(TrimmedError, match=rf"the log up to marker \d:\d was trimmed on .*; the store {STORE}"):
-            choose(job.log, lineage, DenseFolder(job.root), MarkerId.parse(marker))
+            choose(job.log, lineage, open_dense(str(job.root)), MarkerId.parse(marker))
     assert lineage.trimmed is not None
     assert lineage.trimmed.id == MarkerId(4, 5)
 

@@ -26,7 +26,10 @@ from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.types import MarkerId
 
 Uri = Annotated[str, typer.Argument(help="file://DIR or kafka://HOST:PORT/JOB", metavar="URI")]
-Store = Annotated[str | None, typer.Option(help="The store (default: where the job kept dense state).", metavar="URL")]
+Store = Annotated[
+    str | None,
+    typer.Option(help="Where dense state and folded rows lie (default: where the job kept it).", metavar="URL"),
+]
 StoreOptions = Annotated[
     str | None,
     typer.Option(help="File of key=value settings of an object store, credentials included.", metavar="FILE"),

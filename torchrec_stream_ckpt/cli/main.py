@@ -6,7 +6,20 @@ import sys
 
 import typer
 
-from torchrec_stream_ckpt.cli import broker, doctor, fence, gc, list_, pin, show, trim, verify
+from torchrec_stream_ckpt.cli import (
+    broker,
+    diff,
+    doctor,
+    export,
+    fence,
+    gc,
+    list_,
+    materialize,
+    pin,
+    show,
+    trim,
+    verify,
+)
 from torchrec_stream_ckpt.errors import StreamCkptError
 
 app = typer.Typer(
@@ -19,6 +32,9 @@ app.command("list")(list_.list_markers)
 app.command("show")(show.show_marker)
 app.command("verify")(verify.verify_markers)
 app.command("doctor")(doctor.examine_job)
+app.command("materialize")(materialize.materialize_log)
+app.command("diff")(diff.diff_markers)
+app.command("export")(export.export_marker)
 app.command("fence")(fence.fence_trainer)
 app.command("trim")(trim.trim_job)
 app.command("gc")(gc.collect_garbage)

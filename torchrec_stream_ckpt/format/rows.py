@@ -7,6 +7,7 @@ logical table, so a reader needs no plan of the writer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -63,7 +64,13 @@ class RowLayout:
     max_rows: int
     """Rows that one frame takes."""
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that a row takes in all sections."""
+        return sum(section.row_bytes for section in self.sections)
+
     @classmethod
+    @lru_cache(maxsize=4096)
     def of(cls, table: TableSpec, cols: int) -> RowLayout:
         """Layout of a slice of ``cols`` columns of ``table``.
 

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +68,34 @@ assert ENTRY.itemsize == 48
 
 Directory = npt.NDArray[np.void]
 """Entries of :data:`ENTRY`, in the order of the chunks."""
+
+CHUNK_BYTES = 4 * 2**20
+"""A chunk takes as many rows as make so many bytes, one at least. It stands in the format: who writes the same segment
+must cut it at the same places."""
+
+
+class Entry(NamedTuple):
+    """One entry of a directory, as plain numbers: see :data:`ENTRY`."""
+
+    table: int
+    col0: int
+    cols: int
+    rows: int
+    first: int
+    last: int
+    offset: int
+    num_bytes: int
+    crc: int
+
+
+def entries_of(directory: Directory) -> list[Entry]:
+    """All entries: an array gives single ones away slowly."""
+    return [Entry._make(values) for values in directory.tolist()]
+
+
+def chunk_rows(layout: RowLayout) -> int:
+    """Rows of a full chunk."""
+    return max(1, CHUNK_BYTES // layout.row_bytes)
 
 
 class SegmentKind(IntEnum):
@@ -230,7 +258,7 @@ class Chunk:
     col0: int
     cols: int
     ids: npt.NDArray[np.int64]
-    payload: bytearray
+    payload: Buffer
 
 
 def lay_out(
@@ -249,35 +277,34 @@ def lay_out(
     return [front, *(chunk.payload for chunk in chunks)], len(front), crc
 
 
-def check_chunk(entry: np.void, data: memoryview, where: str) -> None:
+def check_chunk(entry: Entry, data: memoryview, where: str) -> None:
     """Compare a chunk with its checksum.
 
     Raises:
         CorruptionError: its bytes are not those that were written.
     """
-    if len(data) != int(entry["num_bytes"]) or crc32c(data) != int(entry["crc"]):
-        raise CorruptionError("chunk's checksum does not match", name=where, offset=str(entry["offset"]))
+    if len(data) != entry.num_bytes or crc32c(data) != entry.crc:
+        raise CorruptionError("chunk's checksum does not match", name=where, offset=str(entry.offset))
 
 
-def decode_chunk(entry: np.void, data: memoryview, schema: Schema, where: str) -> RowsView:
+def decode_chunk(entry: Entry, data: memoryview, schema: Schema, where: str) -> RowsView:
     """View the rows of a chunk whose checksum has been compared, after checking its lengths and its ids.
 
     Raises:
         CorruptionError: it does not fit the schema or its directory.
     """
-    place = {"name": where, "offset": str(entry["offset"])}
-    index, col0, cols, rows = (int(entry[name]) for name in ("table", "col0", "cols", "rows"))
-    if index >= len(schema.tables):
-        raise CorruptionError(f"table {index} is not in the schema", **place)
-    table = schema.tables[index]
-    if not 0 < cols <= table.dim - col0:
-        raise CorruptionError(f"columns [{col0}, +{cols}) are outside dim {table.dim}", **place)
-    layout = RowLayout.of(table, cols)
-    if rows > layout.max_rows or layout.offsets(rows)[1] != len(data):
+    place = {"name": where, "offset": str(entry.offset)}
+    if entry.table >= len(schema.tables):
+        raise CorruptionError(f"table {entry.table} is not in the schema", **place)
+    table = schema.tables[entry.table]
+    if not 0 < entry.cols <= table.dim - entry.col0:
+        raise CorruptionError(f"columns [{entry.col0}, +{entry.cols}) are outside dim {table.dim}", **place)
+    layout = RowLayout.of(table, entry.cols)
+    if layout.offsets(entry.rows)[1] != len(data):
         raise CorruptionError("chunk does not have the length that its rows take", **place)
-    view = view_rows(layout, rows, data)
+    view = view_rows(layout, entry.rows, data)
     ids = view.ids
-    in_range = int(ids[0]) == int(entry["first"]) and int(ids[-1]) == int(entry["last"]) < table.rows
+    in_range = ids[0] == entry.first and ids[-1] == entry.last < table.rows
     if not in_range or not bool((ids[1:] > ids[:-1]).all()):
         raise CorruptionError("chunk's ids are not those that the directory names", **place)
     return view

@@ -21,7 +21,7 @@ from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.stream import checked_payload, read_mark, read_stream
 from torchrec_stream_ckpt.materialize.sorter import RowSorter
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.types import RankEnd, TableShard
+from torchrec_stream_ckpt.types import LogSpan, RankEnd, TableShard
 
 SEGMENT_BYTES = 128 * 2**20
 """Rows held in memory before they are written: an interval with more takes several parts. It stands in the store's
@@ -42,6 +42,12 @@ class Interval:
     def after(self) -> RankEnd | None:
         """Where the rank's stream stood at the marker before."""
         return self.previous.ranks[self.end.rank] if self.previous is not None else None
+
+    @property
+    def span(self) -> LogSpan:
+        """Where it lies in the log."""
+        begin = self.after.end if self.after is not None else self.end.begin
+        return LogSpan(self.commit.generation, self.end.partition, begin, self.end.end)
 
     @property
     def num_bytes(self) -> int:
@@ -79,7 +85,7 @@ class SegmentWriter:
         """Write what ``rows`` holds as the next part."""
         part = len(self.refs)
         parts, front_bytes, crc = lay_out(
-            self._segment(part), list(rows.chunks()), last=last, schema_crc=self._schema.crc, notes=notes
+            self._segment(part), rows.chunks(), last=last, schema_crc=self._schema.crc, notes=notes
         )
         failpoint("fold.segment")
         self._objects.put(self._name(part), parts)
@@ -124,8 +130,7 @@ def fold_interval(
         if header.kind is Kind.ROWS:
             if header.table >= len(schema.tables):
                 raise CorruptionError(f"table {header.table} is not in the schema", **header.place())
-            kept = memoryview(bytes(payload))  # a frame is ours until the next one is asked for
-            rows.add(header.table, header.col0, header.cols, decode_rows(header, kept, schema.tables[header.table]))
+            rows.add(header.table, header.col0, header.cols, decode_rows(header, payload, schema.tables[header.table]))
             if rows.num_bytes >= SEGMENT_BYTES:
                 writer.put(rows, last=False)
         elif header.kind is Kind.HELLO:

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MissingObjectError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.format.dense import dense_path, verify_dense
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.manifest import Manifest, SegmentRef
-from torchrec_stream_ckpt.layout import claim_name, dense_file_name, manifest_name
+from torchrec_stream_ckpt.format.manifest import Dropped, Manifest, SegmentRef
+from torchrec_stream_ckpt.layout import claim_name, dense_file_name, dropped_name, manifest_name
 from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.log.stream import read_hello
 from torchrec_stream_ckpt.materialize.fold import Interval, fold_interval, folded_interval, shards_of
 from torchrec_stream_ckpt.materialize.merge import merge
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.store.identity import prepare_store
 from torchrec_stream_ckpt.types import MarkerId, TableShard
 
 SPAN = 16
 """Markers that one span of ``compact="span16"`` takes together, and spans that one of the next size does."""
+
+_LOG_HINT = (
+    "bring a whole copy of the log back; or restart the job from a marker that the store has, and go on with "
+    "--pass-over-lost"
+)
+_DENSE_HINT = "bring it back, say where it is (--dense), or give the marker up with --pass-over-lost"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,35 +68,75 @@ class Materializer:
     """Folds a log into a store. Any number may work on one job: what each writes is the same.
 
     Args:
-        log: The job's log.
+        log: The job's log. It is only read.
         objects: The store.
-        dense_root: Folder of the dense state that a COMMIT speaks of.
+        dense_of: Where the trainer has put the dense state of a marker.
         pool: Threads to read the store with.
         policy: What to write beside.
-        mine: Whether a data partition is this one's to fold; another process folds the others.
+        mine: Whether a data partition is this one's to fold; another process folds the others. The one that folds rank
+            0's puts manifests and folds.
+        going_on: Called again and again while it works; ends the work where it stands by raising.
+        pass_over: Called with a marker that can never be in the store, and why; without it, that is an error.
     """
 
     def __init__(
         self,
         log: Log,
         objects: Objects,
-        dense_root: Callable[[Commit], Path],
+        dense_of: Callable[[Commit], DenseStore],
         pool: Executor,
         policy: Policy | None = None,
         mine: Callable[[int], bool] = lambda _: True,
+        going_on: Callable[[], None] = lambda: None,
+        pass_over: Callable[[Commit, CorruptionError], None] | None = None,
     ) -> None:
         self._log = log
         self._objects = objects
-        self._dense_root = dense_root
+        self._dense_of = dense_of
         self._pool = pool
         self._policy = policy or Policy()
         self._mine = mine
+        self._going_on = going_on
+        self._pass_over = pass_over
+        self._catalog: Catalog | None = None
+        self._found: dict[tuple[MarkerId, int], tuple[SegmentRef, ...]] = {}
+        """Segments of markers that are not in the store yet, by marker and rank: not looked for twice."""
+        self.lost: set[MarkerId] = set()
+        """Markers that were passed over."""
         self.counts = Counts()
-
-    def missing(self, lineage: Lineage, catalog: Catalog) -> list[Commit]:
+        self.missing: list[Commit] = []
         """Committed markers that are not in the store and that nobody has given up, in commit order."""
-        known = catalog.markers | catalog.dropped
-        return [commit for commit in lineage.commits.values() if commit.id not in known]
+        self.doing = "starting"
+        """For people."""
+
+    @property
+    def held(self) -> frozenset[MarkerId]:
+        """Markers that the store offers, as of the last look."""
+        return self._catalog.markers - self._catalog.dropped if self._catalog is not None else frozenset()
+
+    def compare(self, job: bytes, read: Callable[[], Lineage]) -> None:
+        """Whether store and log tell one history. For the start: it looks at the newest marker of each generation.
+
+        Args:
+            job: The job's id.
+            read: Reads the control partition; called once the store has been listed, so that it cannot know more.
+
+        Raises:
+            CorruptionError: one of them was put back to an earlier state, or the store is another log's.
+        """
+        catalog = self._load(job)
+        lineage = read()
+        newest: dict[int, MarkerId] = {}
+        for marker in sorted(catalog.markers):
+            newest[marker.generation] = marker
+        for marker in newest.values():
+            if marker not in lineage.commits:
+                raise CorruptionError(
+                    f"the store holds marker {marker}, which the log does not know",
+                    hint="bring the right log back, or give this one a store of its own: --store URL",
+                    store=self._objects.url,
+                )
+            catalog.check(lineage.commits[marker])
 
     def catch_up(self, lineage: Lineage) -> Iterator[MarkerId]:
         """Put every missing marker into the store, as far as others do their part; yields each one that is whole.
@@ -101,59 +150,169 @@ class Materializer:
         """
         if not lineage.claims:
             return
-        prepare_store(self._objects)
-        catalog = Catalog.load(self._objects, lineage.job)
-        for commit in self.missing(lineage, catalog):
-            segments = self._fold(lineage, commit)
+        catalog = self._look(lineage)
+        before, waiting = _previous(lineage), False
+        for commit in list(self.missing):
+            self._going_on()
+            segments = self._fold_or_pass(lineage, commit, before[commit.id])
             if segments is None:
-                return
-            self._put_marker(lineage, commit, segments)
-            catalog.markers |= {commit.id}
-            self._write_folds(lineage, catalog, commit)
-            self.counts.markers += 1
-            yield commit.id
+                waiting = waiting or commit.id not in self.lost
+            elif not waiting and self._mine(commit.ranks[0].partition):
+                self._put_marker(lineage, commit, segments)
+                catalog.markers |= {commit.id}
+                self.missing.remove(commit)
+                self._write_folds(lineage, catalog, commit)
+                self.counts.markers += 1
+                yield commit.id
+        self.missing = [commit for commit in self.missing if commit.id not in self.lost]
+        self.doing = "waiting for others" if self.missing else "waiting for markers"
 
-    def _fold(self, lineage: Lineage, commit: Commit) -> tuple[tuple[SegmentRef, ...], ...] | None:
+    def _load(self, job: bytes) -> Catalog:
+        if self._catalog is None:
+            prepare_store(self._objects)
+            self._catalog = Catalog.load(self._objects, job)
+        return self._catalog
+
+    def _look(self, lineage: Lineage) -> Catalog:
+        """What is in the store; listed again only if something seems to be missing."""
+        fresh = self._catalog is None
+        catalog = self._load(lineage.job)
+        if not fresh and self._missing(lineage, catalog):
+            catalog.refresh()
+        self.missing = self._missing(lineage, catalog)
+        wanted = {commit.id for commit in self.missing}
+        self._found = {key: refs for key, refs in self._found.items() if key[0] in wanted}
+        return catalog
+
+    def _missing(self, lineage: Lineage, catalog: Catalog) -> list[Commit]:
+        known = catalog.markers | catalog.dropped | self.lost
+        return [commit for commit in lineage.commits.values() if commit.id not in known]
+
+    def _fold_or_pass(
+        self, lineage: Lineage, commit: Commit, before: Commit | None
+    ) -> tuple[tuple[SegmentRef, ...], ...] | None:
+        """The segments of all ranks; None when others' are not there yet, or the marker was passed over."""
+        try:
+            parent = before.id if before is not None else lineage.claims[commit.generation].parent
+            if parent in self.lost:
+                raise CorruptionError(f"it stands on marker {parent}, which is lost", marker=commit.id)
+            return self._fold(lineage, commit, before)
+        except CorruptionError as error:
+            if isinstance(error, MissingObjectError):
+                raise
+            self._lose(commit, error, _LOG_HINT)
+            return None
+
+    def _lose(self, commit: Commit, error: CorruptionError, hint: str) -> None:
+        """Pass a marker over if that is wanted; else it is an error, for which ``hint`` is the last resort."""
+        error = CorruptionError(error.message, hint=error.hint or hint, **{"marker": commit.id, **error.where})
+        if self._pass_over is None:
+            raise error
+        self.lost.add(commit.id)
+        self._pass_over(commit, error)
+
+    def _fold(
+        self, lineage: Lineage, commit: Commit, before: Commit | None
+    ) -> tuple[tuple[SegmentRef, ...], ...] | None:
         """The segments of all ranks, those of our partitions folded now; None when another's are not there yet."""
+        claim = lineage.claims[commit.generation]
+        leads = self._mine(commit.ranks[0].partition)
         segments = []
-        for interval in intervals(lineage, commit):
-            refs = folded_interval(self._objects, interval)
-            if refs is None and self._mine(interval.end.partition):
-                shards = self._shards_before(interval)
-                refs = fold_interval(self._log, self._objects, interval, shards, self._count_frames)
-                self.counts.segment_bytes += sum(ref.num_bytes for ref in refs)
+        for end in commit.ranks:
+            interval, mine = Interval(claim, commit, end, before), self._mine(end.partition)
+            refs = self._found.get((commit.id, end.rank))
+            if refs is None and (mine or leads):
+                refs = folded_interval(self._objects, interval)
+            if refs is None and mine:
+                refs = self._fold_interval(lineage, interval)
+            if refs is not None:
+                self._found[commit.id, end.rank] = refs
             segments.append(refs)
         complete = tuple(refs for refs in segments if refs is not None)
         return complete if len(complete) == len(segments) else None
 
+    def _fold_interval(self, lineage: Lineage, interval: Interval) -> tuple[SegmentRef, ...]:
+        self.doing = f"folding marker {interval.commit.id}, rank {interval.end.rank}"
+        self._check_there(lineage, interval)
+        refs = fold_interval(self._log, self._objects, interval, self._shards_before(interval), self._count_frames)
+        self.counts.segment_bytes += sum(ref.num_bytes for ref in refs)
+        return refs
+
+    def _check_there(self, lineage: Lineage, interval: Interval) -> None:
+        """Whether the log still has the interval, and is the one that its generation wrote to."""
+        now = self._log.incarnation()
+        if now is None or now.id != interval.claim.incarnation:
+            raise CorruptionError(
+                "the log was deleted and made again since this generation wrote to it",
+                hint="bring the old log back; its rows are not in this one",
+                marker=interval.commit.id,
+            )
+        try:
+            self._log.check_there([interval.span])
+        except CorruptionError as error:
+            raise self._gone(lineage, interval, error) from None
+
+    def _gone(self, lineage: Lineage, interval: Interval, cause: CorruptionError) -> CorruptionError:
+        """What is lost when the log was trimmed past the store's position, what remains, and what to do."""
+        assert self._catalog is not None
+        marker = interval.commit.id
+        behind = [each.id for each in self.missing if marker in {link.id for link in lineage.chain(each.id)}]
+        held = self.held
+        remains = max((each.id for each in lineage.chain(marker) if each.id in held), default=None)
+        lost = f"{marker}" if len(behind) < 2 else f"{marker} to {behind[-1]} ({len(behind)} markers)"
+        keeps = (
+            f"the store has marker {remains} and {len(held) - 1} more" if remains else "the store has none before it"
+        )
+        onward = f"restart the job from marker {remains} (restore={str(remains)!r})" if remains else "begin a new job"
+        return CorruptionError(
+            f"the log no longer has what the store does not have yet: lost is {lost}; {keeps}: {cause.headline}",
+            hint=f"bring the log data back, or name the store that has it (--store); else {onward}, "
+            "and go on with --pass-over-lost",
+            marker=marker,
+            rank=interval.end.rank,
+            store=self._objects.url,
+        )
+
     def _shards_before(self, interval: Interval) -> tuple[TableShard, ...] | None:
-        """What the rank held at the marker before, which is in the store: they are folded in order."""
+        """What the rank held at the marker before, as the store says, or else its HELLO in the log."""
         if interval.previous is None:
             return None
+        assert self._catalog is not None
         previous = Interval(interval.claim, interval.previous, interval.previous.ranks[interval.end.rank], None)
         refs = folded_interval(self._objects, previous)
-        if refs is None:
-            raise CorruptionError(
-                "the store has lost the segments of a marker that a later one of its generation needs",
-                hint="fold the log into a new store, if it still has all",
+        if refs is not None:
+            return shards_of(self._objects, refs)
+        if interval.previous.id in self._catalog.markers:
+            raise MissingObjectError(
+                "the store has lost segments of a marker that it holds",
+                hint="bring them back, or delete the marker's manifest: it is folded anew from what the log still has",
                 marker=interval.previous.id,
                 rank=interval.end.rank,
+                name=previous.name(0),
             )
-        return shards_of(self._objects, refs)
+        return read_hello(self._log, interval.claim, interval.commit, interval.end).shards
 
     def _count_frames(self, num_bytes: int) -> None:
         self.counts.frames_bytes += num_bytes
+        self._going_on()
 
     def _put_marker(self, lineage: Lineage, commit: Commit, segments: tuple[tuple[SegmentRef, ...], ...]) -> None:
         """The manifest comes last: with it the marker is in the store."""
         claim = claim_name(commit.job, commit.generation)
         if self._objects.size(claim) is None:
             self._objects.put(claim, [lineage.claims[commit.generation].to_frame()])
-        self._take_dense(commit)
+        try:
+            self._take_dense(commit)
+        except CorruptionError as error:
+            self._lose(commit, error, _DENSE_HINT)
         manifest = manifest_name(commit.job, commit.id)
         failpoint("materialize.manifest")
         self._objects.put(manifest, [Manifest(commit, lineage.previous(commit.id), segments).to_bytes()])
         failpoint("materialize.manifest_put")
+        if commit.id in self.lost:  # later markers stand on its rows, but it cannot be offered
+            said = Dropped(commit, lineage.previous(commit.id), time.time(), "materialize (its dense state is gone)")
+            self._objects.put(dropped_name(commit.job, commit.id), [said.to_bytes()])
+            self.lost.remove(commit.id)
 
     def _take_dense(self, commit: Commit) -> None:
         """Copy the dense state, unless the trainer has put it into this very store."""
@@ -161,12 +320,17 @@ class Materializer:
         absent = [file for file, name in names.items() if self._objects.size(name) != file.num_bytes]
         if not absent:
             return
-        root = self._dense_root(commit)
-        verify_dense(root, commit)
+        self.doing = f"copying dense state of marker {commit.id}"
+        dense = self._dense_of(commit)
+        dense.verify(commit)
+        folder = dense.local(commit)
         for file in absent:
-            self._objects.put(names[file], [(dense_path(root, commit) / file.name).read_bytes()])
+            self._going_on()
+            with open(folder / file.name, "rb") as source:
+                self._objects.put(names[file], [_view(source)])
             self.counts.dense_bytes += file.num_bytes
             failpoint("materialize.dense")
+        dense.release()
 
     def _write_folds(self, lineage: Lineage, catalog: Catalog, commit: Commit) -> None:
         """Spans, then a base, as the policy wants them at this marker."""
@@ -187,6 +351,7 @@ class Materializer:
         cover = catalog.cover(chain[start + 1 :], since)
         if cover is None or cover.reach != end or len(cover.pieces) < 2:
             return
+        self.doing = f"merging {len(cover.pieces)} pieces up to marker {end}"
         schema = lineage.claims[end.generation].schema
         fold = merge(
             self._objects, lineage.job, schema, lineage.bases(end), cover.pieces, self._pool, self._count_merged
@@ -196,15 +361,34 @@ class Materializer:
 
     def _count_merged(self, num_bytes: int) -> None:
         self.counts.fold_bytes_read += num_bytes
+        self._going_on()
 
 
-def intervals(lineage: Lineage, commit: Commit) -> list[Interval]:
-    """What each rank sent for ``commit`` since the marker before in its generation."""
-    markers = [each for each in lineage.commits.values() if each.generation == commit.generation]
-    place = markers.index(commit)
-    before = markers[place - 1] if place else None
-    claim = lineage.claims[commit.generation]
-    return [Interval(claim, commit, end, before) for end in commit.ranks]
+def _previous(lineage: Lineage) -> dict[MarkerId, Commit | None]:
+    """The marker before each one in its generation; None for the first."""
+    newest: dict[int, Commit] = {}
+    before: dict[MarkerId, Commit | None] = {}
+    for commit in lineage.commits.values():
+        before[commit.id] = newest.get(commit.generation)
+        newest[commit.generation] = commit
+    return before
+
+
+def backlog_bytes(lineage: Lineage, missing: Sequence[Commit]) -> int:
+    """Bytes of frames that lead to these markers, each from the one before in its generation."""
+    before = _previous(lineage)
+    return sum(
+        Interval(lineage.claims[commit.generation], commit, end, before[commit.id]).num_bytes
+        for commit in missing
+        for end in commit.ranks
+    )
+
+
+def _view(file: BinaryIO) -> memoryview:
+    """All bytes of a file, not read into memory."""
+    if not os.fstat(file.fileno()).st_size:
+        return memoryview(b"")
+    return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def _spans(intervals_behind_root: int) -> Iterator[int]:

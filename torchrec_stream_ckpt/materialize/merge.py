@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.manifest import Fold, SegmentRef
 from torchrec_stream_ckpt.format.rows import RowLayout, RowsView
-from torchrec_stream_ckpt.format.segment import SegmentId, SegmentKind, decode_chunk
+from torchrec_stream_ckpt.format.segment import Entry, SegmentId, SegmentKind, decode_chunk
 from torchrec_stream_ckpt.layout import FoldName
 from torchrec_stream_ckpt.materialize.fold import SEGMENT_BYTES, SegmentWriter
 from torchrec_stream_ckpt.materialize.sorter import RowSorter
@@ -120,7 +120,7 @@ def _windows(schema: Schema, bases: Mapping[int, int], sources: Sequence[_Source
         for col0, stop in pairwise(cuts):
             if any(begin <= col0 and stop <= begin + cols for begin, cols, _, _ in held[table]):
                 layout = RowLayout.of(schema.tables[table], stop - col0)
-                height = max(1, SEGMENT_BYTES // 2 // sum(section.row_bytes for section in layout.sections))
+                height = max(1, SEGMENT_BYTES // 2 // layout.row_bytes)
                 for row0 in range(first, last + 1, height):
                     yield _Window(table, col0, stop - col0, row0, min(height, last + 1 - row0))
 
@@ -165,11 +165,11 @@ def _overlapping(picked: Picked, window: _Window) -> Picked:
     return Picked(picked.ref, picked.front, np.flatnonzero(chosen))
 
 
-def _cut(view: RowsView, chosen: np.ndarray, entry: np.void, window: _Window, ref: SegmentRef) -> RowsView:
+def _cut(view: RowsView, chosen: np.ndarray, entry: Entry, window: _Window, ref: SegmentRef) -> RowsView:
     """A copy of the chosen rows' columns that belong to the window."""
-    begin = window.col0 - int(entry["col0"])
+    begin = window.col0 - entry.col0
     columns = slice(begin, begin + window.cols)
-    whole = int(entry["cols"]) == window.cols
+    whole = entry.cols == window.cols
     if not whole and any(state.ndim == 1 for state in view.states):
         raise CorruptionError(
             "row-wise state under two column splits, of which none was sent whole", name=ref.name, table=window.table

@@ -2,28 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-
 import numpy as np
 import numpy.typing as npt
 
 from torchrec_stream_ckpt.format.control import Schema
-from torchrec_stream_ckpt.format.rows import Array, RowLayout, RowsView, view_rows
-from torchrec_stream_ckpt.format.segment import Chunk
+from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array, RowLayout, RowsView, view_rows
+from torchrec_stream_ckpt.format.segment import Chunk, chunk_rows
+
+Order = npt.NDArray[np.int64]
+
+_FIRST_ROWS = 64
+_GROWTH = 1.25
+_WASTE = 1.5
 
 
-@dataclass(slots=True)
 class _Slice:
     """Rows of one table with the same columns, in the order in which they came."""
 
-    ids: list[npt.NDArray[np.int64]] = field(default_factory=list)
-    sections: list[tuple[Array, ...]] = field(default_factory=list)
-    """Weights and states of each batch."""
+    def __init__(self, layout: RowLayout) -> None:
+        self.layout = layout
+        self.count = 0
+        self._columns: list[Array] = [
+            np.empty(_FIRST_ROWS if section.per_row else (_FIRST_ROWS, section.width), NUMPY_DTYPES[section.dtype])
+            for section in layout.sections
+        ]
+        """Ids, weights and states; longer than ``count``."""
 
-    def newest(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None]:
+    @property
+    def capacity_bytes(self) -> int:
+        return sum(column.nbytes for column in self._columns)
+
+    def add(self, rows: RowsView) -> None:
+        """Take a copy of rows."""
+        end = self.count + len(rows.ids)
+        if end > len(self._columns[0]):
+            capacity = max(end, int(_GROWTH * len(self._columns[0])))
+            for column in self._columns:  # no view of them is left: what is large is moved by the kernel, not copied
+                column.resize((capacity, *column.shape[1:]), refcheck=False)
+        for column, values in zip(self._columns, (rows.ids, rows.weights, *rows.states), strict=True):
+            column[self.count : end] = values
+        self.count = end
+
+    def newest(self) -> tuple[Order, Order | None]:
         """(ids, ascending; where each one's newest version stands, None if that is the same order)."""
-        ids = self.ids[0] if len(self.ids) == 1 else np.concatenate(self.ids)
+        ids: Order = self._columns[0][: self.count].view(np.int64)
         if bool((ids[1:] > ids[:-1]).all()):
             return ids, None
         order = np.argsort(ids, kind="stable")
@@ -31,9 +53,20 @@ class _Slice:
         is_newest = np.append(ordered[1:] != ordered[:-1], True)
         return ordered[is_newest], order[is_newest]
 
+    def pack(self, ids: Order, chosen: slice | Order, payload: memoryview) -> None:
+        """Write the ``chosen`` rows, whose ids are ``ids``, as a chunk."""
+        view = view_rows(self.layout, len(ids), payload)
+        view.ids[:] = ids
+        for target, source in zip((view.weights, *view.states), self._columns[1:], strict=True):
+            if isinstance(chosen, slice):
+                target[...] = source[chosen]
+            else:
+                np.take(source, chosen, axis=0, out=target, mode="clip")
+
 
 class RowSorter:
-    """Holds rows up to a number of bytes.
+    """Holds rows up to a number of bytes. Its memory is used again, segment after segment: fresh pages cost more than
+    what is done with them.
 
     Args:
         schema: The tables that the rows are of.
@@ -42,44 +75,54 @@ class RowSorter:
     def __init__(self, schema: Schema) -> None:
         self._schema = schema
         self._slices: dict[tuple[int, int, int], _Slice] = {}
+        self._payloads = np.empty(0, np.uint8)
+        """What :meth:`chunks` gives out lies here."""
         self.num_bytes = 0
         """Bytes held."""
 
     def add(self, table: int, col0: int, cols: int, rows: RowsView) -> None:
-        """Take rows that are newer than all before; their memory must stay as it is until :meth:`chunks` is done."""
+        """Take a copy of rows that are newer than all before."""
         if not len(rows.ids):
             return
-        part = self._slices.setdefault((table, col0, cols), _Slice())
-        part.ids.append(rows.ids)
-        part.sections.append((rows.weights, *rows.states))
+        key = (table, col0, cols)
+        if key not in self._slices:
+            self._slices[key] = _Slice(RowLayout.of(self._schema.tables[table], cols))
+        self._slices[key].add(rows)
         self.num_bytes += rows.ids.nbytes + rows.weights.nbytes + sum(state.nbytes for state in rows.states)
 
-    def chunks(self) -> Iterator[Chunk]:
-        """What was taken, by table, columns and id; empties the sorter as it goes."""
-        for table, col0, cols in sorted(self._slices):
-            part = self._slices.pop((table, col0, cols))
-            layout = RowLayout.of(self._schema.tables[table], cols)
-            ids, order = part.newest()
-            columns = [
-                batches[0] if len(batches) == 1 else np.concatenate(batches)
-                for batches in zip(*part.sections, strict=True)
-            ]
-            for begin in range(0, len(ids), layout.max_rows):
-                stop = min(begin + layout.max_rows, len(ids))
-                chosen = slice(begin, stop) if order is None else order[begin:stop]
-                yield Chunk(table, col0, cols, ids[begin:stop], _pack(layout, ids[begin:stop], columns, chosen))
-        self.num_bytes = 0
+    def chunks(self) -> list[Chunk]:
+        """What was taken, by table, columns and id; empties the sorter. Good until rows are added again."""
+        held = {key: part for key, part in sorted(self._slices.items()) if part.count}
+        newest = {key: part.newest() for key, part in held.items()}
+        plan = [
+            (key, begin, min(begin + chunk_rows(part.layout), len(newest[key][0])))
+            for key, part in held.items()
+            for begin in range(0, len(newest[key][0]), chunk_rows(part.layout))
+        ]
+        lengths = [held[key].layout.offsets(stop - begin)[1] for key, begin, stop in plan]
+        payloads = self._make_room(sum(lengths))
+        chunks, position = [], 0
+        for (key, begin, stop), length in zip(plan, lengths, strict=True):
+            (ids, order), payload = newest[key], payloads[position : position + length]
+            held[key].pack(ids[begin:stop], slice(begin, stop) if order is None else order[begin:stop], payload)
+            chunks.append(Chunk(*key, ids[begin:stop].copy(), payload))
+            position += length
+        self._let_go()
+        return chunks
 
-
-def _pack(
-    layout: RowLayout, ids: npt.NDArray[np.int64], columns: list[Array], chosen: slice | npt.NDArray[np.int64]
-) -> bytearray:
-    payload = bytearray(layout.offsets(len(ids))[1])
-    view = view_rows(layout, len(ids), memoryview(payload))
-    view.ids[:] = ids
-    for target, source in zip((view.weights, *view.states), columns, strict=True):
-        if isinstance(chosen, slice):
-            target[...] = source[chosen]
+    def _make_room(self, num_bytes: int) -> memoryview:
+        """Zeroed memory for chunks: their gaps are zero."""
+        if len(self._payloads) < num_bytes:
+            self._payloads = np.zeros(num_bytes, np.uint8)
         else:
-            np.take(source, chosen, axis=0, out=target, mode="clip")
-    return payload
+            self._payloads[:num_bytes] = 0
+        return self._payloads.data[:num_bytes]
+
+    def _let_go(self) -> None:
+        """Forget the rows; keep the memory unless the next segment would have to hold much that it has no use for."""
+        kept_bytes = sum(part.capacity_bytes for part in self._slices.values())
+        if kept_bytes > _WASTE * self.num_bytes:
+            self._slices.clear()
+        for part in self._slices.values():
+            part.count = 0
+        self.num_bytes = 0

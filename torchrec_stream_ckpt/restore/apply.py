@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import warnings
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
 from torchrec_stream_ckpt.adapter import FusedKernel
-from torchrec_stream_ckpt.errors import CorruptionError, SchemaMismatchError
+from torchrec_stream_ckpt.errors import SchemaMismatchError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import TableScalars
 from torchrec_stream_ckpt.format.frame import Header, Kind
-from torchrec_stream_ckpt.format.rows import Array, RowsView, decode_rows
-from torchrec_stream_ckpt.format.segment import decode_chunk
+from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.stream import checked_payload, read_mark, read_stream
+from torchrec_stream_ckpt.restore.from_store import apply_store
 from torchrec_stream_ckpt.restore.plan import RestorePlan, StreamRead
-from torchrec_stream_ckpt.restore.reshard import Move, intersect
+from torchrec_stream_ckpt.restore.reshard import intersect
+from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.reader import read_chunks
-from torchrec_stream_ckpt.types import TableShard, TableSpec
+from torchrec_stream_ckpt.types import TableShard
 
 T = TypeVar("T")
-
-READERS = 4
-"""Threads that read the store and compare checksums, ahead of the one that writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,132 +33,6 @@ class StoreSource:
     objects: Objects
     scalars: tuple[TableScalars, ...]
     """Of all ranks at the plan's reach."""
-
-
-class _Target:
-    """One live shard, and which of its cells have arrived."""
-
-    def __init__(
-        self,
-        shard: TableShard,
-        weights: torch.Tensor,
-        states: tuple[torch.Tensor, ...],
-        moves: Sequence[Move],
-        *,
-        merged: bool,
-    ) -> None:
-        self._shard = shard
-        self._weights = weights
-        self._states = states
-        self._merged = merged
-        self._cuts = sorted({edge for move in moves for edge in (move.col0, move.col0 + move.cols)})
-        """Columns between two cuts always arrive together."""
-        self._arrived = torch.zeros(max(1, len(self._cuts) - 1), shard.rows, dtype=torch.bool)
-        self._newer = torch.zeros_like(self._arrived)
-        """Cells that a newer piece of the store has given."""
-        self._pieces: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
-
-    def write(self, move: Move, ids: torch.Tensor, weights: torch.Tensor, states: list[torch.Tensor]) -> int:
-        """Put the rows of one frame that this move takes; returns how many."""
-        chosen = ((ids >= move.row0) & (ids < move.row0 + move.rows)).nonzero().flatten()
-        if not chosen.numel():
-            return 0
-        if chosen.numel() < ids.numel():
-            ids, weights = ids.index_select(0, chosen), weights.index_select(0, chosen)
-            states = [state.index_select(0, chosen) for state in states]
-        self._put_rows(move, ids - self._shard.row0, weights, states)
-        return int(ids.numel())
-
-    def fill(
-        self, move: Move, ids: torch.Tensor, weights: torch.Tensor, states: list[torch.Tensor], *, is_base: bool
-    ) -> int:
-        """Put the rows of one chunk, whose ids ascend: of the base all, of other pieces those not given by a newer one.
-
-        Pieces come newest first, but the base before all others.
-        """
-        begin, stop = (int(x) for x in torch.searchsorted(ids, torch.tensor([move.row0, move.row0 + move.rows])))
-        if begin == stop:
-            return 0
-        local = ids[begin:stop] - self._shard.row0
-        weights, states = weights[begin:stop], [state[begin:stop] for state in states]
-        if is_base:
-            self._put_rows(move, local, weights, states)
-            return stop - begin
-        rows = 0
-        for cut in range(bisect_left(self._cuts, move.col0), bisect_left(self._cuts, move.col0 + move.cols)):
-            col0, cols = self._cuts[cut], self._cuts[cut + 1] - self._cuts[cut]
-            part = Move(move.source, move.target, move.row0, move.rows, col0, cols)
-            newer = self._newer[cut]
-            fresh = (~newer.index_select(0, local)).nonzero().flatten()
-            if fresh.numel() == local.numel():
-                self._put_rows(part, local, weights, states)
-            elif fresh.numel():
-                chosen = [state.index_select(0, fresh) for state in states]
-                self._put_rows(part, local.index_select(0, fresh), weights.index_select(0, fresh), chosen)
-            newer.index_fill_(0, local, True)
-            rows = max(rows, fresh.numel())
-        return rows
-
-    def _put_rows(self, move: Move, local: torch.Tensor, weights: torch.Tensor, states: list[torch.Tensor]) -> None:
-        """Write rows of the shard, by their place in it, and note that they have arrived."""
-        count = local.numel()
-        first = int(local[0])
-        if int(local[-1]) - first + 1 == count and (count < 2 or bool((local[1:] > local[:-1]).all())):
-            rows: torch.Tensor | slice = slice(first, first + count)
-        else:
-            rows = local.to(self._weights.device)
-        self._put(self._weights, rows, weights, move)
-        for position, (target, source) in enumerate(zip(self._states, states, strict=True)):
-            if target.dim() == 2:
-                self._put(target, rows, source, move)
-            elif self._merged:
-                self._piece(move)[position].index_copy_(0, local, source.double())
-            elif isinstance(rows, slice):
-                target[rows].copy_(source)
-            else:
-                target.index_copy_(0, rows, source.to(target.device))
-        begin, stop = bisect_left(self._cuts, move.col0), bisect_left(self._cuts, move.col0 + move.cols)
-        if isinstance(rows, slice):
-            self._arrived[begin:stop, rows] = True
-        else:
-            self._arrived[begin:stop].index_fill_(1, local, True)
-
-    def _put(self, target: torch.Tensor, rows: torch.Tensor | slice, source: torch.Tensor, move: Move) -> None:
-        here, there = move.col0 - self._shard.col0, move.col0 - move.source.col0
-        values = source[:, there : there + move.cols]
-        if isinstance(rows, slice):
-            target[rows, here : here + move.cols].copy_(values)
-        else:
-            target[:, here : here + move.cols].index_copy_(0, rows, values.to(target.device))
-
-    def _piece(self, move: Move) -> tuple[torch.Tensor, ...]:
-        """Row-wise state as one column shard of the source has it, kept apart until all have arrived."""
-        key = (move.col0, move.cols)
-        if key not in self._pieces:
-            self._pieces[key] = tuple(torch.zeros(self._shard.rows, dtype=torch.float64) for _ in self._states)
-        return self._pieces[key]
-
-    def finish(self, table: str) -> None:
-        """Check that every cell has come, then merge row-wise state where the plan says so.
-
-        Row-wise Adagrad keeps, for each column shard, the sum over steps of the mean of g^2 over the
-        shard's own columns. The mean of the sources, weighted by the columns that each of them gives, is
-        what one shard would hold for the same gradients; a split copies the value (docs/guarantees.md).
-        """
-        missing = int((~self._arrived.all(0)).sum())
-        if missing:
-            shard = self._shard
-            raise CorruptionError(
-                f"{missing} rows of this shard are not in the log", table=table, row0=shard.row0, col0=shard.col0
-            )
-        for position, target in enumerate(self._states):
-            if self._merged and target.dim() == 1:
-                # All sources have one column split: a generation that changed it has sent the table whole.
-                assert sum(cols for _, cols in self._pieces) == self._shard.cols
-                mean = torch.zeros(self._shard.rows, dtype=torch.float64)
-                for (_, cols), piece in self._pieces.items():
-                    mean += piece[position] * (cols / self._shard.cols)
-                target.copy_(mean)
 
 
 @torch.no_grad()
@@ -186,20 +54,13 @@ def apply_rows(log: Log, plan: RestorePlan, kernels: list[FusedKernel], store: S
         CorruptionError: the log or the store is damaged or incomplete.
         SchemaMismatchError: the plan puts tables with different learning rates into one kernel.
     """
-    with warnings.catch_warnings():
-        # Frames and chunks are views of files that nobody writes to.
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return _apply_rows(log, plan, kernels, store)
-
-
-def _apply_rows(log: Log, plan: RestorePlan, kernels: list[FusedKernel], store: StoreSource | None) -> int:
     targets = _targets(plan, kernels)
     scalars: list[TableScalars] = []
     applied = 0
     for kernel in kernels:
         kernel.prepare_write()
     if store is not None:
-        applied += _apply_store(plan, store, targets)
+        applied += apply_store(plan, store.objects, targets)
         if plan.reach == plan.marker:
             scalars += [each for each in store.scalars if _concerns(each, plan.targets)]
     for read in plan.reads:
@@ -217,32 +78,12 @@ def _apply_rows(log: Log, plan: RestorePlan, kernels: list[FusedKernel], store: 
     return applied
 
 
-def _apply_store(plan: RestorePlan, store: StoreSource, targets: Mapping[TableShard, _Target]) -> int:
-    """The base straight, then the other pieces, newest first."""
-    base = [read for read in plan.stored if read.is_base]
-    newest_first = [read for read in reversed(plan.stored) if not read.is_base]
-    moves = {id(read.picked): read for read in (*base, *newest_first)}
-    applied = 0
-    with ThreadPoolExecutor(READERS, thread_name_prefix="stream-ckpt-read") as pool:
-        for picked, entry, data in read_chunks(store.objects, [read.picked for read in (*base, *newest_first)], pool):
-            read = moves[id(picked)]
-            table = plan.schema.tables[int(entry["table"])]
-            rows = decode_chunk(entry, data, plan.schema, picked.ref.name)
-            ids, weights, *states = _tensors(rows, table)
-            for move in read.moves:
-                source = move.source
-                if (source.table, source.col0, source.cols) == (entry["table"], entry["col0"], entry["cols"]):
-                    applied += targets[move.target].fill(move, ids, weights, states, is_base=read.is_base)
-            failpoint("restore.chunk")
-    return applied
-
-
 def _concerns(record: TableScalars, targets: Sequence[TableShard]) -> bool:
     shard = TableShard(record.table, record.row0, record.rows, record.col0, record.cols)
     return any(intersect(shard, target) is not None for target in targets)
 
 
-def _targets(plan: RestorePlan, kernels: list[FusedKernel]) -> dict[TableShard, _Target]:
+def _targets(plan: RestorePlan, kernels: list[FusedKernel]) -> dict[TableShard, Target]:
     index = plan.schema.index()
     moves = plan.moves
     targets = {}
@@ -251,12 +92,12 @@ def _targets(plan: RestorePlan, kernels: list[FusedKernel]) -> dict[TableShard, 
             key = TableShard(index[shard.table.name], shard.row0, shard.rows, shard.col0, shard.cols)
             if key in plan.targets:
                 mine = [move for move in moves if move.target == key]
-                targets[key] = _Target(key, weights, states, mine, merged=key.table in plan.merged)
+                targets[key] = Target(key, weights, states, mine, merged=key.table in plan.merged)
     return targets
 
 
 def _apply_frame(
-    plan: RestorePlan, read: StreamRead, header: Header, frame: memoryview, targets: Mapping[TableShard, _Target]
+    plan: RestorePlan, read: StreamRead, header: Header, frame: memoryview, targets: Mapping[TableShard, Target]
 ) -> int:
     columns = (header.table, header.col0, header.cols)
     moves = [move for move in read.moves if (move.source.table, move.source.col0, move.source.cols) == columns]
@@ -264,19 +105,7 @@ def _apply_frame(
         return 0
     table = plan.schema.tables[header.table]
     rows = decode_rows(header, checked_payload(header, frame, read.commit, read.end), table)
-    ids, weights, *states = _tensors(rows, table)
-    return sum(targets[move.target].write(move, ids, weights, states) for move in moves)
-
-
-def _tensors(rows: RowsView, table: TableSpec) -> list[torch.Tensor]:
-    """Ids, weights and states as tensors of the same memory, which nobody writes to."""
-    dtypes = ("int64", table.dtype, *(state.dtype for state in table.states))
-    return [_tensor(array, dtype) for array, dtype in zip((rows.ids, rows.weights, *rows.states), dtypes, strict=True)]
-
-
-def _tensor(array: Array, dtype: str) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+    return sum(targets[move.target].put(move, rows) for move in moves)
 
 
 def _set_scalars(plan: RestorePlan, kernels: list[FusedKernel], records: Sequence[TableScalars]) -> None:

@@ -88,8 +88,8 @@ def load_catalog(objects: Objects | None, lineage: Lineage) -> Catalog | None:
     return Catalog.load(objects, lineage.job)
 
 
-def hold(catalog: Catalog, lineage: Lineage, marker: MarkerId) -> Held | None:
-    """What the store has on the path to ``marker``, as far as its directories tell.
+def hold(catalog: Catalog, lineage: Lineage, marker: MarkerId, since: MarkerId | None = None) -> Held | None:
+    """What the store has on the path to ``marker``, as far as its directories tell; behind ``since``, if that is given.
 
     None, with a warning, when they are damaged: the log may still have it all.
 
@@ -97,15 +97,17 @@ def hold(catalog: Catalog, lineage: Lineage, marker: MarkerId) -> Held | None:
         StoreUnavailableError: it does not answer.
     """
     try:
-        return load_all(catalog, lineage, marker)
+        return load_all(catalog, lineage, marker, since)
     except CorruptionError as error:
         log.warning("the store cannot serve marker %s, all is read from the log: %s", marker, error.headline)
         return None
 
 
-def load_all(catalog: Catalog, lineage: Lineage, marker: MarkerId) -> Held | None:
+def load_all(catalog: Catalog, lineage: Lineage, marker: MarkerId, since: MarkerId | None = None) -> Held | None:
     """As :func:`hold`; raises CorruptionError for what is damaged."""
-    cover = catalog.cover(lineage.chain(marker))
+    chain = lineage.chain(marker)
+    behind = [commit.id for commit in chain].index(since) + 1 if since is not None else 0
+    cover = catalog.cover(chain[behind:], since)
     if cover is None:
         return None
     with ThreadPoolExecutor(_READERS) as pool:

@@ -178,10 +178,10 @@ def _store_reads(
             moves = tuple(
                 move for source in sources for target in targets if (move := intersect(source, target)) is not None
             )
-            yield StoreRead(_pick(picked, moves), moves, is_base=not number)
+            yield StoreRead(pick(picked, moves), moves, is_base=not number)
 
 
-def _pick(picked: Picked, moves: Sequence[Move]) -> Picked:
+def pick(picked: Picked, moves: Sequence[Move]) -> Picked:
     """The chunks that may hold rows of one of the moves."""
     entries = picked.front.directory
     chosen = np.zeros(len(entries), np.bool_)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchrec_stream_ckpt.types import TableShard
 
@@ -22,6 +22,11 @@ class Move:
     def same_columns(self) -> bool:
         """Whether both shards hold the very same columns: then a state of one value a row is exact."""
         return (self.source.col0, self.source.cols) == (self.target.col0, self.target.cols)
+
+    def between(self, row0: int, end: int) -> Move | None:
+        """Its part with rows [row0, end); None when there is none."""
+        first, last = max(self.row0, row0), min(self.row0 + self.rows, end)
+        return replace(self, row0=first, rows=last - first) if first < last else None
 
 
 def intersect(source: TableShard, target: TableShard) -> Move | None:

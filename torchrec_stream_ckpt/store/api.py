@@ -29,6 +29,8 @@ class Objects(Protocol):
     """The objects of one store. Safe to call from several threads."""
 
     url: str
+    reads_ahead: int
+    """Reads that are worth having in flight at once: many where each one has a network's delay."""
 
     def put(self, name: str, parts: Sequence[Buffer]) -> None:
         """Write one object from ``parts``, one behind the other. It is durable on return, and until then not there.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
-from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
+from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, MissingObjectError
 from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
+from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Manifest, SegmentRef
 from torchrec_stream_ckpt.layout import (
@@ -23,6 +25,8 @@ from torchrec_stream_ckpt.layout import (
 )
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.types import MarkerId
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +107,40 @@ class Catalog:
         """
         if marker not in self._manifests:
             name = manifest_name(self.job, marker)
-            manifest = Manifest.from_bytes(self.objects.read(name), name)
+            manifest = self._read(name, Manifest.from_bytes)
             if (manifest.commit.job, manifest.commit.id) != (self.job, marker):
                 raise CorruptionError("manifest is of another marker than its name", name=name)
             self._manifests[marker] = manifest
         return self._manifests[marker]
 
+    def _read(self, name: str, parse: Callable[[Buffer, str], T]) -> T:
+        try:
+            return parse(self.objects.read(name), name)
+        except MissingObjectError:
+            raise
+        except CorruptionError as error:
+            hint = (
+                error.hint or "bring this object back from a copy, or delete it: stream-ckpt materialize makes it anew"
+            )
+            raise CorruptionError(error.message, hint=hint, store=self.objects.url, **error.where) from None
+
+    def check(self, commit: Commit) -> Manifest:
+        """The manifest of a marker that is there; raises also when it is of another history than ``commit``."""
+        manifest = self.manifest(commit.id)
+        if manifest.commit != commit:
+            raise CorruptionError(
+                "the store holds another marker of this name than the log: one of them was put back",
+                hint="give every log a store of its own, or bring the right one back",
+                marker=commit.id,
+                store=self.objects.url,
+            )
+        return manifest
+
     def drop_of(self, marker: MarkerId) -> Dropped:
         """What was said when a marker was given up; raises as :meth:`manifest`."""
         if marker not in self._drops:
             name = dropped_name(self.job, marker)
-            drop = Dropped.from_bytes(self.objects.read(name), name)
+            drop = self._read(name, Dropped.from_bytes)
             if (drop.commit.job, drop.commit.id) != (self.job, marker):
                 raise CorruptionError("this is about another marker than its name", name=name)
             self._drops[marker] = drop
@@ -138,7 +165,7 @@ class Catalog:
         """A fold that is there; raises as :meth:`manifest`."""
         if (start, end) not in self._folds:
             name = FoldName(self.job, end, start).name
-            fold = Fold.from_bytes(self.objects.read(name), name)
+            fold = self._read(name, Fold.from_bytes)
             if (fold.job, fold.start, fold.end) != (self.job, start, end):
                 raise CorruptionError("fold is another one than its name says", name=name)
             self._folds[start, end] = fold
@@ -226,14 +253,7 @@ class Catalog:
         """What is there of (start, end]: a fold, or else an interval; raises as :meth:`cover`."""
         if (start, end.id) in self.folds:
             return Piece(start, end.id, self.fold(start, end.id).segments)
-        manifest = self.manifest(end.id)
-        if manifest.commit != end:
-            raise CorruptionError(
-                "the store holds another marker of this name than the log: one of them was put back",
-                hint="give every log a store of its own, or bring the right one back",
-                marker=end.id,
-                store=self.objects.url,
-            )
+        manifest = self.check(end)
         if manifest.previous != (start if start is not None and start.generation == end.generation else None):
             raise self._gap(end.id, manifest.previous)
         return Piece(start, end.id, tuple(ref for refs in manifest.segments for ref in refs))

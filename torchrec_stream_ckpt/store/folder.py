@@ -45,6 +45,8 @@ class FolderObjects:
     one kills the process (SIGBUS).
     """
 
+    reads_ahead = 4
+
     def __init__(self, root: Path) -> None:
         self.url = f"file://{root}"
         self._root = root

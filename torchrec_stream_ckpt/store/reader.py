@@ -14,7 +14,7 @@ import numpy.typing as npt
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import TableScalars
 from torchrec_stream_ckpt.format.manifest import Notes, SegmentRef
-from torchrec_stream_ckpt.format.segment import Front, check_chunk, parse_front
+from torchrec_stream_ckpt.format.segment import Entry, Front, check_chunk, entries_of, parse_front
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog, Cover
 from torchrec_stream_ckpt.types import MarkerId, TableShard
@@ -111,7 +111,7 @@ def load_fronts(objects: Objects, refs: Sequence[SegmentRef], job: bytes, pool: 
 
 def read_chunks(
     objects: Objects, picked: Sequence[Picked], pool: Executor, ahead: int = AHEAD
-) -> Iterator[tuple[Picked, np.void, memoryview]]:
+) -> Iterator[tuple[Picked, Entry, memoryview]]:
     """(segment, directory entry, bytes) of all chunks, segment by segment; their checksums have been compared.
 
     Args:
@@ -124,53 +124,44 @@ def read_chunks(
         CorruptionError: a segment is gone, shorter or altered.
         StoreUnavailableError: the store does not answer.
     """
-    pending: deque[tuple[Picked, npt.NDArray[np.int64], Future[memoryview]]] = deque()
+    pending: deque[tuple[Picked, list[Entry], Future[memoryview]]] = deque()
     wanted = ((each, run) for each in picked for run in _runs(each))
     try:
         while True:
             while len(pending) < ahead and (following := next(wanted, None)) is not None:
-                each, run = following
-                pending.append((each, run, pool.submit(_read_run, objects, each, run)))
+                pending.append((*following, pool.submit(_read_run, objects, *following)))
             if not pending:
                 return
             each, run, future = pending.popleft()
             data = future.result()
-            for entry, chunk in _split(each, run, data):
-                yield each, entry, chunk
+            for entry in run:
+                yield each, entry, _part(data, run, entry)
     finally:
         for _, _, future in pending:
             future.cancel()
 
 
-def _runs(picked: Picked) -> Iterator[npt.NDArray[np.int64]]:
+def _runs(picked: Picked) -> Iterator[list[Entry]]:
     """Chunks that are read together."""
-    offsets = picked.front.directory["offset"][picked.chunks].astype(np.int64)
-    ends = offsets + picked.front.directory["num_bytes"][picked.chunks]
-    begin = 0
-    for place in range(1, len(offsets) + 1):
-        if (
-            place == len(offsets)
-            or offsets[place] - ends[place - 1] > GAP_BYTES
-            or ends[place] - offsets[begin] > RANGE_BYTES
-        ):
-            yield picked.chunks[begin:place]
-            begin = place
+    run: list[Entry] = []
+    for entry in entries_of(picked.front.directory[picked.chunks]):
+        end = entry.offset + entry.num_bytes
+        if run and (entry.offset - run[-1].offset - run[-1].num_bytes > GAP_BYTES or end - run[0].offset > RANGE_BYTES):
+            yield run
+            run = []
+        run.append(entry)
+    if run:
+        yield run
 
 
-def _read_run(objects: Objects, picked: Picked, run: npt.NDArray[np.int64]) -> memoryview:
-    directory = picked.front.directory
-    end = int(directory["offset"][run[-1]]) + int(directory["num_bytes"][run[-1]])
-    data = objects.read(picked.ref.name, int(directory["offset"][run[0]]), end)
-    for entry, chunk in _split(picked, run, data):
-        check_chunk(entry, chunk, picked.ref.name)
+def _read_run(objects: Objects, picked: Picked, run: Sequence[Entry]) -> memoryview:
+    data = objects.read(picked.ref.name, run[0].offset, run[-1].offset + run[-1].num_bytes)
+    for entry in run:
+        check_chunk(entry, _part(data, run, entry), picked.ref.name)
     return data
 
 
-def _split(picked: Picked, run: npt.NDArray[np.int64], data: memoryview) -> Iterator[tuple[np.void, memoryview]]:
-    """The chunks of one read."""
-    directory = picked.front.directory
-    begin = int(directory["offset"][run[0]])
-    for number in run:
-        entry = directory[number]
-        offset = int(entry["offset"]) - begin
-        yield entry, data[offset : offset + int(entry["num_bytes"])]
+def _part(data: memoryview, run: Sequence[Entry], entry: Entry) -> memoryview:
+    """One chunk of what was read for a run."""
+    begin = entry.offset - run[0].offset
+    return data[begin : begin + entry.num_bytes]

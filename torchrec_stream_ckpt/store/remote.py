@@ -87,6 +87,8 @@ class FsspecObjects:
         ConfigError: the protocol is unknown or not fit, or its library is not installed.
     """
 
+    reads_ahead = 16
+
     def __init__(self, where: StoreUrl, options: Mapping[str, Any]) -> None:
         self.url = str(where)
         _check_protocol(where)

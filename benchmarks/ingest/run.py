@@ -1,0 +1,173 @@
+"""How fast the materializer folds a log, and what memory it takes: one rank, one interval, one core.
+
+    python benchmarks/ingest/run.py [--log file|kafka] [--megabytes 1000] [--rounds 3] [--out FILE.json]
+
+The log holds one table of 64 float32 columns with a row-wise optimizer state, in frames of 1 MB, of random rows. A
+round folds it into a fresh store, in a process of its own. Every frame's header, chain and checksum is looked at, rows
+are sorted, segments are written and synced. CPU is that of the whole process, the kernel's share included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT)]
+
+from tests import builders  # noqa: E402
+from torchrec_stream_ckpt.broker.kraft import Broker  # noqa: E402
+from torchrec_stream_ckpt.commit.control import Control  # noqa: E402
+from torchrec_stream_ckpt.format.control import Hello, Mark, Schema  # noqa: E402
+from torchrec_stream_ckpt.format.frame import Header, Kind, json_frame, seal  # noqa: E402
+from torchrec_stream_ckpt.format.rows import RowLayout  # noqa: E402
+from torchrec_stream_ckpt.log.api import open_log  # noqa: E402
+from torchrec_stream_ckpt.materialize.fold import Interval, fold_interval  # noqa: E402
+from torchrec_stream_ckpt.store.api import open_store  # noqa: E402
+from torchrec_stream_ckpt.types import RankEnd, StateSpec, TableShard  # noqa: E402
+
+STATE = StateSpec("momentum1", "float32", True)
+
+
+def frames(schema: Schema, num_bytes: int, draw: np.random.Generator) -> Iterator[bytes]:
+    """HELLO, so many bytes of rows, MARK."""
+    spec, seq, chain, sent = schema.tables[0], 0, 0, 0
+    rows = RowLayout.of(spec, spec.dim).max_rows
+    weights = draw.standard_normal((rows, spec.dim)).astype(np.float32)
+    shards = (TableShard(0, 0, spec.rows, 0, spec.dim),)
+
+    def header(kind: Kind) -> Header:
+        return Header(kind, builders.JOB, 1, seq=seq, chain=chain, schema_crc=schema.crc)
+
+    hello = header(Kind.HELLO)
+    yield bytes(json_frame(hello, Hello(1, schema, shards).to_json()))
+    chain = hello.header_crc
+    while sent < num_bytes:
+        seq += 1
+        ids = draw.choice(spec.rows, rows, replace=False, shuffle=False).astype(np.int64)
+        like, frame = builders.rows_frame(spec, [ids, weights, weights[:, 0]], table=0)
+        like.seq, like.chain, like.schema_crc = seq, chain, schema.crc
+        seal(like, frame)
+        chain, sent = like.header_crc, sent + len(frame)
+        yield bytes(frame)
+    seq += 1
+    mark = header(Kind.MARK)
+    mark.marker, mark.step = 1, 10
+    yield bytes(json_frame(mark, Mark(0, sent, ()).to_json()))
+
+
+def write_log(uri: str, num_bytes: int, rows: int) -> None:
+    """A log with one marker."""
+    schema = Schema((builders.table("t", rows, 64, "float32", STATE),))
+    log = open_log(uri)
+    incarnation = log.prepare(1).id
+    log.append_control(builders.claim(1, schema=schema, incarnation=incarnation).to_frame())
+    writer, begin, end, count, total, waiting, chain = log.open_writer(1, 0, 0), -1, 0, 0, 0, 0, 0
+    kept = []
+    for frame in frames(schema, num_bytes, np.random.default_rng(0)):
+        kept.append(frame)
+        writer.send(memoryview(frame))
+        count, total, waiting = count + 1, total + len(frame), waiting + 1
+        chain = int.from_bytes(frame[124:128], "little")
+        while waiting > 16:
+            acks = writer.poll(1.0)
+            waiting -= len(acks)
+            if acks and begin < 0:
+                begin = acks[0].offset
+            del kept[: len(acks)]
+    while waiting:
+        acks = writer.poll(1.0)
+        waiting -= len(acks)
+        end = acks[-1].end if acks else end
+    rank = RankEnd(0, 0, begin, end, count, chain, 0, total)
+    log.append_control(builders.commit(1, 1, [rank]).to_frame())
+    log.close()
+
+
+def fold(uri: str, store: str) -> dict[str, float]:
+    """Fold the marker; how long it took and what it needed."""
+    log = open_log(uri)
+    lineage = Control(log).refresh()
+    (commit,) = lineage.commits.values()
+    interval = Interval(lineage.claims[1], commit, commit.ranks[0], None)
+    cpu, begin = time.process_time(), time.perf_counter()
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    refs = fold_interval(log, open_store(store), interval, None)
+    took_s, cpu_s = time.perf_counter() - begin, time.process_time() - cpu
+    return {
+        "megabytes": interval.num_bytes / 1e6,
+        "wall_s": took_s,
+        "cpu_s": cpu_s,
+        "megabytes_a_second": interval.num_bytes / 1e6 / took_s,
+        "megabytes_a_cpu_second": interval.num_bytes / 1e6 / cpu_s,
+        "written_megabytes": sum(ref.num_bytes for ref in refs) / 1e6,
+        "segments": len(refs),
+        "peak_memory_megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
+        "memory_before_megabytes": rss / 1e3,
+        "private_peak_megabytes": private_peak_bytes() / 1e6,
+    }
+
+
+def private_peak_bytes() -> int:
+    """Most memory so far that is not a view of a file: the page cache lends those, and takes them back."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    return int(fields["RssAnon"].split()[0]) * 1024
+
+
+def machine() -> dict[str, Any]:
+    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
+    return {
+        "cpu": model.partition(":")[2].strip() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--log", choices=("file", "kafka"), default="file")
+    parser.add_argument("--megabytes", type=int, default=1000)
+    parser.add_argument("--rows", type=int, default=10_000_000, help="of the table")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="file the result as JSON")
+    args = parser.parse_args()
+    report: dict[str, Any] = {"case": "ingest", "date": time.strftime("%Y-%m-%d"), "machine": machine()}
+    report["command"] = f"python benchmarks/ingest/run.py --log {args.log} --megabytes {args.megabytes}"
+    with tempfile.TemporaryDirectory(prefix="ingest-", dir=os.environ.get("BENCH_DIR")) as scratch:
+        uri, broker = f"file://{scratch}/log", None
+        if args.log == "kafka":
+            broker = Broker(Path(scratch) / "broker")
+            uri = f"kafka://{broker.start(die_with=os.getpid()).bootstrap}/ingest"
+        try:
+            write_log(uri, args.megabytes * 1_000_000, args.rows)
+            rounds = []
+            for number in range(args.rounds):
+                with multiprocessing.get_context("spawn").Pool(1) as pool:
+                    rounds.append(pool.apply(fold, (uri, f"{scratch}/store-{number}")))
+        finally:
+            if broker is not None:
+                broker.stop()
+    report["median"] = {key: round(statistics.median(each[key] for each in rounds), 2) for key in rounds[0]}
+    report["rounds"] = rounds
+    print(json.dumps({key: value for key, value in report.items() if key != "rounds"}, indent=2))
+    if args.out is not None:
+        args.out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

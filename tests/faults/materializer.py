@@ -1,0 +1,194 @@
+"""SIGKILL of the materializer, again and again while its log grows; in the end its store says what the log says."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.faults.board import Row
+from tests.synthetic import PLAIN, ROWWISE, Job, image_of_store, images_of_chain
+from torchrec_stream_ckpt import failpoints
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.format.frame import HEADER_LEN
+from torchrec_stream_ckpt.format.segment import front_bytes_of, parse_front
+from torchrec_stream_ckpt.layout import parse_store_segment, parse_worker_name
+from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.types import MarkerId
+
+if TYPE_CHECKING:  # which imports torch, and this process needs none
+    from tests.faults.subject import Form
+
+POINTS = (
+    "fold.segment",
+    "fold.segment_put",
+    "fold.manifest",
+    "fold.manifest_put",
+    "materialize.manifest",
+    "materialize.manifest_put",
+    "store.put",
+    "store.rename",
+    "store.renamed",
+)
+"""Those that a job without dense state passes on a store in a folder."""
+PATIENCE_S = 60.0
+_MARKERS_A_KILL = 2
+
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["torchrec_stream_ckpt.cli.main", "tests.faults.materializer"])
+
+
+def serve(arguments: Sequence[str], output: Path, fuse: str = "", report: Path | None = None) -> None:
+    """The command line, in this process."""
+    from torchrec_stream_ckpt.cli.main import main
+
+    fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    failpoints.arm(fuse, report)
+    sys.argv = ["stream-ckpt", "materialize", *arguments]
+    main()
+
+
+def start(arguments: Sequence[str], output: Path, fuse: str = "", report: Path | None = None) -> BaseProcess:
+    """A process of its own that runs ``stream-ckpt materialize``."""
+    process = _processes.Process(target=serve, args=(arguments, output, fuse, report), daemon=True)
+    process.start()
+    return process
+
+
+def wait(what: str, done: Callable[[], object], output: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not done():
+        assert time.monotonic() < deadline, f"{what} did not come: {output.read_text()}"
+        time.sleep(0.005)
+
+
+def kills_of_the_materializer(form: Form) -> None:
+    """At random instants and at every point, on a store in a folder."""
+    draw = form.draw("materializer")
+    folder = form.folder("materializer")
+    job, objects = Job(folder / "log", seed=form.seed), open_store(str(folder / "store"))
+    arguments = [f"file://{folder / 'log'}", "--store", str(folder / "store"), "--poll-s", "0.01", "--json"]
+    arguments += ["--rebase", "0.5", "--compact", "span16"]
+    seen: set[str] = set()
+    for name in kills_of(form):
+        row = form.board.row(f"SIGKILL of the materializer {f'at {name}' if name else 'at a random moment'}")
+        row.injected += 1
+        report, output = folder / "fired", folder / "output"
+        for each in (report, output):
+            each.unlink(missing_ok=True)
+        output.touch()
+        process = start(arguments, output, f"{name}=kill@{draw.randint(1, 4)}" if name else "", report)
+        try:
+            row.fired += _grow_until_it_dies(job, draw, process, name, report, output)
+        finally:
+            process.kill()
+            process.join()
+        check_listed_objects(row, objects, seen)
+    row = form.board.row("SIGKILL of the materializer at a random moment")
+    process = start([*arguments, "--once"], folder / "last")
+    process.join(PATIENCE_S)
+    if process.exitcode:
+        row.err((folder / "last").read_text())
+    compare_all(row, folder / "log", objects)
+
+
+def kills_of(form: Form) -> list[str]:
+    """Points, and random moments as empty names, in random order."""
+    moments, times = (74, 14) if form.full else (12, 2)
+    kills = [""] * moments + [name for name in POINTS for _ in range(times)]
+    form.draw("kills of the materializer").shuffle(kills)
+    return kills
+
+
+def _grow_until_it_dies(
+    job: Job, draw: random.Random, process: BaseProcess, name: str, report: Path, output: Path
+) -> bool:
+    """Write markers under a materializer until it is dead; whether it died as it should have."""
+    if name:
+        deadline = time.monotonic() + PATIENCE_S
+        while process.is_alive():
+            assert time.monotonic() < deadline, f"{name} was not passed: {output.read_text()}"
+            grow(job, draw)
+            process.join(0.15)
+        return process.exitcode == -signal.SIGKILL and report.read_text() == f"{name}\n"
+    for _ in range(_MARKERS_A_KILL):
+        grow(job, draw)
+    if draw.random() < 0.8:
+        wait("its first line", output.read_bytes, output)
+    process.join(draw.uniform(0.0, 0.2))
+    os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()
+    return process.exitcode == -signal.SIGKILL
+
+
+def grow(job: Job, draw: random.Random) -> None:
+    """A marker more; now and then one that is given up, a restart, a branch, other columns, a table sent whole."""
+    if not job.generation:
+        job.begin()
+    elif draw.random() < 0.15:
+        parent = draw.choice(list(Control(job.log).refresh().commits)[-4:])
+        plain, rowwise, wide = job.splits[parent.generation]
+        swept, splits = draw.choice(
+            [
+                ([], (plain, rowwise, wide)),
+                ([], (2, rowwise, 3 - wide)),  # a row-wise state keeps its columns unless it is sent whole
+                ([ROWWISE], (plain, 3 - rowwise, wide)),
+                ([PLAIN], (3 - plain, rowwise, 1)),
+            ]
+        )
+        job.begin(parent, world=draw.randint(1, 3), swept=swept, splits=splits)
+    job.touch(draw.randint(0, 3))
+    if draw.random() < 0.2:
+        job.give_up()
+        job.touch(1)
+    job.commit()
+    job.touch(1)  # on no marker's path if a generation begins now
+
+
+def check_listed_objects(row: Row, objects: Objects, seen: set[str]) -> None:
+    """Whatever a listing shows is whole; what was seen before is not looked at again."""
+    fresh = [entry for entry in objects.list("") if entry.name not in seen]
+    seen |= {entry.name for entry in fresh}
+    for entry in fresh:
+        data = objects.read(entry.name)
+        if parse_store_segment(entry.name) is not None:
+            front = parse_front(objects.read(entry.name, 0, front_bytes_of(data[:HEADER_LEN], entry.name)), entry.name)
+            if front.num_bytes != len(data):
+                row.err(f"{entry.name} has {len(data)} of {front.num_bytes} bytes")
+        elif not len(data) and parse_worker_name(entry.name) is None:
+            row.err(f"{entry.name} is empty")
+
+
+def compare_all(row: Row, log_folder: Path, objects: Objects) -> None:
+    """Every committed marker, from the store alone, against the definition."""
+    log = FileLog(log_folder)
+    lineage = Control(log).refresh()
+    catalog = Catalog.load(objects, lineage.job)
+    leaves = {commit.generation: commit.id for commit in lineage.commits.values()}
+    done: set[MarkerId] = set()
+    for leaf in leaves.values():
+        for commit, image in images_of_chain(log, lineage, leaf):
+            if commit.id in done:
+                continue
+            done.add(commit.id)
+            if commit.id not in catalog.markers:
+                row.lose(f"{commit.id} is not in the store")
+            elif image_of_store(objects, lineage, commit.id) != image:
+                row.err(f"{commit.id} differs")
+            else:
+                row.compared += 1
+    if done != lineage.commits.keys():
+        row.lose(f"not compared: {lineage.commits.keys() - done}")
+    if extra := catalog.markers - lineage.commits.keys():
+        row.err(f"markers that nobody committed: {sorted(extra)}")

@@ -1,0 +1,116 @@
+"""Bases and spans say what the intervals below them say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import synthetic
+from tests.synthetic import ROWWISE, Job
+from tests.unit.test_fold import check, fold, history, lineage_of
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
+from torchrec_stream_ckpt.materialize import fold as fold_module
+from torchrec_stream_ckpt.materialize import materializer
+from torchrec_stream_ckpt.materialize import merge as merge_module
+from torchrec_stream_ckpt.materialize.materializer import Policy, _spans
+from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.types import MarkerId
+
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
+POLICIES = {
+    "bases": Policy(rebase=1e-9),
+    "some bases": Policy(rebase=0.7),
+    "spans": Policy(rebase=0, compact="span16"),
+    "both": Policy(rebase=2.0, compact="span16"),
+}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path / "log", seed=3)
+
+
+@pytest.mark.parametrize("part_bytes", [2000, 2**20], ids=["small parts", "one part"])
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_every_marker_is_the_same_over_bases_and_spans(
+    job: Job, policy: Policy, part_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (fold_module, merge_module):
+        monkeypatch.setattr(module, "SEGMENT_BYTES", part_bytes)
+    history(job)
+    catalog = Catalog.load(check(job, policy), synthetic.JOB)
+    starts = {start for start, _ in catalog.folds}
+    assert (None in starts) == (policy.rebase > 0)
+    assert bool(starts - {None}) == (policy.compact == "span16")
+
+
+def test_long_spans_stand_on_short_ones(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(materializer, "SPAN", 4)
+    job.begin(world=1)
+    for _ in range(17):
+        job.touch(1)
+        job.commit()
+    catalog, lineage = Catalog.load(check(job, Policy(rebase=0, compact="span16")), synthetic.JOB), lineage_of(job)
+    ends = {(start.marker if start else None, end.marker) for start, end in catalog.folds}
+    assert ends == {(1, 5), (5, 9), (9, 13), (13, 17), (1, 17)}
+    cover = catalog.cover(lineage.chain(MarkerId(1, 17)))
+    assert cover is not None
+    assert [piece.start for piece in cover.pieces] == [None, MarkerId(1, 1)]
+
+
+def test_a_new_base_comes_when_what_came_since_is_larger(job: Job) -> None:
+    job.begin()
+    job.commit()
+    objects, policy = store_of(job), Policy(rebase=1.5)
+    for _ in range(6):
+        for stream in job.streams:
+            for shard in stream.shards:  # every row of every table
+                job._put(stream, shard, synthetic.np.arange(shard.row0, shard.row0 + shard.rows))
+        job.flush()
+        job.commit()
+        fold(job, objects, policy)
+    bases = sorted(end.marker for start, end in Catalog.load(objects, synthetic.JOB).folds if start is None)
+    assert bases == [3, 5, 7], "one interval is about as large as the base"
+
+
+def test_rows_of_a_table_that_was_sent_whole_since_are_left_out(job: Job) -> None:
+    job.begin()
+    job.touch(10)
+    parent = job.commit()
+    job.begin(parent.id, swept=[ROWWISE])
+    job.commit()
+    objects = store_of(job)
+    fold(job, objects, Policy(rebase=1e-9))
+    base = Catalog.load(objects, synthetic.JOB).fold(None, MarkerId(2, 1))
+    assert sum(ref.rows for ref in base.segments) == sum(table.rows for table in synthetic.SCHEMA.tables)
+
+
+def test_row_wise_state_under_two_column_splits_without_a_sweep_is_refused(job: Job) -> None:
+    job.begin()
+    parent = job.commit()
+    job.begin(parent.id, splits=[1, 2, 1])
+    job.touch(20)
+    job.commit()
+    objects = store_of(job)
+    with pytest.raises(CorruptionError, match="two column splits"):
+        fold(job, objects, Policy(rebase=1e-9))
+    assert Catalog.load(objects, synthetic.JOB).folds == frozenset()
+
+
+@pytest.mark.parametrize(("place", "spans"), [(0, []), (1, []), (16, [16]), (32, [16]), (256, [16, 256]), (257, [])])
+def test_where_spans_end(place: int, spans: list[int]) -> None:
+    assert list(_spans(place)) == spans
+
+
+def test_a_policy_that_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ConfigError, match="rebase must not be negative"):
+        Policy(rebase=-1)
+    with pytest.raises(ConfigError, match="compact must be"):
+        Policy(compact="all")  # type: ignore[arg-type]
+
+
+def store_of(job: Job) -> Objects:
+    return open_store(str(job.root.parent / "store"))

@@ -1,0 +1,228 @@
+"""Keep a store up to date with its log until told to stop: look, catch up, wait, and outlast what is away."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torchrec_stream_ckpt.errors import (
+    CorruptionError,
+    LogUnavailableError,
+    MarkerNotFoundError,
+    MissingObjectError,
+    StoreUnavailableError,
+    StreamCkptError,
+)
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.materialize.materializer import Counts, Materializer, backlog_bytes
+from torchrec_stream_ckpt.types import MarkerId
+
+FIRST_RETRY_S = 1.0
+LAST_RETRY_S = 30.0
+
+
+class Stopped(Exception):  # noqa: N818
+    """Somebody has asked the service to stop; what it was doing is done again when it starts."""
+
+
+@dataclass(slots=True)
+class Status:
+    """Where a service stands, for people and for metrics. Written by one thread, read by others."""
+
+    doing: str = "starting"
+    newest: MarkerId | None = None
+    """The newest marker that is known to be in the store, by commit order."""
+    lag_markers: int = 0
+    """Committed markers that are not in the store."""
+    lag_bytes: int = 0
+    """Frames that lead to them."""
+    waiting_since_s: float | None = None
+    """When the oldest of them was committed, by the trainer's wall clock."""
+    errors: int = 0
+    """Failures that were outlasted, retries of one not counted."""
+
+    @property
+    def lag_s(self) -> float:
+        return max(0.0, time.time() - self.waiting_since_s) if self.waiting_since_s is not None else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened. Names of events and fields are stable: ``--json`` prints them."""
+
+    event: str
+    """``start``, ``marker``, ``waiting``, ``trouble``, ``recovered``, ``passed_over`` or ``stop``."""
+    fields: dict[str, Any]
+
+
+class Service:
+    """Follows one log.
+
+    Args:
+        read: The control partition as of now; None while there is no log.
+        open_: Makes the materializer, once the log has something to say; None while it cannot be known where the store
+            is.
+        report: Takes events, on the thread of :meth:`run`.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Lineage | None],
+        open_: Callable[[Lineage], Materializer | None],
+        report: Callable[[Event], None] = lambda _: None,
+    ) -> None:
+        self._read = read
+        self._open = open_
+        self.report = report
+        self._stop = threading.Event()
+        self._materializer: Materializer | None = None
+        self._compared = False
+        self._trouble = ""
+        self._missed = ""
+        self._said_waiting = False
+        self.status = Status()
+
+    @property
+    def counts(self) -> Counts:
+        return self._materializer.counts if self._materializer is not None else Counts()
+
+    @property
+    def doing(self) -> str:
+        """What it is doing now, for people."""
+        at_work = self._materializer is not None and not self._trouble
+        return self._materializer.doing if self._materializer is not None and at_work else self.status.doing
+
+    def stop(self) -> None:
+        """End :meth:`run` soon; safe on any thread and in a signal handler."""
+        self._stop.set()
+
+    def going_on(self) -> None:
+        """Passed to the materializer: ends its work when the service is to stop."""
+        if self._stop.is_set():
+            raise Stopped
+
+    def pass_over(self, commit: Commit, error: CorruptionError) -> None:
+        """Passed to the materializer when lost markers are to be passed over."""
+        self.status.errors += 1
+        self.report(Event("passed_over", {"marker": str(commit.id), "reason": error.headline}))
+
+    def run(self, *, once: bool, poll_s: float) -> None:
+        """Work until :meth:`stop`; with ``once``, until nothing is missing that is there now.
+
+        Raises:
+            MarkerNotFoundError: (``once``) there is no log.
+            LogUnavailableError, StoreUnavailableError: (``once``) one of them does not answer; else it waits for it.
+            CorruptionError, UnsupportedError, ConfigError: what waiting does not mend. The store is as it was.
+        """
+        retry_s = FIRST_RETRY_S
+        try:
+            while not self._stop.is_set():
+                try:
+                    self._round(once=once)
+                except (LogUnavailableError, StoreUnavailableError) as error:
+                    if once:
+                        raise
+                    self._say_trouble(error)
+                    self._stop.wait(retry_s)
+                    retry_s = min(2 * retry_s, LAST_RETRY_S)
+                    continue
+                retry_s = FIRST_RETRY_S
+                self._say_recovered()
+                if once:
+                    return
+                self._stop.wait(poll_s)
+        except Stopped:
+            pass
+        finally:
+            self.report(Event("stop", {"lag_markers": self.status.lag_markers, **asdict(self.counts)}))
+
+    def _round(self, *, once: bool) -> None:
+        """Put what is missing now into the store."""
+        lineage = self._read()
+        if lineage is None and once:
+            raise MarkerNotFoundError("there is no log here", hint="check the URI; a job makes its log")
+        if lineage is not None and self._materializer is None and lineage.claims:
+            self._materializer = self._open(lineage)
+        if lineage is None or self._materializer is None:
+            self._wait_for("a log" if lineage is None else "its first marker")
+            return
+        if not self._compared:
+            self._materializer.compare(lineage.job, self._read_again)
+            self._compared = True
+        try:
+            self._catch_up(lineage, self._materializer)
+        except MissingObjectError as error:
+            # Whoever takes markers away may have done so behind our listing: only what is missing again is lost.
+            if self._missed == error.headline:
+                raise
+            self._missed = error.headline
+            self._catch_up(lineage, self._materializer)
+        self._missed = ""
+
+    def _read_again(self) -> Lineage:
+        lineage = self._read()
+        if lineage is None:
+            raise LogUnavailableError("the log is gone", hint="bring it back")
+        return lineage
+
+    def _catch_up(self, lineage: Lineage, materializer: Materializer) -> None:
+        self._measure(lineage, materializer)
+        begin = time.monotonic()
+        for marker in self._measured(lineage, materializer):
+            commit = lineage.commits[marker]
+            self.status.newest = marker
+            counts, now = asdict(materializer.counts), time.monotonic()
+            self.report(
+                Event(
+                    "marker",
+                    {
+                        "marker": str(marker),
+                        "step": commit.step,
+                        "committed_s": commit.time_s,
+                        "lag_markers": self.status.lag_markers,
+                        "lag_bytes": self.status.lag_bytes,
+                        "lag_s": round(self.status.lag_s, 3),
+                        "took_s": round(now - begin, 3),
+                        **counts,
+                    },
+                )
+            )
+            begin = now
+
+    def _measured(self, lineage: Lineage, materializer: Materializer) -> Iterator[MarkerId]:
+        """:meth:`Materializer.catch_up`, with the lag behind each marker measured."""
+        for marker in materializer.catch_up(lineage):
+            self._measure(lineage, materializer)
+            yield marker
+        self._measure(lineage, materializer)
+        present = [marker for marker in reversed(lineage.commits) if marker in materializer.held]
+        self.status.newest = present[0] if present else None
+
+    def _measure(self, lineage: Lineage, materializer: Materializer) -> None:
+        missing = materializer.missing
+        self.status.lag_markers = len(missing)
+        self.status.lag_bytes = backlog_bytes(lineage, missing)
+        self.status.waiting_since_s = missing[0].time_s if missing else None
+
+    def _wait_for(self, what: str) -> None:
+        self.status.doing = f"waiting for {what}"
+        if not self._said_waiting:
+            self._said_waiting = True
+            self.report(Event("waiting", {"for": what}))
+
+    def _say_trouble(self, error: StreamCkptError) -> None:
+        """Once for each change: a log that is away for hours is one line."""
+        self.status.doing = f"trying again: {error.headline}"
+        if error.headline != self._trouble:
+            self._trouble = error.headline
+            self.status.errors += 1
+            self.report(Event("trouble", {"message": error.headline, "hint": error.hint}))
+
+    def _say_recovered(self) -> None:
+        if self._trouble:
+            self._trouble = ""
+            self.report(Event("recovered", {}))

@@ -1,0 +1,186 @@
+"""One live shard while it is being restored: where rows land, and which have come."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.rows import Array, RowsView
+from torchrec_stream_ckpt.restore.reshard import Move
+from torchrec_stream_ckpt.types import TableShard
+
+Places = npt.NDArray[np.int64] | slice
+"""Rows of a shard, from its first one; a slice where they lie side by side."""
+
+
+class Scratch:
+    """Memory of one thread for rows between two places: a fresh allocation a chunk costs more than the copy."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, npt.NDArray[np.uint8]] = {}
+
+    def take(self, slot: int, source: Array, index: npt.NDArray[np.int64]) -> Array:
+        """``source[index]``, good until the next call with this slot."""
+        row_bytes = source[:1].nbytes
+        size = len(index) * row_bytes
+        buffer = self._buffers.get(slot)
+        if buffer is None or len(buffer) < size:
+            buffer = self._buffers[slot] = np.empty(2 * size, np.uint8)
+        out = buffer[:size].view(source.dtype).reshape(len(index), *source.shape[1:])
+        np.take(_whole_rows(source), index, out=_whole_rows(out), mode="clip")
+        return out
+
+
+class Target:
+    """A shard's weights and states.
+
+    Args:
+        shard: Which one.
+        weights: Live, shape (rows, cols).
+        states: Live, shape (rows,) or (rows, cols).
+        moves: All that will be made into it.
+        merged: Whether states with one value a row are to be merged over column shards.
+    """
+
+    def __init__(
+        self,
+        shard: TableShard,
+        weights: torch.Tensor,
+        states: tuple[torch.Tensor, ...],
+        moves: Sequence[Move],
+        *,
+        merged: bool,
+    ) -> None:
+        self._shard = shard
+        self._weights = _Plane(weights)
+        self._states = [_Plane(state) for state in states]
+        self._merged = merged
+        self._cuts = sorted({edge for move in moves for edge in (move.col0, move.col0 + move.cols)})
+        """Columns between two cuts always arrive together."""
+        cells = (max(1, len(self._cuts) - 1), shard.rows)
+        self._arrived = np.zeros(cells, np.bool_)
+        self._newer = np.zeros(cells, np.bool_)
+        """Those that the store gave beside its base."""
+        # Row-wise state as one column shard of the source has it, kept apart until all have arrived.
+        self._pieces = {(move.col0, move.cols): [np.zeros(shard.rows) for _ in states] for move in moves if merged}
+
+    def put(self, move: Move, rows: RowsView) -> int:
+        """Put those rows that this move takes over all that came before; returns how many."""
+        chosen = np.flatnonzero((rows.ids >= move.row0) & (rows.ids < move.row0 + move.rows))
+        if not len(chosen):
+            return 0
+        if len(chosen) < len(rows.ids):
+            rows = RowsView(rows.ids[chosen], rows.weights[chosen], tuple(state[chosen] for state in rows.states))
+        places = _places(rows.ids - self._shard.row0)
+        self._write(move, move.col0, move.col0 + move.cols, places, rows.weights, rows.states)
+        first, last = self._columns(move)
+        self._arrived[first:last, places] = True
+        return len(rows.ids)
+
+    def fill(self, move: Move, rows: RowsView, scratch: Scratch) -> None:
+        """Put those rows that no newer chunk has given: ids ascend, and chunks come newest first."""
+        begin, end = np.searchsorted(rows.ids, (move.row0, move.row0 + move.rows))
+        places = rows.ids[begin:end] - self._shard.row0
+        for cut in range(*self._columns(move)):
+            newer = self._newer[cut]
+            fresh = np.flatnonzero(~newer[places])
+            if not len(fresh):
+                continue
+            fresh_places = places[fresh]
+            newer[fresh_places] = True
+            fresh += begin
+            states = [scratch.take(slot, state, fresh) for slot, state in enumerate(rows.states, 1)]
+            weights = scratch.take(0, rows.weights, fresh)
+            self._write(move, self._cuts[cut], self._cuts[cut + 1], fresh_places, weights, states)
+
+    def _columns(self, move: Move) -> tuple[int, int]:
+        """The columns of a move, as (first, end) of the cuts."""
+        return bisect_left(self._cuts, move.col0), bisect_left(self._cuts, move.col0 + move.cols)
+
+    def _write(self, move: Move, col0: int, end: int, places: Places, weights: Array, states: Sequence[Array]) -> None:
+        """Write columns [col0, end) of rows that have all columns of the move's source."""
+        here, columns = col0 - self._shard.col0, slice(col0 - move.source.col0, end - move.source.col0)
+        self._weights.put(places, weights[:, columns], here)
+        for position, (target, source) in enumerate(zip(self._states, states, strict=True)):
+            if source.ndim == 2:
+                target.put(places, source[:, columns], here)
+            elif self._merged:
+                self._pieces[col0, end - col0][position][places] = source
+            else:
+                target.put(places, source)
+
+    def finish(self, table: str) -> None:
+        """Check that every cell has come, then merge row-wise state where the plan says so.
+
+        Row-wise Adagrad keeps, for each column shard, the sum over steps of the mean of g^2 over the
+        shard's own columns. The mean of the sources, weighted by the columns that each of them gives, is
+        what one shard would hold for the same gradients; a split copies the value (docs/guarantees.md).
+        """
+        missing = int((~(self._arrived | self._newer).all(0)).sum())
+        if missing:
+            shard = self._shard
+            raise CorruptionError(
+                f"{missing} rows of this shard are nowhere", table=table, row0=shard.row0, col0=shard.col0
+            )
+        for position, target in enumerate(self._states):
+            if self._merged and target.tensor.dim() == 1:
+                # All sources have one column split: a generation that changed it has sent the table whole.
+                assert sum(cols for _, cols in self._pieces) == self._shard.cols
+                mean = np.zeros(self._shard.rows)
+                for (_, cols), piece in self._pieces.items():
+                    mean += piece[position] * (cols / self._shard.cols)
+                target.tensor.copy_(torch.from_numpy(mean))
+
+
+class _Plane:
+    """One live tensor, written by rows: on a CPU as strings of bytes, which is twice as fast as by numbers."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._array: Array | None = None
+        if tensor.device.type == "cpu":
+            plain = tensor.detach()
+            self._array = (plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain).numpy()
+
+    def put(self, places: Places, values: Array, col0: int = 0) -> None:
+        """Write rows, or of each the columns from ``col0`` on that ``values`` has."""
+        if self._array is not None:
+            part = self._array if values.ndim == 1 else self._array[:, col0 : col0 + values.shape[1]]
+            if isinstance(places, slice):
+                part[places] = values.view(part.dtype)
+            else:
+                _whole_rows(part)[places] = _whole_rows(values)
+            return
+        source = torch.from_numpy(np.array(values))
+        source = (source.view(torch.bfloat16) if self.tensor.dtype == torch.bfloat16 else source).to(self.tensor.device)
+        part_ = self.tensor if values.ndim == 1 else self.tensor[:, col0 : col0 + values.shape[1]]
+        if isinstance(places, slice):
+            part_[places] = source
+        else:
+            part_.index_copy_(0, torch.from_numpy(places).to(self.tensor.device), source)
+
+
+def _whole_rows(array: Array) -> npt.NDArray[Any]:
+    """Each row as one value; a view."""
+    if array.ndim == 1 or not len(array):
+        return array.reshape(len(array))
+    return array.view(_row_type(array.shape[1] * array.itemsize))[:, 0]
+
+
+@cache
+def _row_type(num_bytes: int) -> np.dtype[np.void]:
+    return np.dtype((np.void, num_bytes))
+
+
+def _places(local: npt.NDArray[np.int64]) -> Places:
+    """As a slice where rows lie side by side: copying a run costs less than placing rows."""
+    first, count = int(local[0]), len(local)
+    is_run = int(local[-1]) - first + 1 == count and bool((local[1:] > local[:-1]).all())
+    return slice(first, first + count) if is_run else local
