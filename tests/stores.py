@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
+import numpy as np
+
+from tests.builders import Stream, claim, commit, write
 from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.format.dense import dense_path, digest_files
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.layout import DATA_DIR, SEGMENTS_DIR
+from torchrec_stream_ckpt.format.segment import decode_chunk
+from torchrec_stream_ckpt.layout import CONTROL_FILE, CONTROL_LOCK, DATA_DIR, IDENTITY_FILE, SEGMENTS_DIR
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
 from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.store.catalog import Catalog, Cover
 from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.store.reader import load_held, read_chunks
 from torchrec_stream_ckpt.types import MarkerId
+
+Rows: TypeAlias = dict[tuple[int, int], bytes]
 
 
 def fold(
@@ -49,6 +60,86 @@ def lose_segments(directory: Path) -> None:
     shutil.rmtree(directory / SEGMENTS_DIR)
 
 
+def lose_log(directory: Path) -> None:
+    """Take the whole log away and leave the store in its folder."""
+    lose_rows(directory)
+    for name in (IDENTITY_FILE, CONTROL_FILE, CONTROL_LOCK):
+        (directory / name).unlink()
+    shutil.rmtree(directory / DATA_DIR)
+
+
 def contents(objects: Objects) -> Mapping[str, bytes]:
     """All objects of a store."""
     return {entry.name: bytes(objects.read(entry.name)) for entry in objects.list("")}
+
+
+def rows_of(objects: Objects, lineage: Lineage, marker: MarkerId) -> Rows:
+    """What the store says of every row at a marker, by (table, id): bytes of weights and states."""
+    catalog = Catalog.load(objects, lineage.job)
+    cover = catalog.cover(lineage.chain(marker))
+    assert cover is not None
+    return rows_in(catalog, lineage, marker, cover)
+
+
+def rows_in(catalog: Catalog, lineage: Lineage, marker: MarkerId, cover: Cover) -> Rows:
+    """As :func:`rows_of`, by a cover that was found before."""
+    assert cover.reach == marker
+    objects = catalog.objects
+    rows: Rows = {}
+    with ThreadPoolExecutor(2) as pool:
+        held = load_held(objects, catalog, cover, pool)
+        picked = [each for piece in held.pieces for each in piece.segments]
+        for each, entry, data in read_chunks(objects, picked, pool):
+            view = decode_chunk(entry, data, lineage.claims[marker.generation].schema, each.ref.name)
+            for place, number in enumerate(view.ids.tolist()):
+                values = (view.weights, *view.states)
+                rows[entry.table, number] = b"".join(value[place].tobytes() for value in values)
+    return rows
+
+
+class History:
+    """A job of one rank with a log in a folder, whose every row is known at every marker.
+
+    The marker with number N was committed N hours after the epoch.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.log = FileLog(root)
+        self._incarnation = self.log.prepare(1).id
+        self.rows: dict[MarkerId, Rows] = {}
+        """What is true at each marker, as :func:`rows_of` says it."""
+
+    def generation(self, number: int, markers: Iterable[int], parent: str = "") -> None:
+        """A generation with these markers; the first one of all sends every row, each other one some of them."""
+        above = MarkerId.parse(parent) if parent else None
+        self.log.append_control(claim(number, parent=above, incarnation=self._incarnation).to_frame())
+        stream, sent, end = Stream(generation=number), 0, 0
+        rows = dict(self.rows[above]) if above else {}
+        for marker in markers:
+            users, items = (range(8), range(6)) if not rows else ([marker % 8, (marker + number) % 8], [marker % 6])
+            value = 100.0 * number + marker
+            stream.rows(users, value)
+            stream.items(items, value)
+            stream.mark(marker)
+            one = np.float32(value).tobytes()
+            rows = rows | {(1, row): 5 * one for row in users} | {(0, row): 4 * one for row in items}
+            end = write(self.log, stream.frames[sent:], generation=number, at=end)[-1].end
+            sent = len(stream.frames)
+            self._commit(MarkerId(number, marker), stream, end)
+            self.rows[MarkerId(number, marker)] = rows
+
+    def _commit(self, marker: MarkerId, stream: Stream, end: int) -> None:
+        made = commit(marker.generation, marker.marker, [stream.end(0, end)], time_s=3600.0 * marker.marker)
+        folder = dense_path(self.root, made)
+        folder.mkdir(parents=True)
+        (folder / ".metadata").write_bytes(f"dense state of {marker}".encode())
+        self.log.append_control(replace(made, dense_files=digest_files(folder, [".metadata"])).to_frame())
+
+    @property
+    def lineage(self) -> Lineage:
+        return Control(self.log).refresh()
+
+    @property
+    def objects(self) -> Objects:
+        return open_store(str(self.root))

@@ -31,12 +31,15 @@ from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Hello
 from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.head import HeadState
+from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.ring import FrameRing
+from torchrec_stream_ckpt.layout import parse_uri
 from torchrec_stream_ckpt.loader import TrackedLoader
 from torchrec_stream_ckpt.log.api import Log, open_log
 from torchrec_stream_ckpt.log.publisher import Publisher
 from torchrec_stream_ckpt.restore.apply import StoreSource, apply_rows
 from torchrec_stream_ckpt.restore.choose import Choice, choose
+from torchrec_stream_ckpt.restore.lost import check_not_lost
 from torchrec_stream_ckpt.restore.plan import RestorePlan, check_schema, plan_restore
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import dense_in
@@ -548,9 +551,11 @@ class StreamCheckpointer:
 
     def _look_up(self, marker: MarkerId | None, *, use_head: bool) -> Choice | None:
         """(rank 0)"""
-        if self._log.incarnation() is None:
+        lineage = self._control.refresh() if self._log.incarnation() is not None else Lineage()
+        if not lineage.claims:
+            check_not_lost(parse_uri(self._config.uri), self._objects)
             if marker is not None:
                 raise MarkerNotFoundError("there is no log yet", hint="check the URI", uri=self._config.uri)
             return None
         head = self._open_head if use_head else lambda _: None
-        return choose(self._log, self._control.refresh(), self._dense_store, marker, self._objects, head)
+        return choose(self._log, lineage, self._dense_store, marker, self._objects, head)

@@ -20,6 +20,8 @@ Store, below its URL (``<job>`` is the job's id in 32 hex digits)::
     segments/<job>/f-g00000001-m00000048-from-root-p000.seg     part 0 of a fold's rows
     dropped/<job>/g00000001-m00000003                           retention gave this marker up
     workers/<job>/0123456789abcdef-00000042                     a materializer works on the job: its 42nd sign of life
+    pins/<job>/g00000001-m00000003                              retention must not give this marker up
+    garbage/<job>/t0001771234567890-1a2b3c4d.json               what nobody needed at a time, in milliseconds
     dense/<job>/g00000001-m00000007/NAME                        dense state of a marker
 
 HEAD, below its folder (by default one of the user in shared memory)::
@@ -51,6 +53,8 @@ MANIFESTS_DIR = "manifests"
 FOLDS_DIR = "folds"
 DROPPED_DIR = "dropped"
 WORKERS_DIR = "workers"
+PINS_DIR = "pins"
+GARBAGE_DIR = "garbage"
 TEMPORARY_PREFIX = ".put-"
 HEAD_FILE = "HEAD"
 HEAD_LOCK = "lock"
@@ -70,6 +74,9 @@ _FOLD_SEGMENT = re.compile(rf"{SEGMENTS_DIR}/{_JOB}/f-{_MARKER}-from-(?:root|{_M
 _MANIFEST = re.compile(rf"{MANIFESTS_DIR}/{_JOB}/{_MARKER}\.json")
 _DROPPED = re.compile(rf"{DROPPED_DIR}/{_JOB}/{_MARKER}")
 _WORKER = re.compile(rf"{WORKERS_DIR}/{_JOB}/([0-9a-f]{{16}})-([0-9]{{8,20}})")
+_PIN = re.compile(rf"{PINS_DIR}/{_JOB}/{_MARKER}")
+_GARBAGE = re.compile(rf"{GARBAGE_DIR}/{_JOB}/t([0-9]{{16}})-([0-9a-f]{{8}})\.json")
+_JOBS_OBJECT = re.compile(rf"[a-z]+/{_JOB}/.+")
 _DENSE_FILE = re.compile(rf"{DENSE_DIR}/{_JOB}/{_MARKER}/([^/]+)")
 _HEAD_SLICE = re.compile(r"t([0-9]{5,9})-c([0-9]{8,10})")
 _OBJECT_PART = re.compile(rf"(?!\.{{1,2}}$)(?!{re.escape(TEMPORARY_PREFIX)})[A-Za-z0-9._-]{{1,200}}")
@@ -321,6 +328,32 @@ def parse_worker_name(name: str) -> tuple[bytes, str, int] | None:
     match = _WORKER.fullmatch(name)
     found = (bytes.fromhex(match[1]), match[2], int(match[3])) if match else None
     return found if found and worker_name(*found) == name else None
+
+
+def pin_name(job: bytes, marker: MarkerId) -> str:
+    return f"{PINS_DIR}/{job.hex()}/{_marker_name(marker)}"
+
+
+def parse_pin_name(name: str) -> tuple[bytes, MarkerId] | None:
+    """(job, marker), or None when the name is no pin's."""
+    found = _job_and_marker(_PIN.fullmatch(name))
+    return found if found and pin_name(*found) == name else None
+
+
+def garbage_name(job: bytes, time_ms: int, crc: int) -> str:
+    """Name of a list of garbage that was found at a time, by its content's checksum."""
+    return f"{GARBAGE_DIR}/{job.hex()}/t{time_ms:016d}-{crc:08x}.json"
+
+
+def is_garbage_list(name: str) -> bool:
+    """Whether :func:`garbage_name` made it."""
+    return _GARBAGE.fullmatch(name) is not None
+
+
+def job_of_object(name: str) -> bytes | None:
+    """Whose object it is, by its name; None when it is no job's."""
+    match = _JOBS_OBJECT.fullmatch(name)
+    return bytes.fromhex(match[1]) if match else None
 
 
 def dense_file_name(job: bytes, marker: MarkerId, file: str) -> str:

@@ -36,10 +36,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "commit": LEAVES | {"format", "adapter", "log", "store", "commit"},
     "restore": LEAVES | {"format", "adapter", "log", "store", "restore"},
     "materialize": LEAVES | {"format", "log", "store", "materialize"},
+    "interchange": LEAVES | {"format", "adapter", "log", "store", "commit", "restore", "materialize", "interchange"},
     "cuts": LEAVES | {"format", "capture", "log", "commit"},
     "checkpointer": LEAVES | {"loader", "format", "adapter", "capture", "log", "store", "commit", "restore", "cuts"},
     "broker": {"errors", "broker"},
-    "cli": LEAVES | {"format", "log", "store", "commit", "restore", "materialize", "broker", "cli"},
+    "cli": LEAVES | {"format", "log", "store", "commit", "restore", "materialize", "interchange", "broker", "cli"},
     "__init__": {"config", "errors", "types", "loader", "checkpointer"},
 }
 """Room or module -> what it may import of this package."""
@@ -62,6 +63,10 @@ WITH_TORCH = frozenset(
         "commit/id_maps.py",
         "commit/random_state.py",
         "cuts.py",
+        "interchange/dcp.py",
+        "interchange/dcp_contents.py",
+        "interchange/dcp_import.py",
+        "interchange/dense_state.py",
         "restore/apply.py",
         "restore/from_head.py",
         "restore/from_store.py",
@@ -149,11 +154,19 @@ def test_the_client_of_prometheus_stays_in_its_module() -> None:
 
 def test_process_groups_stay_where_ranks_talk() -> None:
     for source in importers("torch.distributed"):
-        assert room(source) in ("commit", "checkpointer") or source == "restore/apply.py"
+        assert room(source) in ("commit", "checkpointer", "interchange") or source == "restore/apply.py"
+    of_checkpoints = ("torch.distributed.checkpoint.",)
+    for source in (source for source in importers("torch.distributed") if room(source) == "interchange"):
+        assert all(name.startswith(of_checkpoints) for name in imports(source) if name.startswith("torch.distributed"))
 
 
 def test_torch_is_imported_where_tensors_are_alone() -> None:
     assert importers("torch") <= WITH_TORCH
+
+
+def test_what_the_extra_export_brings_is_imported_by_its_format_alone() -> None:
+    assert importers("pyarrow") == {"interchange/parquet.py"}
+    assert importers("safetensors") == set()
 
 
 def test_no_source_is_pickled() -> None:

@@ -6,7 +6,22 @@ import sys
 
 import typer
 
-from torchrec_stream_ckpt.cli import broker, doctor, fence, list_, materialize, show, verify
+from torchrec_stream_ckpt.cli import (
+    broker,
+    diff,
+    doctor,
+    export,
+    fence,
+    gc,
+    import_,
+    list_,
+    materialize,
+    pin,
+    recover,
+    show,
+    trim,
+    verify,
+)
 from torchrec_stream_ckpt.errors import StreamCkptError
 
 app = typer.Typer(
@@ -20,7 +35,15 @@ app.command("show")(show.show_marker)
 app.command("verify")(verify.verify_markers)
 app.command("doctor")(doctor.examine_job)
 app.command("materialize")(materialize.materialize_log)
+app.command("diff")(diff.diff_markers)
+app.command("export")(export.export_marker)
+app.command("import")(import_.import_checkpoint)
+app.command("recover")(recover.recover_log)
 app.command("fence")(fence.fence_trainer)
+app.command("trim")(trim.trim_job)
+app.command("gc")(gc.collect_garbage)
+app.command("pin")(pin.pin_marker)
+app.command("unpin")(pin.unpin_marker)
 app.add_typer(broker.app, name="broker")
 
 

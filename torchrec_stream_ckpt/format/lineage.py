@@ -132,6 +132,11 @@ class Lineage:
             path.append(self.find(parent))
         return path[::-1]
 
+    def previous(self, marker: MarkerId) -> MarkerId | None:
+        """The committed marker before ``marker`` in its generation; None at the first one."""
+        before = [other for other in self.commits if other.generation == marker.generation and other < marker]
+        return max(before, default=None)
+
     def chain(self, marker: MarkerId) -> list[Commit]:
         """All committed markers on the path to ``marker``, oldest first, ``marker`` itself last.
 

@@ -1,4 +1,4 @@
-"""The JSON objects of a store: manifests, one a marker, and folds. Specified in docs/format.md.
+"""The JSON objects of a store: manifests, one a marker, folds, and what retention says. Specified in docs/format.md.
 
 Each is ``{"body": ..., "crc32c": ..., "format": 1, "kind": ...}`` in canonical JSON; the checksum is that of the
 canonical body.
@@ -10,13 +10,14 @@ import base64
 import binascii
 import json
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from crc32c import crc32c
 
-from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.format.control import Commit, Fields, Mark, canonical, parse_control
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.types import MarkerId, TableShard
@@ -24,6 +25,8 @@ from torchrec_stream_ckpt.types import MarkerId, TableShard
 FORMAT = 1
 """Format of a store: of its names, its segments and its JSON objects."""
 
+_LATEST_S = 2.0**36
+"""Some year that ``time`` can print."""
 _NAME = re.compile(r"[A-Za-z0-9_./-]{1,300}")
 
 
@@ -46,12 +49,15 @@ class Manifest:
 
     commit: Commit
     """As it stands in the control partition, signature and all."""
+    previous: MarkerId | None
+    """The marker before in its generation, where its interval begins; None at the generation's first one."""
     segments: tuple[tuple[SegmentRef, ...], ...]
     """By rank, each in the order of the stream: a row's newest version is in the last segment that has it."""
 
     def to_bytes(self) -> bytes:
         body = {
-            "commit": base64.b64encode(self.commit.to_frame()).decode("ascii"),
+            "commit": _frame_text(self.commit),
+            "previous": _marker_text(self.previous),
             "segments": [[asdict(each) for each in ranks] for ranks in self.segments],
         }
         return _wrap("manifest", body)
@@ -63,14 +69,12 @@ class Manifest:
         Raises:
             CorruptionError: it is altered, of a newer format, or none at all; names the object.
         """
-        body = _unwrap(data, "manifest", where, {"commit", "segments"})
-        commit = parse_control(_raw(body["commit"], where))
-        if not isinstance(commit, Commit):
-            raise CorruptionError("manifest does not hold a COMMIT", name=where)
+        body = _unwrap(data, "manifest", where, {"commit", "previous", "segments"})
+        commit, previous = _commit(body, where)
         ranks = tuple(_refs(each, where) for each in _list(body["segments"], where))
         if len(ranks) != len(commit.ranks) or not all(ranks):
             raise CorruptionError("manifest does not name segments of each rank", name=where)
-        return cls(commit, ranks)
+        return cls(commit, previous, ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,7 @@ class Fold:
     def to_bytes(self) -> bytes:
         body = {
             "job": self.job.hex(),
-            "start": str(self.start) if self.start else None,
+            "start": _marker_text(self.start),
             "end": str(self.end),
             "segments": [asdict(each) for each in self.segments],
         }
@@ -96,12 +100,76 @@ class Fold:
         """As :meth:`Manifest.from_bytes`."""
         body = _unwrap(data, "fold", where, {"job", "start", "end", "segments"})
         try:
-            job = bytes.fromhex(str(body["job"]))
-            start = MarkerId.parse(str(body["start"])) if body["start"] is not None else None
+            job, start = bytes.fromhex(str(body["job"])), _marker(body["start"])
             end = MarkerId.parse(str(body["end"]))
         except ValueError as error:
             raise CorruptionError(f"fold: {error}", name=where) from None
         return cls(job, start, end, _refs(body["segments"], where))
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A marker was given up: it is not offered any more.
+
+    Holds what its manifest said of the lineage, so that the manifest may go.
+    """
+
+    commit: Commit
+    previous: MarkerId | None
+    """As in the manifest."""
+    time_s: float
+    """When, Unix time."""
+    reason: str = "retention"
+    """By what, for people."""
+
+    @property
+    def day(self) -> str:
+        """When, for people."""
+        return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.time_s))
+
+    def to_bytes(self) -> bytes:
+        body = {
+            "commit": _frame_text(self.commit),
+            "previous": _marker_text(self.previous),
+            "time_s": self.time_s,
+            "reason": self.reason,
+        }
+        return _wrap("dropped", body)
+
+    @classmethod
+    def from_bytes(cls, data: Buffer, where: str) -> Dropped:
+        """As :meth:`Manifest.from_bytes`."""
+        body = _unwrap(data, "dropped", where, {"commit", "previous", "time_s", "reason"})
+        return cls(*_commit(body, where), _time(body, where), str(body["reason"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Garbage:
+    """Objects that nobody needed at some time; they go once that is long enough ago for all who were reading them."""
+
+    time_s: float
+    """When that was found, Unix time."""
+    names: tuple[str, ...]
+
+    def to_bytes(self) -> bytes:
+        return _wrap("garbage", {"time_s": self.time_s, "names": list(self.names)})
+
+    @classmethod
+    def from_bytes(cls, data: Buffer, where: str) -> Garbage:
+        """As :meth:`Manifest.from_bytes`."""
+        body = _unwrap(data, "garbage", where, {"time_s", "names"})
+        return cls(_time(body, where), tuple(str(name) for name in _list(body["names"], where)))
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Retention must keep a marker."""
+
+    time_s: float
+    """Since when, Unix time."""
+
+    def to_bytes(self) -> bytes:
+        return _wrap("pin", {"time_s": self.time_s})
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +188,39 @@ class Notes:
         """As :meth:`Manifest.from_bytes`; the checksum is the segment's."""
         fields = Fields(data, f"notes of {where}", cls)
         return cls(fields.each("shards", TableShard), Mark.from_json(canonical(fields.take("mark", dict))))
+
+
+def _commit(body: Mapping[str, Any], where: str) -> tuple[Commit, MarkerId | None]:
+    """The COMMIT that an object holds, and the marker before it in its generation."""
+    commit = parse_control(_raw(body["commit"], where))
+    if not isinstance(commit, Commit):
+        raise CorruptionError("this object does not hold a COMMIT", name=where)
+    try:
+        previous = _marker(body["previous"])
+    except ConfigError as error:
+        raise CorruptionError(error.message, name=where) from None
+    if previous is not None and not (previous < commit.id and previous.generation == commit.generation):
+        raise CorruptionError(f"{previous} is not in front of {commit.id}", name=where)
+    return commit, previous
+
+
+def _frame_text(commit: Commit) -> str:
+    return base64.b64encode(commit.to_frame()).decode("ascii")
+
+
+def _marker_text(marker: MarkerId | None) -> str | None:
+    return str(marker) if marker is not None else None
+
+
+def _marker(text: object) -> MarkerId | None:
+    return MarkerId.parse(str(text)) if text is not None else None
+
+
+def _time(body: Mapping[str, Any], where: str) -> float:
+    value = body["time_s"]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < _LATEST_S:
+        raise CorruptionError(f"{value!r:.40} is no time", name=where)
+    return float(value)
 
 
 def _wrap(kind: str, body: Mapping[str, Any]) -> bytes:

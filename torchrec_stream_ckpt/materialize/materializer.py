@@ -14,7 +14,7 @@ from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MissingObj
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.manifest import Manifest, SegmentRef
+from torchrec_stream_ckpt.format.manifest import Dropped, Manifest, SegmentRef
 from torchrec_stream_ckpt.layout import claim_name, dense_file_name, dropped_name, manifest_name
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.stream import read_hello
@@ -282,15 +282,23 @@ class Materializer:
         assert self._catalog is not None
         marker = interval.commit.id
         behind = [each.id for each in self.missing if marker in {link.id for link in lineage.chain(each.id)}]
-        held = self.held
-        remains = max((each.id for each in lineage.chain(marker) if each.id in held), default=None)
         lost = f"{marker}" if len(behind) < 2 else f"{marker} to {behind[-1]} ({len(behind)} markers)"
-        keeps = (
-            f"the store has marker {remains} and {len(held) - 1} more" if remains else "the store has none before it"
-        )
-        onward = f"restart the job from marker {remains} (restore={str(remains)!r})" if remains else "begin a new job"
+        trim = lineage.trim_of(marker.generation)
+        reach = trim.reach(marker.generation) if trim is not None else None
+        if trim is not None and reach is not None and reach >= marker:
+            return CorruptionError(
+                f"the log up to marker {reach} was trimmed on {trim.day}, and this store lacks {lost}: "
+                f"the store {trim.store} has them",
+                hint=f"fold into that one: --store {trim.store}",
+                marker=marker,
+                store=self._objects.url,
+            )
+        remains = max((each.id for each in lineage.chain(marker) if each.id in self.held), default=None)
+        keeps = f"the store has {len(self.held)} markers" if self.held else "the store is empty"
+        newest = f", {remains} the newest on its path" if remains else ""
+        onward = f"restart the job from marker {remains} by its name" if remains else "begin a new job"
         return CorruptionError(
-            f"the log no longer has what the store does not have yet: lost is {lost}; {keeps}: {cause.headline}",
+            f"the log no longer has what the store has not yet: lost is {lost}; {keeps}{newest}: {cause.headline}",
             hint=f"bring the log data back, or name the store that has it (--store); else {onward}, "
             "and go on with --pass-over-lost",
             marker=marker,
@@ -332,10 +340,13 @@ class Materializer:
             self._lose(commit, error, _DENSE_HINT)
         manifest = manifest_name(commit.job, commit.id)
         failpoint("materialize.manifest")
-        self._objects.put(manifest, [Manifest(commit, segments).to_bytes()])
+        self._objects.put(manifest, [Manifest(commit, lineage.previous(commit.id), segments).to_bytes()])
         failpoint("materialize.manifest_put")
         if commit.id in self.lost:  # later markers stand on its rows, but it cannot be offered
-            self._objects.put(dropped_name(commit.job, commit.id), [b"its dense state is gone"])
+            assert self._catalog is not None
+            dropped = Dropped(commit, lineage.previous(commit.id), commit.time_s, "the loss of its dense state")
+            self._objects.put(dropped_name(commit.job, commit.id), [dropped.to_bytes()])
+            self._catalog.dropped |= {commit.id}
             self.lost.remove(commit.id)
 
     def _take_dense(self, commit: Commit) -> None:
@@ -346,15 +357,17 @@ class Materializer:
             return
         self.doing = f"copying dense state of marker {commit.id}"
         dense = self._dense_of(commit)
-        dense.verify(commit)
-        folder = dense.local(commit)
-        for file in absent:
-            self._going_on()
-            with open(folder / file.name, "rb") as source:
-                self._objects.put(names[file], [_view(source)])
-            self.counts.dense_bytes += file.num_bytes
-            failpoint("materialize.dense")
-        dense.release()
+        try:
+            dense.verify(commit)
+            folder = dense.local(commit)
+            for file in absent:
+                self._going_on()
+                with open(folder / file.name, "rb") as source:
+                    self._objects.put(names[file], [_view(source)])
+                self.counts.dense_bytes += file.num_bytes
+                failpoint("materialize.dense")
+        finally:
+            dense.release()
 
     def _write_folds(self, lineage: Lineage, catalog: Catalog, commit: Commit) -> None:
         """Spans, then a base, as the policy wants them at this marker."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
+from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, TrimmedError
 from torchrec_stream_ckpt.format.control import Commit, Hello
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -19,7 +19,7 @@ from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.reader import Held, load_held
-from torchrec_stream_ckpt.types import LogSpan, MarkerId
+from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
 
 _READERS = 16
 
@@ -59,23 +59,40 @@ def choose(
         head: What the HEAD on this host holds of a job, if anything.
 
     Raises:
-        MarkerNotFoundError: ``marker`` was never committed.
+        MarkerNotFoundError: ``marker`` was never committed, or the store says that it was given up.
         CorruptionError: its dense state is damaged, or that of every marker is.
+        StoreUnavailableError: the store does not answer.
         TrimmedError: the log was trimmed, and the marker needs what is gone.
+        UnsupportedError: the store is of a newer format.
     """
     skipped: list[str] = []
+    catalog = load_catalog(objects, lineage)
     if marker is not None:
         commit = lineage.find(marker)
+        if catalog is not None:
+            catalog.check_offered(marker)
         dense.verify(commit)
     elif lineage.commits:
-        commit, skipped = _newest_whole(lineage, dense)
+        commit, skipped = _newest_whole(lineage, dense, catalog.dropped if catalog is not None else ())
     else:
         return None
-    held = hold(objects, lineage, commit.id, warm(head(lineage.job), lineage, commit.id))
+    held = hold(catalog, lineage, commit.id, head=warm(head(lineage.job), lineage, commit.id))
     reach = held.reach if held is not None else None
+    check_not_trimmed(log_, lineage, commit.id, reach)  # first: a log that was recovered is another one, too
     check_incarnation(log_, lineage, commit.id, reach)
-    check_not_trimmed(log_, lineage, commit.id, reach)
     return Choice(lineage, commit, read_hellos(log_, lineage, commit.id, held), tuple(skipped), held)
+
+
+def load_catalog(objects: Objects | None, lineage: Lineage) -> Catalog | None:
+    """What the store says that it holds of the job; None when nobody has written there.
+
+    Raises:
+        StoreUnavailableError: it does not answer.
+        UnsupportedError: it is of a newer format.
+    """
+    if objects is None or not lineage.claims or not check_store(objects):
+        return None
+    return Catalog.load(objects, lineage.job)
 
 
 def warm(head: HeadState | None, lineage: Lineage, marker: MarkerId) -> HeadState | None:
@@ -94,44 +111,54 @@ def warm(head: HeadState | None, lineage: Lineage, marker: MarkerId) -> HeadStat
     return head
 
 
-def hold(objects: Objects | None, lineage: Lineage, marker: MarkerId, head: HeadState | None = None) -> Held | None:
+def hold(
+    catalog: Catalog | None,
+    lineage: Lineage,
+    marker: MarkerId,
+    since: MarkerId | None = None,
+    head: HeadState | None = None,
+) -> Held | None:
     """What HEAD and the store have on the path to ``marker``, as far as their directories tell.
 
     What is damaged there is left out, with a warning: the log may still have it all. None when nothing is left.
 
     Args:
-        objects: The store, if there is one.
+        catalog: What the store holds, if it holds anything.
         lineage: The control partition.
         marker: What shall be restored.
+        since: Only what is behind this marker on its path.
         head: A HEAD on its path: only what is behind it comes from the store.
 
     Raises:
-        StoreUnavailableError: it does not answer.
-        UnsupportedError: it is of a newer format.
+        StoreUnavailableError: the store does not answer.
     """
-    chain = lineage.chain(marker)
-    if head is not None:
-        chain = chain[chain.index(head.commit) + 1 :]
-    held = _stored(objects, lineage, chain, head) if objects is not None and chain else None
+    try:
+        held = load_all(catalog, lineage, marker, since, head) if catalog is not None else None
+    except CorruptionError as error:
+        log.warning("the store cannot serve marker %s, the log is read: %s", marker, error.headline)
+        held = None
     if held is None and head is not None:
         scalars = tuple(record for each in head.notes for record in each.mark.scalars)
         held = Held(head.marker, (), scalars, tuple(each.shards for each in head.notes), head)
     return held
 
 
-def _stored(objects: Objects, lineage: Lineage, chain: Sequence[Commit], head: HeadState | None) -> Held | None:
-    if not check_store(objects):
+def load_all(
+    catalog: Catalog,
+    lineage: Lineage,
+    marker: MarkerId,
+    since: MarkerId | None = None,
+    head: HeadState | None = None,
+) -> Held | None:
+    """As :func:`hold`, of the store alone; raises CorruptionError for what is damaged."""
+    chain = lineage.chain(marker)
+    since = head.marker if head is not None else since
+    behind = [commit.id for commit in chain].index(since) + 1 if since is not None else 0
+    cover = catalog.cover(chain[behind:], since)
+    if cover is None:
         return None
-    try:
-        catalog = Catalog.load(objects, lineage.job)
-        cover = catalog.cover(chain, head.marker if head is not None else None)
-        if cover is None:
-            return None
-        with ThreadPoolExecutor(_READERS) as pool:
-            return load_held(objects, catalog, cover, pool, head)
-    except CorruptionError as error:
-        log.warning("the store cannot serve marker %s, the log is read: %s", chain[-1].id, error.headline)
-        return None
+    with ThreadPoolExecutor(_READERS) as pool:
+        return load_held(catalog.objects, catalog, cover, pool, head)
 
 
 def check_incarnation(log_: Log, lineage: Lineage, marker: MarkerId, reach: MarkerId | None = None) -> None:
@@ -153,32 +180,47 @@ def check_incarnation(log_: Log, lineage: Lineage, marker: MarkerId, reach: Mark
 
 
 def check_not_trimmed(log_: Log, lineage: Lineage, marker: MarkerId, reach: MarkerId | None = None) -> None:
-    """The log must hold what the store does not serve, also where it was trimmed: a trim deletes only what it can.
+    """What was trimmed on purpose must still be there, or be what a store serves: a trim deletes only what it can.
+
+    Args:
+        log_: The job's log.
+        lineage: Its control partition.
+        marker: What shall be read.
+        reach: Up to which marker on its path a store serves.
 
     Raises:
-        TrimmedError: it does not, and a store does.
+        TrimmedError: it is gone, and a store has it.
         CorruptionError: something is missing that nobody has trimmed.
     """
     needed = list(streams(lineage, marker, reach))
-    trims = [trim for commit, _, _ in needed if (trim := lineage.trim_of(commit.generation)) is not None]
+    trims = [
+        trim
+        for generation in {commit.generation: None for commit, _, _ in needed}
+        if (trim := lineage.trim_of(generation)) is not None
+    ]
     if not trims:
         return
     try:
-        log_.check_there(
-            [
-                LogSpan(commit.generation, end.partition, after.end if after is not None else end.begin, end.end)
-                for commit, end, after in needed
-            ]
-        )
+        log_.check_there([_behind(commit.generation, end, after) for commit, end, after in needed])
     except CorruptionError:
-        path = lineage.path(marker)
-        log_.check_there([span for each in path for span in lineage.spans(each.generation, each.ranks)])
+        untrimmed = [
+            (end, after, span) for commit, end, after in needed for span in lineage.spans(commit.generation, [end])
+        ]
+        log_.check_there([replace(span, begin=max(span.begin, _begin(end, after))) for end, after, span in untrimmed])
         raise TrimmedError(
             f"the log up to marker {trims[-1].id} was trimmed on {trims[-1].day}; the store {trims[-1].store} holds it",
             hint="give that store: store=URL, on the command line --store URL",
             marker=marker,
             store=trims[-1].store,
         ) from None
+
+
+def _behind(generation: int, end: RankEnd, after: RankEnd | None) -> LogSpan:
+    return LogSpan(generation, end.partition, _begin(end, after), end.end)
+
+
+def _begin(end: RankEnd, after: RankEnd | None) -> int:
+    return after.end if after is not None else end.begin
 
 
 def read_hellos(
@@ -196,9 +238,9 @@ def read_hellos(
     return hellos
 
 
-def _newest_whole(lineage: Lineage, dense: DenseStore) -> tuple[Commit, list[str]]:
+def _newest_whole(lineage: Lineage, dense: DenseStore, dropped: Container[MarkerId]) -> tuple[Commit, list[str]]:
     skipped: list[str] = []
-    for commit in reversed(lineage.commits.values()):
+    for commit in reversed([commit for commit in lineage.commits.values() if commit.id not in dropped]):
         try:
             dense.verify(commit)
         except CorruptionError as error:
@@ -206,6 +248,8 @@ def _newest_whole(lineage: Lineage, dense: DenseStore) -> tuple[Commit, list[str
             skipped.append(f"{commit.id}: {error.headline}")
         else:
             return commit, skipped
+    if not skipped:
+        raise MarkerNotFoundError("every committed marker was given up", hint="name another store", store=dense.url)
     raise CorruptionError(
         f"the dense state of all {len(skipped)} committed markers is gone or altered",
         hint="bring the store back, or name the right one",

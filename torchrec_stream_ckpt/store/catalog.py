@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError
+from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, MissingObjectError
 from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.manifest import Fold, Manifest, SegmentRef
+from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Manifest, SegmentRef
 from torchrec_stream_ckpt.layout import (
     DROPPED_DIR,
     FOLDS_DIR,
     MANIFESTS_DIR,
     FoldName,
     claim_name,
+    dropped_name,
     manifest_name,
     parse_dropped_name,
     parse_fold_name,
@@ -56,6 +57,10 @@ class Cover:
     def reach(self) -> MarkerId:
         return self.pieces[-1].end
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.num_bytes for piece in self.pieces)
+
 
 @dataclass(slots=True)
 class Catalog:
@@ -69,6 +74,8 @@ class Catalog:
     """Markers that retention has given up."""
     folds: frozenset[tuple[MarkerId | None, MarkerId]] = frozenset()
     _manifests: dict[MarkerId, Manifest] = field(default_factory=dict)
+    _folds: dict[tuple[MarkerId | None, MarkerId], Fold] = field(default_factory=dict)
+    _drops: dict[MarkerId, Dropped] = field(default_factory=dict)
 
     @classmethod
     def load(cls, objects: Objects, job: bytes) -> Catalog:
@@ -129,13 +136,45 @@ class Catalog:
             )
         return manifest
 
+    def drop_of(self, marker: MarkerId) -> Dropped:
+        """What was said when a marker was given up; raises as :meth:`manifest`."""
+        if marker not in self._drops:
+            name = dropped_name(self.job, marker)
+            drop = self._read(name, Dropped.from_bytes)
+            if (drop.commit.job, drop.commit.id) != (self.job, marker):
+                raise CorruptionError("this is about another marker than its name", name=name)
+            self._drops[marker] = drop
+        return self._drops[marker]
+
+    def check_offered(self, marker: MarkerId) -> None:
+        """Raises MarkerNotFoundError if the marker was given up, saying when and by what."""
+        if marker not in self.dropped:
+            return
+        try:
+            drop = self.drop_of(marker)
+            how = f"by {drop.reason} on {drop.day}"
+        except CorruptionError:
+            how = "some time ago"
+        raise MarkerNotFoundError(
+            f"marker {marker} was given up {how}",
+            hint="choose another one: stream-ckpt list URI shows which are offered",
+            store=self.objects.url,
+        )
+
     def fold(self, start: MarkerId | None, end: MarkerId) -> Fold:
         """A fold that is there; raises as :meth:`manifest`."""
-        name = FoldName(self.job, end, start).name
-        fold = self._read(name, Fold.from_bytes)
-        if (fold.job, fold.start, fold.end) != (self.job, start, end):
-            raise CorruptionError("fold is another one than its name says", name=name)
-        return fold
+        if (start, end) not in self._folds:
+            name = FoldName(self.job, end, start).name
+            fold = self._read(name, Fold.from_bytes)
+            if (fold.job, fold.start, fold.end) != (self.job, start, end):
+                raise CorruptionError("fold is another one than its name says", name=name)
+            self._folds[start, end] = fold
+        return self._folds[start, end]
+
+    def assuming(self, spans: Iterable[tuple[MarkerId | None, MarkerId]]) -> Catalog:
+        """The same with folds that are not written yet, and have no segments."""
+        folds = {(start, end): Fold(self.job, start, end, ()) for start, end in spans}
+        return replace(self, folds=self.folds | folds.keys(), _folds=self._folds | folds)
 
     def claim(self, generation: int) -> Claim:
         """The CLAIM of a generation that has a manifest, as it stands in the control partition."""
@@ -146,13 +185,32 @@ class Catalog:
         return claim
 
     def lineage(self) -> Lineage:
-        """What the control partition said of all markers that are here: for when the log is gone."""
+        """What the control partition said of all markers that are or were here: for when the log is gone.
+
+        Raises:
+            CorruptionError: a marker between others is not here, or an object is damaged.
+        """
         lineage = Lineage()
-        for marker in sorted(self.markers):
+        newest: dict[int, MarkerId] = {}
+        for marker in sorted(self.markers | self.dropped):
+            said = self.drop_of(marker) if marker in self.dropped else self.manifest(marker)
             if marker.generation not in lineage.claims:
                 lineage.apply(self.claim(marker.generation))
-            lineage.apply(self.manifest(marker).commit)
+            parent = lineage.claims[marker.generation].parent if said.previous is None else None
+            if said.previous != newest.get(marker.generation) or (parent and parent not in lineage.commits):
+                raise self._gap(marker, said.previous or parent)
+            lineage.apply(said.commit)
+            newest[marker.generation] = marker
         return lineage
+
+    def _gap(self, marker: MarkerId, previous: MarkerId | None) -> CorruptionError:
+        return CorruptionError(
+            f"the store lacks what lies between marker {marker} and the one before it that it knows"
+            if previous is None
+            else f"the store lacks marker {previous}, on which {marker} follows",
+            hint="bring its manifest back, or give the log's URI: the log knows all markers",
+            store=self.objects.url,
+        )
 
     def cover(self, chain: Sequence[Commit], since: MarkerId | None = None) -> Cover | None:
         """Pieces that lead as far along ``chain`` as the store does; None when they lead nowhere.
@@ -164,34 +222,50 @@ class Catalog:
         Raises:
             CorruptionError: a manifest that is needed is altered, or of another history than ``chain``.
         """
-        places = {since: -1} | {commit.id: place for place, commit in enumerate(chain)}
-        strides: dict[int, list[int]] = {}
+        strides = self.strides(chain, since)
+        reach = next((each.id for each in reversed(chain) if each.id in self.markers and each.id in strides), None)
+        if reach is None:
+            return None
+        commits = {commit.id: commit for commit in chain}
+        return Cover(tuple(self.piece(start, commits[end]) for start, end in follow(strides, reach, since)))
+
+    def strides(self, chain: Sequence[Commit], since: MarkerId | None = None) -> dict[MarkerId, MarkerId | None]:
+        """Where the longest piece that ends at a marker begins, for all markers that pieces lead to.
+
+        A piece counts only if others lead to where it begins: what is behind a gap leads nowhere.
+        """
+        places: dict[MarkerId | None, int] = {since: -1} | {commit.id: place for place, commit in enumerate(chain)}
+        folds: dict[MarkerId, list[MarkerId | None]] = {}
         for start, end in self.folds:
             if start in places and end in places and places[start] < places[end]:
-                strides.setdefault(places[end], []).append(places[start])
-        for place, commit in enumerate(chain):
-            if commit.id in self.markers:
-                strides.setdefault(place, []).append(place - 1)
-        for reach in reversed(range(len(chain))):
-            steps = _steps(strides, reach) if chain[reach].id in self.markers else None
-            if steps is not None:
-                return Cover(tuple(self._piece(chain, start, end, since) for start, end in steps))
-        return None
+                folds.setdefault(end, []).append(start)
+        found: dict[MarkerId, MarkerId | None] = {}
+        before = since
+        for commit in chain:
+            starts = folds.get(commit.id, []) + ([before] if commit.id in self.markers else [])
+            led = [start for start in starts if start == since or start in found]
+            if led:
+                found[commit.id] = min(led, key=lambda start: places[start])
+            before = commit.id
+        return found
 
-    def _piece(self, chain: Sequence[Commit], start: int, end: int, since: MarkerId | None) -> Piece:
-        first = chain[start].id if start >= 0 else since
-        if (first, chain[end].id) in self.folds:
-            return Piece(first, chain[end].id, self.fold(first, chain[end].id).segments)
-        manifest = self.check(chain[end])
-        return Piece(first, chain[end].id, tuple(ref for refs in manifest.segments for ref in refs))
+    def piece(self, start: MarkerId | None, end: Commit) -> Piece:
+        """What is there of (start, end]: a fold, or else an interval; raises as :meth:`cover`."""
+        if (start, end.id) in self.folds:
+            return Piece(start, end.id, self.fold(start, end.id).segments)
+        manifest = self.check(end)
+        if manifest.previous != (start if start is not None and start.generation == end.generation else None):
+            raise self._gap(end.id, manifest.previous)
+        return Piece(start, end.id, tuple(ref for refs in manifest.segments for ref in refs))
 
 
-def _steps(strides: Mapping[int, Sequence[int]], reach: int) -> list[tuple[int, int]] | None:
-    """The longest strides from the start of a chain, -1, to ``reach``; None when there is a gap."""
+def follow(
+    strides: Mapping[MarkerId, MarkerId | None], reach: MarkerId, since: MarkerId | None = None
+) -> list[tuple[MarkerId | None, MarkerId]]:
+    """(start, end) of the pieces that lead from ``since`` to ``reach``, oldest first; see :meth:`Catalog.strides`."""
     steps = []
-    while reach >= 0:
-        if reach not in strides:
-            return None
-        steps.append((min(strides[reach]), reach))
-        reach = min(strides[reach])
+    at: MarkerId | None = reach
+    while at is not None and at != since:
+        steps.append((strides[at], at))
+        at = strides[at]
     return steps[::-1]

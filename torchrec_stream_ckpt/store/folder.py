@@ -197,7 +197,7 @@ class FolderObjects:
             if doing != "write" and self._is_gone(error):
                 raise MissingObjectError(
                     "the store does not hold this object",
-                    hint="stream-ckpt verify tells which markers are whole",
+                    hint="if stream-ckpt gc ran meanwhile, try again; stream-ckpt verify tells which markers are whole",
                     path=path,
                 ) from None
             if error.errno == errno.ELOOP:

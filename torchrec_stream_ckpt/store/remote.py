@@ -238,7 +238,7 @@ def _translated(error: Exception, doing: str, url: str, name: str) -> Exception:
     if isinstance(error, FileNotFoundError) and "NoSuchBucket" not in signs:
         return MissingObjectError(
             "the store does not hold this object",
-            hint="stream-ckpt verify tells which markers are whole",
+            hint="if stream-ckpt gc ran meanwhile, try again; stream-ckpt verify tells which markers are whole",
             store=url,
             name=name,
         )

@@ -1,0 +1,213 @@
+"""Any marker back: this library's store beside naive increments, Check-N-Run and IncrCP, over the same frames.
+
+    python benchmarks/recovery/run.py [--quick] [--workload kaggle deepfm pnn] [--out STEM] [--scratch DIR]
+
+A stream is written by the library's own codec, marker by marker; every scheme makes each marker durable from the same
+frames; then chosen markers are restored by all of them in interleaved rounds, with the page cache warm and cold. Every
+scheme's state is compared with the reference bit for bit before it is timed. README.md says what each one does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from baselines import Differential, DifferentialWithResets, Naive, NaiveByIndexCopy
+from death_index import compare
+from incrcp import IncrCp, IncrCpWithResets
+from measure import Make, Measured, Plan, can_drop_caches, machine, run_group
+from ours import FromLog, FromStore, Head
+from report import against_paper, lines, newest_lines, plot, ratio, summary
+from saved import TorchLoad, TorchLoadAndCopy, TorchMmapAndCopy
+from workload import Values, Workload
+
+from torchrec_stream_ckpt.materialize.materializer import Policy
+
+WORKLOADS = {
+    "kaggle": Workload("kaggle", rows=10_000_000, dim=64, batch=2560, intervals=150),
+    "deepfm": Workload("deepfm", rows=2_000_000, dim=16, batch=1024, intervals=150),
+    "pnn": Workload("pnn", rows=2_000_000, dim=10, batch=1024, intervals=150),
+}
+QUICK = {"rows": 30_000, "batch": 64, "intervals": 16}
+MARKERS = (10, 31, 50, 75, 100, 125, 150)
+
+# Each group is built and measured by itself, as all of them together would not fit a small disk; naive is in both.
+GROUPS: dict[str, dict[str, Make]] = {
+    "one base": {
+        "naive": Naive,
+        "naive, index_copy_": NaiveByIndexCopy,
+        "differential": Differential,
+        "IncrCP": IncrCp,
+        "log, no store": FromLog,
+        "store": partial(FromStore, Policy(rebase=0)),
+        "store, span16": partial(FromStore, Policy(rebase=0, compact="span16")),
+        "store, head": Head,
+        "torch.load": TorchLoad,
+        "torch.load + copy": TorchLoadAndCopy,
+        "torch.load, mmap + copy": TorchMmapAndCopy,
+    },
+    "new bases": {
+        "naive": Naive,
+        "Check-N-Run": DifferentialWithResets,
+        "IncrCP, base reset": IncrCpWithResets,
+        "store, rebase": partial(FromStore, Policy(rebase=1)),
+    },
+}
+
+
+def main() -> None:
+    args = _arguments()
+    torch.set_num_threads(args.threads)
+    report: dict[str, Any] = {
+        "case": "recovery",
+        "date": time.strftime("%Y-%m-%d"),
+        "command": f"python benchmarks/recovery/run.py {' '.join(sys.argv[1:])}".rstrip(),
+        "machine": machine(),
+        "load_average_before": os.getloadavg()[0],
+        "rounds": {"warm": args.rounds, "cold": args.cold_rounds, "cold_by": args.cold_by},
+        "workloads": {},
+    }
+    with tempfile.TemporaryDirectory(prefix="recovery-", dir=args.scratch) as scratch:
+        for name in args.workload:
+            report["workloads"][name] = _run(_shape(name, args), args, Path(scratch))
+    report["load_average_after"] = os.getloadavg()[0]
+    _print(report)
+    if args.out is not None:
+        args.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+        for name, found in report["workloads"].items():
+            plot(name, found["groups"], args.out.with_name(f"{args.out.name}_{name}"))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--quick", action="store_true", help=f"small: {QUICK}, 2 rounds")
+    parser.add_argument("--rows", type=int, help="of all tables together")
+    parser.add_argument("--markers", type=int, help="intervals behind the base")
+    parser.add_argument("--batch", type=int, help="samples a step; an interval is 10 steps")
+    parser.add_argument("--restore", type=int, nargs="+", help="markers to restore; the newest one always is")
+    parser.add_argument("--rounds", type=int, help="with the page cache warm (default 7)")
+    parser.add_argument("--cold-rounds", type=int, help="and cold (default 5)")
+    parser.add_argument("--cold-by", choices=("fadvise", "drop-caches"), help="default: drop-caches where root allows")
+    parser.add_argument("--threads", type=int, default=2, help="of torch")
+    parser.add_argument("--schemes", nargs="+", help="only these, and naive")
+    parser.add_argument("--scratch", type=Path, help="folder for the files, on the disk to be measured; removed again")
+    parser.add_argument("--out", type=Path, help="file STEM.json and STEM_*.png")
+    args = parser.parse_args()
+    if args.rounds is None:
+        args.rounds = 2 if args.quick else 7
+    if args.cold_rounds is None:
+        args.cold_rounds = 1 if args.quick else 5
+    if args.cold_by is None:
+        args.cold_by = "drop-caches" if can_drop_caches() and not args.quick else "fadvise"
+    return args
+
+
+def _shape(name: str, args: argparse.Namespace) -> Workload:
+    """The workload as the flags want it."""
+    sizes = dict(QUICK) if args.quick else {}
+    asked = {"rows": args.rows, "batch": args.batch, "intervals": args.markers}
+    return replace(WORKLOADS[name], **sizes | {key: value for key, value in asked.items() if value})
+
+
+def _run(workload: Workload, args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    wanted = {marker for marker in args.restore or MARKERS if marker < workload.intervals} | {workload.intervals}
+    few = sorted({*sorted(wanted)[::2], workload.intervals})
+    _check_room(workload, few, scratch)
+    plan = Plan(tuple(sorted(wanted)), args.rounds, args.cold_rounds, args.cold_by == "drop-caches")
+    values = Values(workload)
+    groups, index = {}, {}
+    for number, (name, makes) in enumerate(GROUPS.items()):
+        chosen = {key: make for key, make in makes.items() if not args.schemes or key in ("naive", *args.schemes)}
+        folder = scratch / f"{workload.name}-{number}"
+        # Every new base that a marker needs takes the room of all tables.
+        measured = run_group(workload, values, chosen, replace(plan, markers=tuple(few)) if number else plan, folder)
+        groups[name] = summary(measured.records)
+        if not number:
+            index = _death_index(measured, plan)
+        del measured
+        shutil.rmtree(folder)
+    rows = [len(touched) for touched in workload.touched[1:]]
+    return {
+        "rows": workload.rows,
+        "dim": workload.dim,
+        "row_bytes": workload.row_bytes,
+        "batch": workload.batch,
+        "steps_an_interval": workload.steps,
+        "zipf": workload.zipf,
+        "markers": workload.intervals,
+        "rows_an_interval": round(sum(rows) / len(rows)),
+        "groups": groups,
+        "against_the_paper": against_paper(groups),
+        "death_index": index,
+    }
+
+
+def _check_room(workload: Workload, markers: Sequence[int], scratch: Path) -> None:
+    """Of the two groups the first one takes more increments, the second one more bases."""
+    base = workload.row_bytes * workload.rows
+    increments = workload.row_bytes * sum(len(touched) for touched in workload.touched[1:])
+    wanted = max(5 * base + 7 * increments, (4 + len(markers)) * base + 5 * increments)
+    free = shutil.disk_usage(scratch).free
+    if free < wanted:
+        sys.exit(
+            f"{scratch} has {free / 1e9:.0f} GB free, {workload.name} wants {wanted / 1e9:.0f}: name another --scratch"
+        )
+
+
+def _death_index(measured: Measured, plan: Plan) -> dict[str, Any]:
+    naive = measured.schemes["naive"]
+    assert isinstance(naive, Naive)
+    found = {}
+    for marker in plan.markers:
+        saved = compare(naive, marker, measured.tables, plan.rounds)
+        found[str(marker)] = {
+            "naive_ms": _ms(saved.naive_s),
+            "flags_ms": _ms(saved.flags_s),
+            "index_ms": _ms(saved.index_s),
+            "naive_to_flags": round(ratio(saved.flags_s, saved.naive_s), 3),
+            "flags_to_index": round(ratio(saved.index_s, saved.flags_s), 3),
+            "rows_read": saved.rows_read,
+            "rows_alive": saved.rows_alive,
+        }
+    return found
+
+
+def _ms(seconds: list[float]) -> list[float]:
+    return [round(1e3 * each, 2) for each in seconds]
+
+
+def _print(report: dict[str, Any]) -> None:
+    print(f"{report['command']}\n{report['machine']}")
+    print(f"load average {report['load_average_before']:.2f} before, {report['load_average_after']:.2f} behind")
+    for name, found in report["workloads"].items():
+        print(
+            f"\n{name}: {found['rows']} rows x {found['dim']}, {found['markers']} markers of "
+            f"{found['rows_an_interval']} rows ({found['rows_an_interval'] * found['row_bytes'] / 1e6:.1f} MB)"
+        )
+        for group, rows in found["groups"].items():
+            print("\n".join(lines(group, rows)))
+            print("\n".join(newest_lines(rows)))
+        for key, value in found["against_the_paper"].items():
+            print(f"  {key}: {value}")
+        for marker, saved in found["death_index"].items():
+            print(
+                f"  marker {marker}, delta, newest first: with flags {saved['naive_to_flags']:.2f}x as fast as naive; "
+                f"flags / death index {saved['flags_to_index']:.2f}; "
+                f"{saved['rows_alive'] / saved['rows_read']:.0%} of the rows are alive"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""What operators see of retention, gc and trim."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests import stores
+from tests.stores import History
+from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
+from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.materialize.materializer import Policy
+from torchrec_stream_ckpt.restore.choose import choose
+from torchrec_stream_ckpt.store.dense import DenseFolder
+from torchrec_stream_ckpt.types import MarkerId
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> History:
+    """Generation 2 stands on 1:2, and the store has all."""
+    made = History(tmp_path)
+    made.generation(1, [1, 2, 3])
+    made.generation(2, [3, 4], "1:2")
+    stores.fold(tmp_path, Policy(rebase=0))
+    return made
+
+
+def run(*arguments: str) -> str:
+    done = CliRunner().invoke(app, arguments)
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def gc(history: History, *arguments: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(run("gc", "--store", str(history.root), *arguments, "--json"))
+    return found
+
+
+def markers(history: History, *arguments: str) -> dict[str, dict[str, Any]]:
+    rows = json.loads(run("list", f"file://{history.root}", "--json", *arguments))["markers"]
+    return {row["marker"]: row for row in rows}
+
+
+def test_gc_without_an_option_to_keep_deletes_nothing_and_says_so(history: History) -> None:
+    before = stores.contents(history.objects)
+    assert "nothing was deleted: say what to keep" in run("gc", "--store", str(history.root))
+    (record,) = gc(history)
+    assert (record["dry_run"], record["kept"], record["deleted"]) == (True, ["1:1", "1:2", "1:3", "2:3", "2:4"], [])
+    assert stores.contents(history.objects) == before
+
+
+def test_a_dry_run_names_what_goes_and_a_run_deletes_it(history: History) -> None:
+    before = stores.contents(history.objects)
+    options = ("--newest", "2", "--grace", "0s", "--compact")
+    (planned,) = gc(history, *options, "--dry-run")
+    said = run("gc", f"file://{history.root}", "--store", str(history.root), *options, "--dry-run")
+    assert stores.contents(history.objects) == before
+    (done,) = gc(history, *options)
+    after = stores.contents(history.objects)
+    gone = {name: len(data) for name, data in before.items() if name not in after}
+    assert {each["name"]: each["num_bytes"] for each in done["deleted"]} == gone
+    assert (planned["deleted"], planned["deleted_bytes"]) == (done["deleted"], sum(gone.values()))
+    assert all(f"delete {name} ({size} bytes)" in said for name, size in gone.items())
+    assert done["dropped"] == ["1:1", "1:2", "1:3"]
+
+
+def test_objects_wait_for_an_hour_unless_told_otherwise(history: History) -> None:
+    (record,) = gc(history, "--newest", "1", "--compact")
+    assert record["deleted"] == []
+    assert record["later_bytes"] == sum(each["num_bytes"] for each in record["later"]) > 0
+
+
+def test_a_pin_keeps_a_marker_until_it_is_taken_away(history: History) -> None:
+    uri = f"file://{history.root}"
+    assert "is pinned" in run("pin", uri, "1:1", "--store", str(history.root))
+    assert gc(history, "--newest", "1")[0]["kept"] == ["1:1", "2:4"]
+    assert "no longer pinned" in run("unpin", uri, "1:1", "--store", str(history.root))
+    with pytest.raises(MarkerNotFoundError, match="marker 1:1 is not pinned"):
+        run("unpin", uri, "1:1", "--store", str(history.root))
+    assert gc(history, "--newest", "1")[0]["kept"] == ["2:4"]
+    with pytest.raises(MarkerNotFoundError, match="marker 1:1 was given up by retention on 20"):
+        run("pin", uri, "1:1", "--store", str(history.root))
+    with pytest.raises(MarkerNotFoundError, match="marker 2:4 is not in the store"):
+        run("pin", uri, "2:4", "--store", str(history.root / "elsewhere"))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (("--keep-all-for", "soon"), ConfigError, "'soon' is no duration"),
+        (("--then-every", "0"), ConfigError, "then_every must be at least 1"),
+        (("--newest", "0"), ConfigError, "newest must be at least 1"),
+        (("--newest", "1", "--grace", "-1h"), ConfigError, "'-1h' is no duration"),
+        (("--newest", "1", "--job", "7"), ConfigError, "'7' is no job"),
+        (
+            ("--newest", "1", "--job", "00" * 16),
+            MarkerNotFoundError,
+            "the store has no marker of job 0+, but of job 0+7",
+        ),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    history: History, options: tuple[str, ...], error: type[Exception], message: str
+) -> None:
+    before = stores.contents(history.objects)
+    with pytest.raises(error, match=message):
+        gc(history, *options)
+    assert stores.contents(history.objects) == before
+
+
+def test_each_job_of_a_store_is_looked_at(history: History) -> None:
+    job, other = history.lineage.job.hex(), "00" * 15 + "08"
+    folder = history.root / "manifests" / other
+    folder.mkdir()
+    (folder / "g00000001-m00000001.json").write_bytes(b"{}")
+    with pytest.raises(CorruptionError, match="not a manifest of this store"):
+        gc(history, "--newest", "1")
+    assert [record["job"] for record in gc(history, "--newest", "1", "--job", job)] == [job]
+    assert [record["job"] for record in gc(history, f"file://{history.root}", "--newest", "1")] == [job]
+
+
+def test_a_dropped_marker_is_not_restored_and_the_list_says_when_it_was_given_up(history: History) -> None:
+    gc(history, "--newest", "1")  # nothing is deleted yet, and the log has all
+    dense = DenseFolder(history.root)
+    for marker in ("1:1", "2:3"):
+        with pytest.raises(MarkerNotFoundError, match=f"marker {marker} was given up by retention on 20") as refused:
+            choose(history.log, history.lineage, dense, MarkerId.parse(marker), history.objects)
+        assert "stream-ckpt list" in refused.value.hint
+    chosen = choose(history.log, history.lineage, dense, None, history.objects)
+    assert chosen is not None
+    assert chosen.commit.id == MarkerId(2, 4)
+    rows = markers(history)
+    assert (rows["2:4"]["restorable"], rows["2:4"]["from"], rows["2:4"]["dropped"]) == (True, "store", None)
+    assert (rows["1:1"]["restorable"], rows["1:1"]["from"]) == (False, None)
+    assert rows["1:1"]["dropped"].startswith("20")
+    assert "given up by retention on 20" in rows["1:1"]["reason"]
+    tree = run("list", f"file://{history.root}", "--tree")
+    assert "marker 2:4" in tree
+    assert tree.count(", given up") == 4
+
+
+def test_list_and_show_say_where_a_marker_comes_from(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    history.generation(1, [1, 2, 3])
+    assert {row["from"] for row in markers(history).values()} == {"log"}
+    stores.fold(tmp_path, upto=MarkerId(1, 2))
+    found = markers(history)
+    assert {marker: row["from"] for marker, row in found.items()} == {
+        "1:1": "store",
+        "1:2": "store",
+        "1:3": "store+log",
+    }
+    assert all(row["log"] for row in found.values())
+    stores.lose_rows(tmp_path)
+    found = markers(history)
+    assert {marker: (row["from"], row["log"]) for marker, row in found.items()} == {
+        "1:1": ("store", False),
+        "1:2": ("store", False),
+        "1:3": (None, False),
+    }
+    shown = json.loads(run("show", f"file://{tmp_path}", "--marker", "1:2", "--json"))
+    assert (shown["from"], shown["store_reach"], shown["store_pieces"]) == ("store", "1:2", 2)
+    assert shown["store_bytes"] == sum(
+        entry.num_bytes for entry in history.objects.list("segments/") if "-r00000-" in entry.name
+    )
+    assert "from: store" in run("show", f"file://{tmp_path}", "--marker", "1:2")
+
+
+def test_a_damaged_store_is_said_and_the_log_serves(history: History) -> None:
+    (segment,) = (each.name for each in history.objects.list("segments/") if "g00000002-r00000-m00000003" in each.name)
+    history.objects.delete(segment)
+    row = markers(history)["2:4"]
+    assert (row["from"], row["restorable"]) == ("log", True)
+    assert row["store_problem"] == f"{segment} is gone"
+
+
+def test_verify_reads_what_a_restore_would(history: History) -> None:
+    uri = f"file://{history.root}"
+    history.generation(3, [5], "2:4")
+    (record,) = json.loads(run("verify", uri, "--json"))
+    assert (record["marker"], record["reach"], record["segments"]) == ("3:5", "2:4", 4)
+    assert record["frames"] == 4  # HELLO, two of rows, MARK
+    (by_log,) = json.loads(run("verify", uri, "--log", "--json"))
+    assert (by_log["reach"], by_log["segments"]) == (None, 0)
+    assert by_log["rows"] == record["rows"] + record["stored_rows"]
+    assert "from the store up to marker 2:4" in run("verify", uri)
+    assert len(json.loads(run("verify", uri, "--all", "--json"))) == 6
+
+
+def test_verify_names_the_segment_that_was_altered(history: History) -> None:
+    uri = f"file://{history.root}"
+    (name,) = (each.name for each in history.objects.list("segments/") if "g00000001-r00000-m00000002" in each.name)
+    path = history.root / name
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptionError, match="chunk's checksum does not match") as caught:
+        run("verify", uri)
+    assert caught.value.where["name"] == name
+    assert json.loads(run("verify", uri, "--log", "--json"))[0]["marker"] == "2:4"
+    path.unlink()
+    with pytest.raises(CorruptionError, match="the store does not hold this object"):
+        run("verify", uri)
+    with pytest.raises(CorruptionError, match="would be lost"):
+        run("trim", uri, "--store", str(history.root))
+
+
+def test_verify_passes_over_what_was_dropped_and_refuses_it_by_name(history: History) -> None:
+    uri = f"file://{history.root}"
+    gc(history, "--newest", "1", "--grace", "0s", "--compact")
+    verified = json.loads(run("verify", uri, "--all", "--json"))
+    assert [each["marker"] for each in verified if "rows" in each] == ["2:4"]
+    assert [each["marker"] for each in verified if "dropped" in each] == ["1:1", "1:2", "1:3", "2:3"]
+    with pytest.raises(MarkerNotFoundError, match="given up by retention"):
+        run("verify", uri, "--marker", "1:1")
+
+
+def trim(history: History, *arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(
+        run("trim", f"file://{history.root}", "--store", str(history.root), *arguments, "--json")
+    )
+    return found
+
+
+@pytest.mark.parametrize("options", [(), ("--verify",)])
+def test_trim_takes_log_away_that_the_store_holds(history: History, options: tuple[str, ...]) -> None:
+    control = (history.root / "control.log").read_bytes()
+    planned = trim(history, "--dry-run", *options)
+    assert (history.root / "control.log").read_bytes() == control
+    done = trim(history, *options)
+    assert (done["upto"], done["markers"], done["checked"]) == ("2:4", ["1:3", "2:4"], 5)
+    assert done["freed"] == planned["freed"]
+    assert done["freed"]["count"] == 4, "all three files of generation 1, and all but the last one of generation 2"
+    for marker, row in markers(history).items():
+        assert (row["restorable"], row["from"]) == (True, "store")
+        chosen = choose(
+            history.log, history.lineage, DenseFolder(history.root), MarkerId.parse(marker), history.objects
+        )
+        assert chosen is not None
+        assert stores.rows_of(history.objects, history.lineage, chosen.commit.id) == history.rows[chosen.commit.id]
+
+
+def test_trim_stops_in_front_of_a_marker_that_the_store_lacks(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    history.generation(1, [1, 2, 3])
+    history.generation(2, [3, 4], "1:2")
+    stores.fold(tmp_path, upto=MarkerId(1, 2))
+    before = (tmp_path / "control.log").read_bytes()
+    with pytest.raises(MarkerNotFoundError, match="marker 2:4 is not in the store"):
+        trim(history, "--upto", "2:4")
+    with pytest.raises(MarkerNotFoundError, match="is not committed"):
+        trim(history, "--upto", "7:7")
+    assert (tmp_path / "control.log").read_bytes() == before
+    done = trim(history)
+    assert (done["upto"], done["markers"]) == ("1:2", ["1:2"])
+    assert stores.fold(tmp_path) == [MarkerId(1, 3), MarkerId(2, 3), MarkerId(2, 4)]
+    assert {marker: row["from"] for marker, row in markers(history).items()} == dict.fromkeys(
+        ("1:1", "1:2", "1:3", "2:3", "2:4"), "store"
+    )
+
+
+@pytest.mark.parametrize(
+    ("gone", "message"),
+    [
+        ("segments/{job}/g00000001-r00000-m00000001-p000.seg", "marker 1:1 would be lost: .*p000.seg is gone"),
+        ("manifests/{job}/g00000001-m00000002.json", "marker 1:2 would be lost: the store leads up to 1:1"),
+        ("dense/{job}/g00000001-m00000003/.metadata", "marker 1:3 would be lost: dense state is not in the store"),
+    ],
+)
+def test_trim_is_refused_when_a_marker_would_be_lost(history: History, gone: str, message: str) -> None:
+    history.objects.delete(gone.format(job=history.lineage.job.hex()))
+    before = (history.root / "control.log").read_bytes()
+    with pytest.raises(CorruptionError, match=message):
+        trim(history)
+    assert (history.root / "control.log").read_bytes() == before
+
+
+def test_trim_with_verify_finds_a_chunk_that_was_altered(history: History) -> None:
+    name = f"segments/{history.lineage.job.hex()}/g00000001-r00000-m00000002-p000.seg"
+    data = bytearray((history.root / name).read_bytes())
+    data[-1] ^= 1
+    (history.root / name).write_bytes(data)
+    with pytest.raises(CorruptionError, match="chunk's checksum does not match"):
+        trim(history, "--verify")
+    dense = history.root / "dense" / history.lineage.job.hex() / "g00000001-m00000001" / ".metadata"
+    shutil.copy(history.root / "LOG", history.root / "copy")
+    dense.write_bytes(bytes(reversed(dense.read_bytes())))
+    with pytest.raises(CorruptionError):
+        trim(history, "--verify")
+    assert FileLog(history.root).incarnation() is not None
+
+
+def test_trim_after_gc_asks_only_for_what_is_offered(history: History) -> None:
+    gc(history, "--newest", "1", "--grace", "0s", "--compact")
+    done = trim(history, "--verify")
+    assert (done["checked"], done["markers"]) == (1, ["1:3", "2:4"])
+    assert markers(history)["2:4"]["from"] == "store"
+
+
+def test_a_store_that_nobody_has_written_to_lets_nothing_go(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    history.generation(1, [1])
+    with pytest.raises(MarkerNotFoundError, match="the store holds no marker of this job"):
+        trim(history)
+    with pytest.raises(MarkerNotFoundError, match="no marker of job"):
+        gc(history, f"file://{tmp_path}", "--newest", "1")

@@ -1,0 +1,449 @@
+"""What gc takes away, and what never: every kept marker stays whole, bit for bit, wherever it is killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests import stores
+from tests.stores import History
+from torchrec_stream_ckpt.errors import (
+    ConfigError,
+    CorruptionError,
+    MarkerNotFoundError,
+    MissingObjectError,
+    StoreUnavailableError,
+)
+from torchrec_stream_ckpt.failpoints import arm
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.manifest import Pin
+from torchrec_stream_ckpt.layout import manifest_name, pin_name
+from torchrec_stream_ckpt.materialize.gc import GcPlan, GcRules, collect, plan_gc, take_stock
+from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
+from torchrec_stream_ckpt.materialize.retention import Retention
+from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.store.holdings import Holdings
+from torchrec_stream_ckpt.types import MarkerId
+
+HOUR = 3600.0
+NEVER, ALWAYS, SPANS = Policy(rebase=0), Policy(rebase=1e-9), Policy(rebase=0, compact="span16")
+POINTS = {"gc.dropped": 2, "gc.merged": 1, "gc.listed": 1, "gc.deleted": 3, "gc.tidied": 1}
+"""Where a gc is killed, and at which pass."""
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Executor]:
+    with ThreadPoolExecutor(2) as threads:
+        yield threads
+
+
+def plain(root: Path, count: int = 6, policy: Policy = NEVER) -> History:
+    history = History(root)
+    history.generation(1, range(1, count + 1))
+    stores.fold(root, policy)
+    return history
+
+
+def branched(root: Path, policy: Policy = NEVER) -> History:
+    """Generation 2 stands on 1:4, generation 3 goes back to 1:2, generation 4 stands on 3:4."""
+    history = History(root)
+    history.generation(1, [1, 2, 3, 4, 5])
+    history.generation(2, [5, 6, 7], "1:4")
+    history.generation(3, [3, 4], "1:2")
+    history.generation(4, [5, 6], "3:4")
+    stores.fold(root, policy)
+    return history
+
+
+def rules(grace_s: float = 0.0, *, compact: bool = False, **retention: object) -> GcRules:
+    return GcRules(retention=Retention(**retention), grace_s=grace_s, compact=compact)  # type: ignore[arg-type]
+
+
+def gc(
+    history: History, given: GcRules, pool: Executor, *, now_s: float = 1e6, lineage: Lineage | None = None
+) -> GcPlan:
+    return collect(history.objects, lineage, history.lineage.job, given, now_s, pool)
+
+
+def offered(history: History) -> set[MarkerId]:
+    catalog = Catalog.load(history.objects, history.lineage.job)
+    return set(catalog.markers - catalog.dropped)
+
+
+def check_whole(history: History) -> set[MarkerId]:
+    """Every marker that is offered comes back bit for bit, by the log's lineage and by the store's; returns them."""
+    objects, lineage = history.objects, history.lineage
+    alone = Catalog.load(objects, lineage.job).lineage()
+    left = offered(history)
+    for marker in left:
+        assert stores.rows_of(objects, lineage, marker) == history.rows[marker]
+        assert stores.rows_of(objects, alone, marker) == history.rows[marker]
+        for holdings in (Holdings.load(objects, lineage), Holdings.load(objects, alone)):
+            assert holdings.look(marker).problem == ""
+    return left
+
+
+def names(*markers: str) -> set[MarkerId]:
+    return {MarkerId.parse(marker) for marker in markers}
+
+
+def test_what_only_dropped_markers_needed_goes_and_links_stay(tmp_path: Path, pool: Executor) -> None:
+    history = plain(tmp_path)
+    done = gc(history, rules(newest=2), pool)
+    assert (set(done.kept), set(done.dropping)) == (names("1:5", "1:6"), names("1:1", "1:2", "1:3", "1:4"))
+    assert {entry.name.split("/")[0] for entry in done.now} == {"dense"}, "all intervals lead to the kept ones"
+    assert check_whole(history) == names("1:5", "1:6")
+    assert not gc(history, rules(newest=2), pool).now
+
+
+@pytest.mark.parametrize("policy", [NEVER, ALWAYS, SPANS], ids=["intervals", "bases", "spans"])
+def test_merging_lets_go_of_all_between_two_kept_markers(tmp_path: Path, policy: Policy, pool: Executor) -> None:
+    history = plain(tmp_path, 20, policy)
+    before = stores.contents(history.objects)
+    done = gc(history, rules(then_every=6, compact=True), pool)
+    assert check_whole(history) == names("1:6", "1:12", "1:18", "1:20")
+    after = stores.contents(history.objects)
+    assert {entry.name: entry.num_bytes for entry in done.now} == {
+        name: len(data) for name, data in before.items() if name not in after
+    }
+    manifests = {name for name in after if name.startswith("manifests/")}
+    assert manifests == {manifest_name(history.lineage.job, marker) for marker in offered(history)}
+    again = gc(history, rules(then_every=6, compact=True), pool)
+    assert (again.now, again.later, again.spans, again.dropping) == ((), (), (), ())
+
+
+def test_an_object_store_keeps_the_same_rules(tmp_path: Path, pool: Executor) -> None:
+    history = branched(tmp_path)
+    store = stores.open_store(f"memory://{tmp_path.name}-gc")
+    for name, data in stores.contents(history.objects).items():
+        if not name.startswith(("LOG", "control", "data/")):
+            store.put(name, [data])
+    job, given = history.lineage.job, rules(newest=1, then_every=4, compact=True)
+    by_folder = gc(history, given, pool)
+    by_store = collect(store, None, job, given, 1e6, pool)
+    assert (by_store.now, by_store.kept) == (by_folder.now, by_folder.kept)
+    for marker in by_store.kept:
+        assert stores.rows_of(store, history.lineage, marker) == history.rows[marker]
+
+
+def test_a_dry_run_says_what_a_run_does_and_does_nothing(tmp_path: Path, pool: Executor) -> None:
+    history = branched(tmp_path)
+    before = stores.contents(history.objects)
+    for compact in (False, True):
+        given = rules(newest=2, then_every=5, compact=compact)
+        planned = plan_gc(take_stock(history.objects, history.lineage, history.lineage.job), given, 1e6)
+        assert stores.contents(history.objects) == before
+        done = gc(history, given, pool, lineage=history.lineage)
+        assert (done.now, done.dropping, done.kept) == (planned.now, planned.dropping, planned.kept)
+        left = stores.contents(history.objects)
+        assert {name for name in before if name not in left} == {entry.name for entry in planned.now}
+        before = left
+        check_whole(history)
+    assert "give up marker 1:1" not in planned.describe()
+    assert f"{len(planned.now)} objects, {planned.num_bytes} bytes" in planned.describe()
+
+
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from([NEVER, ALWAYS, SPANS]),
+    st.lists(
+        st.tuples(
+            st.builds(
+                Retention,
+                keep_all_for=st.none() | st.sampled_from(["1h", "3h"]),
+                then_every=st.none() | st.integers(2, 5),
+                newest=st.integers(1, 4),
+            ),
+            st.booleans(),
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+)
+def test_kept_markers_are_whole_after_any_runs_and_new_markers_come(
+    tmp_path_factory: pytest.TempPathFactory, pool: Executor, policy: Policy, runs: list[tuple[Retention, bool, bool]]
+) -> None:
+    root = tmp_path_factory.mktemp("gc")
+    history = branched(root, policy)
+    for number, (retention, compact, by_log) in enumerate(runs):
+        given = GcRules(retention=retention, compact=compact, grace_s=0.0)
+        done = gc(history, given, pool, now_s=9 * HOUR + number, lineage=history.lineage if by_log else None)
+        assert check_whole(history) == set(done.kept)
+        history.generation(5 + number, [7 + number, 8 + number], str(history.lineage.newest.id))  # type: ignore[union-attr]
+        folded = stores.fold(root, policy)
+        assert len(folded) == 2
+        assert check_whole(history) == {*done.kept, *folded}
+
+
+def test_the_parent_of_a_generation_that_is_not_in_the_store_yet_stays(tmp_path: Path, pool: Executor) -> None:
+    history = plain(tmp_path)
+    history.generation(2, [3, 4], "1:2")
+    gc(history, rules(newest=1, compact=True), pool, lineage=history.lineage)
+    assert offered(history) == names("1:6")
+    assert stores.fold(tmp_path) == [MarkerId(2, 3), MarkerId(2, 4)]
+    assert check_whole(history) == names("1:6", "2:3", "2:4")
+
+
+def test_nothing_goes_before_the_grace_period_is_over(tmp_path: Path, pool: Executor) -> None:
+    history = plain(tmp_path)
+    given = rules(HOUR, newest=1, compact=True)
+    first = gc(history, given, pool, now_s=1e6)
+    assert (first.now, len(first.dropping)) == ((), 5)
+    early = gc(history, given, pool, now_s=1e6 + HOUR - 1)
+    assert (early.now, early.later) == ((), first.later)
+    late = gc(history, given, pool, now_s=1e6 + HOUR)
+    assert (late.now, late.later) == (first.later, ())
+    assert check_whole(history) == names("1:6")
+    assert not list(history.objects.list("garbage/"))
+
+
+def test_who_read_a_manifest_before_gc_finds_its_rows_within_the_grace_period(tmp_path: Path, pool: Executor) -> None:
+    history = plain(tmp_path)
+    catalog = Catalog.load(history.objects, history.lineage.job)
+    cover = catalog.cover(history.lineage.chain(MarkerId(1, 4)))
+    assert cover is not None
+    gc(history, rules(HOUR, newest=1, compact=True), pool)
+    refs = [ref for piece in cover.pieces for ref in piece.segments]
+    assert all(history.objects.size(ref.name) == ref.num_bytes for ref in refs)
+    gc(history, rules(HOUR, newest=1, compact=True), pool, now_s=1e6 + HOUR)
+    with pytest.raises(MissingObjectError, match="the store does not hold this object"):
+        history.objects.read(refs[-1].name)
+
+
+def test_restores_and_materializers_run_on_while_gc_deletes(tmp_path: Path) -> None:
+    """Each round, restores, a materializer with a new branch, and gc run at once; the grace period is one round.
+
+    Restores that have begun before gc read on when it is done.
+    """
+    history, draw = plain(tmp_path), random.Random(5)
+    given = rules(1.0, newest=2, then_every=5, compact=True)
+    deleted = 0
+    with ThreadPoolExecutor(4) as crew, ThreadPoolExecutor(2) as pool:
+        for number in range(8):
+            lineage = history.lineage
+            catalog = Catalog.load(history.objects, lineage.job)
+            left = sorted(catalog.markers - catalog.dropped)
+            parent = draw.choice(left)
+            history.generation(2 + number, [parent.marker + 1, parent.marker + 2], str(parent))
+            begun = {marker: catalog.cover(lineage.chain(marker)) for marker in left}
+            restores = {marker: crew.submit(stores.rows_of, history.objects, lineage, marker) for marker in left}
+            folded = crew.submit(stores.fold, tmp_path)
+            collected = crew.submit(gc, history, given, pool, now_s=1e6 + number, lineage=history.lineage)
+            assert all(rows.result() == history.rows[marker] for marker, rows in restores.items())
+            assert len(folded.result()) == 2
+            deleted += len(collected.result().now)
+            for marker, cover in begun.items():
+                assert cover is not None
+                assert stores.rows_in(catalog, lineage, marker, cover) == history.rows[marker]
+            check_whole(history)
+    assert deleted > 20
+
+
+def test_a_pinned_marker_stays_until_its_pin_is_gone(tmp_path: Path, pool: Executor) -> None:
+    history = plain(tmp_path)
+    pin = pin_name(history.lineage.job, MarkerId(1, 3))
+    history.objects.put(pin, [Pin(1.0).to_bytes()])
+    gc(history, rules(newest=1, compact=True), pool)
+    assert check_whole(history) == names("1:3", "1:6")
+    history.objects.delete(pin)
+    gc(history, rules(newest=1, compact=True), pool)
+    assert check_whole(history) == names("1:6")
+
+
+def test_a_marker_that_is_not_whole_does_not_count_and_nothing_on_its_way_goes(tmp_path: Path, pool: Executor) -> None:
+    history = plain(tmp_path)
+    lost = f"dense/{history.lineage.job.hex()}/g00000001-m00000006/.metadata"
+    history.objects.delete(lost)
+    done = gc(history, rules(newest=1, keep_all_for="0s"), pool, now_s=6 * HOUR)
+    assert set(done.kept) == names("1:5", "1:6")
+    (reason,) = done.not_whole
+    assert reason == f"1:6 is not whole: dense state is not in the store: {lost}"
+
+
+def test_a_lost_segment_keeps_all_that_leads_to_its_marker(tmp_path: Path, pool: Executor) -> None:
+    history = plain(tmp_path)
+    job = history.lineage.job.hex()
+    history.objects.delete(f"segments/{job}/g00000001-r00000-m00000004-p000.seg")
+    done = gc(history, rules(newest=1, keep_all_for="1h", compact=True), pool, now_s=6 * HOUR)
+    assert set(done.kept) == names("1:3", "1:5", "1:6")
+    assert [reason.split(":")[1] for reason in done.not_whole] == ["5 is not whole", "6 is not whole"]
+    assert all("m00000004-p000.seg is gone" in reason for reason in done.not_whole)
+    assert {entry.name.split("/")[0] for entry in done.now} == {"dense"}
+    assert stores.rows_of(history.objects, history.lineage, MarkerId(1, 3)) == history.rows[MarkerId(1, 3)]
+
+
+def test_segments_of_no_marker_go_when_the_log_says_so(tmp_path: Path, pool: Executor) -> None:
+    history = branched(tmp_path)
+    job = history.lineage.job.hex()
+    orphans = [
+        f"segments/{job}/g00000001-r00000-m00000009-p000.seg",
+        f"segments/{job}/f-g00000001-m00000003-from-root-p000.seg",
+    ]
+    coming = [
+        f"segments/{job}/g00000004-r00000-m00000007-p000.seg",
+        f"segments/{job}/f-g00000004-m00000006-from-root-p000.seg",
+    ]
+    for name in [*orphans, *coming, f"segments/{job}/notes.txt"]:
+        history.objects.put(name, [b"rows"])
+    alone = gc(history, rules(keep_all_for="1w"), pool, now_s=0.0)
+    assert [entry.name for entry in alone.now] == orphans[1:]
+    done = gc(history, rules(keep_all_for="1w"), pool, now_s=0.0, lineage=history.lineage)
+    assert [entry.name for entry in done.now] == orphans[:1]
+    assert all(history.objects.size(name) for name in [*coming, f"segments/{job}/notes.txt"])
+
+
+def test_half_written_objects_of_dead_writers_go(tmp_path: Path, pool: Executor) -> None:
+    history = plain(tmp_path)
+    left = tmp_path / "segments" / history.lineage.job.hex() / ".put-1234"
+    left.write_bytes(b"half")
+    gc(history, rules(keep_all_for="1w"), pool, now_s=0.0)
+    assert not left.exists()
+
+
+def test_dense_state_in_another_store_is_named_and_stays(tmp_path: Path, pool: Executor) -> None:
+    (tmp_path / "log").mkdir()
+    history = History(tmp_path / "log")
+    history.generation(1, [1, 2])
+    store = stores.open_store(str(tmp_path / "store"))
+    list(Materializer(history.log, store, lambda _: open_dense(str(history.root)), pool).catch_up(history.lineage))
+    done = collect(store, None, history.lineage.job, rules(newest=1), 1e6, pool)
+    assert done.elsewhere == ("the log's folder",)
+    assert (tmp_path / "log" / "dense" / history.lineage.job.hex() / "g00000001-m00000001" / ".metadata").exists()
+
+
+def test_without_a_rule_nothing_is_deleted(tmp_path: Path, pool: Executor) -> None:
+    history = plain(tmp_path)
+    before = stores.contents(history.objects)
+    with pytest.raises(ConfigError, match="no rule says what to keep"):
+        gc(history, GcRules(), pool)
+    assert stores.contents(history.objects) == before
+
+
+CHILD = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from torchrec_stream_ckpt.materialize.gc import GcRules, collect
+from torchrec_stream_ckpt.materialize.retention import Retention
+from torchrec_stream_ckpt.store.api import open_store
+rules = GcRules(retention=Retention(newest=1, then_every=4), compact=True, grace_s=float(sys.argv[3]))
+with ThreadPoolExecutor(1) as pool:
+    collect(open_store(sys.argv[1]), None, bytes.fromhex(sys.argv[2]), rules, float(sys.argv[4]), pool)
+"""
+
+
+@pytest.mark.parametrize(("point", "nth"), [*POINTS.items(), ("gc.deleted", 1), ("gc.deleted", 9), ("store.put", 4)])
+def test_a_kill_at_any_point_leaves_kept_markers_whole_and_the_next_run_finishes(
+    point: str, nth: int, tmp_path: Path, pool: Executor
+) -> None:
+    history = branched(tmp_path)
+    given = GcRules(retention=Retention(newest=1, then_every=4), compact=True)
+    whole = names("1:4", "3:4", "4:6")
+    if point in ("gc.tidied", "gc.deleted"):
+        gc(history, given, pool, now_s=1e6 - HOUR)
+    fired = tmp_path / "fired"
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(tmp_path), history.lineage.job.hex(), str(HOUR), "1e6"],
+        env={
+            **os.environ,
+            "STREAM_CKPT_FAILPOINTS": f"{point}=kill@{nth}",
+            "STREAM_CKPT_FAILPOINTS_REPORT": str(fired),
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, fired.read_text()) == (-signal.SIGKILL, f"{point}\n"), done.stderr
+    assert check_whole(history) >= whole
+    gc(history, given, pool, now_s=1e6 + HOUR)
+    gc(history, given, pool, now_s=1e6 + 2 * HOUR)
+    assert check_whole(history) == whole
+    final = stores.contents(history.objects)
+    twin = branched(tmp_path / "twin")
+    gc(twin, rules(newest=1, then_every=4, compact=True), pool, now_s=1e6 + HOUR)
+    kinds = ("manifests/", "folds/", "segments/", "dense/", "garbage/")
+    assert {name for name in final if name.startswith(kinds)} == {
+        name for name in stores.contents(twin.objects) if name.startswith(kinds)
+    }
+
+
+def test_an_error_in_the_middle_is_one_of_ours_and_a_second_run_finishes(tmp_path: Path, pool: Executor) -> None:
+    history = plain(tmp_path)
+    arm("store.renamed=raise@2")
+    try:
+        with pytest.raises(StoreUnavailableError):
+            gc(history, rules(newest=1, compact=True), pool)
+    finally:
+        arm("")
+    assert check_whole(history) >= names("1:6")
+    gc(history, rules(newest=1, compact=True), pool)
+    assert check_whole(history) == names("1:6")
+
+
+def test_a_store_that_may_not_be_written_is_named(tmp_path: Path, pool: Executor) -> None:
+    history = plain(tmp_path)
+    folder = tmp_path / "dropped"
+    folder.write_bytes(b"")  # no folder can be made here, whoever runs this
+    before = stores.contents(history.objects)
+    with pytest.raises(StoreUnavailableError, match="cannot write it"):
+        gc(history, rules(newest=1), pool)
+    assert stores.contents(history.objects) == before
+
+
+def test_a_damaged_manifest_is_named_and_nothing_goes(tmp_path: Path, pool: Executor) -> None:
+    history = plain(tmp_path)
+    name = manifest_name(history.lineage.job, MarkerId(1, 3))
+    (tmp_path / name).write_bytes(bytes(history.objects.read(name)).replace(b"rows", b"rowz"))
+    before = stores.contents(history.objects)
+    with pytest.raises(CorruptionError, match="manifest was altered") as caught:
+        gc(history, rules(newest=1), pool)
+    assert caught.value.where["name"] == name
+    assert stores.contents(history.objects) == before
+    done = gc(history, rules(newest=1), pool, lineage=history.lineage)  # the log knows what the manifest said
+    assert set(done.kept) == names("1:2"), "the newest that is whole"
+    assert check_whole(history) == names("1:2")
+
+
+def test_a_manifest_that_was_lost_is_missed_by_the_store_alone(tmp_path: Path, pool: Executor) -> None:
+    history = plain(tmp_path)
+    history.objects.delete(manifest_name(history.lineage.job, MarkerId(1, 3)))
+    with pytest.raises(CorruptionError, match="the store lacks marker 1:3, on which 1:4 follows"):
+        gc(history, rules(newest=1), pool)
+
+
+def test_a_store_of_another_job_is_refused(tmp_path: Path, pool: Executor) -> None:
+    history = plain(tmp_path)
+    other = bytes(16)
+    with pytest.raises(MarkerNotFoundError, match=f"no marker of job 0+, but of job {history.lineage.job.hex()}"):
+        collect(history.objects, None, other, rules(newest=1), 1e6, pool)
+    with pytest.raises(MarkerNotFoundError, match="no marker of job"):
+        collect(stores.open_store(str(tmp_path / "nothing")), None, other, rules(newest=1), 1e6, pool)
+
+
+def test_a_store_that_knows_more_than_the_log_is_refused(tmp_path: Path, pool: Executor) -> None:
+    history = plain(tmp_path)
+    lineage = history.lineage
+    del lineage.commits[MarkerId(1, 3)]
+    with pytest.raises(CorruptionError, match="the store holds marker 1:3, which the log does not know"):
+        gc(history, rules(newest=1), pool, lineage=lineage)
+
+
+def test_a_marker_that_comes_while_gc_looks_is_left_alone(tmp_path: Path, pool: Executor) -> None:
+    history = plain(tmp_path, 6, ALWAYS)
+    lineage = history.lineage
+    del lineage.commits[MarkerId(1, 6)]
+    done = gc(history, rules(newest=1, compact=True), pool, lineage=lineage)
+    assert set(done.kept) == names("1:5")
+    assert check_whole(history) == names("1:5", "1:6")

@@ -1,0 +1,215 @@
+"""Logical tables from a log without a model, and what is written of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+from safetensors import safe_open
+from typer.testing import CliRunner
+
+from tests import stores
+from tests.builders import ROWWISE, table
+from tests.tables import FIRST, Tables, write_tables
+from torchrec_stream_ckpt.cli.export import parse_size
+from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StreamCkptError
+from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.interchange import tables as tables_module
+from torchrec_stream_ckpt.interchange.names import TorchRecName
+from torchrec_stream_ckpt.interchange.sources import open_sources
+from torchrec_stream_ckpt.interchange.tables import TableReader
+from torchrec_stream_ckpt.interchange.target import new_folder, parse_target
+from torchrec_stream_ckpt.materialize import fold
+from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.types import StateSpec
+
+MOMENT = StateSpec("exp_avg", "float32", False)
+SCHEMA = Schema(
+    (
+        table("m.t_half", 50, 6, "bfloat16"),
+        table("m.t_moment", 9, 4, "float32", MOMENT),
+        table("m.t_row", 300, 8, "float32", ROWWISE),
+    )
+)
+
+
+def values(seed: int = 0) -> Tables:
+    rng = np.random.default_rng(seed)
+    half = rng.integers(0, 2**16, (50, 6), np.uint16)  # any bits, NaNs too
+    moment = rng.random((9, 4), np.float32)
+    return [
+        (half, ()),
+        (moment, (moment * 2,)),
+        (rng.random((300, 8), np.float32), (rng.random(300, np.float32),)),
+    ]
+
+
+def run(*arguments: object) -> str:
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("window_bytes", [1, 1000, 2**20])
+def test_windows_hold_the_rows_that_were_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window_bytes: int, folded: bool
+) -> None:
+    monkeypatch.setattr(tables_module, "WINDOW_BYTES", window_bytes)
+    log, lineage = write_tables(tmp_path, SCHEMA, values(), [[0], [0, 3], [0, 2]])
+    if folded:
+        stores.fold(tmp_path)
+        stores.lose_rows(tmp_path)
+    with open_sources(log, lineage, FIRST, open_store(str(tmp_path)), tmp_path) as sources:
+        for index, (weights, states) in enumerate(values()):
+            reader = TableReader(sources, index)
+            assert reader.slices == (((0, 2), (2, 6)) if index == 2 else ())
+            windows = [reader.read(row0, rows) for row0, rows in reader.windows()]
+            np.testing.assert_array_equal(np.concatenate([window.weights for window in windows]), weights)
+            for position, state in enumerate(states):
+                found = np.concatenate([window.states[position] for window in windows], axis=int(state.ndim == 1))
+                np.testing.assert_array_equal(found, np.stack([state, state]) if state.ndim == 1 else state)
+            assert all(window.weights.nbytes <= max(window_bytes, reader.row_bytes) for window in windows)
+    assert not list(tmp_path.glob(".stream-ckpt-*"))
+
+
+def test_what_is_read_is_bounded_whatever_the_size_of_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = 200_000
+    schema = Schema((table("m.t", rows, 64, "float32", ROWWISE),))
+    weights = np.arange(rows * 64, dtype=np.float32).reshape(rows, 64)
+    write_tables(tmp_path / "log", schema, [(weights, (weights[:, 0],))])
+    monkeypatch.setattr(tables_module, "WINDOW_BYTES", 2**20)
+    monkeypatch.setattr(fold, "SEGMENT_BYTES", 2 * 2**20)
+    for target in ("safetensors", "parquet"):
+        tracemalloc.start()
+        run("export", f"file://{tmp_path}/log", "--to", f"{target}://{tmp_path}/{target}")
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 20 * 2**20 < weights.nbytes // 2
+    with safe_open(tmp_path / "safetensors" / "model-00001-of-00001.safetensors", "np") as file:
+        np.testing.assert_array_equal(file.get_tensor("m.t"), weights)
+    parquet = pyarrow.parquet.ParquetFile(tmp_path / "parquet" / "m.t.parquet")
+    assert parquet.metadata.num_row_groups > 40
+
+
+def test_half_precision_becomes_float32_in_parquet_with_the_same_values(tmp_path: Path) -> None:
+    write_tables(tmp_path / "log", SCHEMA, values())
+    run("export", f"file://{tmp_path}/log", "--to", f"parquet://{tmp_path}/out", "--tables", "m.t_half")
+    found = pyarrow.parquet.read_table(tmp_path / "out" / "m.t_half.parquet")
+    assert found.schema.field("vector").type == pyarrow.list_(pyarrow.float32(), 6)
+    assert found.schema.metadata[b"dtype"] == b"bfloat16"
+    bits = np.stack(found["vector"].to_numpy()).view(np.uint32)
+    np.testing.assert_array_equal(bits, values()[0][0].astype(np.uint32) << 16)
+
+
+def test_a_folder_that_holds_something_is_replaced_only_by_force(tmp_path: Path) -> None:
+    write_tables(tmp_path / "log", SCHEMA, values())
+    arguments = ["export", f"file://{tmp_path}/log", "--to", f"safetensors://{tmp_path}/out"]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("dear to me")
+    with pytest.raises(ConfigError, match="not empty"):
+        run(*arguments)
+    assert (tmp_path / "out" / "mine").read_text() == "dear to me"
+    run(*arguments, "--force")
+    assert not (tmp_path / "out" / "mine").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"log", "out"}
+
+
+@pytest.mark.parametrize("target", ["safetensors", "parquet"])
+def test_nothing_stays_of_an_export_that_fails(tmp_path: Path, target: str) -> None:
+    write_tables(tmp_path / "log", SCHEMA, values())
+    (segment,) = (tmp_path / "log").glob("data/*/*.seg")
+    data = bytearray(segment.read_bytes())
+    data[-1000] ^= 1
+    segment.write_bytes(data)
+    with pytest.raises(CorruptionError):
+        run("export", f"file://{tmp_path}/log", "--to", f"{target}://{tmp_path}/out")
+    assert {path.name for path in tmp_path.iterdir()} == {"log"}
+
+
+def test_a_folder_is_not_there_before_its_last_byte(tmp_path: Path) -> None:
+    def write_half() -> None:
+        with new_folder(tmp_path / "out", force=False) as folder:
+            (folder / "half").write_text("x")
+            assert not (tmp_path / "out").exists()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        write_half()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_row_that_was_never_sent_is_an_error(tmp_path: Path) -> None:
+    weights, states = values()[2]
+    short = [*values()[:2], (weights[:200], (states[0][:200],))]
+    log, lineage = write_tables(tmp_path, SCHEMA, short)
+    with open_sources(log, lineage, FIRST, open_store(str(tmp_path)), tmp_path) as sources:
+        reader = TableReader(sources, 2)
+        assert reader.read(0, 200).rows == 200
+        with pytest.raises(CorruptionError, match="100 rows were never sent"):
+            reader.read(0, 300)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--to", "zip:///tmp/x"], "not a format"),
+        (["--to", "dcp://"], "not a format"),
+        (["--to", "parquet:///tmp/x", "--tables", "nothing*"], "no table fits"),
+        (["--to", "safetensors:///tmp/x", "--max-shard-size", "5 apples"], "not a size"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(tmp_path: Path, arguments: list[str], said: str) -> None:
+    write_tables(tmp_path / "log", SCHEMA, values())
+    with pytest.raises(ConfigError, match=said):
+        run("export", f"file://{tmp_path}/log", *arguments)
+
+
+def test_sizes_are_read() -> None:
+    assert [parse_size(text) for text in ("5GB", "800 mb", "3k", "17")] == [5 * 10**9, 8 * 10**8, 3000, 17]
+    assert parse_target("dcp:///a/b").folder == Path("/a/b")
+
+
+def test_names_of_torchrec_go_both_ways() -> None:
+    for path, key in (("m.ebc", "m.ebc.embedding_bags.t.weight"), ("", "embeddings.t.weight")):
+        name = TorchRecName.parse(key)
+        assert name == TorchRecName(path, "t")
+        assert key in name.keys
+        assert TorchRecName.of(table(name.spec_name)) == name
+    assert TorchRecName.parse("over.weight") is None
+
+
+def test_a_missing_library_is_named(tmp_path: Path) -> None:
+    write_tables(tmp_path / "log", SCHEMA, values())
+    for library, target, said in (("torch", "dcp", "needs torch"), ("pyarrow", "parquet", "needs pyarrow")):
+        program = f"""
+import sys
+sys.modules[{library!r}] = None
+from torchrec_stream_ckpt.cli.main import main
+sys.argv = ["stream-ckpt", "export", "file://{tmp_path}/log", "--to", "{target}://{tmp_path}/out"]
+main()
+"""
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 1
+        assert said in done.stderr
+        assert "Try: " in done.stderr
+        assert not (tmp_path / "out").exists()
+
+
+def test_sent_needs_an_ancestor(tmp_path: Path) -> None:
+    write_tables(tmp_path, SCHEMA, values())
+    found = json.loads(run("diff", f"file://{tmp_path}", "1:1", "1:1", "--sent", "--json"))
+    assert set(found["sent"].values()) == {0}
+    with pytest.raises(StreamCkptError):
+        run("diff", f"file://{tmp_path}", "1:1", "2:7", "--sent")

@@ -1,0 +1,133 @@
+"""``stream-ckpt diff``: what changed between two markers."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from torchrec_stream_ckpt.cli.common import (
+    CommitKeyFile,
+    Job,
+    Json,
+    KafkaOptions,
+    Store,
+    StoreOptions,
+    Uri,
+    open_job,
+    plain,
+    print_json,
+)
+from torchrec_stream_ckpt.cli.stored import dense_folder, rows_of
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.interchange.diff import DenseDiff, TableDiff, diff_dense, diff_tables
+from torchrec_stream_ckpt.interchange.export import chosen_tables
+from torchrec_stream_ckpt.interchange.sources import open_sources
+from torchrec_stream_ckpt.interchange.tables import rows_sent, table_bytes
+
+
+def diff_markers(
+    uri: Uri,
+    first: Annotated[str, typer.Argument(metavar="MARKER1", help="GENERATION:MARKER")],
+    second: Annotated[str, typer.Argument(metavar="MARKER2", help="GENERATION:MARKER, on any branch")],
+    sent: Annotated[
+        bool, typer.Option("--sent", help="Only count the rows that were sent on the way from the first to the second.")
+    ] = False,
+    tables: Annotated[list[str] | None, typer.Option(help="Only tables of this name.", metavar="GLOB")] = None,
+    scratch: Annotated[
+        Path | None, typer.Option(help="A folder with room for what only the log has (default: that of the system).")
+    ] = None,
+    store: Store = None,
+    store_options: StoreOptions = None,
+    kafka_options: KafkaOptions = None,
+    commit_key_file: CommitKeyFile = None,
+    json: Json = False,
+) -> None:
+    """Say which tables differ between two markers, and in how many rows, bit by bit; and which dense entries.
+
+    ``--sent`` reads only what was sent between them, not the tables: a row that was sent may have the same value.
+    """
+    with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
+        pair = (job.find(first), job.find(second))
+        schema = job.lineage.claims[pair[1].generation].schema
+        chosen = chosen_tables(schema, tables or ["*"])
+        folder = scratch or Path(tempfile.gettempdir())
+        if sent:
+            counts = _sent(job, pair, chosen, folder)
+            _print_sent(uri, pair, counts, json=json)
+            return
+        total = 2 * sum(table_bytes(schema.tables[index]) for index in chosen)
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=json) as progress:
+            task = progress.add_task(f"{pair[0].id} and {pair[1].id}", total=total)
+            with (
+                rows_of(job, pair[0]) as one,
+                rows_of(job, pair[1]) as other,
+                open_sources(job.log, job.lineage, pair[0].id, one, folder) as left,
+                open_sources(job.log, job.lineage, pair[1].id, other, folder) as right,
+            ):
+                found = list(diff_tables(left, right, chosen, lambda count: progress.advance(task, count)))
+        dense = diff_dense((pair[0], dense_folder(job, pair[0])), (pair[1], dense_folder(job, pair[1])))
+    if json:
+        print_json(_record(uri, pair, found, dense))
+    else:
+        _print(pair, found, dense)
+
+
+def _sent(job: Job, pair: tuple[Commit, Commit], chosen: list[int], folder: Path) -> dict[str, int]:
+    """Rows that were sent behind the first marker, up to the second, by table."""
+    with (
+        rows_of(job, pair[1]) as objects,
+        open_sources(job.log, job.lineage, pair[1].id, objects, folder, since=pair[0].id) as sources,
+    ):
+        return {sources.schema.tables[index].name: rows_sent(sources, index) for index in chosen}
+
+
+def _print_sent(uri: str, pair: tuple[Commit, Commit], counts: dict[str, int], *, json: bool) -> None:
+    if json:
+        print_json({"uri": uri, "first": str(pair[0].id), "second": str(pair[1].id), "sent": counts})
+        return
+    table = Table("table", "rows sent")
+    for name, rows in counts.items():
+        table.add_row(plain(name), f"{rows:,}")
+    Console().print(table)
+
+
+def _record(uri: str, pair: tuple[Commit, Commit], found: list[TableDiff], dense: DenseDiff | None) -> dict[str, Any]:
+    return {
+        "uri": uri,
+        "first": str(pair[0].id),
+        "second": str(pair[1].id),
+        "tables": [asdict(table) for table in found],
+        "dense": asdict(dense) if dense is not None else None,
+    }
+
+
+def _print(pair: tuple[Commit, Commit], found: list[TableDiff], dense: DenseDiff | None) -> None:
+    console = Console()
+    table = Table("table", "rows", "changed", "weights", "states")
+    for each in found:
+        states = ", ".join(
+            f"{plain(name)} {'under two column splits' if rows is None else f'{rows:,}'}"
+            for name, rows in each.states.items()
+        )
+        cells = (f"{each.rows:,}", f"{each.changed:,}", f"{each.weights:,}")
+        table.add_row(plain(each.table), *cells, states or "-")
+    console.print(
+        f"rows that differ between markers {pair[0].id} (step {pair[0].step}) and {pair[1].id} (step {pair[1].step})"
+    )
+    console.print(table)
+    if dense is None:
+        console.print("dense state differs; without torch it cannot be said in what")
+        return
+    console.print(f"dense state: {len(dense.changed)} entries differ, {dense.same} do not")
+    for name in dense.changed:
+        console.print(f"  {plain(name)}")
+    for name in dense.only:
+        console.print(f"  {plain(name)}: in one of them only")

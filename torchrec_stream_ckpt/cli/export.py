@@ -1,0 +1,118 @@
+"""``stream-ckpt export``: a marker for those who do not have this project."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from torchrec_stream_ckpt.cli.common import (
+    CommitKeyFile,
+    Json,
+    KafkaOptions,
+    Store,
+    StoreOptions,
+    Uri,
+    open_job,
+    print_json,
+    size,
+)
+from torchrec_stream_ckpt.cli.show import Marker
+from torchrec_stream_ckpt.cli.stored import dense_folder, rows_of
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.interchange.export import Options, chosen_tables, export
+from torchrec_stream_ckpt.interchange.sources import open_sources
+from torchrec_stream_ckpt.interchange.tables import table_bytes
+from torchrec_stream_ckpt.interchange.target import check_free, parse_target
+
+Scratch = Annotated[
+    Path | None, typer.Option(help="A folder with room for what only the log has (default: beside the target).")
+]
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def export_marker(
+    uri: Uri,
+    to: Annotated[str, typer.Option("--to", help="dcp://DIR, safetensors://DIR or parquet://DIR.", metavar="URL")],
+    marker: Marker = None,
+    tables: Annotated[list[str] | None, typer.Option(help="Only tables of this name.", metavar="GLOB")] = None,
+    states: Annotated[
+        bool | None, typer.Option("--states/--no-states", help="Optimizer states (default: not to Parquet).")
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option(help="(safetensors) What a file holds at most.", metavar="SIZE")
+    ] = "5GB",
+    model_key: Annotated[
+        str, typer.Option(help="(dcp) Where your code loads the model's state dict: {KEY: dmp.state_dict()}.")
+    ] = "",
+    optimizer_key: Annotated[str, typer.Option(help="(dcp) The same for that of the optimizer.")] = "",
+    force: Annotated[bool, typer.Option("--force", help="Replace a folder that is not empty.")] = False,
+    scratch: Scratch = None,
+    store: Store = None,
+    store_options: StoreOptions = None,
+    kafka_options: KafkaOptions = None,
+    commit_key_file: CommitKeyFile = None,
+    json: Json = False,
+) -> None:
+    """Write a marker's tables for other programs: plain DCP, safetensors, or Parquet.
+
+    The folder is there at the end as a whole, or not at all. Memory stays bounded, whatever the size of the tables.
+    """
+    target = parse_target(to)
+    options = Options(
+        tables=tuple(tables or ("*",)),
+        states=states,
+        shard_bytes=parse_size(max_shard_size),
+        model_key=model_key,
+        optimizer_key=optimizer_key,
+        force=force,
+    )
+    check_free(target.folder, force=force)
+    with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
+        commit = job.find(marker)
+        schema = job.lineage.claims[commit.generation].schema
+        total = sum(table_bytes(schema.tables[index]) for index in chosen_tables(schema, options.tables))
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        console = Console(stderr=True)
+        with (
+            Progress(*columns, TimeRemainingColumn(), console=console, disable=json) as progress,
+            rows_of(job, commit) as objects,
+        ):
+            folding = progress.add_task("reading the log", total=None, visible=False)
+            writing = progress.add_task(f"marker {commit.id}", total=total)
+            exported = export(
+                commit,
+                lambda: open_sources(
+                    job.log,
+                    job.lineage,
+                    commit.id,
+                    objects,
+                    scratch or target.folder.parent,
+                    progress=lambda count: progress.update(folding, advance=count, visible=True),
+                ),
+                lambda: dense_folder(job, commit),
+                target,
+                options,
+                lambda count: progress.advance(writing, count),
+            )
+    if json:
+        print_json(asdict(exported))
+        return
+    typer.echo(
+        f"marker {exported.marker} (step {exported.step}): {len(exported.tables)} tables of {exported.rows} rows in "
+        f"{len(exported.files)} files ({size(exported.num_bytes)}) in {exported.target}"
+    )
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``5GB``, ``800MB`` or ``4096``."""
+    match = re.fullmatch(r"(\d+)\s*([KMGT]?B?)", text.strip().upper())
+    if match is None or f"{match[2]}".rstrip("B") not in {"", "K", "M", "G", "T"} or not int(match[1]):
+        raise ConfigError(f"{text!r} is not a size", hint="write it as 5GB or 800MB")
+    unit = match[2].rstrip("B")
+    return int(match[1]) * _UNITS[f"{unit}B" if unit else ""]

@@ -1,0 +1,154 @@
+"""``stream-ckpt gc``: take away what a retention gives up."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from torchrec_stream_ckpt.cli.common import (
+    CommitKeyFile,
+    Json,
+    KafkaOptions,
+    StoreOptions,
+    open_job,
+    open_objects,
+    print_json,
+    size,
+)
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.layout import check_store_url
+from torchrec_stream_ckpt.materialize.gc import GcPlan, GcRules, collect, jobs_of, plan_gc, take_stock
+from torchrec_stream_ckpt.materialize.retention import Retention, parse_duration
+from torchrec_stream_ckpt.store.api import Entry, Objects
+
+_THREADS = 8
+
+
+def collect_garbage(
+    store: Annotated[str, typer.Option(help="The store: file://DIR or s3://BUCKET/PREFIX.", metavar="URL")],
+    uri: Annotated[
+        str | None, typer.Argument(help="The job's log, if it is still there: it knows all markers.", metavar="[URI]")
+    ] = None,
+    job: Annotated[str | None, typer.Option(help="Only this job of the store.", metavar="HEX")] = None,
+    keep_all_for: Annotated[
+        str | None, typer.Option(help="Keep every marker so long: 24h, 7d.", metavar="TIME")
+    ] = None,
+    then_every: Annotated[
+        str | None,
+        typer.Option(help="Of older ones keep every Nth (10), or the first of each stretch (1d).", metavar="N|TIME"),
+    ] = None,
+    newest: Annotated[
+        int | None, typer.Option(help="Keep at least so many of the newest that can be restored.", metavar="N")
+    ] = None,
+    grace: Annotated[
+        str, typer.Option(help="Delete what has not been needed for so long: longer than a restore.", metavar="TIME")
+    ] = "1h",
+    compact: Annotated[
+        bool, typer.Option("--compact", help="Merge what lies between kept markers, so that more can go.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and change nothing.")] = False,
+    store_options: StoreOptions = None,
+    kafka_options: KafkaOptions = None,
+    commit_key_file: CommitKeyFile = None,
+    json: Json = False,
+) -> None:
+    """Give up the markers that no option keeps, and delete what nobody needs any more, in this store alone.
+
+    Pinned markers (stream-ckpt pin) are kept. What is found not to be needed is deleted by a run that comes after the
+    grace period: run it regularly. Without --keep-all-for, --then-every or --newest, nothing is deleted.
+    """
+    rules = GcRules(
+        retention=Retention(keep_all_for=keep_all_for, then_every=then_every, newest=newest),
+        grace_s=parse_duration(grace),
+        compact=compact,
+    )
+    with open_objects(store, store_options) as objects, _lineage(uri, kafka_options, commit_key_file) as lineage:
+        plans = [_run(objects, lineage, each, rules, dry_run=dry_run) for each in _jobs(objects, lineage, job)]
+    idle = rules.retention.keeps_all
+    if json:
+        print_json([_record(plan) | {"dry_run": dry_run or idle} for plan in plans])
+        return
+    for plan in plans:
+        typer.echo(plan.describe() if dry_run or idle else _done(plan))
+    if idle:
+        typer.echo("nothing was deleted: say what to keep, such as --keep-all-for 24h --then-every 10")
+    elif check_store_url(store).folder is None and not dry_run:
+        typer.echo("uploads that were broken off are not seen here: let a lifecycle rule of the bucket abort them")
+
+
+def _run(objects: Objects, lineage: Lineage | None, job: bytes, rules: GcRules, *, dry_run: bool) -> GcPlan:
+    now_s = time.time()
+    if dry_run or rules.retention.keeps_all:
+        return plan_gc(take_stock(objects, lineage, job), rules, now_s)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return collect(objects, lineage, job, rules, now_s, pool)
+
+
+@contextlib.contextmanager
+def _lineage(uri: str | None, kafka_options: str | None, commit_key_file: Path | None) -> Iterator[Lineage | None]:
+    if uri is None:
+        yield None
+        return
+    with open_job(uri, None, None, kafka_options, commit_key_file) as job:
+        yield job.lineage
+
+
+def _jobs(objects: Objects, lineage: Lineage | None, job: str | None) -> list[bytes]:
+    """Whose objects to look at."""
+    if lineage is not None and lineage.claims:
+        if job not in (None, lineage.job.hex()):
+            raise ConfigError(f"--job is {job}, the log is of job {lineage.job.hex()}", hint="leave one of them away")
+        return [lineage.job]
+    if job is None:
+        return jobs_of(objects)
+    try:
+        chosen = bytes.fromhex(job)
+    except ValueError:
+        chosen = b""
+    if len(chosen) != 16:
+        raise ConfigError(f"'{job}' is no job", hint="give its 32 hex digits, as stream-ckpt show prints them")
+    return [chosen]
+
+
+def _record(plan: GcPlan) -> dict[str, Any]:
+    return {
+        "job": plan.job.hex(),
+        "store": plan.store,
+        "kept": [str(marker) for marker in plan.kept],
+        "dropped": [str(marker) for marker in plan.dropping],
+        "dropped_before": plan.dropped,
+        "merged": [
+            {"from": str(span.start or ""), "to": str(span.end), "bytes": span.num_bytes} for span in plan.spans
+        ],
+        "deleted": [asdict(entry) for entry in plan.now],
+        "later": [asdict(entry) for entry in plan.later],
+        "deleted_bytes": plan.num_bytes,
+        "later_bytes": _bytes(plan.later),
+        "not_whole": list(plan.not_whole),
+        "elsewhere": list(plan.elsewhere),
+    }
+
+
+def _done(plan: GcPlan) -> str:
+    lines = [
+        f"job {plan.job.hex()} in {plan.store}",
+        f"  {len(plan.kept)} markers are kept, {len(plan.dropping)} were given up, {plan.dropped} before",
+        f"  {len(plan.now)} objects were deleted ({size(plan.num_bytes)}), {len(plan.spans)} spans merged",
+    ]
+    if plan.later:
+        lines.append(f"  {len(plan.later)} objects ({size(_bytes(plan.later))}) go once the grace period is over")
+    lines += [f"  marker {reason}: all that leads to it stays" for reason in plan.not_whole]
+    lines += [f"  dense state in {place} stays: it is not in this store" for place in plan.elsewhere]
+    return "\n".join(lines)
+
+
+def _bytes(entries: tuple[Entry, ...]) -> int:
+    return sum(entry.num_bytes for entry in entries)

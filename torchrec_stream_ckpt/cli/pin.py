@@ -1,0 +1,71 @@
+"""``stream-ckpt pin`` and ``unpin``: markers that gc must keep."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from torchrec_stream_ckpt.cli.common import CommitKeyFile, KafkaOptions, StoreOptions, Uri, open_job, open_objects
+from torchrec_stream_ckpt.errors import MarkerNotFoundError
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.manifest import Pin
+from torchrec_stream_ckpt.layout import pin_name
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.identity import check_store
+
+Marker = Annotated[str, typer.Argument(help="GENERATION:MARKER, or latest.", metavar="MARKER")]
+Store = Annotated[str, typer.Option(help="The store: file://DIR or s3://BUCKET/PREFIX.", metavar="URL")]
+
+
+def pin_marker(
+    uri: Uri,
+    marker: Marker,
+    store: Store,
+    store_options: StoreOptions = None,
+    kafka_options: KafkaOptions = None,
+    commit_key_file: CommitKeyFile = None,
+) -> None:
+    """Keep a marker in the store, whatever the retention says."""
+    with (
+        open_job(uri, store, store_options, kafka_options, commit_key_file) as job,
+        open_objects(store, store_options) as objects,
+    ):
+        commit = job.find(marker)
+        _check_offered(objects, commit)
+        objects.put(pin_name(commit.job, commit.id), [Pin(time.time()).to_bytes()])
+    typer.echo(f"marker {commit.id} is pinned: gc keeps it")
+
+
+def unpin_marker(
+    uri: Uri,
+    marker: Marker,
+    store: Store,
+    store_options: StoreOptions = None,
+    kafka_options: KafkaOptions = None,
+    commit_key_file: CommitKeyFile = None,
+) -> None:
+    """Leave a marker to the retention again."""
+    with (
+        open_job(uri, store, store_options, kafka_options, commit_key_file) as job,
+        open_objects(store, store_options) as objects,
+    ):
+        commit = job.find(marker)
+        name = pin_name(commit.job, commit.id)
+        if objects.size(name) is None:
+            raise MarkerNotFoundError(f"marker {commit.id} is not pinned", store=objects.url)
+        objects.delete(name)
+    typer.echo(f"marker {commit.id} is no longer pinned")
+
+
+def _check_offered(objects: Objects, commit: Commit) -> None:
+    catalog = Catalog.load(objects, commit.job) if check_store(objects) else None
+    if catalog is None or commit.id not in catalog.markers:
+        raise MarkerNotFoundError(
+            f"marker {commit.id} is not in the store",
+            hint="put it there first: stream-ckpt materialize URI --store URL",
+            store=objects.url,
+        )
+    catalog.check_offered(commit.id)

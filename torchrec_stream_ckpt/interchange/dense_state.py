@@ -1,0 +1,102 @@
+"""The dense state of a marker without a model: what its files say of parameters, buffers and dense optimizers."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from torchrec_stream_ckpt.errors import CorruptionError, UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class DenseTensors:
+    """Whole tensors, and plain values where an optimizer keeps such."""
+
+    model: dict[str, Any]
+    """By name: parameters, data-parallel tables, buffers of rank 0."""
+    optimizer: dict[str, dict[str, Any]]
+    """By parameter and state."""
+
+
+def read_dense(folder: Path) -> DenseTensors:
+    """Read a dense directory whose digests have been compared. Holds all of it in memory.
+
+    Raises:
+        UnsupportedError: it has id maps of managed collision.
+    """
+    reader = FileSystemReader(folder)
+    metadata = reader.read_metadata()
+    names = list(metadata.state_dict_metadata)
+    maps = sorted({name.split(".")[1] for name in names if name.startswith("collision.")})
+    if maps:
+        raise UnsupportedError(
+            f"the id maps of managed collision ({', '.join(maps)}) fit no state dict of another plan",
+            hint="restore the marker with StreamCheckpointer, or export its rows to safetensors or Parquet",
+        )
+    wanted = [name for name in names if name.startswith(("model.", "optim.")) or name == "rank0.buffers"]
+    values = read_entries(reader, metadata, wanted)
+    model = {name.removeprefix("model."): value for name, value in values.items() if name.startswith("model.")}
+    if "rank0.buffers" in values:
+        model |= torch.load(io.BytesIO(values["rank0.buffers"].numpy().tobytes()), weights_only=True)
+    optimizer: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        if name.startswith("optim."):
+            parameter, _, state = name.split(".", 2)[2].rpartition(".")
+            optimizer.setdefault(parameter, {})[state] = value
+    return DenseTensors(model, optimizer)
+
+
+def read_entries(reader: FileSystemReader, metadata: Metadata, names: list[str]) -> dict[str, Any]:
+    """Entries of a checkpoint as whole tensors on the CPU, or as what they are; raises as :func:`load_here`."""
+    state = {name: _empty(metadata.state_dict_metadata[name]) for name in names}
+    load_here(state, reader)
+    return state
+
+
+def load_here(state: dict[str, Any], reader: FileSystemReader, planner: LoadPlanner | None = None) -> None:
+    """DCP's own load, in this process alone, in place.
+
+    Raises:
+        CorruptionError: a file is gone or cannot be read.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load(state, storage_reader=reader, planner=planner, no_dist=True)
+    except CheckpointException as error:  # a BaseException that no handler of errors would see
+        said = "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
+        raise CorruptionError(f"the checkpoint cannot be read: {said}", path=reader.checkpoint_id) from None
+
+
+def digest_entries(folder: Path) -> dict[str, str]:
+    """SHA-256 of each entry of a dense directory whose digests have been compared, by name. Holds one at a time."""
+    reader = FileSystemReader(folder)
+    metadata = reader.read_metadata()
+    return {
+        name: _digest(read_entries(reader, metadata, [name])[name]) for name in sorted(metadata.state_dict_metadata)
+    }
+
+
+def _digest(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return hashlib.sha256(repr(value).encode()).hexdigest()
+    flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+    shape = f"{value.dtype} {tuple(value.shape)}".encode()
+    return hashlib.sha256(shape + flat.numpy().tobytes()).hexdigest()
+
+
+def _empty(saved: Any) -> Any:
+    if not isinstance(saved, TensorStorageMetadata):
+        return None  # a plain value: DCP puts it in place of this
+    return torch.empty(saved.size, dtype=saved.properties.dtype)

@@ -1,0 +1,133 @@
+"""All rows of a marker in pieces that can be read by id: the store's, and the log's tail, folded into a scratch folder.
+
+A log has no index: a window of a table lies anywhere in it. So what only the log has is folded once, as the
+materializer does it, and then read as the store is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from torchrec_stream_ckpt.errors import ConfigError, StoreUnavailableError
+from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.materialize.fold import Interval, fold_interval
+from torchrec_stream_ckpt.restore.choose import check_incarnation, check_not_trimmed, hold, load_catalog
+from torchrec_stream_ckpt.restore.plan import streams
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.folder import FolderObjects
+from torchrec_stream_ckpt.store.reader import Picked, load_fronts
+from torchrec_stream_ckpt.types import MarkerId
+
+_READERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One segment."""
+
+    objects: Objects
+    picked: Picked
+    """All of its chunks."""
+    generation: int
+    """The oldest one that its rows may be of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """All segments that lead to a marker; a row's newest version is in the first one that has it."""
+
+    schema: Schema
+    bases: dict[int, int]
+    """``Lineage.bases`` of the marker: what older generations sent of a table does not count."""
+    newest_first: tuple[Source, ...]
+    pool: Executor
+
+
+@contextlib.contextmanager
+def open_sources(
+    log: Log,
+    lineage: Lineage,
+    marker: MarkerId,
+    objects: Objects,
+    scratch: Path,
+    *,
+    since: MarkerId | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Iterator[Sources]:
+    """Everything that was sent for ``marker``; with ``since``, a marker on its path, what was sent behind that one.
+
+    Args:
+        log: The job's log.
+        lineage: Its control partition.
+        marker: A committed marker.
+        objects: The store; one that nobody has written to serves nothing.
+        scratch: A folder with room for what only the log has; left as it was found.
+        since: Begin behind this marker.
+        progress: Called with the bytes of each frame that is folded.
+
+    Raises:
+        MarkerNotFoundError: ``marker`` was never committed, or given up.
+        ConfigError: ``since`` is not on the path to it.
+        CorruptionError: the log or the store is damaged, or lacks what is needed.
+        TrimmedError: the log was trimmed, and another store has what is needed.
+        StoreUnavailableError, LogUnavailableError: one of them does not answer, or the scratch folder is full.
+    """
+    if since is not None and since not in {commit.id for commit in lineage.chain(marker)}:
+        raise ConfigError(f"marker {since} is not on the path to marker {marker}", hint="see stream-ckpt list --tree")
+    catalog = load_catalog(objects, lineage)
+    if catalog is not None:
+        catalog.check_offered(marker)
+    held = hold(catalog, lineage, marker, since) if catalog is not None else None
+    start = held.reach if held is not None else since
+    check_not_trimmed(log, lineage, marker, start)
+    check_incarnation(log, lineage, marker, start)
+    with ThreadPoolExecutor(_READERS) as pool, _scratch(scratch) as folder:
+        stored = [
+            Source(objects, picked, piece.generation)
+            for piece in (held.pieces if held is not None else ())
+            for picked in piece.segments
+        ]
+        tail = list(_fold_tail(log, lineage, marker, start, FolderObjects(folder), pool, progress))
+        yield Sources(
+            lineage.claims[marker.generation].schema, lineage.bases(marker), tuple([*stored, *tail][::-1]), pool
+        )
+
+
+@contextlib.contextmanager
+def _scratch(folder: Path) -> Iterator[Path]:
+    try:
+        made = tempfile.TemporaryDirectory(prefix=".stream-ckpt-", dir=folder)
+    except OSError as error:
+        raise StoreUnavailableError(
+            f"cannot make a folder for scratch: {error.strerror}", hint="name another one with --scratch", path=folder
+        ) from None
+    with made as name:
+        yield Path(name)
+
+
+def _fold_tail(
+    log: Log,
+    lineage: Lineage,
+    marker: MarkerId,
+    start: MarkerId | None,
+    folder: FolderObjects,
+    pool: Executor,
+    progress: Callable[[int], None],
+) -> Iterator[Source]:
+    """What the log has behind ``start``, in the order of the path."""
+    for commit, end, after in streams(lineage, marker, start):
+        previous = lineage.find(start) if after is not None and start is not None else None
+        interval = Interval(lineage.claims[commit.generation], commit, end, previous)
+        # Which shards the rank held is for those who go on folding: nobody does here.
+        refs = fold_interval(log, folder, interval, (), progress)
+        for ref, front in zip(refs, load_fronts(folder, refs, commit.job, pool), strict=True):
+            yield Source(folder, Picked(ref, front, np.arange(len(front.directory))), commit.generation)

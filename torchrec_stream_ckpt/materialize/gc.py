@@ -1,0 +1,388 @@
+"""Take away what a retention gives up: mark and sweep over the manifests of one job's store.
+
+What is there may always be relied on: a manifest or a fold goes before the segments that it names, and a marker is
+given up (``dropped/``) before anything of it goes. So a kill at any point leaves kept markers whole, and what was left
+over is found by the next run.
+
+Nothing goes in the moment in which it is found not to be needed: it is put on a list (``garbage/``) first, and deleted
+by a run that comes a grace period later, for there may be restores and materializers that have just read what names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
+
+from crc32c import crc32c
+
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
+from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.manifest import Dropped, Garbage
+from torchrec_stream_ckpt.layout import (
+    DENSE_DIR,
+    DROPPED_DIR,
+    FOLDS_DIR,
+    GARBAGE_DIR,
+    IDENTITY_FILE,
+    MANIFESTS_DIR,
+    PINS_DIR,
+    SEGMENTS_DIR,
+    FoldName,
+    check_store_url,
+    dropped_name,
+    garbage_name,
+    is_garbage_list,
+    job_of_object,
+    parse_dense_file,
+    parse_fold_name,
+    parse_fold_segment,
+    parse_manifest_name,
+    parse_pin_name,
+    parse_store_segment,
+)
+from torchrec_stream_ckpt.materialize.compact import Span, plan_spans, write_span
+from torchrec_stream_ckpt.materialize.retention import Candidate, Retention
+from torchrec_stream_ckpt.store.api import Entry, Objects
+from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.holdings import Holdings
+from torchrec_stream_ckpt.store.identity import check_store
+from torchrec_stream_ckpt.types import MarkerId
+
+_PHASES = (MANIFESTS_DIR, FOLDS_DIR, SEGMENTS_DIR, DENSE_DIR)
+"""What names others goes before what it names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GcRules:
+    """What may go, and when."""
+
+    retention: Retention = field(default_factory=Retention)
+    grace_s: float = 3600.0
+    """Delete an object only if it was found so many seconds ago that nobody needs it: longer than a restore takes."""
+    compact: bool = False
+    """Merge what lies between two kept markers, so that what was dropped between them can go."""
+
+
+@dataclass(frozen=True, slots=True)
+class GcPlan:
+    """What one run does, or would do. Prints with :meth:`describe`."""
+
+    job: bytes
+    store: str
+    kept: tuple[MarkerId, ...]
+    dropping: tuple[MarkerId, ...]
+    """Given up by this run."""
+    dropped: int
+    """Given up by runs before."""
+    spans: tuple[Span, ...]
+    """Folds to be written."""
+    now: tuple[Entry, ...]
+    """Objects that go, in this order."""
+    later: tuple[Entry, ...]
+    """Objects that nobody needs, and that go once the grace period is over."""
+    not_whole: tuple[str, ...]
+    """Kept markers that the store alone cannot bring back, each with the reason: nothing on their way goes."""
+    elsewhere: tuple[str, ...]
+    """Other places that hold dense state of the markers that are given up: they keep it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that go."""
+        return sum(entry.num_bytes for entry in self.now)
+
+    def describe(self) -> str:
+        """In words, one line an object."""
+        lines = [f"job {self.job.hex()} in {self.store}", f"  keep {len(self.kept)} markers: {_names(self.kept)}"]
+        if self.dropped:
+            lines.append(f"  {self.dropped} markers were given up before")
+        lines += [f"  give up marker {marker}" for marker in self.dropping]
+        lines += [f"  merge {span} (reads {span.num_bytes} bytes)" for span in self.spans]
+        lines += [f"  delete {entry.name} ({entry.num_bytes} bytes)" for entry in self.now]
+        lines += [f"  delete later {entry.name} ({entry.num_bytes} bytes)" for entry in self.later]
+        lines += [f"  marker {reason}: all that leads to it stays" for reason in self.not_whole]
+        lines += [f"  dense state in {place} stays: it is not in this store" for place in self.elsewhere]
+        lines.append(
+            f"  {len(self.now)} objects, {self.num_bytes} bytes; later {len(self.later)} objects, "
+            f"{sum(entry.num_bytes for entry in self.later)} bytes"
+        )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """What a store holds of one job, as of one look."""
+
+    holdings: Holdings
+    pins: frozenset[MarkerId]
+    lists: tuple[tuple[str, Garbage], ...]
+    """Lists of garbage, with their names."""
+    from_log: bool
+    """Whether the log has told of all markers; else the store itself has."""
+    home: bool
+    """Whether the store is in the folder of a file log."""
+
+
+def take_stock(objects: Objects, lineage: Lineage | None, job: bytes) -> Stock:
+    """Look at what is there; reads no rows.
+
+    Args:
+        objects: The store.
+        lineage: The control partition; None to take the store's word for it.
+        job: The job.
+
+    Raises:
+        CorruptionError: the store and the log tell different histories, or a list is damaged.
+        MarkerNotFoundError: the store has nothing of this job.
+        UnsupportedError: it is of a newer format.
+    """
+    catalog = Catalog.load(objects, job) if check_store(objects) else None
+    if catalog is None or not catalog.markers | catalog.dropped:
+        others = ", ".join(each.hex() for each in jobs_of(objects))
+        raise MarkerNotFoundError(
+            f"the store has no marker of job {job.hex()}" + (f", but of job {others}" if others else ""),
+            hint="check --store, or put markers there: stream-ckpt materialize URI --store URL",
+            store=objects.url,
+        )
+    holdings = Holdings.load(objects, lineage or catalog.lineage())
+    _pass_over_newer(holdings)
+    pins = {found[1] for entry in objects.list(f"{PINS_DIR}/{job.hex()}/") if (found := parse_pin_name(entry.name))}
+    names = [entry.name for entry in objects.list(f"{GARBAGE_DIR}/{job.hex()}/") if is_garbage_list(entry.name)]
+    lists = tuple((name, Garbage.from_bytes(objects.read(name), name)) for name in sorted(names))
+    home = objects.size(IDENTITY_FILE) is not None
+    return Stock(holdings, frozenset(pins), lists, lineage is not None, home)
+
+
+def _pass_over_newer(holdings: Holdings) -> None:
+    """Markers that came while we looked are as if they were not there: nothing that leads to them goes."""
+    catalog, newest = holdings.catalog, holdings.lineage.newest
+    unknown = (catalog.markers | catalog.dropped) - holdings.lineage.commits.keys()
+    older = [marker for marker in unknown if newest is None or marker < newest.id]
+    if older:
+        raise CorruptionError(
+            f"the store holds marker {min(older)}, which the log does not know",
+            hint="give every log a store of its own, or bring the right log back",
+            store=catalog.objects.url,
+        )
+    catalog.markers -= unknown
+    catalog.folds = frozenset(span for span in catalog.folds if span[1] not in unknown)
+
+
+def jobs_of(objects: Objects) -> list[bytes]:
+    """Jobs of which the store has or had markers."""
+    entries = (entry for kind in (MANIFESTS_DIR, DROPPED_DIR) for entry in objects.list(f"{kind}/"))
+    return sorted({job for entry in entries if (job := job_of_object(entry.name)) is not None})
+
+
+def plan_gc(stock: Stock, rules: GcRules, now_s: float) -> GcPlan:
+    """What one run would do. Changes nothing.
+
+    Args:
+        stock: What is there.
+        rules: What may go.
+        now_s: Unix time.
+    """
+    holdings, catalog = stock.holdings, stock.holdings.catalog
+    offered = sorted(catalog.markers - catalog.dropped)
+    retention = replace(rules.retention, pinned=rules.retention.pinned | stock.pins)
+    decision = retention.plan(_candidates(holdings, offered, retention.newest or 1), now_s)
+    anchors = [*decision.kept, *_links(holdings)]
+    spans = tuple(plan_spans(holdings, anchors)) if rules.compact else ()
+    after = holdings.assuming((span.start, span.end) for span in spans)
+    given_up = catalog.dropped | frozenset(decision.dropped)
+    needed = _mark(after, anchors)
+    garbage = [Entry(*each) for each in holdings.sizes.items() if _is_garbage(each[0], stock, needed, given_up)]
+    since = _since(stock.lists)
+    due = {entry.name for entry in garbage if now_s - since.get(entry.name, now_s) >= rules.grace_s}
+    ordered = sorted(garbage, key=lambda entry: (_PHASES.index(entry.name.partition("/")[0]), entry.name))
+    return GcPlan(
+        holdings.lineage.job,
+        catalog.objects.url,
+        decision.kept,
+        decision.dropped,
+        len(catalog.dropped),
+        spans,
+        tuple(entry for entry in ordered if entry.name in due),
+        tuple(entry for entry in ordered if entry.name not in due),
+        tuple(f"{each} is not whole: {why}" for each in decision.kept if (why := holdings.look(each).problem)),
+        _elsewhere(stock, decision.dropped),
+    )
+
+
+def _candidates(holdings: Holdings, offered: Sequence[MarkerId], floor: int) -> list[Candidate]:
+    """What can be restored is asked of the newest ones only, until there are enough for the floor."""
+    found, candidates = 0, []
+    for marker in reversed(offered):
+        restorable = found >= floor or not holdings.look(marker).problem
+        found += restorable
+        candidates.append(Candidate(marker, holdings.lineage.find(marker).time_s, restorable))
+    return candidates
+
+
+def _links(holdings: Holdings) -> set[MarkerId]:
+    """Markers that are not offered because of this, but on which something that is to come will stand.
+
+    The newest one, which the materializer goes on from, and the parents of generations that the store has nothing of.
+    """
+    markers = holdings.catalog.markers
+    newest = max(markers | holdings.catalog.dropped).generation
+    parents = {claim.parent for claim in holdings.lineage.claims.values() if claim.generation > newest}
+    return {parent for parent in parents if parent in markers} | ({max(markers)} if markers else set())
+
+
+@dataclass(frozen=True, slots=True)
+class _Needed:
+    """What must stay."""
+
+    markers: frozenset[MarkerId]
+    """Manifests and segments of their own intervals."""
+    folds: frozenset[tuple[MarkerId | None, MarkerId]]
+
+
+def _mark(holdings: Holdings, anchors: Iterable[MarkerId]) -> _Needed:
+    """All that leads to the anchors; of one that is not whole, all that lies on its way."""
+    markers: set[MarkerId] = set()
+    folds: set[tuple[MarkerId | None, MarkerId]] = set()
+    known = holdings.catalog.folds
+    for marker in anchors:
+        holding = holdings.look(marker)
+        markers.add(marker)
+        if holding.cover is None or holding.reach != marker:
+            way = {commit.id for commit in holdings.chain(marker)}
+            markers |= way
+            folds |= {fold for fold in known if fold[1] in way}
+            continue
+        for piece in holding.cover.pieces:
+            span = (piece.start, piece.end)
+            if span in known:
+                folds.add(span)
+            else:
+                markers.add(piece.end)
+    return _Needed(frozenset(markers), frozenset(folds))
+
+
+def _is_garbage(name: str, stock: Stock, needed: _Needed, given_up: frozenset[MarkerId]) -> bool:
+    """Whether nobody needs an object any more. What we did not make, we leave."""
+    catalog, lineage = stock.holdings.catalog, stock.holdings.lineage
+    if (manifest := parse_manifest_name(name)) is not None:
+        return manifest[1] in given_up and manifest[1] not in needed.markers
+    if (dense := parse_dense_file(name)) is not None:
+        return dense[1] in given_up
+    if (segment := parse_store_segment(name)) is not None:
+        marker, newest = segment.marker, lineage.newest
+        if marker in catalog.markers or marker in given_up:
+            return marker in given_up and marker not in needed.markers
+        # Of no marker at all. The store alone cannot tell it from one whose manifest was lost.
+        return stock.from_log and marker not in lineage.commits and newest is not None and marker < newest.id
+    fold_segment = parse_fold_segment(name)
+    fold = fold_segment[0] if fold_segment is not None else parse_fold_name(name)
+    return fold is not None and _is_idle(fold, stock, needed)
+
+
+def _is_idle(fold: FoldName, stock: Stock, needed: _Needed) -> bool:
+    span, catalog = (fold.start, fold.end), stock.holdings.catalog
+    if span in catalog.folds:
+        return span not in needed.folds
+    # Somebody may be writing it now: of the newest marker the materializer, of others an earlier gc, which has died.
+    return fold.name not in stock.holdings.sizes and bool(catalog.markers) and fold.end < max(catalog.markers)
+
+
+def _since(lists: Iterable[tuple[str, Garbage]]) -> dict[str, float]:
+    """Since when each object has been known to be garbage."""
+    since: dict[str, float] = {}
+    for _, garbage in lists:
+        for name in garbage.names:
+            since[name] = min(garbage.time_s, since.get(name, garbage.time_s))
+    return since
+
+
+def _elsewhere(stock: Stock, dropping: Iterable[MarkerId]) -> tuple[str, ...]:
+    here = stock.holdings.catalog.objects.url
+    unnamed = here if stock.home else "the log's folder"
+    stores = {stock.holdings.lineage.find(marker).store for marker in dropping}
+    places = {str(check_store_url(store)) if store else unnamed for store in stores}
+    return tuple(sorted(places - {here}))
+
+
+def collect(
+    objects: Objects, lineage: Lineage | None, job: bytes, rules: GcRules, now_s: float, pool: Executor
+) -> GcPlan:
+    """Give markers up, merge, and delete; returns what was done. May be killed and run again at any time.
+
+    Restores, trainers and materializers may run meanwhile. Of gc itself, run one at a time: two do no harm, but may do
+    the same work.
+
+    Args:
+        objects: The store.
+        lineage: The control partition; None to take the store's word for it.
+        job: The job.
+        rules: What may go. Without any rule of retention, nothing does.
+        now_s: Unix time.
+        pool: Threads that read and delete.
+
+    Raises:
+        ConfigError: there is no rule.
+        CorruptionError: what has to be read to know what is needed is damaged. Nothing of it was deleted.
+        StoreUnavailableError: the store does not answer, or does not let us in. Run it again.
+    """
+    if rules.retention.keeps_all:
+        raise ConfigError("no rule says what to keep", hint="give one, such as --keep-all-for 24h --then-every 10")
+    stock = take_stock(objects, lineage, job)
+    plan = plan_gc(stock, rules, now_s)
+    for marker in plan.dropping:
+        _drop(objects, stock.holdings.lineage, marker, now_s)
+    for span in plan.spans:
+        write_span(objects, stock.holdings, span, pool)
+        failpoint("gc.merged")
+    stock = take_stock(objects, lineage, job)
+    found = plan_gc(stock, GcRules(grace_s=rules.grace_s), now_s)  # of what is there now, whoever has come meanwhile
+    _list(objects, job, stock, found.later, now_s)
+    for kind in _PHASES:
+        names = [entry.name for entry in found.now if entry.name.startswith(f"{kind}/")]
+        list(pool.map(lambda name: _delete(objects, name), names))
+    _tidy(objects, job, stock, {entry.name for entry in found.later})
+    objects.clear_leftovers()
+    return replace(plan, now=found.now, later=found.later)
+
+
+def _drop(objects: Objects, lineage: Lineage, marker: MarkerId, now_s: float) -> None:
+    said = Dropped(lineage.find(marker), lineage.previous(marker), now_s)
+    objects.put(dropped_name(lineage.job, marker), [said.to_bytes()])
+    failpoint("gc.dropped")
+
+
+def _list(objects: Objects, job: bytes, stock: Stock, later: Iterable[Entry], now_s: float) -> None:
+    """Remember since when what goes later is known to be garbage."""
+    known = _since(stock.lists)
+    fresh = tuple(entry.name for entry in later if entry.name not in known)
+    if fresh:
+        _put_list(objects, job, Garbage(now_s, fresh))
+        failpoint("gc.listed")
+
+
+def _delete(objects: Objects, name: str) -> None:
+    objects.delete(name)
+    failpoint("gc.deleted")
+
+
+def _tidy(objects: Objects, job: bytes, stock: Stock, waiting: set[str]) -> None:
+    """Of lists, only what still waits stays: what is needed again must begin to wait anew."""
+    for name, garbage in stock.lists:
+        left = tuple(each for each in garbage.names if each in waiting)
+        if left != garbage.names:
+            if left:
+                _put_list(objects, job, replace(garbage, names=left))
+            objects.delete(name)
+            failpoint("gc.tidied")
+
+
+def _put_list(objects: Objects, job: bytes, garbage: Garbage) -> None:
+    data = garbage.to_bytes()
+    objects.put(garbage_name(job, int(garbage.time_s * 1000), crc32c(data)), [data])
+
+
+def _names(markers: Sequence[MarkerId]) -> str:
+    """The first and the last ones."""
+    shown = [str(marker) for marker in markers]
+    return ", ".join(shown if len(shown) < 8 else [*shown[:3], "...", *shown[-3:]]) or "none"

@@ -1,0 +1,133 @@
+"""Which markers a store keeps: a pure rule over their names and commit times. Reads no clock."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.types import MarkerId
+
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
+_DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)(s|min|h|d|w)?")
+
+
+def parse_duration(text: float | str) -> float:
+    """Seconds, from a number of them or from text: ``90``, ``90s``, ``15min``, ``24h``, ``7d``, ``2w``.
+
+    Raises:
+        ConfigError: it is no duration.
+    """
+    if isinstance(text, str):
+        match = _DURATION.fullmatch(text.strip())
+        if match is None:
+            raise ConfigError(f"'{text}' is no duration", hint="write a number and s, min, h, d or w, such as 24h")
+        return float(match[1]) * _UNITS[match[2] or "s"]
+    if isinstance(text, bool) or not math.isfinite(text) or text < 0:
+        raise ConfigError(f"{text!r} is no duration", hint="give seconds, or text such as 24h")
+    return float(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A marker that a store offers."""
+
+    id: MarkerId
+    time_s: float
+    """When it was committed, Unix time."""
+    restorable: bool = True
+    """Whether the store has all that it needs: others do not count for the floor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a rule says of each candidate, in commit order."""
+
+    kept: tuple[MarkerId, ...]
+    dropped: tuple[MarkerId, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retention:
+    """Which markers to keep. Without any rule: all.
+
+    A marker is kept if one of the rules keeps it. What is dropped stays dropped: no later time and no later marker
+    makes a rule want a marker back, so that it does not matter how often it is applied.
+
+    Raises:
+        ConfigError: a value makes no sense; names it.
+    """
+
+    keep_all_for: float | str | None = None
+    """Keep every marker that is not older: seconds, or text such as ``24h``."""
+    then_every: int | str | None = None
+    """Of the older ones: a count N keeps those whose number on the lineage is a multiple of N, a duration such as
+    ``1d`` the first one of each such stretch of time. None keeps none of them."""
+    newest: int | None = None
+    """Keep so many of the newest ones that can be restored, whatever their age; at least 1 under any rule."""
+    pinned: frozenset[MarkerId] = field(default_factory=frozenset)
+    """Keep these."""
+
+    def __post_init__(self) -> None:
+        if self.keep_all_for is not None:
+            parse_duration(self.keep_all_for)
+        if self.then_every is not None:
+            _parse_every(self.then_every)
+        if self.newest is not None and (type(self.newest) is not int or self.newest < 1):
+            raise ConfigError(
+                f"newest must be at least 1, it is {self.newest}", hint="the newest marker is always kept"
+            )
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether there is no rule: pins alone drop nothing."""
+        return self.keep_all_for is None and self.then_every is None and self.newest is None
+
+    def plan(self, candidates: Iterable[Candidate], now_s: float) -> Decision:
+        """Decide about each candidate.
+
+        Args:
+            candidates: Every marker that the store offers.
+            now_s: Unix time.
+        """
+        ordered = sorted(candidates, key=lambda each: each.id)
+        if self.keeps_all:
+            return Decision(tuple(each.id for each in ordered), ())
+        young = set()
+        if self.keep_all_for is not None:
+            horizon_s = now_s - parse_duration(self.keep_all_for)
+            young = {each.id for each in ordered if each.time_s >= horizon_s}
+        restorable = [each.id for each in ordered if each.restorable]
+        thinned = self._thinned([each for each in ordered if each.id not in young])
+        kept = young | self.pinned | thinned | set(restorable[-(self.newest or 1) :])
+        return Decision(
+            tuple(each.id for each in ordered if each.id in kept),
+            tuple(each.id for each in ordered if each.id not in kept),
+        )
+
+    def _thinned(self, older: list[Candidate]) -> set[MarkerId]:
+        """What ``then_every`` keeps."""
+        if self.then_every is None:
+            return set()
+        every = _parse_every(self.then_every)
+        if isinstance(every, int):
+            return {each.id for each in older if each.id.marker % every == 0}
+        firsts: dict[float, Candidate] = {}
+        for each in sorted(older, key=lambda each: (each.time_s, each.id)):
+            firsts.setdefault(each.time_s // every, each)
+        return {first.id for first in firsts.values()}
+
+
+def _parse_every(every: int | str) -> int | float:
+    """A count, or a stretch of time in seconds, as a float."""
+    if isinstance(every, str) and not every.strip().isdecimal():
+        stretch_s = parse_duration(every)
+        if not stretch_s:
+            raise ConfigError("then_every must not be no time at all", hint="write a count, or a duration such as 1d")
+        return stretch_s
+    count = int(every) if isinstance(every, str) else every
+    if type(count) is not int or count < 1:
+        raise ConfigError(f"then_every must be at least 1, it is {every}", hint="10 keeps every tenth")
+    return count

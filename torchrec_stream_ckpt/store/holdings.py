@@ -1,0 +1,149 @@
+"""What a store holds whole of each marker, as far as names and lengths tell. Of the rows, nothing is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.manifest import SegmentRef
+from torchrec_stream_ckpt.layout import DENSE_DIR, FOLDS_DIR, MANIFESTS_DIR, SEGMENTS_DIR, dense_file_name
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.catalog import Catalog, Cover, follow
+from torchrec_stream_ckpt.types import MarkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a restore of one marker would find."""
+
+    marker: MarkerId
+    cover: Cover | None
+    """What it would read; None when the store has nothing of it."""
+    damage: str = ""
+    """What of the cover is gone, short or altered; empty when nothing is."""
+    dense: str = ""
+    """What is wrong with the dense state in the store; empty when nothing is."""
+
+    @property
+    def reach(self) -> MarkerId | None:
+        """The marker up to which the store serves the rows."""
+        return self.cover.reach if self.cover is not None and not self.damage else None
+
+    @property
+    def problem(self) -> str:
+        """Why the store alone is not enough; empty when it is."""
+        if self.damage:
+            return self.damage
+        if self.reach != self.marker:
+            return f"the rows are there up to marker {self.reach}" if self.reach else "the rows are not there"
+        return self.dense
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """The way to the newest marker of a generation, on which the ways to its older ones lie."""
+
+    chain: list[Commit]
+    places: dict[MarkerId, int]
+    strides: dict[MarkerId, MarkerId | None]
+
+
+@dataclass(slots=True)
+class Holdings:
+    """A job's catalog, and how long each of its objects is."""
+
+    catalog: Catalog
+    lineage: Lineage
+    sizes: Mapping[str, int]
+    """Length of each object, by name, as of one listing."""
+    _paths: dict[int, _Path] = field(default_factory=dict)
+    _damages: dict[tuple[MarkerId | None, MarkerId], str] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, objects: Objects, lineage: Lineage) -> Holdings:
+        """List the job's objects.
+
+        Raises:
+            StoreUnavailableError: the store does not answer, or does not let us in.
+        """
+        catalog = Catalog.load(objects, lineage.job)  # first: what it names has been written before it
+        kinds = (SEGMENTS_DIR, DENSE_DIR, MANIFESTS_DIR, FOLDS_DIR)
+        entries = (entry for kind in kinds for entry in objects.list(f"{kind}/{lineage.job.hex()}/"))
+        return cls(catalog, lineage, {entry.name: entry.num_bytes for entry in entries})
+
+    def look(self, marker: MarkerId) -> Holding:
+        """What the store has of one committed marker.
+
+        Raises:
+            MarkerNotFoundError: it is not committed.
+            StoreUnavailableError: the store does not answer.
+        """
+        commit = self.lineage.find(marker)
+        cover, damage = None, ""
+        try:
+            cover = self._cover(commit)
+            damage = self.damage(cover) if cover is not None else ""
+        except CorruptionError as error:
+            damage = error.headline
+        return Holding(marker, cover, damage, self._dense(commit))
+
+    def assuming(self, spans: Iterable[tuple[MarkerId | None, MarkerId]]) -> Holdings:
+        """The same once these folds are written."""
+        return Holdings(self.catalog.assuming(spans), self.lineage, self.sizes)
+
+    def chain(self, marker: MarkerId) -> list[Commit]:
+        """``Lineage.chain``, without looking through all commits each time."""
+        path = self._path(marker.generation)
+        return path.chain[: path.places[marker] + 1]
+
+    def _cover(self, commit: Commit) -> Cover | None:
+        """``Catalog.cover`` of the way to a marker."""
+        strides, known = self._path(commit.generation).strides, self.catalog.markers
+        behind = (each.id for each in reversed(self.chain(commit.id)))
+        reach = next((marker for marker in behind if marker in strides and marker in known), None)
+        if reach is None:
+            return None
+        commits = self.lineage.commits
+        return Cover(tuple(self.catalog.piece(start, commits[end]) for start, end in follow(strides, reach)))
+
+    def _path(self, generation: int) -> _Path:
+        if generation not in self._paths:
+            newest = max(marker for marker in self.lineage.commits if marker.generation == generation)
+            chain = self.lineage.chain(newest)
+            places = {commit.id: place for place, commit in enumerate(chain)}
+            self._paths[generation] = _Path(chain, places, self.catalog.strides(chain))
+        return self._paths[generation]
+
+    def damage(self, cover: Cover) -> str:
+        """The first segment of a cover that is not there as it was written; empty when all are."""
+        parts = [((piece.start, piece.end), piece.segments) for piece in cover.pieces]
+        # Whatever piece leads there: the notes in the segments of its own interval say what each rank held.
+        parts.append(((cover.reach, cover.reach), self._segments(cover.reach)))
+        for key, refs in parts:
+            if key not in self._damages:
+                self._damages[key] = next(filter(None, map(self._wrong, refs)), "")
+            if self._damages[key]:
+                return self._damages[key]
+        return ""
+
+    def _segments(self, marker: MarkerId) -> tuple[SegmentRef, ...]:
+        return tuple(ref for refs in self.catalog.manifest(marker).segments for ref in refs)
+
+    def _wrong(self, ref: SegmentRef) -> str:
+        found = self.sizes.get(ref.name)
+        if found is None:
+            return f"{ref.name} is gone"
+        return "" if found == ref.num_bytes else f"{ref.name} has {found} bytes, {ref.num_bytes} were written"
+
+    def _dense(self, commit: Commit) -> str:
+        for file in commit.dense_files:
+            name = dense_file_name(commit.job, commit.id, file.name)
+            found = self.sizes.get(name)
+            if found is None:
+                return f"dense state is not in the store: {name}"
+            if found != file.num_bytes:
+                return f"dense state was altered: {name} has {found} bytes, {file.num_bytes} were committed"
+        return ""
