@@ -18,11 +18,19 @@ from torchrec_stream_ckpt.format.dense import dense_path, digest_files
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.segment import decode_chunk
-from torchrec_stream_ckpt.layout import DATA_DIR, check_object_name
+from torchrec_stream_ckpt.layout import (
+    CONTROL_FILE,
+    CONTROL_LOCK,
+    DATA_DIR,
+    IDENTITY_FILE,
+    SEGMENTS_DIR,
+    check_object_name,
+)
 from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
 from torchrec_stream_ckpt.store.api import Entry, Objects, open_store
-from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.catalog import Catalog, Cover
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.reader import load_held, read_chunks
 from torchrec_stream_ckpt.types import MarkerId
@@ -30,8 +38,13 @@ from torchrec_stream_ckpt.types import MarkerId
 Rows: TypeAlias = dict[tuple[int, int], bytes]
 
 
-def fold(directory: Path, policy: Policy | None = None, upto: MarkerId | None = None) -> list[MarkerId]:
-    """Fold the log in a folder into a store in the same one, up to a marker; returns the markers that were folded."""
+def fold(
+    directory: Path, policy: Policy | None = None, upto: MarkerId | None = None, head: Path | None = None
+) -> list[MarkerId]:
+    """Fold the log in a folder into a store in the same one, up to a marker; returns the markers that were folded.
+
+    With ``head``, a HEAD in that folder goes along.
+    """
     log = FileLog(directory)
     lineage = Control(log).refresh()
     if upto is not None:
@@ -39,7 +52,9 @@ def fold(directory: Path, policy: Policy | None = None, upto: MarkerId | None = 
             lineage.claims, {marker: commit for marker, commit in lineage.commits.items() if marker <= upto}
         )
     with ThreadPoolExecutor(4) as pool:
-        materializer = Materializer(log, open_store(str(directory)), lambda _: open_dense(str(directory)), pool, policy)
+        objects = open_store(str(directory))
+        warm = HeadWriter(head, objects, pool) if head is not None else None
+        materializer = Materializer(log, objects, lambda _: open_dense(str(directory)), pool, policy, head=warm)
         return list(materializer.catch_up(lineage))
 
 
@@ -47,6 +62,19 @@ def lose_rows(directory: Path) -> None:
     """Take all frames away: what is restored now comes from the store."""
     shutil.rmtree(directory / DATA_DIR)
     (directory / DATA_DIR).mkdir()
+
+
+def lose_segments(directory: Path) -> None:
+    """Take all rows of the store away: what is restored now comes from HEAD."""
+    shutil.rmtree(directory / SEGMENTS_DIR)
+
+
+def lose_log(directory: Path) -> None:
+    """Take the whole log away and leave the store in its folder."""
+    lose_rows(directory)
+    for name in (IDENTITY_FILE, CONTROL_FILE, CONTROL_LOCK):
+        (directory / name).unlink()
+    shutil.rmtree(directory / DATA_DIR)
 
 
 def contents(objects: Objects) -> Mapping[str, bytes]:
@@ -59,7 +87,13 @@ def rows_of(objects: Objects, lineage: Lineage, marker: MarkerId) -> Rows:
     catalog = Catalog.load(objects, lineage.job)
     cover = catalog.cover(lineage.chain(marker))
     assert cover is not None
+    return rows_in(catalog, lineage, marker, cover)
+
+
+def rows_in(catalog: Catalog, lineage: Lineage, marker: MarkerId, cover: Cover) -> Rows:
+    """As :func:`rows_of`, by a cover that was found before."""
     assert cover.reach == marker
+    objects = catalog.objects
     rows: Rows = {}
     with ThreadPoolExecutor(2) as pool:
         held = load_held(objects, catalog, cover, pool)

@@ -52,9 +52,11 @@ class Job:
     generation: int = 0
     marker: int = 0
     streams: list[Stream] = field(default_factory=list)
+    log: Log = None  # type: ignore[assignment]
+    """By default a file log in ``root``."""
 
     def __post_init__(self) -> None:
-        self.log = FileLog(self.root)
+        self.log = self.log or FileLog(self.root)
         self.random = np.random.default_rng(self.seed)
         self.splits: dict[int, Sequence[int]] = {}
         """Parts that each table's columns are cut into, by generation."""
@@ -95,7 +97,7 @@ class Job:
             Stream(rank, self.generation, shards=tuple(self._shards(rank)), schema=self.schema, world=self.world)
             for rank in range(self.world)
         ]
-        self._written, self._ends = [0] * self.world, [0] * self.world
+        self._written, self._begins, self._ends = ([0] * self.world for _ in range(3))
         for stream in self.streams:
             for shard in stream.shards:
                 if shard.table in swept:
@@ -137,7 +139,10 @@ class Job:
             frames = stream.frames[self._written[rank] :]
             if frames:
                 frames = frames + frames if twice else frames
-                acks = builders.write(self.log, frames, generation=self.generation, partition=rank, at=self._ends[rank])
+                place = {"generation": self.generation, "partition": rank, "at": self._ends[rank]}
+                acks = builders.write(self.log, frames, timeout_s=20.0, **place)
+                if not self._written[rank]:
+                    self._begins[rank] = acks[0].offset
                 self._ends[rank] = acks[-1].end
             self._written[rank] = len(stream.frames)
 
@@ -152,7 +157,10 @@ class Job:
         """A marker."""
         self.give_up()
         ends = [
-            replace(stream.end(0, self._ends[stream.rank], partition=stream.rank), num_bytes=self._sent(stream))
+            replace(
+                stream.end(self._begins[stream.rank], self._ends[stream.rank], partition=stream.rank),
+                num_bytes=self._sent(stream),
+            )
             for stream in self.streams
         ]
         commit = builders.commit(self.generation, self.marker, ends, **more)

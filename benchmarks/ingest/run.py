@@ -14,10 +14,10 @@ import json
 import multiprocessing
 import os
 import platform
-import resource
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,10 +103,11 @@ def fold(uri: str, store: str) -> dict[str, float]:
     lineage = Control(log).refresh()
     (commit,) = lineage.commits.values()
     interval = Interval(lineage.claims[1], commit, commit.ranks[0], None)
+    memory = Memory()
     cpu, begin = time.process_time(), time.perf_counter()
-    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     refs = fold_interval(log, open_store(store), interval, None)
     took_s, cpu_s = time.perf_counter() - begin, time.process_time() - cpu
+    memory.close()
     return {
         "megabytes": interval.num_bytes / 1e6,
         "wall_s": took_s,
@@ -115,16 +116,31 @@ def fold(uri: str, store: str) -> dict[str, float]:
         "megabytes_a_cpu_second": interval.num_bytes / 1e6 / cpu_s,
         "written_megabytes": sum(ref.num_bytes for ref in refs) / 1e6,
         "segments": len(refs),
-        "peak_memory_megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
-        "memory_before_megabytes": rss / 1e3,
-        "private_peak_megabytes": private_peak_bytes() / 1e6,
+        "memory_megabytes": (memory.peak - memory.before) / 1e6,
     }
 
 
-def private_peak_bytes() -> int:
-    """Most memory so far that is not a view of a file: the page cache lends those, and takes them back."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
-    return int(fields["RssAnon"].split()[0]) * 1024
+class Memory:
+    """Most memory that is not a view of a file: the page cache lends those, and takes them back. Sampled."""
+
+    def __init__(self) -> None:
+        self.before = self.peak = self._now()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.005):
+            self.peak = max(self.peak, self._now())
+
+    @staticmethod
+    def _now() -> int:
+        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+        return int(fields["RssAnon"].split()[0]) * 1024
 
 
 def machine() -> dict[str, Any]:

@@ -1,0 +1,85 @@
+"""The materializer follows a log on a real broker, and outlasts one that is not there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.faults.materializer import start, wait
+from tests.synthetic import JOB, ROWWISE, Job, image_of_store, images_of_chain
+from tests.unit.test_materializer import events_of, has
+from torchrec_stream_ckpt.broker.kraft import Broker
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.log.api import open_log
+from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.types import MarkerId
+
+pytestmark = pytest.mark.kafka
+
+
+def test_a_log_on_a_broker_is_followed_and_killed_and_followed_on(bootstrap: str, tmp_path: Path) -> None:
+    uri = f"kafka://{bootstrap}/job-{uuid.uuid4().hex}"
+    log = open_log(uri)
+    job = Job(tmp_path, log=log)
+    arguments = [uri, "--store", str(tmp_path / "store"), "--poll-s", "0.1", "--json", "--rebase", "0.5"]
+    output = tmp_path / "output"
+    output.touch()
+    process = start(arguments, output)
+    try:
+        wait("it to wait", has(output, "waiting"), output)
+        job.begin()
+        job.touch()
+        parent = job.commit().id
+        wait("the marker", has(output, "marker", marker="1:1", lag_markers=0), output)
+        process.kill()
+        process.join()
+        job.touch()
+        job.commit()  # a branch of its own
+        job.begin(parent, world=3, swept=[ROWWISE], splits=[2, 2, 1])
+        job.touch()
+        job.commit()
+        process = start(arguments, output)
+        wait("the last marker", has(output, "marker", marker="2:1", lag_markers=0), output)
+        os.kill(process.pid or 0, signal.SIGTERM)
+        process.join(40)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+        process.join()
+    objects, lineage = open_store(str(tmp_path / "store")), Control(log).refresh()
+    assert lineage.job == JOB
+    for leaf in (MarkerId(1, 2), MarkerId(2, 1)):
+        for commit, image in images_of_chain(log, lineage, leaf):
+            assert image_of_store(objects, lineage, commit.id) == image
+    log.close()
+
+
+def test_a_broker_that_is_not_there_is_waited_for(tmp_path: Path) -> None:
+    broker = Broker(tmp_path / "broker")
+    address = broker.start(die_with=os.getpid()).bootstrap
+    uri = f"kafka://{address}/job"
+    log = open_log(uri)
+    job = Job(tmp_path, world=1, log=log)
+    job.begin()
+    job.commit()
+    log.close()
+    broker.stop()
+    output = tmp_path / "output"
+    output.touch()
+    process = start([uri, "--store", str(tmp_path / "store"), "--poll-s", "0.1", "--json"], output)
+    try:
+        wait("its complaint", has(output, "trouble"), output)
+        (trouble,) = (event for event in events_of(output) if event["event"] == "trouble")
+        assert "connection refused" in str(trouble["message"])
+        assert trouble["hint"]
+        broker.start(die_with=os.getpid())
+        wait("the marker", has(output, "marker", marker="1:1"), output)
+        assert has(output, "recovered")()
+    finally:
+        process.kill()
+        process.join()
+        broker.stop()
