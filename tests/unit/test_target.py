@@ -136,11 +136,16 @@ def test_any_cells_land_as_in_a_dictionary(
         for _ in range(data.draw(st.integers(0, 4))):
             move = data.draw(st.sampled_from(moves))
             ids = data.draw(IDS | RUNS)
+            is_block = kind == "base" and data.draw(st.booleans())
             if kind == "log":
                 ids = data.draw(st.permutations(ids))
+            elif is_block:
+                ids = range(move.row0, move.row0 + move.rows)
             rows_ = view(rng, move.source, dtypes, flat, ids)
             if kind == "store":
                 target.fill(move, rows_, scratch)
+            elif is_block:
+                target.put_block(move, rows_.weights, rows_.states)
             else:
                 taken = target.put(move, rows_)
                 assert taken == sum(row0 <= number < row0 + rows for number in ids)
