@@ -26,12 +26,16 @@ FIRST = MarkerId(1, 1)
 
 
 def write_tables(
-    directory: Path, schema: Schema, tables: Tables, cuts: Sequence[Sequence[int]] | None = None
+    directory: Path,
+    schema: Schema,
+    tables: Tables,
+    cuts: Sequence[Sequence[int]] | None = None,
+    key_file: Path | None = None,
 ) -> tuple[FileLog, Lineage]:
     """A log whose marker 1:1 holds ``tables``, with column shards that begin at ``cuts``."""
     log = FileLog(directory)
     incarnation = log.prepare(1)
-    control = Control(log)
+    control = Control(log, key_file)
     opened = claim(1, schema=schema, swept=tuple(range(len(schema.tables))), incarnation=incarnation.id)
     control.claim(opened)
     shards = [

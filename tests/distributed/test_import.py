@@ -34,7 +34,7 @@ def save_plainly(folder: str, build: dict[str, Any]) -> dict[str, torch.Tensor]:
     return truth(job)
 
 
-@pytest.fixture(scope="module", params=["rowwise", "adagrad", "sgd"])
+@pytest.fixture(scope="module")
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, dict[str, Any]]:
     """An optimizer, a checkpoint, and the truth."""
     folder = tmp_path_factory.mktemp("dcp") / "checkpoint"
@@ -55,7 +55,9 @@ def fused(optimizer: str) -> list[str]:
     return [*named, "--data-parallel=ebc.t_dp"] if optimizer == "sgd" else named
 
 
-@pytest.mark.parametrize(("world", "spec"), [(1, PLAN_1), (3, PLAN_3)])
+@pytest.mark.parametrize(
+    ("saved", "world", "spec"), [("rowwise", 3, PLAN_3), ("adagrad", 1, PLAN_1), ("sgd", 1, PLAN_1)], indirect=["saved"]
+)
 def test_an_imported_checkpoint_is_restored_on_another_plan_and_the_lineage_goes_on(
     saved: tuple[str, Path, dict[str, Any]], world: int, spec: Spec, tmp_path: Path
 ) -> None:

@@ -350,11 +350,11 @@ def test_what_is_behind_it_comes_from_the_store(warmed: Warm) -> None:
         state = head.state
     warmed.job.touch()
     third = warmed.job.commit()
-    held = hold(warmed.objects, warmed.lineage, third.id, state)
+    held = hold(Catalog.load(warmed.objects, JOB), warmed.lineage, third.id, head=state)
     assert held is not None
     assert (held.reach, held.pieces, held.head) == (MarkerId(1, 2), (), state)
     warmed.follow()
-    held = hold(warmed.objects, warmed.lineage, third.id, state)
+    held = hold(Catalog.load(warmed.objects, JOB), warmed.lineage, third.id, head=state)
     assert held is not None
     assert (held.reach, len(held.pieces), held.head) == (third.id, 1, state)
 

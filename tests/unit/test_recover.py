@@ -117,6 +117,24 @@ def test_of_several_jobs_one_has_to_be_named(lost: Path) -> None:
     assert run("recover", f"file://{lost}", "--store", lost, "--job", JOB.hex())["offered"] == ["1:1"]
 
 
+def test_signed_records_come_back_signed(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.touch(mode=0o600)
+    key.write_bytes(bytes(range(32)))
+    directory = tmp_path / "job"
+    write_tables(directory, SCHEMA, values(), key_file=key)
+    stores.fold(directory)
+    stores.lose_log(directory)
+    open_store(str(directory)).put(f"{dense_name(JOB, MarkerId(4, 1))}/file", [b"of a marker that was never committed"])
+    arguments = ("recover", f"file://{directory}", "--store", directory)
+    with pytest.raises(ConfigError, match="has a commit key"):
+        run(*arguments)
+    assert run(*arguments, "--commit-key-file", key)["offered"] == ["1:1"]
+    lineage = Control(FileLog(directory), key).refresh()
+    assert (list(lineage.commits), len(lineage.trims), lineage.unsigned) == ([FIRST], 1, 0)
+    assert lineage.newest_generation == 4
+
+
 def test_a_store_without_markers_recovers_nothing(tmp_path: Path) -> None:
     with pytest.raises(MarkerNotFoundError):
         run("recover", f"file://{tmp_path}/log", "--store", f"{tmp_path}/store")

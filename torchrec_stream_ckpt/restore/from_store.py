@@ -1,6 +1,6 @@
-"""Restore rows from the store: table by table, several at a time.
+"""Restore rows from the store, several parts of the tables at a time.
 
-Of each table its base first, then what changed since, newest first, so that each row that changed is placed once.
+The oldest piece as it is, then what changed since, newest first, so that each row that changed is placed once.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 import torch
 
 from torchrec_stream_ckpt.failpoints import failpoint
-from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.segment import decode_chunk
 from torchrec_stream_ckpt.restore.plan import RestorePlan, StoreRead, pick
 from torchrec_stream_ckpt.restore.reshard import Move
@@ -35,6 +35,10 @@ class _Window:
     row0: int
     rows: int
 
+    @property
+    def cells(self) -> int:
+        return self.rows * self.target.cols
+
 
 def apply_store(plan: RestorePlan, objects: Objects, targets: Mapping[TableShard, Target]) -> int:
     """Write what ``plan.stored`` names into the targets.
@@ -42,77 +46,85 @@ def apply_store(plan: RestorePlan, objects: Objects, targets: Mapping[TableShard
     Memory: a chunk of each thread and, where the store is no folder, the reads in flight, of at most 16 MB each.
 
     Returns:
-        How many row records were read.
+        How many row records were written.
 
     Raises:
         CorruptionError: the store is damaged.
     """
-    lanes = torch.get_num_threads()
-    ahead = max(2, objects.reads_ahead // lanes)
-    reads = _by_target(plan)
-    windows = sorted(_windows(plan, lanes), key=lambda window: -window.rows * window.target.cols)
+    lanes = _lanes(plan, torch.get_num_threads())
+    ahead = max(2, objects.reads_ahead // max(1, len(lanes)))
     with (
         _one_thread_an_operation(),
-        ThreadPoolExecutor(lanes, "stream-ckpt-restore") as pool,
-        ThreadPoolExecutor(ahead * lanes, "stream-ckpt-read") as readers,
+        ThreadPoolExecutor(max(1, len(lanes)), "stream-ckpt-restore") as pool,
+        ThreadPoolExecutor(ahead * max(1, len(lanes)), "stream-ckpt-read") as readers,
     ):
-
-        def write(window: _Window) -> int:
-            parts = [part for read in reads[window.target] if (part := _within(read, window)) is not None]
-            return _write_window(plan.schema, objects, targets[window.target], parts, readers, ahead)
-
-        return sum(pool.map(write, windows))
+        return sum(pool.map(partial(_write, plan, objects, targets, readers, ahead), lanes))
 
 
-def _by_target(plan: RestorePlan) -> dict[TableShard, list[StoreRead]]:
-    """For each target what is read for it, in the order in which it is written: the base, then newest first."""
-    reads: dict[TableShard, list[StoreRead]] = {target: [] for target in plan.targets}
-    base = [read for read in plan.stored if read.is_base]
-    newest_first = [read for read in reversed(plan.stored) if not read.is_base]
-    for read in (*base, *newest_first):
-        for target, moves in groupby(sorted(read.moves, key=_target), key=_target):
-            reads[target].append(replace(read, moves=tuple(moves)))
-    return reads
+def _lanes(plan: RestorePlan, threads: int) -> list[list[_Window]]:
+    """All rows of all targets, dealt out to threads: the largest window to whom has the least so far."""
+    lanes: list[list[_Window]] = [[] for _ in range(threads)]
+    for window in sorted(_windows(plan, threads), key=lambda window: -window.cells):
+        min(lanes, key=lambda lane: sum(each.cells for each in lane)).append(window)
+    return [lane for lane in lanes if lane]
 
 
-def _target(move: Move) -> TableShard:
-    return move.target
-
-
-def _windows(plan: RestorePlan, lanes: int) -> Iterator[_Window]:
+def _windows(plan: RestorePlan, threads: int) -> Iterator[_Window]:
     for target in plan.targets:
-        count = min(lanes, 1 + 4 * target.rows * target.cols // WINDOW_BYTES)
+        count = min(threads, 1 + 4 * target.rows * target.cols // WINDOW_BYTES)
         height = max(1, -(-target.rows // count))
         for row0 in range(target.row0, target.row0 + target.rows, height):
             yield _Window(target, row0, min(height, target.row0 + target.rows - row0))
 
 
 @torch.no_grad()
-def _write_window(
-    schema: Schema, objects: Objects, target: Target, parts: Sequence[StoreRead], readers: Executor, ahead: int
+def _write(
+    plan: RestorePlan,
+    objects: Objects,
+    targets: Mapping[TableShard, Target],
+    readers: Executor,
+    ahead: int,
+    windows: Sequence[_Window],
 ) -> int:
-    by_segment = {part.picked.ref.name: part for part in parts}
+    """Write the rows of one thread's windows."""
+    reads = [part for read in plan.stored if (part := _within(read, windows)) is not None]
+    base = [read for read in reads if read.is_base]
+    reads = [*base, *(read for read in reversed(reads) if not read.is_base)]
+    straight = {read.picked.ref.name for read in base}
+    moves = {read.picked.ref.name: _by_slice(read.moves) for read in reads}
     scratch, rows = Scratch(), 0
-    for picked, entry, data in read_chunks(objects, [part.picked for part in parts], readers, ahead):
-        part = by_segment[picked.ref.name]
-        chunk = decode_chunk(entry, data, schema, picked.ref.name)
-        for move in part.moves:
-            if (move.source.col0, move.source.cols) == (entry.col0, entry.cols):
-                if part.is_base:
-                    target.put(move, chunk)
-                else:
-                    target.fill(move, chunk, scratch)
-        rows += len(chunk.ids)
+    for picked, entry, data in read_chunks(objects, [read.picked for read in reads], readers, ahead):
+        chunk = decode_chunk(entry, data, plan.schema, picked.ref.name)
+        for move in moves[picked.ref.name].get((entry.table, entry.col0, entry.cols), ()):
+            target = targets[move.target]
+            straight_on = picked.ref.name in straight
+            rows += target.put_sorted(move, chunk) if straight_on else target.fill(move, chunk, scratch)
         failpoint("restore.chunk")
     return rows
 
 
-def _within(read: StoreRead, window: _Window) -> StoreRead | None:
-    """What of a read concerns the window; None: nothing."""
-    end = window.row0 + window.rows
-    moves = tuple(part for move in read.moves if (part := move.between(window.row0, end)) is not None)
+def _within(read: StoreRead, windows: Sequence[_Window]) -> StoreRead | None:
+    """What of a read concerns the windows; None: nothing."""
+    mine: dict[TableShard, list[_Window]] = {}
+    for window in windows:
+        mine.setdefault(window.target, []).append(window)
+    moves = tuple(
+        part
+        for move in read.moves
+        for window in mine.get(move.target, ())
+        if (part := move.between(window.row0, window.row0 + window.rows)) is not None
+    )
     picked = pick(read.picked, moves)
     return StoreRead(picked, moves, read.is_base) if len(picked.chunks) else None
+
+
+def _by_slice(moves: Sequence[Move]) -> dict[tuple[int, int, int], list[Move]]:
+    """Moves by the table and columns of their source."""
+
+    def place(move: Move) -> tuple[int, int, int]:
+        return move.source.table, move.source.col0, move.source.cols
+
+    return {key: list(group) for key, group in groupby(sorted(moves, key=place), key=place)}
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torchrec_stream_ckpt.errors import ColumnResplitError, CorruptionError, Sch
 from torchrec_stream_ckpt.format.control import Commit, Hello, Schema
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.segment import check_tables
+from torchrec_stream_ckpt.format.segment import check_tables, entries_of
 from torchrec_stream_ckpt.restore.reshard import Move, intersect
 from torchrec_stream_ckpt.store.reader import Held, Picked
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, TableShard, TableSpec
@@ -186,18 +186,21 @@ def streams(
 def _store_reads(
     schema: Schema, held: Held, targets: Sequence[TableShard], bases: Mapping[int, int]
 ) -> Iterator[StoreRead]:
+    by_table: dict[int, list[TableShard]] = {}
+    for target in targets:
+        by_table.setdefault(target.table, []).append(target)
     for number, piece in enumerate(held.pieces):
         for picked in piece.segments:
             check_tables(picked.front, schema, picked.ref.name)
-            directory = picked.front.directory
-            slices = np.unique(directory[["table", "col0", "cols"]])
-            sources = [
-                TableShard(int(table), 0, schema.tables[table].rows, int(col0), int(cols))
-                for table, col0, cols in slices
-                if piece.generation >= bases.get(int(table), 0)
-            ]
+            slices = dict.fromkeys(
+                (entry.table, entry.col0, entry.cols) for entry in entries_of(picked.front.directory)
+            )
             moves = tuple(
-                move for source in sources for target in targets if (move := intersect(source, target)) is not None
+                move
+                for table, col0, cols in slices
+                if piece.generation >= bases.get(table, 0)
+                for target in by_table.get(table, ())
+                if (move := intersect(TableShard(table, 0, schema.tables[table].rows, col0, cols), target)) is not None
             )
             yield StoreRead(pick(picked, moves), moves, is_base=held.head is None and not number)
 

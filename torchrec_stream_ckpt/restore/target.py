@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -79,24 +80,39 @@ class Target:
         if len(chosen) < len(rows.ids):
             rows = RowsView(rows.ids[chosen], rows.weights[chosen], tuple(state[chosen] for state in rows.states))
         places = _places(rows.ids - self._shard.row0)
-        self._write(move, move.col0, move.col0 + move.cols, places, rows.weights, rows.states)
-        first, last = self._columns(move)
-        self._arrived[first:last, places] = True
+        self._write(move, places, rows.weights, rows.states)
+        for cut in self._columns(move):
+            self._arrived[cut][places] = True
         return len(rows.ids)
 
     def put_block(self, move: Move, weights: Array, states: Sequence[Array]) -> None:
         """Put all rows of a move, given in their order. Safe from several threads for different rows."""
         begin = move.row0 - self._shard.row0
-        places = slice(begin, begin + move.rows)
-        self._write(move, move.col0, move.col0 + move.cols, places, weights, states)
-        first, last = self._columns(move)
-        self._arrived[first:last, places] = True
+        self._write(move, slice(begin, begin + move.rows), weights, states)
+        for cut in self._columns(move):
+            self._arrived[cut][begin : begin + move.rows] = True
 
-    def fill(self, move: Move, rows: RowsView, scratch: Scratch) -> None:
-        """Put those rows that no newer chunk has given: ids ascend, and chunks come newest first."""
-        begin, end = np.searchsorted(rows.ids, (move.row0, move.row0 + move.rows))
-        places = rows.ids[begin:end] - self._shard.row0
-        for cut in range(*self._columns(move)):
+    def put_sorted(self, move: Move, rows: RowsView) -> int:
+        """As :meth:`put`, of rows whose ids ascend. Safe from several threads for different rows."""
+        begin, end = _between(rows.ids, move)
+        if begin == end:
+            return 0
+        local = rows.ids[begin:end] - self._shard.row0
+        first, last = int(local[0]), int(local[-1])
+        places = slice(first, last + 1) if last - first + 1 == len(local) else local
+        self._write(move, places, rows.weights[begin:end], [state[begin:end] for state in rows.states])
+        for cut in self._columns(move):
+            self._arrived[cut][places] = True
+        return end - begin
+
+    def fill(self, move: Move, rows: RowsView, scratch: Scratch) -> int:
+        """Put those rows that no newer chunk has given, returns how many: ids ascend, and chunks come newest first.
+
+        Safe from several threads for different rows.
+        """
+        begin, end = _between(rows.ids, move)
+        places, written = rows.ids[begin:end] - self._shard.row0, 0
+        for cut in self._columns(move):
             newer = self._newer[cut]
             fresh = np.flatnonzero(~newer[places])
             if not len(fresh):
@@ -104,23 +120,28 @@ class Target:
             fresh_places = places[fresh]
             newer[fresh_places] = True
             fresh += begin
+            narrow = move
+            if (self._cuts[cut], self._cuts[cut + 1] - self._cuts[cut]) != (move.col0, move.cols):
+                narrow = replace(move, col0=self._cuts[cut], cols=self._cuts[cut + 1] - self._cuts[cut])
             states = [scratch.take(slot, state, fresh) for slot, state in enumerate(rows.states, 1)]
-            weights = scratch.take(0, rows.weights, fresh)
-            self._write(move, self._cuts[cut], self._cuts[cut + 1], fresh_places, weights, states)
+            self._write(narrow, fresh_places, scratch.take(0, rows.weights, fresh), states)
+            written = max(written, len(fresh))
+        return written
 
-    def _columns(self, move: Move) -> tuple[int, int]:
-        """The columns of a move, as (first, end) of the cuts."""
-        return bisect_left(self._cuts, move.col0), bisect_left(self._cuts, move.col0 + move.cols)
+    def _columns(self, move: Move) -> range:
+        """The columns of a move, by their cuts."""
+        return range(bisect_left(self._cuts, move.col0), bisect_left(self._cuts, move.col0 + move.cols))
 
-    def _write(self, move: Move, col0: int, end: int, places: Places, weights: Array, states: Sequence[Array]) -> None:
-        """Write columns [col0, end) of rows that have all columns of the move's source."""
-        here, columns = col0 - self._shard.col0, slice(col0 - move.source.col0, end - move.source.col0)
+    def _write(self, move: Move, places: Places, weights: Array, states: Sequence[Array]) -> None:
+        """Write rows that have all columns of the move's source."""
+        here, there = move.col0 - self._shard.col0, move.col0 - move.source.col0
+        columns = slice(there, there + move.cols)
         self._weights.put(places, weights[:, columns], here)
         for position, (target, source) in enumerate(zip(self._states, states, strict=True)):
             if source.ndim == 2:
                 target.put(places, source[:, columns], here)
             elif self._merged:
-                self._pieces[col0, end - col0][position][places] = source
+                self._pieces[move.col0, move.cols][position][places] = source
             else:
                 target.put(places, source)
 
@@ -185,6 +206,15 @@ def _whole_rows(array: Array) -> npt.NDArray[Any]:
 @cache
 def _row_type(num_bytes: int) -> np.dtype[np.void]:
     return np.dtype((np.void, num_bytes))
+
+
+def _between(ids: npt.NDArray[np.int64], move: Move) -> tuple[int, int]:
+    """Where the rows of a move begin and end, among ids that ascend."""
+    end = move.row0 + move.rows
+    if ids[0] >= move.row0 and ids[-1] < end:
+        return 0, len(ids)
+    first, last = np.searchsorted(ids, (move.row0, end)).tolist()
+    return first, last
 
 
 def _places(local: npt.NDArray[np.int64]) -> Places:

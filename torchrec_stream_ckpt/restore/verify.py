@@ -146,9 +146,8 @@ def _read_store(
         for piece in held.pieces:
             for picked, entry, data in read_chunks(objects, piece.segments, pool):
                 view = decode_chunk(entry, data, schema, picked.ref.name)
-                table, col0, cols = entry.table, entry.col0, entry.cols
-                if piece.generation >= bases.get(table, 0):
-                    coverage.add(table, col0, cols, view.ids)
+                if piece.generation >= bases.get(entry.table, 0):
+                    coverage.add(entry.table, entry.col0, entry.cols, view.ids)
                 rows, num_bytes = rows + len(view.ids), num_bytes + len(data)
                 progress(len(data))
     return rows, num_bytes
