@@ -11,7 +11,7 @@ from tests.fuzz.__main__ import fuzz
 from tests.fuzz.targets import targets
 
 LOG = dict.fromkeys(("frame", "forged frame", "file log"), 8.0)
-STORE = dict.fromkeys(("store object", "forged store object", "store"), 3.0)
+STORE = dict.fromkeys(("store object", "forged store object", "store"), 2.0)
 SECONDS = LOG | STORE
 
 

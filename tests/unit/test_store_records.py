@@ -10,13 +10,26 @@ import pytest
 from tests.builders import claim, commit
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.manifest import Dropped, Garbage, Manifest, SegmentRef
-from torchrec_stream_ckpt.layout import dropped_name, garbage_name, is_garbage_list, parse_pin_name, pin_name
+from torchrec_stream_ckpt.layout import (
+    StoreSegment,
+    dropped_name,
+    garbage_name,
+    is_garbage_list,
+    parse_pin_name,
+    pin_name,
+)
 from torchrec_stream_ckpt.types import MarkerId
 
 JOB = claim(1).job
+
+
+def segment(marker: MarkerId) -> SegmentRef:
+    return SegmentRef(StoreSegment(JOB, marker, 0, 0).name, 256, 128, 7, 3)
+
+
 RECORDS: list[tuple[Any, Callable[..., Any]]] = [
-    (Manifest(commit(1, 2), MarkerId(1, 1), ((SegmentRef("segments/x", 256, 128, 7, 3),),)), Manifest.from_bytes),
-    (Manifest(commit(1, 1), None, ((SegmentRef("segments/x", 256, 128, 7, 3),),)), Manifest.from_bytes),
+    (Manifest(commit(1, 2), MarkerId(1, 1), ((segment(MarkerId(1, 2)),),)), Manifest.from_bytes),
+    (Manifest(commit(1, 1), None, ((segment(MarkerId(1, 1)),),)), Manifest.from_bytes),
     (Dropped(commit(1, 2), MarkerId(1, 1), 1.5e9), Dropped.from_bytes),
     (Garbage(1.5e9, ("segments/a", "segments/b")), Garbage.from_bytes),
 ]
@@ -48,7 +61,7 @@ def test_no_byte_can_be_altered(record: Any, parse: Callable[..., Any]) -> None:
         (Dropped(commit(2, 2), MarkerId(1, 1), 0.0), Dropped.from_bytes, "1:1 is not in front of 2:2"),
         (Dropped(commit(1, 2), None, -1.0), Dropped.from_bytes, "-1.0 is no time"),
         (Garbage(1e99, ()), Garbage.from_bytes, "is no time"),
-        (Garbage(0.0, ()), Dropped.from_bytes, "dropped was altered"),
+        (Garbage(0.0, ()), Dropped.from_bytes, "not a dropped of this store"),
     ],
 )
 def test_what_makes_no_sense_is_refused(record: Any, parse: Callable[..., Any], message: str) -> None:

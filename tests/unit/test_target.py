@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,17 +13,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.builders import SCHEMA
+from tests.builders import JOB, SCHEMA
+from tests.golden import make_store
 from tests.stores import History, fold, lose_rows
 from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.manifest import Manifest
 from torchrec_stream_ckpt.format.rows import Array, RowsView
+from torchrec_stream_ckpt.layout import StoreSegment, manifest_name
 from torchrec_stream_ckpt.materialize.materializer import Policy
+from torchrec_stream_ckpt.materialize.merge import merge
 from torchrec_stream_ckpt.restore import from_store
 from torchrec_stream_ckpt.restore.choose import choose
 from torchrec_stream_ckpt.restore.from_store import apply_store
 from torchrec_stream_ckpt.restore.plan import plan_reads
 from torchrec_stream_ckpt.restore.reshard import Move, intersect
 from torchrec_stream_ckpt.restore.target import Scratch, Target
+from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.types import MarkerId, TableShard
 
@@ -130,11 +136,16 @@ def test_any_cells_land_as_in_a_dictionary(
         for _ in range(data.draw(st.integers(0, 4))):
             move = data.draw(st.sampled_from(moves))
             ids = data.draw(IDS | RUNS)
+            is_block = kind == "base" and data.draw(st.booleans())
             if kind == "log":
                 ids = data.draw(st.permutations(ids))
+            elif is_block:
+                ids = range(move.row0, move.row0 + move.rows)
             rows_ = view(rng, move.source, dtypes, flat, ids)
             if kind == "store":
                 target.fill(move, rows_, scratch)
+            elif is_block:
+                target.put_block(move, rows_.weights, rows_.states)
             else:
                 taken = target.put(move, rows_)
                 assert taken == sum(row0 <= number < row0 + rows for number in ids)
@@ -298,3 +309,40 @@ def restored(history: History, marker: MarkerId) -> dict[tuple[int, int], bytes]
             tail = state[row].numpy().tobytes() if shard.table else b""
             rows[shard.table, shard.row0 + row] = weights[row].numpy().tobytes() + tail
     return rows
+
+
+def forge(history: History, damage: Callable[[bytearray], object]) -> None:
+    """Alter the segment of marker 1:1, its checksums and its manifest with it."""
+    objects, marker = history.objects, MarkerId(1, 1)
+    name, where = StoreSegment(JOB, marker, 0, 0).name, manifest_name(JOB, marker)
+    manifest = Manifest.from_bytes(objects.read(where), where)
+    ((ref,),) = manifest.segments
+    data = bytearray(objects.read(name))
+    damage(data)
+    make_store.sealed(data)
+    forged = replace(ref, header_crc=int.from_bytes(data[124:128], "little"))
+    for each, held in ((name, data), (where, replace(manifest, segments=((forged,),)).to_bytes())):
+        objects.delete(each)
+        objects.put(each, [held])
+
+
+def test_a_table_that_the_schema_does_not_have_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    history.generation(1, [1])
+    fold(tmp_path)
+    forge(history, lambda data: make_store.put(data, "I", make_store.entry_at(1, "table"), 7))
+    with pytest.raises(CorruptionError, match="of table 7, which the schema does not have"):
+        restored(history, MarkerId(1, 1))
+    cover = Catalog.load(history.objects, JOB).cover(history.lineage.chain(MarkerId(1, 1)))
+    assert cover is not None
+    with ThreadPoolExecutor(1) as pool, pytest.raises(CorruptionError, match="of table 7, which the schema"):
+        merge(history.objects, JOB, SCHEMA, {0: 1, 1: 1}, cover.pieces, pool)
+
+
+def test_a_shard_outside_of_its_table_is_refused_where_the_log_goes_on(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    history.generation(1, [1, 2])
+    fold(tmp_path, upto=MarkerId(1, 1))
+    forge(history, lambda data: data.__setitem__(slice(None), data.replace(b'"table":1}', b'"table":9}')))
+    with pytest.raises(CorruptionError, match=r"the store says that a rank held .* outside its table"):
+        choose(history.log, history.lineage, open_dense(str(tmp_path)), MarkerId(1, 2), history.objects)
