@@ -49,6 +49,20 @@ def restore_with(
     return state, restored.step, losses, truths
 
 
+def restore_once(
+    spec: Spec, settings: StreamConfig, marker: str | None, build: Build
+) -> tuple[dict[str, torch.Tensor], int, str]:
+    """The state right after a restore, its step, and where its rows came from."""
+    job = trainer(spec, **build)
+    job.step()
+    checkpointer = attach(job, settings)
+    restored = checkpointer.restore(marker)
+    assert restored is not None
+    state = truth(job)
+    checkpointer.close()
+    return state, restored.step, restored.source
+
+
 def _go_on(job: Trainer, checkpointer: StreamCheckpointer, steps: int) -> tuple[list[float], Truths]:
     losses, truths = [], {}
     for _ in range(steps):

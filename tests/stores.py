@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +13,24 @@ import numpy as np
 
 from tests.builders import Stream, claim, commit, write
 from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError
 from torchrec_stream_ckpt.format.dense import dense_path, digest_files
+from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.segment import decode_chunk
-from torchrec_stream_ckpt.layout import DATA_DIR
+from torchrec_stream_ckpt.layout import (
+    CONTROL_FILE,
+    CONTROL_LOCK,
+    DATA_DIR,
+    IDENTITY_FILE,
+    SEGMENTS_DIR,
+    check_object_name,
+)
 from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
-from torchrec_stream_ckpt.store.api import Objects, open_store
-from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.api import Entry, Objects, open_store
+from torchrec_stream_ckpt.store.catalog import Catalog, Cover
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.reader import load_held, read_chunks
 from torchrec_stream_ckpt.types import MarkerId
@@ -28,8 +38,13 @@ from torchrec_stream_ckpt.types import MarkerId
 Rows: TypeAlias = dict[tuple[int, int], bytes]
 
 
-def fold(directory: Path, policy: Policy | None = None, upto: MarkerId | None = None) -> list[MarkerId]:
-    """Fold the log in a folder into a store in the same one, up to a marker; returns the markers that were folded."""
+def fold(
+    directory: Path, policy: Policy | None = None, upto: MarkerId | None = None, head: Path | None = None
+) -> list[MarkerId]:
+    """Fold the log in a folder into a store in the same one, up to a marker; returns the markers that were folded.
+
+    With ``head``, a HEAD in that folder goes along.
+    """
     log = FileLog(directory)
     lineage = Control(log).refresh()
     if upto is not None:
@@ -37,7 +52,9 @@ def fold(directory: Path, policy: Policy | None = None, upto: MarkerId | None = 
             lineage.claims, {marker: commit for marker, commit in lineage.commits.items() if marker <= upto}
         )
     with ThreadPoolExecutor(4) as pool:
-        materializer = Materializer(log, open_store(str(directory)), lambda _: open_dense(str(directory)), pool, policy)
+        objects = open_store(str(directory))
+        warm = HeadWriter(head, objects, pool) if head is not None else None
+        materializer = Materializer(log, objects, lambda _: open_dense(str(directory)), pool, policy, head=warm)
         return list(materializer.catch_up(lineage))
 
 
@@ -45,6 +62,19 @@ def lose_rows(directory: Path) -> None:
     """Take all frames away: what is restored now comes from the store."""
     shutil.rmtree(directory / DATA_DIR)
     (directory / DATA_DIR).mkdir()
+
+
+def lose_segments(directory: Path) -> None:
+    """Take all rows of the store away: what is restored now comes from HEAD."""
+    shutil.rmtree(directory / SEGMENTS_DIR)
+
+
+def lose_log(directory: Path) -> None:
+    """Take the whole log away and leave the store in its folder."""
+    lose_rows(directory)
+    for name in (IDENTITY_FILE, CONTROL_FILE, CONTROL_LOCK):
+        (directory / name).unlink()
+    shutil.rmtree(directory / DATA_DIR)
 
 
 def contents(objects: Objects) -> Mapping[str, bytes]:
@@ -57,7 +87,13 @@ def rows_of(objects: Objects, lineage: Lineage, marker: MarkerId) -> Rows:
     catalog = Catalog.load(objects, lineage.job)
     cover = catalog.cover(lineage.chain(marker))
     assert cover is not None
+    return rows_in(catalog, lineage, marker, cover)
+
+
+def rows_in(catalog: Catalog, lineage: Lineage, marker: MarkerId, cover: Cover) -> Rows:
+    """As :func:`rows_of`, by a cover that was found before."""
     assert cover.reach == marker
+    objects = catalog.objects
     rows: Rows = {}
     with ThreadPoolExecutor(2) as pool:
         held = load_held(objects, catalog, cover, pool)
@@ -68,6 +104,42 @@ def rows_of(objects: Objects, lineage: Lineage, marker: MarkerId) -> Rows:
                 values = (view.weights, *view.states)
                 rows[entry.table, number] = b"".join(value[place].tobytes() for value in values)
     return rows
+
+
+class HeldObjects:
+    """Objects in a dictionary, as a folder gives them: for stores that are read thousands of times."""
+
+    url = "held://"
+
+    def __init__(self, held: Mapping[str, bytes]) -> None:
+        self._held = dict(held)
+
+    def put(self, name: str, parts: Sequence[Buffer]) -> None:
+        self._held[check_object_name(name)] = b"".join(map(bytes, parts))
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        if check_object_name(name) not in self._held:
+            raise MissingObjectError("there is no such object", name=name)
+        data = self._held[name]
+        end = len(data) if end is None else end
+        if not 0 <= begin <= end <= len(data):
+            raise CorruptionError(f"bytes [{begin}, {end}) were asked for, the object has {len(data)}", name=name)
+        return memoryview(data)[begin:end]
+
+    def size(self, name: str) -> int | None:
+        return len(self._held[name]) if name in self._held else None
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        return iter([Entry(name, len(data)) for name, data in self._held.items() if name.startswith(prefix)])
+
+    def delete(self, name: str) -> None:
+        self._held.pop(name, None)
+
+    def clear_leftovers(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
 
 
 class History:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -29,15 +30,20 @@ from torchrec_stream_ckpt.errors import ConfigError, FencedError, MarkerNotFound
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Hello
 from torchrec_stream_ckpt.format.frame import Kind
+from torchrec_stream_ckpt.format.head import HeadState
+from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.ring import FrameRing
+from torchrec_stream_ckpt.layout import parse_uri
 from torchrec_stream_ckpt.loader import TrackedLoader
 from torchrec_stream_ckpt.log.api import Log, open_log
 from torchrec_stream_ckpt.log.publisher import Publisher
 from torchrec_stream_ckpt.restore.apply import StoreSource, apply_rows
 from torchrec_stream_ckpt.restore.choose import Choice, choose
+from torchrec_stream_ckpt.restore.lost import check_not_lost
 from torchrec_stream_ckpt.restore.plan import RestorePlan, check_schema, plan_restore
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import dense_in
+from torchrec_stream_ckpt.store.head import Head, HeadDamagedError, head_root
 from torchrec_stream_ckpt.types import Committed, MarkerId, Restored
 
 log = logging.getLogger(__name__)
@@ -114,6 +120,8 @@ class StreamCheckpointer:
         self._stream: Generation | None = None
         self._coordinator: Coordinator | None = None
         self._cuts: Cuts | None = None
+        self._head: Head | None = None
+        """(restore) What rows are copied from; its writer waits until it is closed."""
         self._step = 0
         self._next_marker = 1
         self._broken: BaseException | None = None
@@ -179,12 +187,14 @@ class StreamCheckpointer:
         plan, choice = chosen
         try:
             failpoint("restore.planned")
-            rows = self._team.together(lambda: self._apply(plan, choice))
+            plan, choice, rows = self._restore_rows(plan, choice)
             failpoint("restore.rows")
             self._team.together(lambda: self._dense.load(self._dense_store.local(choice.commit), plan.world))
         except BaseException as error:
             self._broken = error
             raise
+        finally:
+            self._close_head()
         failpoint("restore.dense")
         self._dense_store.release()
         merged = {table for tables in self._team.gather(plan.merged) for table in tables}
@@ -192,17 +202,46 @@ class StreamCheckpointer:
         self._next_marker = plan.marker.marker + 1
         self._open(parent=plan.marker, swept=sorted(merged))
         if self._team.rank == 0:
-            log.info("restored marker %s (step %d, written by %d ranks)", plan.marker, plan.step, plan.world)
-        return Restored(plan.marker.generation, plan.marker.marker, plan.step, plan.world, rows, choice.skipped)
+            log.info(
+                "restored marker %s (step %d, written by %d ranks) from %s",
+                plan.marker,
+                plan.step,
+                plan.world,
+                plan.source,
+            )
+        return Restored(
+            plan.marker.generation, plan.marker.marker, plan.step, plan.world, rows, choice.skipped, plan.source
+        )
 
     def plan(self, marker: MarkerId | str | tuple[int, int] | None = None) -> RestorePlan | None:
         """What ``restore(marker)`` would read and write on this rank; prints with ``describe()``. Writes nothing."""
-        chosen = self._choose(marker)
+        try:
+            chosen = self._choose(marker)
+        finally:
+            self._close_head()
         return chosen[0] if chosen is not None else None
+
+    def _restore_rows(self, plan: RestorePlan, choice: Choice) -> tuple[RestorePlan, Choice, int]:
+        """Write all rows, from another source where HEAD turns out to be damaged; what was done in the end."""
+        try:
+            return plan, choice, self._team.together(lambda: self._apply(plan, choice))
+        except HeadDamagedError as error:
+            log.warning("HEAD is damaged, all is restored without it: %s", error.headline)
+        self._close_head()
+        chosen = self._choose(choice.commit.id, use_head=False)
+        assert chosen is not None
+        cold, again = chosen
+        rows = self._team.together(lambda: self._apply(cold, again))
+        return cold, replace(again, skipped=choice.skipped), rows
 
     def _apply(self, plan: RestorePlan, choice: Choice) -> int:
         store = StoreSource(self._objects, choice.held.scalars) if choice.held is not None else None
-        return apply_rows(self._log, plan, self._kernels, store)
+        try:
+            return apply_rows(self._log, plan, self._kernels, store, self._head)
+        except HeadDamagedError:
+            assert self._head is not None
+            self._head.drop()
+            raise
 
     def step(self, batches: int = 1) -> None:
         """A training step is done: forward, backward and optimizer. Drains and cuts markers by cadence.
@@ -448,35 +487,75 @@ class StreamCheckpointer:
 
     # Choosing what to restore.
 
-    def _choose(self, marker: MarkerId | str | tuple[int, int] | None) -> tuple[RestorePlan, Choice] | None:
-        """What this rank will do, and the marker behind it."""
+    def _choose(
+        self, marker: MarkerId | str | tuple[int, int] | None, *, use_head: bool = True
+    ) -> tuple[RestorePlan, Choice] | None:
+        """What this rank will do, and the marker behind it. A HEAD that it counts on stays open."""
         if isinstance(marker, str):
             marker = MarkerId.parse(marker)
         elif isinstance(marker, tuple):
             marker = MarkerId(*marker)
-        wanted = marker
-        choice = self._team.on_rank0(lambda: self._look_up(wanted))
+        try:
+            return self._choose_for(marker, use_head=use_head)
+        except BaseException:
+            self._close_head()
+            raise
+
+    def _choose_for(self, marker: MarkerId | None, *, use_head: bool) -> tuple[RestorePlan, Choice] | None:
+        choice = self._team.on_rank0(lambda: self._look_up(marker, use_head=use_head))
+        if choice is not None and choice.held is not None and choice.held.head is not None:
+            choice = self._everywhere(choice, choice.held.head)
+        if choice is None or choice.held is None or choice.held.head is None:
+            self._close_head()
         if choice is None:
             return None
+        held, commit = choice.held, choice.commit
         merge = self._config.on_column_resplit == "merge"
         plan = self._team.together(
             lambda: plan_restore(
-                choice.lineage,
-                choice.commit.id,
-                choice.hellos,
-                self._schema,
-                self._shards,
-                merge=merge,
-                held=choice.held,
+                choice.lineage, commit.id, choice.hellos, self._schema, self._shards, merge=merge, held=held
             )
         )
-        self._team.together(lambda: self._dense.check(self._dense_store.local(choice.commit)))
+        self._team.together(lambda: self._dense.check(self._dense_store.local(commit)))
         return plan, choice
 
-    def _look_up(self, marker: MarkerId | None) -> Choice | None:
+    def _everywhere(self, choice: Choice, head: HeadState) -> Choice:
+        """``choice`` if each host has what rank 0's HEAD holds, else one that counts on none."""
+        if all(self._team.gather(self._has_head(head))):
+            return choice
+        if self._team.rank == 0:
+            log.info("HEAD is not used: not every host of this job has marker %s", head.marker)
+        cold = self._team.on_rank0(lambda: self._look_up(choice.commit.id, use_head=False))
+        assert cold is not None
+        return replace(cold, skipped=choice.skipped)
+
+    def _has_head(self, wanted: HeadState) -> bool:
+        """Whether this host holds what rank 0's does; it is open then."""
+        if self._team.rank:
+            self._open_head(wanted.job)
+        return self._head is not None and self._head.state.same_image(wanted)
+
+    def _open_head(self, job: bytes) -> HeadState | None:
+        self._close_head()
+        root = head_root(self._config.head)
+        self._head = Head.open(root, job) if root is not None else None
+        if self._head is None:
+            return None
+        self._head.verify = self._config.verify_head
+        return self._head.state
+
+    def _close_head(self) -> None:
+        if self._head is not None:
+            self._head.close()
+            self._head = None
+
+    def _look_up(self, marker: MarkerId | None, *, use_head: bool) -> Choice | None:
         """(rank 0)"""
-        if self._log.incarnation() is None:
+        lineage = self._control.refresh() if self._log.incarnation() is not None else Lineage()
+        if not lineage.claims:
+            check_not_lost(parse_uri(self._config.uri), self._objects)
             if marker is not None:
                 raise MarkerNotFoundError("there is no log yet", hint="check the URI", uri=self._config.uri)
             return None
-        return choose(self._log, self._control.refresh(), self._dense_store, marker, self._objects)
+        head = self._open_head if use_head else lambda _: None
+        return choose(self._log, lineage, self._dense_store, marker, self._objects, head)

@@ -47,6 +47,12 @@ class StreamConfig:
     in the ring. Without room all ranks give the marker up, and its rows go with the next one."""
     sweep_bytes: int = 16 * 2**20
     """Rows that no step has touched yet: send so many bytes of them a step, until all have been sent."""
+    head: str | None = "auto"
+    """Folder of the HEADs that ``stream-ckpt materialize --head DIR`` keeps on this host: a restore copies from there
+    what is the marker's own. ``auto``: this user's folder in shared memory; None: never."""
+    verify_head: bool = True
+    """Compare what is copied from a HEAD with its checksums. It costs as much time as the copy; without it, memory that
+    was altered since the materializer wrote it is trained on, and nobody is told."""
     commit_timeout_s: float = 600.0
     """Give a marker up when the log or the store has not taken it after so many seconds; ``mark()`` waits no longer for
     space."""

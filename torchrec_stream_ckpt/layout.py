@@ -23,6 +23,12 @@ Store, below its URL (``<job>`` is the job's id in 32 hex digits)::
     pins/<job>/g00000001-m00000003                              retention must not give this marker up
     garbage/<job>/t0001771234567890-1a2b3c4d.json               what nobody needed at a time, in milliseconds
     dense/<job>/g00000001-m00000007/NAME                        dense state of a marker
+
+HEAD, below its folder (by default one of the user in shared memory)::
+
+    <job>/HEAD                            which marker the arrays hold
+    <job>/lock                            lock of those who write and read the arrays
+    <job>/t00003-c00000016                table 3, the column slice that begins at 16: weights, states, checksums
 """
 
 from __future__ import annotations
@@ -50,6 +56,8 @@ WORKERS_DIR = "workers"
 PINS_DIR = "pins"
 GARBAGE_DIR = "garbage"
 TEMPORARY_PREFIX = ".put-"
+HEAD_FILE = "HEAD"
+HEAD_LOCK = "lock"
 MAX_PARTITIONS = 65_536
 MAX_GENERATION = 99_999_999
 
@@ -70,6 +78,7 @@ _PIN = re.compile(rf"{PINS_DIR}/{_JOB}/{_MARKER}")
 _GARBAGE = re.compile(rf"{GARBAGE_DIR}/{_JOB}/t([0-9]{{16}})-([0-9a-f]{{8}})\.json")
 _JOBS_OBJECT = re.compile(rf"[a-z]+/{_JOB}/.+")
 _DENSE_FILE = re.compile(rf"{DENSE_DIR}/{_JOB}/{_MARKER}/([^/]+)")
+_HEAD_SLICE = re.compile(r"t([0-9]{5,9})-c([0-9]{8,10})")
 _OBJECT_PART = re.compile(rf"(?!\.{{1,2}}$)(?!{re.escape(TEMPORARY_PREFIX)})[A-Za-z0-9._-]{{1,200}}")
 _MAX_OBJECT_NAME = 800
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
@@ -359,6 +368,23 @@ def parse_dense_file(name: str) -> tuple[bytes, MarkerId, str] | None:
     if match is None or found is None or dense_file_name(*found, match[4]) != name:
         return None
     return (*found, match[4])
+
+
+def default_head_root() -> Path:
+    """Where this user's HEADs are when nothing else is said: in shared memory."""
+    return Path(f"/dev/shm/stream-ckpt-{os.getuid()}")
+
+
+def head_slice_name(table: int, col0: int) -> str:
+    """Of the file of one column slice of a table in a HEAD."""
+    return f"t{table:05d}-c{col0:08d}"
+
+
+def parse_head_slice(name: str) -> tuple[int, int] | None:
+    """What :func:`head_slice_name` was given, or None."""
+    match = _HEAD_SLICE.fullmatch(name)
+    found = (int(match[1]), int(match[2])) if match else None
+    return found if found and head_slice_name(*found) == name else None
 
 
 def _marker_name(marker: MarkerId) -> str:

@@ -124,6 +124,8 @@ class Restored:
     """Row records that this rank applied."""
     skipped: tuple[str, ...] = ()
     """Newer markers that could not be used, each with its reason."""
+    source: str = "log"
+    """Where the rows came from: ``head 1:40``, ``store 1:40 + log``, ``log``."""
 
     @property
     def id(self) -> MarkerId:

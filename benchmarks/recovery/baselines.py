@@ -7,10 +7,11 @@ same way as this library's restore does, in one fused pair of tensors: what diff
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -80,8 +81,6 @@ class _Chain:
     """What naive, differential and IncrCP have in common: where things are, and images of the whole tables."""
 
     split: ClassVar[bool] = True
-    apply: ClassVar[Callable[[Sequence[Piece], Tables], None]] = staticmethod(place_pieces)
-
     name: str
     folder: Path
     trainer: Trainer
@@ -98,11 +97,11 @@ class _Chain:
 
     def restore(self, interval: int, tables: Tables) -> None:
         self.bases[self.base_of(interval)].restore(tables)
-        self.apply(self.pieces(interval), tables)
+        place_pieces(self.pieces(interval), tables)
 
     def restore_delta(self, interval: int, tables: Tables) -> float:
         begin = time.perf_counter()
-        self.apply(self.pieces(interval), tables)
+        place_pieces(self.pieces(interval), tables)
         return time.perf_counter() - begin
 
     def pieces(self, interval: int) -> list[Piece]:
@@ -128,6 +127,7 @@ class _Chain:
                 yield workload.rows * row + 4 * first, memoryview(rows.states[0])
 
         self._add_base(0, parts())
+        _share(self.bases[0].path, self.folder.parent / "base-of-all")
 
     def _live_base(self, interval: int) -> None:
         """A new base from the live tables: nothing has to be read for it."""
@@ -154,11 +154,21 @@ class _Chain:
         return [Piece(path, *(place[0], count, *place[1:])) for count, place in zip(rows, places, strict=True)]
 
 
+def _share(path: Path, same: Path) -> None:
+    """Files of the same bytes take the room of one."""
+    if same.exists():
+        path.unlink()
+        path.hardlink_to(same)
+    else:
+        same.hardlink_to(path)
+
+
 class Naive(_Chain):
     """One file an interval; restored one behind the other."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _NAIVE[self.trainer] = self
         self._pieces: dict[int, Piece] = {}
 
     def build(self, interval: int) -> None:
@@ -174,10 +184,36 @@ class Naive(_Chain):
         return [self._pieces[number] for number in range(1, interval + 1)]
 
 
-class NaiveByIndexCopy(Naive):
-    """The same files, restored by torch's ``index_copy_``."""
+_NAIVE: WeakKeyDictionary[Trainer, Naive] = WeakKeyDictionary()
 
-    apply = staticmethod(copy_pieces)
+
+class NaiveByIndexCopy:
+    """The files of the naive scheme beside it, restored by torch's ``index_copy_``."""
+
+    split = True
+
+    def __init__(self, name: str, _folder: Path, trainer: Trainer, _keep: frozenset[int]) -> None:
+        self.name = name
+        self.ledger = Ledger()
+        self._naive = _NAIVE[trainer]
+
+    def build(self, interval: int) -> None:
+        """It is there."""
+
+    def restore(self, interval: int, tables: Tables) -> None:
+        self._naive.bases[0].restore(tables)
+        copy_pieces(self._naive.pieces(interval), tables)
+
+    def restore_delta(self, interval: int, tables: Tables) -> float:
+        begin = time.perf_counter()
+        copy_pieces(self._naive.pieces(interval), tables)
+        return time.perf_counter() - begin
+
+    def land(self, tables: Tables) -> None:
+        pass
+
+    def files(self, interval: int) -> Iterator[Path]:
+        return self._naive.files(interval)
 
 
 class Differential(_Chain):

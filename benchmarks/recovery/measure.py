@@ -166,7 +166,8 @@ def _timed(scheme: Scheme, marker: int, tables: Tables, prepare: Callable[[Seque
     scheme.land(tables)
     if not scheme.split:
         return Timing(whole_s, None)
-    prepare(list(scheme.files(marker)))
+    if prepare is not warm:  # they are, behind the restore
+        prepare(list(scheme.files(marker)))
     return Timing(whole_s, scheme.restore_delta(marker, tables))
 
 

@@ -16,6 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,11 +35,11 @@ from workload import Values, Workload
 from torchrec_stream_ckpt.materialize.materializer import Policy
 
 WORKLOADS = {
-    "kaggle": Workload("kaggle", rows=10_000_000, dim=64, batch=4096, intervals=150),
+    "kaggle": Workload("kaggle", rows=10_000_000, dim=64, batch=2560, intervals=150),
     "deepfm": Workload("deepfm", rows=2_000_000, dim=16, batch=1024, intervals=150),
     "pnn": Workload("pnn", rows=2_000_000, dim=10, batch=1024, intervals=150),
 }
-QUICK = {"rows": 40_000, "batch": 64, "intervals": 20}
+QUICK = {"rows": 30_000, "batch": 64, "intervals": 16}
 MARKERS = (10, 31, 50, 75, 100, 125, 150)
 
 # Each group is built and measured by itself, as all of them together would not fit a small disk; naive is in both.
@@ -122,13 +123,16 @@ def _shape(name: str, args: argparse.Namespace) -> Workload:
 
 def _run(workload: Workload, args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     wanted = {marker for marker in args.restore or MARKERS if marker < workload.intervals} | {workload.intervals}
+    few = sorted({*sorted(wanted)[::2], workload.intervals})
+    _check_room(workload, few, scratch)
     plan = Plan(tuple(sorted(wanted)), args.rounds, args.cold_rounds, args.cold_by == "drop-caches")
     values = Values(workload)
     groups, index = {}, {}
     for number, (name, makes) in enumerate(GROUPS.items()):
         chosen = {key: make for key, make in makes.items() if not args.schemes or key in ("naive", *args.schemes)}
         folder = scratch / f"{workload.name}-{number}"
-        measured = run_group(workload, values, chosen, plan, folder)
+        # Every new base that a marker needs takes the room of all tables.
+        measured = run_group(workload, values, chosen, replace(plan, markers=tuple(few)) if number else plan, folder)
         groups[name] = summary(measured.records)
         if not number:
             index = _death_index(measured, plan)
@@ -148,6 +152,18 @@ def _run(workload: Workload, args: argparse.Namespace, scratch: Path) -> dict[st
         "against_the_paper": against_paper(groups),
         "death_index": index,
     }
+
+
+def _check_room(workload: Workload, markers: Sequence[int], scratch: Path) -> None:
+    """Of the two groups the first one takes more increments, the second one more bases."""
+    base = workload.row_bytes * workload.rows
+    increments = workload.row_bytes * sum(len(touched) for touched in workload.touched[1:])
+    wanted = max(5 * base + 7 * increments, (4 + len(markers)) * base + 5 * increments)
+    free = shutil.disk_usage(scratch).free
+    if free < wanted:
+        sys.exit(
+            f"{scratch} has {free / 1e9:.0f} GB free, {workload.name} wants {wanted / 1e9:.0f}: name another --scratch"
+        )
 
 
 def _death_index(measured: Measured, plan: Plan) -> dict[str, Any]:

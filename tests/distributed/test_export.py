@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tracemalloc
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,18 @@ from typer.testing import CliRunner
 
 from tests import jobs, ranks, stores
 from tests.model import PLAN_1, PLAN_2, PLAN_3, PLAN_3_OTHER, Spec, differences, trainer, truth
+from tests.tables import FIRST, write_tables
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.interchange import tables
+from torchrec_stream_ckpt.interchange.dcp import Keys, write_dcp
+from torchrec_stream_ckpt.interchange.dense_state import DenseTensors
+from torchrec_stream_ckpt.interchange.sources import open_sources
+from torchrec_stream_ckpt.interchange.tables import TableReader
+from torchrec_stream_ckpt.materialize import fold
+from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.types import MarkerId, StateSpec, TableSpec
 
 pytestmark = pytest.mark.distributed
 
@@ -72,6 +82,32 @@ def test_plain_dcp_loads_an_export_on_another_plan(
     for state in ranks.run(world, load_plainly, spec, str(target), {"optimizer": optimizer}, keys):
         expected = {**trained[0][1][3], "step": state["step"]}
         assert differences(expected, state, rng=False) == []
+
+
+def test_dcp_is_written_window_by_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = 150_000
+    half = StateSpec("sum", "bfloat16", False)
+    schema = Schema((TableSpec("m.ebc.t", rows, 64, "float32", "adagrad", (half,)),))
+    weights = np.arange(rows * 64, dtype=np.float32).reshape(rows, 64)
+    bits = (weights.astype(np.int64) % 2**16).astype(np.uint16)
+    log, lineage = write_tables(tmp_path / "log", schema, [(weights, (bits,))], [[0, 32]])
+    monkeypatch.setattr(tables, "WINDOW_BYTES", 2**20)
+    monkeypatch.setattr(fold, "SEGMENT_BYTES", 2 * 2**20)
+    (tmp_path / "out").mkdir()
+    with open_sources(log, lineage, FIRST, open_store(str(tmp_path / "log")), tmp_path) as sources:
+        tracemalloc.start()
+        write_dcp(tmp_path / "out", [TableReader(sources, 0)], DenseTensors({}, {}), states=True, keys=Keys("net"))
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < 16 * 2**20 < weights.nbytes // 2
+    name = "m.ebc.embeddings.t.weight"
+    state = f"state.{name.replace('embeddings', 'embedding_bags')}.t.momentum1"
+    found = {f"net.{name}": torch.empty(rows, 64), state: torch.empty(rows, 64, dtype=torch.bfloat16)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(found, checkpoint_id=str(tmp_path / "out"), no_dist=True)
+    np.testing.assert_array_equal(found[f"net.{name}"].numpy(), weights)
+    np.testing.assert_array_equal(found[state].view(torch.uint16).numpy(), bits)
 
 
 @pytest.mark.parametrize("held", ["log", "store", "both"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import random
 import shutil
 from collections.abc import Sequence
@@ -11,19 +13,25 @@ from typing import Protocol
 
 from crc32c import crc32c
 
-from tests.builders import SCHEMA, Stream, claim, commit, write
+from tests.builders import Stream, claim, commit, write
 from tests.fuzz.mutate import mutate
-from tests.golden import make
+from tests.golden import make, make_store
+from tests.stores import HeldObjects, History, contents, fold, rows_of
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, StreamCkptError
 from torchrec_stream_ckpt.format.control import Hello, Mark, parse_control
 from torchrec_stream_ckpt.format.dense import dense_path, digest_files
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, parse_header, payload_of
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, Notes
 from torchrec_stream_ckpt.format.rows import decode_rows
+from torchrec_stream_ckpt.format.segment import check_chunk, check_tables, decode_chunk, entries_of, parse_front
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.log.stream import read_stream
+from torchrec_stream_ckpt.materialize.materializer import Policy
 from torchrec_stream_ckpt.restore.verify import verify_marker
+from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseFolder
+from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.types import MarkerId
 
 
@@ -161,6 +169,110 @@ class FileLogs:
         return "harmless" if found == self._rows else "accepted"
 
 
+class StoreObjects:
+    """One damaged object of a store by itself, its checksums left as they were: never accepted.
+
+    What stands between the notes of a segment and its chunks, and behind the sections of a chunk, is no damage.
+    """
+
+    name = "store object"
+    reseal = False
+
+    def __init__(self) -> None:
+        self._corpus = [data for name, data in make_store.objects().items() if name != "pin"]
+        self._whole = {data: self._read(data) for data in self._corpus}
+
+    def attempt(self, rng: random.Random) -> str:
+        whole = rng.choice(self._corpus)
+        damaged = mutate(whole, self._corpus, rng)
+        if self.reseal:
+            damaged = self._resealed(damaged, rng)
+        try:
+            found = self._read(damaged)
+        except StreamCkptError:
+            return "refused"
+        return "harmless" if self.reseal or found in self._whole.values() else "accepted"
+
+    @staticmethod
+    def _resealed(data: bytes, rng: random.Random) -> bytes:
+        """All checksums made to fit, as far as what they stand for can be told."""
+        if len(data) >= make_store.HEADER_LEN and not data.startswith(b"{"):
+            sealed = bytearray(data)
+            make_store.sealed(sealed)
+            with contextlib.suppress(CorruptionError):
+                for number, entry in enumerate(entries_of(parse_front(sealed, "fuzz").directory)):
+                    if rng.random() < 0.9:
+                        crc = crc32c(bytes(sealed[entry.offset : entry.offset + entry.num_bytes]))
+                        make_store.put(sealed, "I", make_store.entry_at(number, "crc"), crc)
+            return bytes(sealed)
+        try:
+            raw = json.loads(data)
+            return make_store.resealed(raw) if isinstance(raw, dict) and "body" in raw else data
+        except (ValueError, RecursionError):
+            return data
+
+    @staticmethod
+    def _read(data: bytes) -> str:
+        """As readers do, by what it says it is; everything that it means."""
+        if data.startswith(b"{"):
+            for kind in (Manifest, Fold, Dropped, Garbage):
+                with contextlib.suppress(CorruptionError):
+                    return repr(kind.from_bytes(data, "fuzz"))
+            raise CorruptionError("none of them")
+        front = parse_front(data, "fuzz")
+        check_tables(front, make.SCHEMA, "fuzz")
+        found = [repr((front.id, front.last, front.rows, front.num_bytes))]
+        for entry in entries_of(front.directory):
+            chunk = memoryview(data)[entry.offset : entry.offset + entry.num_bytes]
+            check_chunk(entry, chunk, "fuzz")
+            view = decode_chunk(entry, chunk, make.SCHEMA, "fuzz")
+            table = make.SCHEMA.tables[entry.table]
+            assert all(0 <= id_ < table.rows for id_ in view.ids.tolist()), "an id outside of its table"
+            found += [array.tobytes().hex() for array in (view.ids, view.weights, *view.states)]
+        return repr((found, Notes.from_json(front.notes, "fuzz") if front.notes else None))
+
+
+class ForgedStoreObjects(StoreObjects):
+    """One damaged object of a store whose checksums fit: read within its bounds, or refused."""
+
+    name = "forged store object"
+    reseal = True
+
+
+class Stores:
+    """One damaged object of a whole store: all rows of a marker come back as they were, or it is refused."""
+
+    name = "store"
+
+    def __init__(self, directory: Path) -> None:
+        history = History(directory / "log")
+        history.generation(1, [1, 2, 3])
+        history.generation(2, [3, 4], "1:2")
+        fold(history.root, Policy(rebase=1e-9))
+        self._truth = history.rows
+        kinds = ("STORE", "claims/", "segments/", "manifests/", "folds/")
+        held = {name: data for name, data in contents(history.objects).items() if name.startswith(kinds)}
+        self._with_folds = held
+        self._without = {name: data for name, data in held.items() if not name.startswith(("folds/",))}
+        self._corpus = list(held.values())
+        self._job = history.lineage.job
+
+    def attempt(self, rng: random.Random) -> str:
+        whole = rng.choice((self._with_folds, self._without))
+        name = rng.choice(sorted(whole))
+        damaged = {**whole, name: mutate(whole[name], self._corpus, rng)}
+        if rng.random() < 0.05:
+            del damaged[name]
+        objects = HeldObjects(damaged)
+        marker = rng.choice(sorted(self._truth))
+        try:
+            check_store(objects)
+            lineage = Catalog.load(objects, self._job).lineage()
+            found = rows_of(objects, lineage, marker)
+        except StreamCkptError:
+            return "refused"
+        return "harmless" if found == self._truth[marker] else "accepted"
+
+
 def targets(directory: Path) -> Sequence[Target]:
-    assert SCHEMA.tables
-    return [Frames(), ForgedFrames(), FileLogs(directory)]
+    return [Frames(), ForgedFrames(), FileLogs(directory), StoreObjects(), ForgedStoreObjects(), Stores(directory)]

@@ -1,11 +1,12 @@
 """Golden bytes of format version 1: a whole job of one rank and two tables, and ways a frame can be wrong.
 
-Run ``python tests/golden/make.py`` only after an intended change of the format: it overwrites the files that
+Run ``python -m tests.golden.make`` only after an intended change of the format: it overwrites the files that
 the tests compare with, and the worked example in docs/format.md must then follow.
 """
 
 from __future__ import annotations
 
+import base64
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 from crc32c import crc32c
 
 from torchrec_stream_ckpt.format.control import Claim, Commit, DenseFile, Hello, Mark, Schema, TableScalars, Trim
-from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_frame, parse_header, seal
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_frame, seal
 from torchrec_stream_ckpt.format.mac import CommitKey
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout
 from torchrec_stream_ckpt.layout import dense_name
@@ -169,6 +170,10 @@ def _put_id(frame: bytearray, value: int) -> None:
     _put(frame, "I", 112, crc32c(memoryview(frame)[HEADER_LEN:]))
 
 
+def base64_of(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
 def dump(data: bytes) -> str:
     """Hex text, 16 bytes a line behind the offset of the first one; a change shows in a diff."""
     lines = (f"{at:06x}  {data[at : at + 16].hex(' ', 1)}\n" for at in range(0, len(data), 16))
@@ -241,18 +246,19 @@ def undump(text: str) -> bytes:
 
 
 def all_files() -> dict[str, bytes]:
-    """Every golden file by its name without suffix."""
+    """Every golden file of the log by its name without suffix."""
     good = frames()
     return good | bad_frames(good["rows"])
 
 
 def main() -> None:
+    from tests.golden import make_store
+
     for old in HERE.glob("*.hex"):
         old.unlink()
-    for name, data in all_files().items():
+    for name, data in (all_files() | make_store.all_files()).items():
         (HERE / f"{name}.hex").write_text(dump(data))
-        kind = "wrong on purpose" if name.startswith("bad_") else parse_header(data).kind.name
-        print(f"{name}.hex  {len(data)} bytes  {kind}")
+        print(f"{name}.hex  {len(data)} bytes{'  wrong on purpose' if name.startswith('bad_') else ''}")
 
 
 if __name__ == "__main__":

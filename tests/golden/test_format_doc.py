@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from tests.golden import make
-from torchrec_stream_ckpt.format import control, frame
-from torchrec_stream_ckpt.types import RankEnd, StateSpec, TableShard, TableSpec
+from tests.golden import make, make_store
+from torchrec_stream_ckpt import layout
+from torchrec_stream_ckpt.format import control, frame, manifest, segment
+from torchrec_stream_ckpt.materialize.fold import SEGMENT_BYTES
+from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
 
 DOC = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 
@@ -70,10 +73,106 @@ def test_kinds_and_dtypes_are_those_of_the_code() -> None:
         ("scalars", control.TableScalars),
         ("rank end", RankEnd),
         ("dense file", control.DenseFile),
+        ("Notes", manifest.Notes),
+        ("Manifest", manifest.Manifest),
+        ("Fold", manifest.Fold),
+        ("Segment in a manifest or fold", manifest.SegmentRef),
+        ("Dropped", manifest.Dropped),
+        ("Garbage", manifest.Garbage),
+        ("Pin", manifest.Pin),
     ],
 )
 def test_every_field_of_a_json_payload_is_documented(title: str, record: type) -> None:
     assert {row[0] for row in cells(title)} == {item.name for item in fields(record)}
+
+
+@pytest.mark.parametrize("name", ["manifest", "fold", "dropped", "garbage", "pin"])
+def test_every_field_that_a_json_object_of_a_store_has_is_documented(name: str) -> None:
+    raw = json.loads(make_store.objects()[name])
+    assert {row[0] for row in cells("JSON objects")} == raw.keys()
+    assert {row[0] for row in cells(name.capitalize())} == raw["body"].keys()
+    assert f"`{name}`" in section("JSON objects")
+
+
+def test_segment_tables_are_the_layout_of_the_code() -> None:
+    expected, offset = [], 0
+    for size, name, _ in make_store.HEADER_FIELDS:
+        expected.append([str(offset), str(size), name])
+        offset += size
+    assert [row[:3] for row in cells("The segment")] == expected
+    assert offset == segment.HEADER_LEN
+    fields_ = segment.ENTRY.fields or {}
+    entry = [[str(place), str(kind.itemsize), name] for name, (kind, place, *_) in fields_.items()]
+    assert [row[:3] for row in cells("A directory entry")] == entry
+    for kind in segment.SegmentKind:
+        assert f"{kind.value}: {kind.name}" in section("The segment")
+
+
+def test_segment_header_says_what_the_table_means() -> None:
+    data = make_store.objects()["segment"]
+    front = segment.parse_front(data, "golden")
+    values = {
+        row[2]: int.from_bytes(data[int(row[0]) : int(row[0]) + int(row[1])], "little") for row in cells("The segment")
+    }
+    assert (values["generation"], values["marker"]) == (front.id.marker.generation, front.id.marker.marker)
+    assert (values["kind"], values["last"], values["rank"], values["part"]) == (front.id.kind, 1, 0, 0)
+    assert (values["chunks"], values["notes_len"]) == (len(front.directory), len(front.notes))
+    assert (values["num_bytes"], values["rows"]) == (front.num_bytes, front.rows) == (len(data), 5)
+    assert (values["schema_crc"], values["header_crc"]) == (front.schema_crc, front.header_crc)
+
+
+def test_names_of_a_store_are_those_that_the_code_makes() -> None:
+    marker, before = MarkerId(3, 48), MarkerId(2, 32)
+    fold, base = layout.FoldName(make.JOB, marker, before), layout.FoldName(make.JOB, marker, None)
+    made = [
+        layout.STORE_FILE,
+        layout.claim_name(make.JOB, 3),
+        layout.StoreSegment(make.JOB, marker, 7, 1).name,
+        layout.manifest_name(make.JOB, marker),
+        fold.name,
+        base.name,
+        base.segment_name(1),
+        layout.dropped_name(make.JOB, marker),
+        layout.pin_name(make.JOB, marker),
+        layout.garbage_name(make.JOB, 5, 0x1A),
+        layout.worker_name(make.JOB, "5f" * 8, 42),
+        layout.dense_file_name(make.JOB, marker, "NAME"),
+    ]
+    numbers = {"gG-mM1": "g00000002-m00000032", "JOB": make.JOB.hex(), "gG": "g00000003", "mM": "m00000048"}
+    numbers |= {
+        "rR": "r00007",
+        "pP": "p001",
+        "SAME": "root",
+        "tT-C": "t0000000000000005-0000001a",
+        "W-B": "5f" * 8 + "-00000042",
+    }
+    documented = []
+    for name, *_ in cells("Names"):
+        for short, long in numbers.items():
+            name = name.replace(short, long)
+        documented.append(name)
+    assert documented == made
+
+
+def test_where_segments_are_cut_is_documented() -> None:
+    assert f"CHUNK_BYTES = {segment.CHUNK_BYTES:,}" in section("Chunks")
+    assert f"SEGMENT_BYTES = {SEGMENT_BYTES:,}" in section("Chunks")
+    assert section("Chunks").count(f"{SEGMENT_BYTES // 2:,}") == 2
+    limits = {row[0]: row[1] for row in cells("Limits")}
+    assert limits["chunk"] == f"{segment.MAX_CHUNK_BYTES:,} bytes"
+
+
+def test_worked_segment_is_the_golden_one() -> None:
+    (example,) = re.findall(r"^```\n(.*?)\n```$", section("A worked segment"), re.M | re.S)
+    assert example == make_store.worked_example()
+    data = b""
+    for line in example.splitlines():
+        assert int(line[:6], 16) == len(data)
+        shown = line[8:55].strip()
+        data += bytes(int(shown[5:])) if shown.startswith("00 x ") else bytes.fromhex(shown)
+    golden = make.undump((make.HERE / "segment.hex").read_text())
+    assert golden.startswith(data)
+    assert f"begin at byte {segment.parse_front(golden, 'golden').front_bytes}." in section("A worked segment")
 
 
 def test_limits_are_those_of_the_code() -> None:

@@ -15,6 +15,7 @@ from tests.stores import History
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.materialize.materializer import Policy
 from torchrec_stream_ckpt.restore.choose import choose
 from torchrec_stream_ckpt.store.dense import DenseFolder
 from torchrec_stream_ckpt.types import MarkerId
@@ -26,7 +27,7 @@ def history(tmp_path: Path) -> History:
     made = History(tmp_path)
     made.generation(1, [1, 2, 3])
     made.generation(2, [3, 4], "1:2")
-    stores.fold(tmp_path)
+    stores.fold(tmp_path, Policy(rebase=0))
     return made
 
 
@@ -120,7 +121,7 @@ def test_each_job_of_a_store_is_looked_at(history: History) -> None:
     folder = history.root / "manifests" / other
     folder.mkdir()
     (folder / "g00000001-m00000001.json").write_bytes(b"{}")
-    with pytest.raises(CorruptionError, match=r"no JSON|claims|not a manifest|not hold"):
+    with pytest.raises(CorruptionError, match="not a manifest of this store"):
         gc(history, "--newest", "1")
     assert [record["job"] for record in gc(history, "--newest", "1", "--job", job)] == [job]
     assert [record["job"] for record in gc(history, f"file://{history.root}", "--newest", "1")] == [job]
@@ -141,7 +142,9 @@ def test_a_dropped_marker_is_not_restored_and_the_list_says_when_it_was_given_up
     assert (rows["1:1"]["restorable"], rows["1:1"]["from"]) == (False, None)
     assert rows["1:1"]["dropped"].startswith("20")
     assert "given up by retention on 20" in rows["1:1"]["reason"]
-    assert "given up by retention" in " ".join(run("list", f"file://{history.root}").split())
+    tree = run("list", f"file://{history.root}", "--tree")
+    assert "marker 2:4" in tree
+    assert tree.count(", given up") == 4
 
 
 def test_list_and_show_say_where_a_marker_comes_from(tmp_path: Path) -> None:
@@ -235,7 +238,7 @@ def test_trim_takes_log_away_that_the_store_holds(history: History, options: tup
     done = trim(history, *options)
     assert (done["upto"], done["markers"], done["checked"]) == ("2:4", ["1:3", "2:4"], 5)
     assert done["freed"] == planned["freed"]
-    assert done["freed"]["count"] == 1, "generation 1 is dead, and 2 keeps its last file"
+    assert done["freed"]["count"] == 4, "all three files of generation 1, and all but the last one of generation 2"
     for marker, row in markers(history).items():
         assert (row["restorable"], row["from"]) == (True, "store")
         chosen = choose(
@@ -298,7 +301,7 @@ def test_trim_with_verify_finds_a_chunk_that_was_altered(history: History) -> No
 def test_trim_after_gc_asks_only_for_what_is_offered(history: History) -> None:
     gc(history, "--newest", "1", "--grace", "0s", "--compact")
     done = trim(history, "--verify")
-    assert (done["checked"], done["markers"]) == (2, ["1:3", "2:4"])
+    assert (done["checked"], done["markers"]) == (1, ["1:3", "2:4"])
     assert markers(history)["2:4"]["from"] == "store"
 
 

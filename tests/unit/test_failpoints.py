@@ -83,9 +83,9 @@ OF_STORES = ("store.upload", "materialize.dense", "restore.chunk", "dense.put", 
 
 def test_trainers_trims_and_materializers_are_killed_at_every_point() -> None:
     from tests.faults import kills, materializer
-    from tests.unit import test_gc, test_trim
+    from tests.unit import test_gc, test_head, test_trim
 
     names = compiled_in()
-    killed = kills.POINTS.keys() | test_trim.POINTS.keys() | test_gc.POINTS.keys() | set(materializer.POINTS)
+    killed = {*kills.POINTS, *test_trim.POINTS, *test_gc.POINTS, *test_head.POINTS, *materializer.POINTS}
     assert {name for name in names if not name.startswith(OF_STORES)} == killed
     assert set(names.values()) == {1}, "a name stands at one place"

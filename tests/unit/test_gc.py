@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -122,6 +123,20 @@ def test_merging_lets_go_of_all_between_two_kept_markers(tmp_path: Path, policy:
     assert (again.now, again.later, again.spans, again.dropping) == ((), (), (), ())
 
 
+def test_an_object_store_keeps_the_same_rules(tmp_path: Path, pool: Executor) -> None:
+    history = branched(tmp_path)
+    store = stores.open_store(f"memory://{tmp_path.name}-gc")
+    for name, data in stores.contents(history.objects).items():
+        if not name.startswith(("LOG", "control", "data/")):
+            store.put(name, [data])
+    job, given = history.lineage.job, rules(newest=1, then_every=4, compact=True)
+    by_folder = gc(history, given, pool)
+    by_store = collect(store, None, job, given, 1e6, pool)
+    assert (by_store.now, by_store.kept) == (by_folder.now, by_folder.kept)
+    for marker in by_store.kept:
+        assert stores.rows_of(store, history.lineage, marker) == history.rows[marker]
+
+
 def test_a_dry_run_says_what_a_run_does_and_does_nothing(tmp_path: Path, pool: Executor) -> None:
     history = branched(tmp_path)
     before = stores.contents(history.objects)
@@ -205,6 +220,35 @@ def test_who_read_a_manifest_before_gc_finds_its_rows_within_the_grace_period(tm
     gc(history, rules(HOUR, newest=1, compact=True), pool, now_s=1e6 + HOUR)
     with pytest.raises(MissingObjectError, match="the store does not hold this object"):
         history.objects.read(refs[-1].name)
+
+
+def test_restores_and_materializers_run_on_while_gc_deletes(tmp_path: Path) -> None:
+    """Each round, restores, a materializer with a new branch, and gc run at once; the grace period is one round.
+
+    Restores that have begun before gc read on when it is done.
+    """
+    history, draw = plain(tmp_path), random.Random(5)
+    given = rules(1.0, newest=2, then_every=5, compact=True)
+    deleted = 0
+    with ThreadPoolExecutor(4) as crew, ThreadPoolExecutor(2) as pool:
+        for number in range(8):
+            lineage = history.lineage
+            catalog = Catalog.load(history.objects, lineage.job)
+            left = sorted(catalog.markers - catalog.dropped)
+            parent = draw.choice(left)
+            history.generation(2 + number, [parent.marker + 1, parent.marker + 2], str(parent))
+            begun = {marker: catalog.cover(lineage.chain(marker)) for marker in left}
+            restores = {marker: crew.submit(stores.rows_of, history.objects, lineage, marker) for marker in left}
+            folded = crew.submit(stores.fold, tmp_path)
+            collected = crew.submit(gc, history, given, pool, now_s=1e6 + number, lineage=history.lineage)
+            assert all(rows.result() == history.rows[marker] for marker, rows in restores.items())
+            assert len(folded.result()) == 2
+            deleted += len(collected.result().now)
+            for marker, cover in begun.items():
+                assert cover is not None
+                assert stores.rows_in(catalog, lineage, marker, cover) == history.rows[marker]
+            check_whole(history)
+    assert deleted > 20
 
 
 def test_a_pinned_marker_stays_until_its_pin_is_gone(tmp_path: Path, pool: Executor) -> None:

@@ -233,6 +233,7 @@ def test_a_plan_prints_itself() -> None:
     ]
     assert plan((TableShard(1, 0, 9, 0, 4),), halves, merge=True).describe().splitlines() == [
         "marker 1:1, step 10, written by 2 ranks",
+        "  source: log",
         "  read generation 1 rank 0: 2 frames, 512 bytes, partition 0",
         "    b_rowstate rows [0, 9) columns [0, 2)",
         "  read generation 1 rank 1: 2 frames, 512 bytes, partition 1",

@@ -203,3 +203,120 @@ def test_an_empty_span_leads_nowhere(log: FileLog, stream: Stream) -> None:
     end = stream.end(0, 0)
     with pytest.raises(CorruptionError, match="0 of 5 frames lead to this marker"):
         list(read_stream(log, commit(1, 1, [end]), end))
+
+
+@pytest.fixture
+def two(log: FileLog) -> tuple[Stream, RankEnd, RankEnd]:
+    """A stream of two markers: HELLO, rows, MARK, then two of rows, MARK; where it stood at each."""
+    stream = Stream()
+    stream.rows([0], 1.0)
+    stream.mark(1)
+    first = stream.end(0, sum(map(len, stream.frames)))
+    stream.rows([1], 2.0)
+    stream.rows([2], 3.0)
+    stream.mark(2)
+    return stream, first, stream.end(0, sum(map(len, stream.frames)))
+
+
+def behind(log: FileLog, frames: list[bytes], end: RankEnd, after: RankEnd) -> list[int]:
+    """Write frames and read what is behind ``after`` up to marker 1:2; the seqs that come."""
+    acks = write(log, frames)
+    end = replace(end, end=acks[-1].end)
+    return [header.seq for header, _ in read_stream(log, commit(1, 2, [end]), end, after)]
+
+
+def test_a_stream_is_read_from_behind_a_marker(log: FileLog, two: tuple[Stream, RankEnd, RankEnd]) -> None:
+    stream, first, second = two
+    assert behind(log, stream.frames, second, first) == [3, 4, 5]
+
+
+def test_behind_the_last_marker_there_is_nothing(log: FileLog, two: tuple[Stream, RankEnd, RankEnd]) -> None:
+    stream, _, second = two
+    assert behind(log, stream.frames, second, second) == []
+    assert list(read_stream(log, commit(1, 2, [second]), second, second)) == []
+
+
+@pytest.mark.parametrize("late", [[0], [1, 2], [2], [0, 1, 2]])
+@pytest.mark.parametrize("at", [3, 4, 5])
+def test_what_comes_again_late_is_passed_over_behind_a_marker(
+    log: FileLog, two: tuple[Stream, RankEnd, RankEnd], late: list[int], at: int
+) -> None:
+    stream, first, second = two
+    frames = [*stream.frames[:at], *(stream.frames[seq] for seq in late), *stream.frames[at:]]
+    assert behind(log, frames, second, first) == [3, 4, 5]
+
+
+def test_what_comes_twice_behind_a_marker_comes_once(log: FileLog, two: tuple[Stream, RankEnd, RankEnd]) -> None:
+    stream, first, second = two
+    frames = stream.frames
+    assert behind(log, [*frames[:5], frames[3], frames[1], frames[4], frames[5]], second, first) == [3, 4, 5]
+
+
+def test_a_marker_that_was_sent_twice_leaves_its_second_mark_behind(
+    log: FileLog, two: tuple[Stream, RankEnd, RankEnd]
+) -> None:
+    stream, first, second = two
+    assert behind(log, [*stream.frames[:3], stream.frames[2], *stream.frames[3:]], second, first) == [3, 4, 5]
+
+
+def test_another_frame_of_a_known_seq_behind_a_marker_is_found(
+    log: FileLog, two: tuple[Stream, RankEnd, RankEnd]
+) -> None:
+    stream, first, second = two
+    twin = Stream()
+    for row in (8, 9, 9):
+        twin.rows([row % 8], 99.0)
+    frames = [*stream.frames[:4], twin.frames[3], *stream.frames[4:]]
+    with pytest.raises(CorruptionError, match=r"found seq 3 behind .* expected seq 4 behind"):
+        behind(log, frames, second, first)
+
+
+@pytest.mark.parametrize("missing", [3, 4, 5])
+def test_what_is_missing_behind_a_marker_is_found(
+    log: FileLog, two: tuple[Stream, RankEnd, RankEnd], missing: int
+) -> None:
+    stream, first, second = two
+    frames = stream.frames[:missing] + stream.frames[missing + 1 :]
+    expected = rf"found seq {missing + 1} behind" if missing < 5 else "5 of 6 frames lead to this marker"
+    with pytest.raises(CorruptionError, match=expected):
+        behind(log, frames, second, first)
+
+
+def test_the_first_frame_must_follow_on_the_mark(log: FileLog, two: tuple[Stream, RankEnd, RankEnd]) -> None:
+    stream, first, second = two
+    other = replace(first, chain=first.chain ^ 1)
+    with pytest.raises(CorruptionError, match=rf"found seq 3 behind {first.chain:08x}, expected seq 3"):
+        behind(log, stream.frames, second, other)
+
+
+def test_a_marker_of_another_stream_is_no_place_to_begin(log: FileLog, two: tuple[Stream, RankEnd, RankEnd]) -> None:
+    stream, first, second = two
+    write(log, stream.frames)
+    for wrong in (
+        replace(first, frames=2),
+        replace(first, frames=4),
+        replace(first, end=first.end + len(stream.frames[3])),
+    ):
+        with pytest.raises(CorruptionError, match=r"found seq \d behind"):
+            list(read_stream(log, commit(1, 2, [second]), second, wrong))
+
+
+def test_an_end_of_the_same_number_of_frames_but_another_mark_is_refused(
+    log: FileLog, two: tuple[Stream, RankEnd, RankEnd]
+) -> None:
+    stream, _, second = two
+    write(log, stream.frames)
+    with pytest.raises(CorruptionError, match="6 of 6 frames lead to this marker"):
+        list(read_stream(log, commit(1, 2, [second]), second, replace(second, chain=1)))
+
+
+def test_the_schema_may_not_change_behind_a_marker_either(log: FileLog) -> None:
+    stream = Stream()
+    stream.mark(1)
+    first = stream.end(0, sum(map(len, stream.frames)))
+    stream.rows([1], 2.0)
+    like = stream._header(Kind.MARK, marker=2, step=20)
+    like.schema_crc ^= 1
+    stream.frames.append(bytes(json_frame(like, Mark(0, 0, ()).to_json())))
+    with pytest.raises(CorruptionError, match="the schema changes inside a generation"):
+        behind(log, stream.frames, stream.end(0, 0), first)

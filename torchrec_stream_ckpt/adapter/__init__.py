@@ -81,6 +81,7 @@ from torchrec_stream_ckpt.adapter.collision import COUNTERS, NO_ID, IdMap, id_ma
 from torchrec_stream_ckpt.adapter.dense import check_dense, dense_optimizers, dense_view
 from torchrec_stream_ckpt.adapter.kernels import FusedKernel, LocalShard, Lookup
 from torchrec_stream_ckpt.adapter.modules import fused_kernels, sharded_embeddings
+from torchrec_stream_ckpt.adapter.optimizers import optimizer_states
 from torchrec_stream_ckpt.adapter.outside import watch_outside_writes
 from torchrec_stream_ckpt.adapter.wrappers import check_wrappers, load_wrapper_states, wrapper_states
 
@@ -98,6 +99,7 @@ __all__ = [
     "fused_kernels",
     "id_maps",
     "load_wrapper_states",
+    "optimizer_states",
     "sharded_embeddings",
     "watch_outside_writes",
     "wrapper_states",

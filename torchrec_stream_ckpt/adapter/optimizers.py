@@ -13,6 +13,8 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
+from torchrec_stream_ckpt.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class FusedOptimizer:
@@ -39,6 +41,20 @@ _KNOWN = {
 }
 OPTIMIZERS = {EmbOptimType[name]: kind for name, kind in _KNOWN.items() if name in EmbOptimType.__members__}
 """Those that this FBGEMM has."""
+
+
+def optimizer_states(name: str) -> tuple[str, ...]:
+    """Names of the states that rows have under a fused optimizer, such as ``exact_rowwise_adagrad``.
+
+    Without those of its weight decay or bias correction, which come behind them.
+
+    Raises:
+        ConfigError: it is none that is captured.
+    """
+    known = {optimizer.name.lower(): kind.states for optimizer, kind in OPTIMIZERS.items()}
+    if name not in known:
+        raise ConfigError(f"{name!r} is no fused optimizer that is captured", hint=f"use one of {', '.join(known)}")
+    return known[name]
 
 
 def describe(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> FusedOptimizer | None:

@@ -14,13 +14,15 @@ import typer
 from rich.markup import escape
 
 from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.errors import MarkerNotFoundError, printable
+from torchrec_stream_ckpt.errors import MarkerNotFoundError, StreamCkptError, printable
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.layout import FileUri, check_store_url, parse_uri
 from torchrec_stream_ckpt.log.api import Log, open_log
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.dense import DenseStore, open_dense
+from torchrec_stream_ckpt.store.holdings import Holdings
+from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.types import MarkerId
 
 Uri = Annotated[str, typer.Argument(help="file://DIR or kafka://HOST:PORT/JOB", metavar="URI")]
@@ -53,20 +55,57 @@ class Job:
     store: str | None
     store_options: str | None
     _dense: dict[str, DenseStore] = field(default_factory=dict)
+    _objects: dict[str, Objects] = field(default_factory=dict)
+    _holdings: list[Holdings | StreamCkptError | None] = field(default_factory=list)
 
     def dense_of(self, commit: Commit) -> DenseStore:
         """Where dense state lies: as asked for, else where the job kept it, else inside the file log."""
-        url = self.store or commit.store
-        if not url:
-            parsed = parse_uri(self.uri)
-            assert isinstance(parsed, FileUri)
-            url = str(parsed)
+        url = self.store_url_of(commit)
         if url not in self._dense:
             is_folder = check_store_url(url).folder is not None
             self._dense[url] = open_dense(url, None if is_folder else self.store_options)
         return self._dense[url]
 
+    def store_url_of(self, commit: Commit | None) -> str:
+        """The store: as asked for, else where the job kept a marker, else inside the file log."""
+        url = self.store or (commit.store if commit is not None else "")
+        if not url:
+            parsed = parse_uri(self.uri)
+            assert isinstance(parsed, FileUri)
+            url = str(parsed)
+        return url
+
+    def objects(self) -> Objects:
+        """The store that a restore looks into."""
+        url = self.store_url_of(self.lineage.newest)
+        if url not in self._objects:
+            is_folder = check_store_url(url).folder is not None
+            self._objects[url] = open_store(url, None if is_folder else self.store_options)
+        return self._objects[url]
+
+    def holdings(self) -> Holdings | None:
+        """What that store has of the job, as of the first time that this was asked; None when nobody has written there.
+
+        Raises:
+            StoreUnavailableError: it does not answer.
+        """
+        if not self._holdings:
+            try:
+                self._holdings.append(self._hold())
+            except StreamCkptError as error:  # who does not answer is not asked again for each marker
+                self._holdings.append(error)
+        (found,) = self._holdings
+        if isinstance(found, StreamCkptError):
+            raise found
+        return found
+
+    def _hold(self) -> Holdings | None:
+        objects = self.objects() if self.lineage.commits else None
+        return Holdings.load(objects, self.lineage) if objects is not None and check_store(objects) else None
+
     def close(self) -> None:
+        for objects in self._objects.values():
+            objects.close()
         for dense in self._dense.values():
             dense.close()
         self.log.close()

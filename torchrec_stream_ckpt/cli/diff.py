@@ -67,8 +67,10 @@ def diff_markers(
         with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=json) as progress:
             task = progress.add_task(f"{pair[0].id} and {pair[1].id}", total=total)
             with (
-                open_sources(job.log, job.lineage, pair[0].id, rows_of(job, pair[0]), folder) as left,
-                open_sources(job.log, job.lineage, pair[1].id, rows_of(job, pair[1]), folder) as right,
+                rows_of(job, pair[0]) as one,
+                rows_of(job, pair[1]) as other,
+                open_sources(job.log, job.lineage, pair[0].id, one, folder) as left,
+                open_sources(job.log, job.lineage, pair[1].id, other, folder) as right,
             ):
                 found = list(diff_tables(left, right, chosen, lambda count: progress.advance(task, count)))
         dense = diff_dense((pair[0], dense_folder(job, pair[0])), (pair[1], dense_folder(job, pair[1])))
@@ -80,8 +82,10 @@ def diff_markers(
 
 def _sent(job: Job, pair: tuple[Commit, Commit], chosen: list[int], folder: Path) -> dict[str, int]:
     """Rows that were sent behind the first marker, up to the second, by table."""
-    store = rows_of(job, pair[1])
-    with open_sources(job.log, job.lineage, pair[1].id, store, folder, since=pair[0].id) as sources:
+    with (
+        rows_of(job, pair[1]) as objects,
+        open_sources(job.log, job.lineage, pair[1].id, objects, folder, since=pair[0].id) as sources,
+    ):
         return {sources.schema.tables[index].name: rows_sent(sources, index) for index in chosen}
 
 

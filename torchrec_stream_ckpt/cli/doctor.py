@@ -24,7 +24,7 @@ from torchrec_stream_ckpt.cli.common import (
     plain,
     print_json,
 )
-from torchrec_stream_ckpt.cli.list_ import look
+from torchrec_stream_ckpt.cli.standing import look
 from torchrec_stream_ckpt.errors import printable
 from torchrec_stream_ckpt.log.api import Finding, Verdict
 from torchrec_stream_ckpt.log.disk import examine_folder
@@ -65,7 +65,7 @@ def _examine(job: Job) -> Iterator[Finding]:
         yield Finding.of(
             "newest marker",
             f"{newest.id}, step {newest.step}: {standing.reason or 'can be restored'}",
-            well=not standing.reason or bool(standing.store),
+            well=not standing.reason or bool(standing.trimmed),
             hint="bring back what is missing; until then a job restores an older marker",
             otherwise=Verdict.BAD,
         )

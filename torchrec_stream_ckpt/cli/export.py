@@ -79,7 +79,10 @@ def export_marker(
         total = sum(table_bytes(schema.tables[index]) for index in chosen_tables(schema, options.tables))
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
         console = Console(stderr=True)
-        with Progress(*columns, TimeRemainingColumn(), console=console, disable=json) as progress:
+        with (
+            Progress(*columns, TimeRemainingColumn(), console=console, disable=json) as progress,
+            rows_of(job, commit) as objects,
+        ):
             folding = progress.add_task("reading the log", total=None, visible=False)
             writing = progress.add_task(f"marker {commit.id}", total=total)
             exported = export(
@@ -88,7 +91,7 @@ def export_marker(
                     job.log,
                     job.lineage,
                     commit.id,
-                    rows_of(job, commit),
+                    objects,
                     scratch or target.folder.parent,
                     progress=lambda count: progress.update(folding, advance=count, visible=True),
                 ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -24,10 +23,8 @@ from torchrec_stream_ckpt.cli.common import (
     print_json,
     size,
 )
-from torchrec_stream_ckpt.errors import StreamCkptError, TrimmedError
+from torchrec_stream_ckpt.cli.standing import look
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.log.stream import read_stream
-from torchrec_stream_ckpt.restore.choose import check_incarnation, check_not_trimmed
 from torchrec_stream_ckpt.types import MarkerId
 
 
@@ -40,9 +37,9 @@ def list_markers(
     commit_key_file: CommitKeyFile = None,
     json: Json = False,
 ) -> None:
-    """List the committed markers, oldest first, and whether each can be restored.
+    """List the committed markers, oldest first, and from where each can be restored: log, store, or store+log.
 
-    "Restorable" looks at what is there (log ends, dense files and their sizes); ``verify`` reads every byte.
+    Looks at what is there (log ends, dense files, segments and their sizes); ``verify`` reads every byte.
     """
     with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
         rows = [_row(job, commit) for commit in job.lineage.commits.values()]
@@ -71,36 +68,12 @@ def _row(job: Job, commit: Commit) -> dict[str, Any]:
         "parent": str(parent) if parent else None,
         "restorable": not standing.reason,
         "reason": standing.reason,
-        "trimmed": standing.store or None,
+        "trimmed": standing.trimmed or None,
+        "from": standing.source,
+        "log": standing.in_log,
+        "dropped": standing.dropped,
+        "store_problem": standing.holding.problem or None if standing.holding is not None else None,
     }
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """Whether a marker can be restored from the log, as far as names and sizes tell."""
-
-    reason: str = ""
-    """Why it cannot; empty when it can."""
-    store: str = ""
-    """Where what it lacks is, when it was trimmed on purpose."""
-
-
-def look(job: Job, commit: Commit) -> Standing:
-    """Look at what is there of a marker: its dense files and their sizes, its streams' ends."""
-    try:
-        if reason := job.dense_of(commit).why_not(commit):
-            return Standing(reason)
-        check_incarnation(job.log, job.lineage, commit.id)
-        check_not_trimmed(job.log, job.lineage, commit.id)
-        for ancestor in job.lineage.path(commit.id):
-            for end in ancestor.ranks:
-                next(read_stream(job.log, ancestor, end))
-    except TrimmedError as error:
-        store = str(error.where["store"])
-        return Standing(f"trimmed, in the store {store}", store)
-    except StreamCkptError as error:
-        return Standing(error.headline)
-    return Standing()
 
 
 def _print(job: Job, rows: list[dict[str, Any]]) -> None:
@@ -114,13 +87,13 @@ def _print(job: Job, rows: list[dict[str, Any]]) -> None:
             f"{row['rows']:,}",
             size(row["bytes"]),
             row["parent"] or "-",
-            "yes" if row["restorable"] else plain(_why_not(row, "no")),
+            f"from {row['from']}" if row["restorable"] else plain(_why_not(row, "no")),
         )
     Console().print(table, "rows and bytes: sent by the marker's generation up to it, all ranks together")
 
 
 def _why_not(row: dict[str, Any], no: str) -> str:
-    return str(row["reason"]) if row["trimmed"] else f"{no}: {row['reason']}"
+    return str(row["reason"]) if row["trimmed"] or row["dropped"] else f"{no}: {row['reason']}"
 
 
 def _print_newest(job: Job) -> None:

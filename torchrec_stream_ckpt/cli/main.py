@@ -13,9 +13,11 @@ from torchrec_stream_ckpt.cli import (
     export,
     fence,
     gc,
+    import_,
     list_,
     materialize,
     pin,
+    recover,
     show,
     trim,
     verify,
@@ -35,6 +37,8 @@ app.command("doctor")(doctor.examine_job)
 app.command("materialize")(materialize.materialize_log)
 app.command("diff")(diff.diff_markers)
 app.command("export")(export.export_marker)
+app.command("import")(import_.import_checkpoint)
+app.command("recover")(recover.recover_log)
 app.command("fence")(fence.fence_trainer)
 app.command("trim")(trim.trim_job)
 app.command("gc")(gc.collect_garbage)

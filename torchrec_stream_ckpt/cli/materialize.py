@@ -26,11 +26,13 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.layout import FileUri, check_store_url, parse_uri
 from torchrec_stream_ckpt.log.api import Log, open_log
 from torchrec_stream_ckpt.materialize.crew import Crew
+from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
 from torchrec_stream_ckpt.materialize.service import Event, Service
 from torchrec_stream_ckpt.metrics import serve_metrics
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import DenseStore, open_dense
+from torchrec_stream_ckpt.store.head import head_root
 
 _READERS = 4
 _RATE_S = 10.0
@@ -50,6 +52,7 @@ class _Setup:
     lease_s: float | None
     """None: this process works alone."""
     pass_over_lost: bool
+    head: str | None
     pool: ThreadPoolExecutor
     closing: contextlib.ExitStack
     crew: Crew | None = None
@@ -83,6 +86,7 @@ class _Setup:
             mine=self.crew.mine if self.crew is not None else lambda _: True,
             going_on=service.going_on,
             pass_over=service.pass_over if self.pass_over_lost else None,
+            head=HeadWriter(root, objects, self.pool) if (root := head_root(self.head)) is not None else None,
         )
 
     def _sign_off(self) -> None:
@@ -148,6 +152,13 @@ def materialize_log(
             "--pass-over-lost", help="Go on behind markers whose log or dense data is gone: they stay lost for good."
         ),
     ] = False,
+    head: Annotated[
+        str | None,
+        typer.Option(
+            help="Keep the newest marker warm in this host's memory, for restarts here: 'auto' (/dev/shm) or a folder.",
+            metavar="auto|DIR",
+        ),
+    ] = None,
     metrics_port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Serve Prometheus metrics at this port.")
     ] = None,
@@ -176,6 +187,7 @@ def materialize_log(
             policy=policy,
             lease_s=None if once else lease_s,
             pass_over_lost=pass_over_lost,
+            head=head,
             pool=closing.enter_context(ThreadPoolExecutor(_READERS, "reader")),
             closing=closing,
         )

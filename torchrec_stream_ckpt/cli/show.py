@@ -23,6 +23,7 @@ from torchrec_stream_ckpt.cli.common import (
     print_json,
     size,
 )
+from torchrec_stream_ckpt.cli.standing import look
 from torchrec_stream_ckpt.format.control import Commit
 
 Marker = Annotated[str | None, typer.Option(help="GENERATION:MARKER (default: the newest).", metavar="MARKER")]
@@ -56,6 +57,7 @@ def _record(job: Job, commit: Commit) -> dict[str, Any]:
         "time_s": commit.time_s,
         "lineage": [str(ancestor.id) for ancestor in job.lineage.path(commit.id)],
         "trimmed": _trimmed(job, commit),
+        **_standing(job, commit),
         "incarnation": claim.incarnation,
         "tables": [
             asdict(table) | {"base_generation": bases[index]} for index, table in enumerate(claim.schema.tables)
@@ -63,6 +65,23 @@ def _record(job: Job, commit: Commit) -> dict[str, Any]:
         "ranks": [asdict(end) for end in commit.ranks],
         "dense": job.dense_of(commit).place(commit),
         "dense_files": [asdict(file) for file in commit.dense_files],
+    }
+
+
+def _standing(job: Job, commit: Commit) -> dict[str, Any]:
+    """From where it can be restored, and what the store has of it."""
+    standing = look(job, commit)
+    holding = standing.holding
+    pieces = holding.cover.pieces if holding is not None and holding.cover is not None else ()
+    return {
+        "from": standing.source,
+        "reason": standing.reason or None,
+        "log": standing.in_log,
+        "dropped": standing.dropped,
+        "store_reach": str(holding.reach) if holding is not None and holding.reach is not None else None,
+        "store_problem": holding.problem or None if holding is not None else None,
+        "store_pieces": len(pieces),
+        "store_bytes": sum(piece.num_bytes for piece in pieces),
     }
 
 
@@ -81,6 +100,12 @@ def _print(job: Job, commit: Commit) -> None:
     console = Console()
     console.print(f"marker {record['marker']}, step {commit.step}, {age(commit.time_s)} ago, job {record['job']}")
     console.print(f"lineage: {' -> '.join(record['lineage'])}")
+    console.print(f"from: {record['from'] or 'nowhere: ' + plain(record['reason'])}", soft_wrap=True)
+    if record["store_reach"]:
+        held = f"{record['store_pieces']} pieces, {size(record['store_bytes'])}"
+        console.print(f"store: rows up to marker {record['store_reach']}, {held}")
+    elif record["store_problem"]:
+        console.print(f"store: {plain(record['store_problem'])}", soft_wrap=True)
     for trimmed in record["trimmed"]:
         what = f"log up to marker {trimmed['up_to']}: trimmed {age(trimmed['time_s'])} ago, in the store"
         console.print(f"{what} {plain(trimmed['store'])}", soft_wrap=True)

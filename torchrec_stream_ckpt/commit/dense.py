@@ -6,6 +6,9 @@
 ``shared.<name>``             one blob a ``Stateful`` that serves all ranks, written by rank 0
 ``rank<r>.<name>``            random state, buffers and per-rank ``Stateful`` objects of rank r
 ``collision.<table>.<row0>``  the id map of one table shard (managed collision)
+``shared.imported``           says that the marker was imported from a checkpoint of DCP: then
+                              buffers are with the parameters, dense optimizers all below
+                              ``optim.imported``, and there is nothing else
 ============================  ================================================================
 
 DCP's own metadata and the blobs are pickles: COMMIT holds the SHA-256 of every file, and nothing is opened
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -48,6 +52,8 @@ from torchrec_stream_ckpt.commit.random_state import random_state, seed_new_rank
 from torchrec_stream_ckpt.errors import ConfigError, SchemaMismatchError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.layout import fsync_dir
+
+log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -157,13 +163,16 @@ class DenseState:
             SchemaMismatchError: the dense model or an optimizer differs; names the entry and both values.
             ConfigError: a per-rank object cannot take the changed number of ranks.
         """
+        reader = FileSystemReader(path)
+        entries = reader.read_metadata().state_dict_metadata
+        if "shared.imported" in entries:
+            self._load_imported(reader, entries)
+            return
         if self._per_rank and world != dist.get_world_size():
             raise ConfigError(
                 f"{', '.join(self._per_rank)}: saved for each of {world} ranks, this job has {dist.get_world_size()}",
                 hint="declare it shared, if the state of rank 0 can serve all ranks",
             )
-        reader = FileSystemReader(path)
-        entries = reader.read_metadata().state_dict_metadata
         blobs = self._load_blobs(reader, entries, source=self._rank if self._rank < world else 0)
         view = self._view()
         parameters = dict(view.named_parameters())
@@ -187,6 +196,27 @@ class DenseState:
             set_random_state(blobs["random"], blobs["seed"], self._rank)
         else:
             seed_new_rank(blobs["seed"], self._rank)
+
+    def _load_imported(self, reader: FileSystemReader, entries: Mapping[str, Any]) -> None:
+        """A marker that ``stream-ckpt import`` has made: what it does not hold stays as the job has made it."""
+        view = self._view()
+        model = view.state_dict()
+        parameters, names = dict(view.named_parameters()), _parameter_names(view)
+        _check_entries({"model": model}, entries)
+        optim = _load_here({"model": model, "optim": _optim_template(entries, parameters)}, reader).get("optim", {})
+        view.load_state_dict(model)
+        for optimizer in self._optimizers.values():
+            groups = [
+                {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
+                for group in optimizer.param_groups
+            ]
+            mine = {name for group in groups for name in group["params"]}
+            state = {name: values for name, values in optim.get("imported", {}).items() if name in mine}
+            self._load_optimizer(optimizer, parameters, {"param_groups": groups}, state)
+        log.warning(
+            "the marker was imported: random state, stateful objects, param groups, learning rates and the kernels' "
+            "iterations stay as this job has made them"
+        )
 
     def _view(self) -> nn.Module:
         at_rest(self._dmp)

@@ -7,12 +7,12 @@ canonical body.
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from crc32c import crc32c
@@ -20,6 +20,8 @@ from crc32c import crc32c
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.format.control import Commit, Fields, Mark, canonical, parse_control
 from torchrec_stream_ckpt.format.frame import Buffer
+from torchrec_stream_ckpt.format.segment import HEADER_LEN
+from torchrec_stream_ckpt.layout import FoldName, StoreSegment
 from torchrec_stream_ckpt.types import MarkerId, TableShard
 
 FORMAT = 1
@@ -27,7 +29,7 @@ FORMAT = 1
 
 _LATEST_S = 2.0**36
 """Some year that ``time`` can print."""
-_NAME = re.compile(r"[A-Za-z0-9_./-]{1,300}")
+_JOB = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +73,11 @@ class Manifest:
         """
         body = _unwrap(data, "manifest", where, {"commit", "previous", "segments"})
         commit, previous = _commit(body, where)
-        ranks = tuple(_refs(each, where) for each in _list(body["segments"], where))
-        if len(ranks) != len(commit.ranks) or not all(ranks):
+        ranks = tuple(
+            _refs(each, partial(_interval_name, commit, rank), where)
+            for rank, each in enumerate(_list(body["segments"], where))
+        )
+        if len(ranks) != len(commit.ranks):
             raise CorruptionError("manifest does not name segments of each rank", name=where)
         return cls(commit, previous, ranks)
 
@@ -99,12 +104,10 @@ class Fold:
     def from_bytes(cls, data: Buffer, where: str) -> Fold:
         """As :meth:`Manifest.from_bytes`."""
         body = _unwrap(data, "fold", where, {"job", "start", "end", "segments"})
-        try:
-            job, start = bytes.fromhex(str(body["job"])), _marker(body["start"])
-            end = MarkerId.parse(str(body["end"]))
-        except ValueError as error:
-            raise CorruptionError(f"fold: {error}", name=where) from None
-        return cls(job, start, end, _refs(body["segments"], where))
+        job, start, end = _job(body["job"], where), _marker(body["start"], where), _marker(body["end"], where)
+        if end is None or (start is not None and not start < end):
+            raise CorruptionError(f"{start} is not in front of {end}", name=where)
+        return cls(job, start, end, _refs(body["segments"], FoldName(job, end, start).segment_name, where))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +143,7 @@ class Dropped:
     def from_bytes(cls, data: Buffer, where: str) -> Dropped:
         """As :meth:`Manifest.from_bytes`."""
         body = _unwrap(data, "dropped", where, {"commit", "previous", "time_s", "reason"})
-        return cls(*_commit(body, where), _time(body, where), str(body["reason"]))
+        return cls(*_commit(body, where), _time(body, where), _text(body["reason"], where))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +161,7 @@ class Garbage:
     def from_bytes(cls, data: Buffer, where: str) -> Garbage:
         """As :meth:`Manifest.from_bytes`."""
         body = _unwrap(data, "garbage", where, {"time_s", "names"})
-        return cls(_time(body, where), tuple(str(name) for name in _list(body["names"], where)))
+        return cls(_time(body, where), tuple(_text(name, where) for name in _list(body["names"], where)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,22 +189,33 @@ class Notes:
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Notes:
         """As :meth:`Manifest.from_bytes`; the checksum is the segment's."""
-        fields = Fields(data, f"notes of {where}", cls)
-        return cls(fields.each("shards", TableShard), Mark.from_json(canonical(fields.take("mark", dict))))
+        try:
+            fields = Fields(data, "notes", cls)
+            return cls(fields.each("shards", TableShard), Mark.from_json(canonical(fields.take("mark", dict))))
+        except CorruptionError as error:
+            raise CorruptionError(error.message, name=where) from None
+        except RecursionError:
+            raise CorruptionError("notes are nested too deeply", name=where) from None
 
 
 def _commit(body: Mapping[str, Any], where: str) -> tuple[Commit, MarkerId | None]:
     """The COMMIT that an object holds, and the marker before it in its generation."""
-    commit = parse_control(_raw(body["commit"], where))
+    try:
+        commit = parse_control(base64.b64decode(_text(body["commit"], where), validate=True))
+    except ValueError as error:
+        raise CorruptionError(f"no base64: {error}", name=where) from None
+    except CorruptionError as error:
+        raise CorruptionError(error.message, hint=error.hint, **{"name": where, **error.where}) from None
     if not isinstance(commit, Commit):
         raise CorruptionError("this object does not hold a COMMIT", name=where)
-    try:
-        previous = _marker(body["previous"])
-    except ConfigError as error:
-        raise CorruptionError(error.message, name=where) from None
+    previous = _marker(body["previous"], where)
     if previous is not None and not (previous < commit.id and previous.generation == commit.generation):
         raise CorruptionError(f"{previous} is not in front of {commit.id}", name=where)
     return commit, previous
+
+
+def _interval_name(commit: Commit, rank: int, part: int) -> str:
+    return StoreSegment(commit.job, commit.id, rank, part).name
 
 
 def _frame_text(commit: Commit) -> str:
@@ -212,8 +226,28 @@ def _marker_text(marker: MarkerId | None) -> str | None:
     return str(marker) if marker is not None else None
 
 
-def _marker(text: object) -> MarkerId | None:
-    return MarkerId.parse(str(text)) if text is not None else None
+def _marker(text: object, where: str) -> MarkerId | None:
+    if text is None:
+        return None
+    try:
+        marker = MarkerId.parse(_text(text, where))
+    except ConfigError as error:
+        raise CorruptionError(error.message, name=where) from None
+    if str(marker) != text:
+        raise CorruptionError(f"{text!r:.80} is not how marker {marker} is written", name=where)
+    return marker
+
+
+def _job(text: object, where: str) -> bytes:
+    if not _JOB.fullmatch(_text(text, where)):
+        raise CorruptionError(f"{text!r:.80} is no job", name=where)
+    return bytes.fromhex(str(text))
+
+
+def _text(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise CorruptionError(f"{value!r:.80} is no text", name=where)
+    return value
 
 
 def _time(body: Mapping[str, Any], where: str) -> float:
@@ -230,16 +264,17 @@ def _wrap(kind: str, body: Mapping[str, Any]) -> bytes:
 def _unwrap(data: Buffer, kind: str, where: str, names: set[str]) -> dict[str, Any]:
     raw = _object(bytes(data), where)
     version = raw.get("format")
-    if isinstance(version, int) and version > FORMAT:
+    if type(version) is int and version > FORMAT:
         raise CorruptionError(
             f"{kind} has format {version}, this program reads up to {FORMAT}",
             hint="upgrade torchrec_stream_ckpt on the reading side",
             name=where,
         )
     body = raw.get("body")
-    if raw.keys() != {"format", "kind", "crc32c", "body"} or version != FORMAT or not isinstance(body, dict):
+    known = type(version) is int and version == FORMAT and raw.keys() == {"format", "kind", "crc32c", "body"}
+    if not known or raw["kind"] != kind or not isinstance(body, dict):
         raise CorruptionError(f"not a {kind} of this store", name=where)
-    if raw["kind"] != kind or raw["crc32c"] != f"{crc32c(canonical(body)):08x}":
+    if raw["crc32c"] != f"{crc32c(canonical(body)):08x}" or canonical(raw) != data:
         raise CorruptionError(f"{kind} was altered: its checksum does not match", name=where)
     if body.keys() != names:
         raise CorruptionError(f"{kind} has fields {sorted(body)!r:.200}, expected {sorted(names)}", name=where)
@@ -257,31 +292,29 @@ def _object(data: bytes, where: str) -> dict[str, Any]:
     return raw
 
 
-def _refs(items: object, where: str) -> tuple[SegmentRef, ...]:
-    refs = []
-    for item in _list(items, where):
-        fields = Fields(canonical(item), f"segment in {where}", SegmentRef)
-        ref = SegmentRef(
-            fields.take("name", str),
-            fields.take("num_bytes", int),
-            fields.take("front_bytes", int),
-            fields.take("header_crc", int),
-            fields.take("rows", int),
-        )
-        if not _NAME.fullmatch(ref.name) or ".." in ref.name or ref.front_bytes > ref.num_bytes:
-            raise CorruptionError(f"{ref.name!r:.80} is no segment", name=where)
-        refs.append(ref)
-    return tuple(refs)
+def _refs(items: object, name_of: Callable[[int], str], where: str) -> tuple[SegmentRef, ...]:
+    """The parts of one interval or fold: their names follow from whose they are, so none can be of others."""
+    refs = tuple(_ref(item, name_of(part), where) for part, item in enumerate(_list(items, where)))
+    if not refs:
+        raise CorruptionError("an interval or fold without segments", name=where)
+    return refs
+
+
+def _ref(item: object, expected: str, where: str) -> SegmentRef:
+    try:
+        fields = Fields(canonical(item), "segment", SegmentRef)
+        numbers = (fields.take(name, int) for name in ("num_bytes", "front_bytes", "header_crc", "rows"))
+        ref = SegmentRef(fields.take("name", str), *numbers)
+    except CorruptionError as error:
+        raise CorruptionError(error.message, name=where) from None
+    if ref.name != expected:
+        raise CorruptionError(f"names {ref.name!r:.120}, where {expected} belongs", name=where)
+    if not HEADER_LEN <= ref.front_bytes <= ref.num_bytes:
+        raise CorruptionError(f"{ref.name} has impossible lengths", name=where)
+    return ref
 
 
 def _list(value: object, where: str) -> list[Any]:
     if not isinstance(value, list):
-        raise CorruptionError("segments are no list", name=where)
+        raise CorruptionError(f"{value!r:.80} is no list", name=where)
     return value
-
-
-def _raw(text: object, where: str) -> bytes:
-    try:
-        return base64.b64decode(str(text), validate=True)
-    except binascii.Error as error:
-        raise CorruptionError(f"no base64: {error}", name=where) from None

@@ -18,7 +18,7 @@ from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Schema
-from torchrec_stream_ckpt.format.frame import ALIGNMENT, Buffer, aligned
+from torchrec_stream_ckpt.format.frame import ALIGNMENT, MAX_SECTIONS, Buffer, aligned
 from torchrec_stream_ckpt.format.rows import RowLayout, RowsView, view_rows
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -72,6 +72,9 @@ Directory = npt.NDArray[np.void]
 CHUNK_BYTES = 4 * 2**20
 """A chunk takes as many rows as make so many bytes, one at least. It stands in the format: who writes the same segment
 must cut it at the same places."""
+
+MAX_CHUNK_BYTES = CHUNK_BYTES + MAX_SECTIONS * ALIGNMENT
+"""What a reader has to hold of a chunk at most: its rows and the padding of its sections."""
 
 
 class Entry(NamedTuple):
@@ -203,6 +206,8 @@ def parse_front(data: Buffer, where: str) -> Front:
         raise CorruptionError("segment ends inside its directory", name=where)
     if crc32c(memoryview(data)[HEADER_LEN : end + notes_len]) != directory_crc:
         raise CorruptionError("segment directory's checksum does not match", name=where)
+    if bool(notes_len) != (bool(last) and kind == SegmentKind.INTERVAL):
+        raise CorruptionError("segment has notes that it must not have, or none where it must", name=where)
     directory = np.frombuffer(data, ENTRY, chunks, HEADER_LEN)
     _check_directory(directory, front_length(chunks, notes_len), num_bytes, rows, where)
     segment = SegmentId(SegmentKind(kind), job, MarkerId(generation, marker), rank, part)
@@ -235,19 +240,35 @@ def _parse_header(data: Buffer, where: str) -> tuple[Any, ...]:
 
 
 def _check_directory(directory: Directory, front: int, num_bytes: int, rows: int, where: str) -> None:
-    """Chunks lie one behind the other, and their ids can be as many as they say."""
+    """Chunks lie one behind the other, no id comes twice, and their ids can be as many as they say.
+
+    Nothing is added up before it is known to be in range: numbers of 64 bits would wrap.
+    """
     offsets, lengths = directory["offset"].astype(np.int64), directory["num_bytes"].astype(np.int64)
-    ends = offsets + lengths
-    span = directory["last"] - directory["first"] + 1
+    ends = (
+        offsets + lengths
+    )  # of a first offset that is right, and so of all: a wrong one is not what it is compared to
+    first, last = directory["first"], directory["last"]
     sound = (
-        bool((lengths > 0).all() and (lengths % ALIGNMENT == 0).all() and (directory["rows"] > 0).all())
-        and bool((directory["first"] >= 0).all() and (span >= directory["rows"]).all())
+        bool((lengths > 0).all() and (lengths <= MAX_CHUNK_BYTES).all() and (lengths % ALIGNMENT == 0).all())
+        and bool((directory["rows"] > 0).all() and (first >= 0).all() and (last >= first).all())
+        and bool((last - first >= directory["rows"].astype(np.int64) - 1).all())
         and np.array_equal(offsets, np.concatenate([[front], ends[:-1]])[: len(offsets)])
         and num_bytes == (int(ends[-1]) if len(ends) else front)
         and rows == int(directory["rows"].sum())
+        and _ascends(directory)
     )
     if not sound:
         raise CorruptionError("segment directory has impossible entries", name=where)
+
+
+def _ascends(directory: Directory) -> bool:
+    """Whether chunks are in the order of table, columns and ids, and no two chunks of one slice can share an id."""
+    above, below = directory[:-1], directory[1:]
+    rises = below["first"] > above["last"]
+    for name in ("cols", "col0", "table"):
+        rises = (below[name] > above[name]) | ((below[name] == above[name]) & rises)
+    return bool(rises.all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +298,21 @@ def lay_out(
     return [front, *(chunk.payload for chunk in chunks)], len(front), crc
 
 
+def check_tables(front: Front, schema: Schema, where: str) -> None:
+    """The segment is of the tables of ``schema``.
+
+    Raises:
+        CorruptionError: of others, or of columns that its table does not have.
+    """
+    if front.schema_crc != schema.crc:
+        raise CorruptionError("segment has another schema than the CLAIM of its generation", name=where)
+    for table, col0, cols in np.unique(front.directory[["table", "col0", "cols"]]).tolist():
+        if table >= len(schema.tables) or not 0 < cols <= schema.tables[table].dim - col0:
+            raise CorruptionError(
+                f"segment has columns [{col0}, +{cols}) of table {table}, which the schema does not have", name=where
+            )
+
+
 def check_chunk(entry: Entry, data: memoryview, where: str) -> None:
     """Compare a chunk with its checksum.
 
@@ -299,12 +335,15 @@ def decode_chunk(entry: Entry, data: memoryview, schema: Schema, where: str) -> 
     table = schema.tables[entry.table]
     if not 0 < entry.cols <= table.dim - entry.col0:
         raise CorruptionError(f"columns [{entry.col0}, +{entry.cols}) are outside dim {table.dim}", **place)
-    layout = RowLayout.of(table, entry.cols)
+    try:
+        layout = RowLayout.of(table, entry.cols)
+    except ValueError as error:
+        raise CorruptionError(str(error), **place) from None
     if layout.offsets(entry.rows)[1] != len(data):
         raise CorruptionError("chunk does not have the length that its rows take", **place)
     view = view_rows(layout, entry.rows, data)
     ids = view.ids
-    in_range = ids[0] == entry.first and ids[-1] == entry.last < table.rows
+    in_range = 0 <= entry.first == ids[0] and ids[-1] == entry.last < table.rows
     if not in_range or not bool((ids[1:] > ids[:-1]).all()):
         raise CorruptionError("chunk's ids are not those that the directory names", **place)
     return view

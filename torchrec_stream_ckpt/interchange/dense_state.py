@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from torchrec_stream_ckpt.errors import UnsupportedError
+from torchrec_stream_ckpt.errors import CorruptionError, UnsupportedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +58,25 @@ def read_dense(folder: Path) -> DenseTensors:
 
 
 def read_entries(reader: FileSystemReader, metadata: Metadata, names: list[str]) -> dict[str, Any]:
-    """Entries of a checkpoint as whole tensors on the CPU, or as what they are."""
+    """Entries of a checkpoint as whole tensors on the CPU, or as what they are; raises as :func:`load_here`."""
     state = {name: _empty(metadata.state_dict_metadata[name]) for name in names}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(state, storage_reader=reader, no_dist=True)
+    load_here(state, reader)
     return state
+
+
+def load_here(state: dict[str, Any], reader: FileSystemReader, planner: LoadPlanner | None = None) -> None:
+    """DCP's own load, in this process alone, in place.
+
+    Raises:
+        CorruptionError: a file is gone or cannot be read.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load(state, storage_reader=reader, planner=planner, no_dist=True)
+    except CheckpointException as error:  # a BaseException that no handler of errors would see
+        said = "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
+        raise CorruptionError(f"the checkpoint cannot be read: {said}", path=reader.checkpoint_id) from None
 
 
 def digest_entries(folder: Path) -> dict[str, str]:

@@ -20,7 +20,7 @@ from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.materialize.fold import Interval, fold_interval
-from torchrec_stream_ckpt.restore.choose import check_incarnation, hold, load_catalog
+from torchrec_stream_ckpt.restore.choose import check_incarnation, check_not_trimmed, hold, load_catalog
 from torchrec_stream_ckpt.restore.plan import streams
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.folder import FolderObjects
@@ -75,16 +75,20 @@ def open_sources(
         progress: Called with the bytes of each frame that is folded.
 
     Raises:
-        MarkerNotFoundError: ``marker`` was never committed.
+        MarkerNotFoundError: ``marker`` was never committed, or given up.
         ConfigError: ``since`` is not on the path to it.
         CorruptionError: the log or the store is damaged, or lacks what is needed.
+        TrimmedError: the log was trimmed, and another store has what is needed.
         StoreUnavailableError, LogUnavailableError: one of them does not answer, or the scratch folder is full.
     """
     if since is not None and since not in {commit.id for commit in lineage.chain(marker)}:
         raise ConfigError(f"marker {since} is not on the path to marker {marker}", hint="see stream-ckpt list --tree")
     catalog = load_catalog(objects, lineage)
+    if catalog is not None:
+        catalog.check_offered(marker)
     held = hold(catalog, lineage, marker, since) if catalog is not None else None
     start = held.reach if held is not None else since
+    check_not_trimmed(log, lineage, marker, start)
     check_incarnation(log, lineage, marker, start)
     with ThreadPoolExecutor(_READERS) as pool, _scratch(scratch) as folder:
         stored = [

@@ -137,14 +137,15 @@ def take_stock(objects: Objects, lineage: Lineage | None, job: bytes) -> Stock:
         MarkerNotFoundError: the store has nothing of this job.
         UnsupportedError: it is of a newer format.
     """
-    if not check_store(objects) or job not in (there := jobs_of(objects)):
-        others = ", ".join(each.hex() for each in there) if check_store(objects) else ""
+    catalog = Catalog.load(objects, job) if check_store(objects) else None
+    if catalog is None or not catalog.markers | catalog.dropped:
+        others = ", ".join(each.hex() for each in jobs_of(objects))
         raise MarkerNotFoundError(
             f"the store has no marker of job {job.hex()}" + (f", but of job {others}" if others else ""),
             hint="check --store, or put markers there: stream-ckpt materialize URI --store URL",
             store=objects.url,
         )
-    holdings = Holdings.load(objects, lineage or Catalog.load(objects, job).lineage())
+    holdings = Holdings.load(objects, lineage or catalog.lineage())
     _pass_over_newer(holdings)
     pins = {found[1] for entry in objects.list(f"{PINS_DIR}/{job.hex()}/") if (found := parse_pin_name(entry.name))}
     names = [entry.name for entry in objects.list(f"{GARBAGE_DIR}/{job.hex()}/") if is_garbage_list(entry.name)]

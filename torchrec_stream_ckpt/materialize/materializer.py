@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -9,15 +10,16 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import BinaryIO, Literal
 
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MissingObjectError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MissingObjectError, StoreUnavailableError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.manifest import Manifest, SegmentRef
+from torchrec_stream_ckpt.format.manifest import Dropped, Manifest, SegmentRef
 from torchrec_stream_ckpt.layout import claim_name, dense_file_name, dropped_name, manifest_name
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.stream import read_hello
 from torchrec_stream_ckpt.materialize.fold import Interval, fold_interval, folded_interval, shards_of
+from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.merge import merge
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
@@ -33,6 +35,8 @@ _LOG_HINT = (
     "--pass-over-lost"
 )
 _DENSE_HINT = "bring it back, say where it is (--dense), or give the marker up with --pass-over-lost"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +80,7 @@ class Materializer:
             0's puts manifests and folds.
         going_on: Called again and again while it works; ends the work where it stands by raising.
         pass_over: Called with a marker that can never be in the store, and why; without it, that is an error.
+        head: What keeps the newest state warm on this host.
     """
 
     def __init__(
@@ -88,6 +93,7 @@ class Materializer:
         mine: Callable[[int], bool] = lambda _: True,
         going_on: Callable[[], None] = lambda: None,
         pass_over: Callable[[Commit, CorruptionError], None] | None = None,
+        head: HeadWriter | None = None,
     ) -> None:
         self._log = log
         self._objects = objects
@@ -102,6 +108,8 @@ class Materializer:
         """Segments of markers that are not in the store yet, by marker and rank: not looked for twice."""
         self.lost: set[MarkerId] = set()
         """Markers that were passed over."""
+        self._head = head
+        self._head_failed = False
         self.counts = Counts()
         self.missing: list[Commit] = []
         """Committed markers that are not in the store and that nobody has given up, in commit order."""
@@ -164,7 +172,25 @@ class Materializer:
                 self.counts.markers += 1
                 yield commit.id
         self.missing = [commit for commit in self.missing if commit.id not in self.lost]
+        self._keep_warm(lineage, catalog)
         self.doing = "waiting for others" if self.missing else "waiting for markers"
+
+    def _keep_warm(self, lineage: Lineage, catalog: Catalog) -> None:
+        """Bring HEAD to the newest marker of the store. Without it a restore is slower, and nothing is lost."""
+        offered = catalog.markers - catalog.dropped
+        newest = next((marker for marker in reversed(lineage.commits) if marker in offered), None)
+        if self._head is None or newest is None:
+            return
+        if self._head.marker != newest:
+            self.doing = f"bringing HEAD to marker {newest}"
+        try:
+            self._head.follow(lineage, catalog, newest)
+        except (StoreUnavailableError, ConfigError, CorruptionError) as error:
+            if not self._head_failed:
+                log.warning("HEAD cannot be brought to marker %s, it is tried again with later ones: %s", newest, error)
+            self._head_failed = True
+        else:
+            self._head_failed = False
 
     def _load(self, job: bytes) -> Catalog:
         if self._catalog is None:
@@ -312,13 +338,14 @@ class Materializer:
             self._take_dense(commit)
         except CorruptionError as error:
             self._lose(commit, error, _DENSE_HINT)
-        manifest = manifest_name(commit.job, commit.id)
+        manifest, previous = manifest_name(commit.job, commit.id), lineage.previous(commit.id)
         failpoint("materialize.manifest")
-        self._objects.put(manifest, [Manifest(commit, lineage.previous(commit.id), segments).to_bytes()])
+        self._objects.put(manifest, [Manifest(commit, previous, segments).to_bytes()])
         failpoint("materialize.manifest_put")
         if commit.id in self.lost:  # later markers stand on its rows, but it cannot be offered
             assert self._catalog is not None
-            self._objects.put(dropped_name(commit.job, commit.id), [b"its dense state is gone"])
+            dropped = Dropped(commit, previous, commit.time_s, "the loss of its dense state")
+            self._objects.put(dropped_name(commit.job, commit.id), [dropped.to_bytes()])
             self._catalog.dropped |= {commit.id}
             self.lost.remove(commit.id)
 

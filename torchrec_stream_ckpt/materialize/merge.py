@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.manifest import Fold, SegmentRef
 from torchrec_stream_ckpt.format.rows import RowLayout, RowsView
-from torchrec_stream_ckpt.format.segment import Entry, SegmentId, SegmentKind, decode_chunk
+from torchrec_stream_ckpt.format.segment import Entry, SegmentId, SegmentKind, check_tables, decode_chunk
 from torchrec_stream_ckpt.layout import FoldName
 from torchrec_stream_ckpt.materialize.fold import SEGMENT_BYTES, SegmentWriter
 from torchrec_stream_ckpt.materialize.sorter import RowSorter
@@ -80,7 +80,7 @@ def merge(
         name.segment_name,
         lambda part: SegmentId(SegmentKind.FOLD, job, end, 0, part),
     )
-    sources = _open(objects, job, pieces, pool)
+    sources = _open(objects, job, schema, pieces, pool)
     rows = RowSorter(schema)
     for window in _windows(schema, bases, sources):
         _merge_window(objects, schema, bases, sources, window, rows, pool, progress)
@@ -94,10 +94,12 @@ def merge(
     return fold
 
 
-def _open(objects: Objects, job: bytes, pieces: Sequence[Piece], pool: Executor) -> list[_Source]:
+def _open(objects: Objects, job: bytes, schema: Schema, pieces: Sequence[Piece], pool: Executor) -> list[_Source]:
     """All segments, newest first."""
     owners = [(piece, ref) for piece in pieces for ref in piece.segments]
     fronts = load_fronts(objects, [ref for _, ref in owners], job, pool)
+    for (_, ref), front in zip(owners, fronts, strict=True):
+        check_tables(front, schema, ref.name)
     return [
         _Source(Picked(ref, front, np.arange(len(front.directory))), piece.end.generation)
         for (piece, ref), front in zip(owners, fronts, strict=True)

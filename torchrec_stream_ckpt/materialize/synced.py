@@ -86,11 +86,13 @@ def _upto(holdings: Holdings, upto: MarkerId | None) -> Commit:
 
 
 def _wanted(lineage: Lineage, dropped: Iterable[MarkerId]) -> list[MarkerId]:
-    """Markers that somebody may restore, and that on which the newest generation stands, whatever it will commit."""
+    """Markers that somebody may restore, and the one on which the newest generation's next marker will stand."""
     given_up = set(dropped)
-    offered = {marker for marker in lineage.commits if marker not in given_up}
-    parent = lineage.claims[lineage.newest_generation].parent
-    return sorted(offered | ({parent} if parent is not None else set()))
+    wanted = {marker for marker in lineage.commits if marker not in given_up}
+    generation = lineage.newest_generation
+    own = [marker for marker in lineage.commits if marker.generation == generation]
+    base = max(own) if own else lineage.claims[generation].parent
+    return sorted(wanted | ({base} if base is not None else set()))
 
 
 def _check(holdings: Holdings, marker: MarkerId, upto: MarkerId, trimmed: Mapping[int, MarkerId]) -> Holding:

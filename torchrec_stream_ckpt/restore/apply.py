@@ -16,11 +16,13 @@ from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.stream import checked_payload, read_mark, read_stream
+from torchrec_stream_ckpt.restore.from_head import apply_head
 from torchrec_stream_ckpt.restore.from_store import apply_store
 from torchrec_stream_ckpt.restore.plan import RestorePlan, StreamRead
 from torchrec_stream_ckpt.restore.reshard import intersect
 from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.head import Head
 from torchrec_stream_ckpt.types import TableShard
 
 T = TypeVar("T")
@@ -36,7 +38,13 @@ class StoreSource:
 
 
 @torch.no_grad()
-def apply_rows(log: Log, plan: RestorePlan, kernels: list[FusedKernel], store: StoreSource | None = None) -> int:
+def apply_rows(
+    log: Log,
+    plan: RestorePlan,
+    kernels: list[FusedKernel],
+    store: StoreSource | None = None,
+    head: Head | None = None,
+) -> int:
     """Write every row that the plan names into the live tables, and set the kernels' own state.
 
     The tables are half written when this raises: such a job must not train on.
@@ -46,11 +54,13 @@ def apply_rows(log: Log, plan: RestorePlan, kernels: list[FusedKernel], store: S
         plan: What to write.
         kernels: The live tables.
         store: Where ``plan.stored`` is, and the scalars of its reach; None if the plan has none.
+        head: Where ``plan.warm`` is; None if the plan has none.
 
     Returns:
         How many row records this rank applied.
 
     Raises:
+        HeadDamagedError: HEAD does not hold what was written there.
         CorruptionError: the log or the store is damaged or incomplete.
         SchemaMismatchError: the plan puts tables with different learning rates into one kernel.
     """
@@ -59,6 +69,9 @@ def apply_rows(log: Log, plan: RestorePlan, kernels: list[FusedKernel], store: S
     applied = 0
     for kernel in kernels:
         kernel.prepare_write()
+    if plan.warm:
+        assert head is not None
+        applied += apply_head(plan, head, targets)
     if store is not None:
         applied += apply_store(plan, store.objects, targets)
         if plan.reach == plan.marker:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container
+from collections.abc import Callable, Container
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, TrimmedError
-from torchrec_stream_ckpt.format.control import Commit, Hello
+from torchrec_stream_ckpt.format.control import Commit, Hello, Schema
+from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.stream import read_hello
@@ -18,7 +19,7 @@ from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.reader import Held, load_held
-from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
+from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd, TableShard
 
 _READERS = 16
 
@@ -36,11 +37,16 @@ class Choice:
     skipped: tuple[str, ...]
     """Newer markers whose dense state is damaged, each with its reason."""
     held: Held | None
-    """What the store has on the marker's path; None: all comes from the log."""
+    """What HEAD and the store have on the marker's path; None: all comes from the log."""
 
 
 def choose(
-    log_: Log, lineage: Lineage, dense: DenseStore, marker: MarkerId | None, objects: Objects | None = None
+    log_: Log,
+    lineage: Lineage,
+    dense: DenseStore,
+    marker: MarkerId | None,
+    objects: Objects | None = None,
+    head: Callable[[bytes], HeadState | None] = lambda _: None,
 ) -> Choice | None:
     """Look up ``marker``, or the newest one whose dense state is whole; None when nothing was ever committed.
 
@@ -50,6 +56,7 @@ def choose(
         dense: Where the dense state lies.
         marker: Which one; None for the newest.
         objects: The store, if rows may come from there.
+        head: What the HEAD on this host holds of a job, if anything.
 
     Raises:
         MarkerNotFoundError: ``marker`` was never committed, or the store says that it was given up.
@@ -69,10 +76,10 @@ def choose(
         commit, skipped = _newest_whole(lineage, dense, catalog.dropped if catalog is not None else ())
     else:
         return None
-    held = hold(catalog, lineage, commit.id) if catalog is not None else None
+    held = hold(catalog, lineage, commit.id, head=warm(head(lineage.job), lineage, commit.id))
     reach = held.reach if held is not None else None
+    check_not_trimmed(log_, lineage, commit.id, reach)  # first: a log that was recovered is another one, too
     check_incarnation(log_, lineage, commit.id, reach)
-    check_not_trimmed(log_, lineage, commit.id, reach)
     return Choice(lineage, commit, read_hellos(log_, lineage, commit.id, held), tuple(skipped), held)
 
 
@@ -88,30 +95,70 @@ def load_catalog(objects: Objects | None, lineage: Lineage) -> Catalog | None:
     return Catalog.load(objects, lineage.job)
 
 
-def hold(catalog: Catalog, lineage: Lineage, marker: MarkerId, since: MarkerId | None = None) -> Held | None:
-    """What the store has on the path to ``marker``, as far as its directories tell; behind ``since``, if that is given.
+def warm(head: HeadState | None, lineage: Lineage, marker: MarkerId) -> HeadState | None:
+    """``head``, if it holds a marker on the path to ``marker``, the very one that the log knows."""
+    if head is None:
+        return None
+    if head.commit not in lineage.chain(marker):
+        log.info("HEAD is not used: it is at marker %s, which does not lead to %s", head.marker, marker)
+        return None
+    schema = lineage.claims[head.marker.generation].schema
+    whole = {(index, column) for index, table in enumerate(schema.tables) for column in range(table.dim) if table.rows}
+    found = [(table, column) for table, col0, cols in head.columns for column in range(col0, col0 + cols)]
+    if head.schema_crc != schema.crc or len(found) != len(whole) or set(found) != whole:
+        log.info("HEAD is not used: it has other tables than marker %s", head.marker)
+        return None
+    return head
 
-    None, with a warning, when they are damaged: the log may still have it all.
+
+def hold(
+    catalog: Catalog | None,
+    lineage: Lineage,
+    marker: MarkerId,
+    since: MarkerId | None = None,
+    head: HeadState | None = None,
+) -> Held | None:
+    """What HEAD and the store have on the path to ``marker``, as far as their directories tell.
+
+    What is damaged there is left out, with a warning: the log may still have it all. None when nothing is left.
+
+    Args:
+        catalog: What the store holds, if it holds anything.
+        lineage: The control partition.
+        marker: What shall be restored.
+        since: Only what is behind this marker on its path.
+        head: A HEAD on its path: only what is behind it comes from the store.
 
     Raises:
-        StoreUnavailableError: it does not answer.
+        StoreUnavailableError: the store does not answer.
     """
     try:
-        return load_all(catalog, lineage, marker, since)
+        held = load_all(catalog, lineage, marker, since, head) if catalog is not None else None
     except CorruptionError as error:
-        log.warning("the store cannot serve marker %s, all is read from the log: %s", marker, error.headline)
-        return None
+        log.warning("the store cannot serve marker %s, the log is read: %s", marker, error.headline)
+        held = None
+    if held is None and head is not None:
+        scalars = tuple(record for each in head.notes for record in each.mark.scalars)
+        held = Held(head.marker, (), scalars, tuple(each.shards for each in head.notes), head)
+    return held
 
 
-def load_all(catalog: Catalog, lineage: Lineage, marker: MarkerId, since: MarkerId | None = None) -> Held | None:
-    """As :func:`hold`; raises CorruptionError for what is damaged."""
+def load_all(
+    catalog: Catalog,
+    lineage: Lineage,
+    marker: MarkerId,
+    since: MarkerId | None = None,
+    head: HeadState | None = None,
+) -> Held | None:
+    """As :func:`hold`, of the store alone; raises CorruptionError for what is damaged."""
     chain = lineage.chain(marker)
+    since = head.marker if head is not None else since
     behind = [commit.id for commit in chain].index(since) + 1 if since is not None else 0
     cover = catalog.cover(chain[behind:], since)
     if cover is None:
         return None
     with ThreadPoolExecutor(_READERS) as pool:
-        return load_held(catalog.objects, catalog, cover, pool)
+        return load_held(catalog.objects, catalog, cover, pool, head)
 
 
 def check_incarnation(log_: Log, lineage: Lineage, marker: MarkerId, reach: MarkerId | None = None) -> None:
@@ -184,11 +231,22 @@ def read_hellos(
     for commit, end, after in streams(lineage, marker, held.reach if held is not None else None):
         claim = lineage.claims[commit.generation]
         if held is not None and after is not None:
-            hello = Hello(claim.world, claim.schema, held.shards[end.rank])
+            hello = Hello(claim.world, claim.schema, _inside(claim.schema, held.shards[end.rank], commit, end))
         else:
             hello = read_hello(log_, claim, commit, end)
         hellos[commit.generation, end.rank] = hello
     return hellos
+
+
+def _inside(schema: Schema, shards: tuple[TableShard, ...], commit: Commit, end: RankEnd) -> tuple[TableShard, ...]:
+    """The shards that the store says a rank held, if its tables have them: what HELLO is held against, too."""
+    if outside := next((shard for shard in shards if not schema.holds(shard)), None):
+        raise CorruptionError(
+            f"the store says that a rank held {outside}, which is outside its table",
+            generation=commit.generation,
+            rank=end.rank,
+        )
+    return shards
 
 
 def _newest_whole(lineage: Lineage, dense: DenseStore, dropped: Container[MarkerId]) -> tuple[Commit, list[str]]:

@@ -10,7 +10,9 @@ import numpy as np
 
 from torchrec_stream_ckpt.errors import ColumnResplitError, CorruptionError, SchemaMismatchError
 from torchrec_stream_ckpt.format.control import Commit, Hello, Schema
+from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.segment import check_tables
 from torchrec_stream_ckpt.restore.reshard import Move, intersect
 from torchrec_stream_ckpt.store.reader import Held, Picked
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, TableShard, TableSpec
@@ -39,7 +41,7 @@ class StoreRead:
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """All that one rank will read and write to have a marker: first ``stored``, then ``reads`` in order."""
+    """All that one rank will read and write to have a marker: ``warm``, then ``stored``, then ``reads`` in order."""
 
     marker: MarkerId
     step: int
@@ -53,17 +55,31 @@ class RestorePlan:
     stored: tuple[StoreRead, ...] = ()
     """Oldest first."""
     reach: MarkerId | None = None
-    """The marker up to which the store serves; None: all comes from the log."""
+    """The marker up to which HEAD and the store serve; None: all comes from the log."""
+    head: MarkerId | None = None
+    """The marker that HEAD gives, if it is used."""
+    warm: tuple[Move, ...] = ()
+    """What is copied from HEAD; their sources are its column slices."""
 
     @property
     def moves(self) -> list[Move]:
         """All of them, in no order."""
-        return [move for reads in (self.stored, self.reads) for read in reads for move in read.moves]
+        return [*self.warm, *(move for reads in (self.stored, self.reads) for read in reads for move in read.moves)]
+
+    @property
+    def source(self) -> str:
+        """Where rows come from, the oldest first: ``head 1:40``, ``store 1:40 + log``, ``log``."""
+        parts = [f"head {self.head}"] if self.head is not None else []
+        if self.reach != self.head:
+            parts.append(f"store {self.reach}")
+        if self.reach != self.marker:
+            parts.append("log")
+        return " + ".join(parts)
 
     def describe(self) -> str:
         """The plan in words, one line a stream and a move."""
-        lines = [f"marker {self.marker}, step {self.step}, written by {self.world} ranks"]
-        if self.reach is not None:
+        lines = [f"marker {self.marker}, step {self.step}, written by {self.world} ranks", f"  source: {self.source}"]
+        if self.reach != self.head:
             num_bytes = sum(read.picked.num_bytes for read in self.stored)
             lines.append(f"  the store up to marker {self.reach}: {len(self.stored)} segments, {num_bytes} bytes")
         for read in self.reads:
@@ -106,7 +122,7 @@ def plan_restore(
         schema: The tables of the restoring job.
         targets: The shards of this rank.
         merge: Allow a changed column split of a row-wise optimizer (``on_column_resplit="merge"``).
-        held: What the store has on the path to ``marker``.
+        held: What HEAD and the store have on the path to ``marker``.
 
     Raises:
         SchemaMismatchError: a table is missing or differs; names it and both values.
@@ -131,13 +147,15 @@ def plan_reads(
     check_schema(lineage.claims[marker.generation].schema, schema)
     bases = lineage.bases(marker)
     stored = list(_store_reads(schema, held, targets, bases)) if held is not None else []
+    head = held.head if held is not None else None
+    warm = _head_moves(schema, head, targets, bases) if head is not None else ()
     reads = [
         StreamRead(
             ancestor, end, _moves(hellos[ancestor.generation, end.rank], targets, bases, ancestor.generation), after
         )
         for ancestor, end, after in streams(lineage, marker, held.reach if held is not None else None)
     ]
-    moves = [move for read in stored for move in read.moves] + [move for read in reads for move in read.moves]
+    moves = [*warm, *(move for each in (stored, reads) for read in each for move in read.moves)]
     _check_cover(schema, targets, moves)
     return RestorePlan(
         marker,
@@ -149,6 +167,8 @@ def plan_reads(
         _resplit_tables(schema, moves),
         tuple(read for read in stored if len(read.picked.chunks)),
         held.reach if held is not None else None,
+        head.marker if head is not None else None,
+        warm,
     )
 
 
@@ -168,6 +188,7 @@ def _store_reads(
 ) -> Iterator[StoreRead]:
     for number, piece in enumerate(held.pieces):
         for picked in piece.segments:
+            check_tables(picked.front, schema, picked.ref.name)
             directory = picked.front.directory
             slices = np.unique(directory[["table", "col0", "cols"]])
             sources = [
@@ -178,7 +199,18 @@ def _store_reads(
             moves = tuple(
                 move for source in sources for target in targets if (move := intersect(source, target)) is not None
             )
-            yield StoreRead(pick(picked, moves), moves, is_base=not number)
+            yield StoreRead(pick(picked, moves), moves, is_base=held.head is None and not number)
+
+
+def _head_moves(
+    schema: Schema, head: HeadState, targets: Sequence[TableShard], bases: Mapping[int, int]
+) -> tuple[Move, ...]:
+    sources = [
+        TableShard(table, 0, schema.tables[table].rows, col0, cols)
+        for table, col0, cols in head.columns
+        if head.marker.generation >= bases.get(table, 0)
+    ]
+    return tuple(move for source in sources for target in targets if (move := intersect(source, target)) is not None)
 
 
 def pick(picked: Picked, moves: Sequence[Move]) -> Picked:

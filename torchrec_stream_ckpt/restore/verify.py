@@ -1,8 +1,10 @@
-"""Read everything that a marker needs and check it, without a model: the stream, its coverage, the dense files."""
+"""Read everything that a marker needs and check it, without a model: what the store has, the stream behind it, whether
+they cover all tables, the dense files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,12 +15,24 @@ from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import decode_rows
+from torchrec_stream_ckpt.format.segment import decode_chunk
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.stream import checked_payload, read_mark, read_stream
-from torchrec_stream_ckpt.restore.choose import check_incarnation, check_not_trimmed, read_hellos
-from torchrec_stream_ckpt.restore.plan import plan_reads
+from torchrec_stream_ckpt.restore.choose import (
+    check_incarnation,
+    check_not_trimmed,
+    load_all,
+    load_catalog,
+    read_hellos,
+)
+from torchrec_stream_ckpt.restore.plan import plan_reads, streams
+from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.dense import DenseStore
+from torchrec_stream_ckpt.store.reader import Held, read_chunks
 from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
+
+READERS = 4
+"""Threads that read the store and compare checksums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +47,22 @@ class Verified:
     num_bytes: int
     dense_files: int
     dense_bytes: int
+    reach: MarkerId | None = None
+    """Up to which marker the rows came from the store; None: all came from the log."""
+    segments: int = 0
+    """Of the store."""
+    stored_rows: int = 0
+    stored_bytes: int = 0
+    """Of chunks."""
 
 
 def verify_marker(
-    log: Log, lineage: Lineage, dense: DenseStore, marker: MarkerId, progress: Callable[[int], None] = lambda _: None
+    log: Log,
+    lineage: Lineage,
+    dense: DenseStore,
+    marker: MarkerId,
+    progress: Callable[[int], None] = lambda _: None,
+    objects: Objects | None = None,
 ) -> Verified:
     """Check every byte that restoring ``marker`` would read.
 
@@ -45,48 +71,87 @@ def verify_marker(
         lineage: Its control partition.
         dense: Where its dense state lies.
         marker: A committed marker.
-        progress: Called with the bytes of each frame.
+        progress: Called with the bytes of each chunk and frame.
+        objects: The store that a restore takes rows from; None for the log alone.
 
     Raises:
-        MarkerNotFoundError: it is not committed.
+        MarkerNotFoundError: it is not committed, or the store says that it was given up.
         CorruptionError: the first thing that is wrong, and where.
+        StoreUnavailableError: the store does not answer.
         TrimmedError: the log was trimmed, and the marker needs what is gone.
     """
     commit = lineage.find(marker)
     schema = lineage.claims[marker.generation].schema
+    held = _hold(objects, lineage, marker)
+    reach = held.reach if held is not None else None
     dense.verify(commit)
-    check_incarnation(log, lineage, marker)
-    check_not_trimmed(log, lineage, marker)
-    hellos = read_hellos(log, lineage, marker)
+    check_not_trimmed(log, lineage, marker, reach)
+    check_incarnation(log, lineage, marker, reach)
+    hellos = read_hellos(log, lineage, marker, held)
     # A plan for one process that holds every table whole reads every stream, and proves that they cover it.
     whole = [TableShard(index, 0, table.rows, 0, table.dim) for index, table in enumerate(schema.tables)]
-    plan = plan_reads(lineage, marker, hellos, schema, whole)
+    plan = plan_reads(lineage, marker, hellos, schema, whole, held)
     coverage = _Coverage(schema)
     bases = lineage.bases(marker)
-    streams = frames = rows = num_bytes = 0
-    for ancestor in lineage.path(marker):
-        for end in ancestor.ranks:
-            streams += 1
-            for header, frame in read_stream(log, ancestor, end):
-                payload = checked_payload(header, frame, ancestor, end)
-                if header.kind is Kind.ROWS:
-                    coverage.add(header, payload, fresh=ancestor.generation >= bases.get(header.table, 0))
-                elif header.kind is Kind.MARK:
-                    read_mark(header, frame, ancestor, end)
-                frames, rows, num_bytes = frames + 1, rows + header.rows, num_bytes + len(frame)
-                progress(len(frame))
+    stored_rows = stored_bytes = 0
+    if held is not None and objects is not None:
+        stored_rows, stored_bytes = _read_store(objects, held, schema, bases, coverage, progress)
+    read = frames = rows = num_bytes = 0
+    for ancestor, end, after in streams(lineage, marker, reach):
+        read += 1
+        for header, frame in read_stream(log, ancestor, end, after):
+            payload = checked_payload(header, frame, ancestor, end)
+            if header.kind is Kind.ROWS:
+                coverage.add_frame(header, payload, fresh=ancestor.generation >= bases.get(header.table, 0))
+            elif header.kind is Kind.MARK:
+                read_mark(header, frame, ancestor, end)
+            frames, rows, num_bytes = frames + 1, rows + header.rows, num_bytes + len(frame)
+            progress(len(frame))
     coverage.check()
-    dense_bytes = sum(file.num_bytes for file in commit.dense_files)
     return Verified(
         plan.marker,
         len(lineage.path(marker)),
-        streams,
+        read,
         frames,
         rows,
         num_bytes,
         len(commit.dense_files),
-        dense_bytes,
+        sum(file.num_bytes for file in commit.dense_files),
+        reach,
+        sum(len(piece.segments) for piece in held.pieces) if held is not None else 0,
+        stored_rows,
+        stored_bytes,
     )
+
+
+def _hold(objects: Objects | None, lineage: Lineage, marker: MarkerId) -> Held | None:
+    catalog = load_catalog(objects, lineage)
+    if catalog is None:
+        return None
+    catalog.check_offered(marker)
+    return load_all(catalog, lineage, marker)
+
+
+def _read_store(
+    objects: Objects,
+    held: Held,
+    schema: Schema,
+    bases: Mapping[int, int],
+    coverage: _Coverage,
+    progress: Callable[[int], None],
+) -> tuple[int, int]:
+    """Read all chunks; returns (rows, bytes)."""
+    rows = num_bytes = 0
+    with ThreadPoolExecutor(READERS) as pool:
+        for piece in held.pieces:
+            for picked, entry, data in read_chunks(objects, piece.segments, pool):
+                view = decode_chunk(entry, data, schema, picked.ref.name)
+                table, col0, cols = entry.table, entry.col0, entry.cols
+                if piece.generation >= bases.get(table, 0):
+                    coverage.add(table, col0, cols, view.ids)
+                rows, num_bytes = rows + len(view.ids), num_bytes + len(data)
+                progress(len(data))
+    return rows, num_bytes
 
 
 class _Coverage:
@@ -97,30 +162,33 @@ class _Coverage:
         self._sent: dict[tuple[int, int, int], npt.NDArray[np.bool_]] = {}
         self._records = [0] * len(schema.tables)
 
-    def add(self, header: Header, payload: memoryview, *, fresh: bool) -> None:
+    def add_frame(self, header: Header, payload: memoryview, *, fresh: bool) -> None:
         if header.table >= len(self._schema.tables):
             raise CorruptionError(f"table {header.table} is not in the schema", **header.place())
         table = self._schema.tables[header.table]
         view = decode_rows(header, payload, table)
         if fresh:
-            key = (header.table, header.col0, header.cols)
-            if key not in self._sent:
-                self._sent[key] = _flags(table)
-            self._sent[key][view.ids] = True
-            self._records[header.table] += header.rows
+            self.add(header.table, header.col0, header.cols, view.ids)
+
+    def add(self, table: int, col0: int, cols: int, ids: npt.NDArray[np.int64]) -> None:
+        key = (table, col0, cols)
+        if key not in self._sent:
+            self._sent[key] = _flags(self._schema.tables[table])
+        self._sent[key][ids] = True
+        self._records[table] += len(ids)
 
     def check(self) -> None:
         for index, table in enumerate(self._schema.tables):
             missing = table.rows - self._records[index]
             if missing > 0:  # said before a table that only claims to be huge takes memory
-                raise CorruptionError(f"{missing} rows are not in the log", table=table.name)
+                raise CorruptionError(f"{missing} rows are not there", table=table.name)
             slices = [(col0, cols, sent) for (of, col0, cols), sent in self._sent.items() if of == index]
             for column in sorted({edge for col0, cols, _ in slices for edge in (col0, col0 + cols)} | {0}):
                 if column < table.dim:
                     sent = [flags for col0, cols, flags in slices if col0 <= column < col0 + cols]
                     missing = table.rows - int(np.logical_or.reduce(sent).sum()) if sent else table.rows
                     if missing:
-                        raise CorruptionError(f"{missing} rows are not in the log", table=table.name, column=column)
+                        raise CorruptionError(f"{missing} rows are not there", table=table.name, column=column)
 
 
 def _flags(table: TableSpec) -> npt.NDArray[np.bool_]:

@@ -57,6 +57,10 @@ class Cover:
     def reach(self) -> MarkerId:
         return self.pieces[-1].end
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.num_bytes for piece in self.pieces)
+
 
 @dataclass(slots=True)
 class Catalog:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import TableScalars
+from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.manifest import Notes, SegmentRef
 from torchrec_stream_ckpt.format.segment import Entry, Front, check_chunk, entries_of, parse_front
 from torchrec_stream_ckpt.store.api import Objects
@@ -52,19 +53,21 @@ class HeldPiece:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a store has on the path to a marker: all rows up to ``reach``."""
+    """What a HEAD and a store have on the path to a marker: all rows up to ``reach``."""
 
     reach: MarkerId
     pieces: tuple[HeldPiece, ...]
-    """Oldest first; the first one holds every row."""
+    """Oldest first; without a HEAD, the first one holds every row."""
     scalars: tuple[TableScalars, ...]
     """Of all ranks at ``reach``."""
     shards: tuple[tuple[TableShard, ...], ...]
     """Of each rank in the generation of ``reach``."""
+    head: HeadState | None = None
+    """The HEAD that the pieces lie behind."""
 
 
-def load_held(objects: Objects, catalog: Catalog, cover: Cover, pool: Executor) -> Held:
-    """Read the directories of a cover.
+def load_held(objects: Objects, catalog: Catalog, cover: Cover, pool: Executor, head: HeadState | None = None) -> Held:
+    """Read the directories of a cover, which begins behind ``head`` if there is one.
 
     Raises:
         CorruptionError: a segment is gone or altered; names it.
@@ -82,13 +85,16 @@ def load_held(objects: Objects, catalog: Catalog, cover: Cover, pool: Executor) 
         )
         for piece in cover.pieces
     )
-    last = [refs[-1] for refs in catalog.manifest(cover.reach).segments]
-    notes = [
-        Notes.from_json(front.notes, ref.name)
-        for ref, front in zip(last, load_fronts(objects, last, catalog.job, pool), strict=True)
-    ]
+    notes = load_notes(objects, catalog, cover.reach, pool)
     scalars = tuple(record for each in notes for record in each.mark.scalars)
-    return Held(cover.reach, pieces, scalars, tuple(each.shards for each in notes))
+    return Held(cover.reach, pieces, scalars, tuple(each.shards for each in notes), head)
+
+
+def load_notes(objects: Objects, catalog: Catalog, marker: MarkerId, pool: Executor) -> tuple[Notes, ...]:
+    """What each rank said at a marker that is in the store; raises as :func:`load_held`."""
+    last = [refs[-1] for refs in catalog.manifest(marker).segments]
+    fronts = load_fronts(objects, last, catalog.job, pool)
+    return tuple(Notes.from_json(front.notes, ref.name) for ref, front in zip(last, fronts, strict=True))
 
 
 def load_front(objects: Objects, ref: SegmentRef, job: bytes) -> Front:

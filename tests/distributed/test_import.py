@@ -1,0 +1,140 @@
+"""A checkpoint that a plain TorchRec job has saved with DCP becomes the first marker of a lineage."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from typer.testing import CliRunner
+
+from tests import jobs, ranks
+from tests.model import OPTIMIZERS, PLAN_1, PLAN_2, PLAN_3, Spec, differences, trainer, truth
+from torchrec_stream_ckpt import StreamConfig
+from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
+
+pytestmark = pytest.mark.distributed
+
+NAMES = ("first", "second")
+KEYS = ("--model-key=model", "--optimizer-key=optim")
+
+
+def save_plainly(folder: str, build: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """A job that knows nothing of this project; the truth about it."""
+    job = trainer(PLAN_2, **build)
+    for _ in range(3):
+        job.step()
+    state = {"model": job.dmp.state_dict(), "optim": job.optimizer.state_dict(), "steps": job.step_number}
+    dcp.save(state, checkpoint_id=folder)
+    return truth(job)
+
+
+@pytest.fixture(scope="module", params=["rowwise", "adagrad", "sgd"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, dict[str, Any]]:
+    """An optimizer, a checkpoint, and the truth."""
+    folder = tmp_path_factory.mktemp("dcp") / "checkpoint"
+    expected = ranks.run(2, save_plainly, str(folder), {"optimizer": request.param})[0]
+    return request.param, folder, expected
+
+
+def run(*arguments: object) -> Any:
+    done = CliRunner().invoke(app, [*(str(argument) for argument in arguments), "--json"])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def fused(optimizer: str) -> list[str]:
+    named = [f"--optimizer={OPTIMIZERS[optimizer].name.lower()}"]
+    return [*named, "--data-parallel=ebc.t_dp"] if optimizer == "sgd" else named
+
+
+@pytest.mark.parametrize(("world", "spec"), [(1, PLAN_1), (3, PLAN_3)])
+def test_an_imported_checkpoint_is_restored_on_another_plan_and_the_lineage_goes_on(
+    saved: tuple[str, Path, dict[str, Any]], world: int, spec: Spec, tmp_path: Path
+) -> None:
+    optimizer, folder, expected = saved
+    uri = f"file://{tmp_path}/log"
+    found = run("import", f"--from=dcp://{folder}", f"--to={uri}", "--step=3", *KEYS, *fused(optimizer))
+    assert found["marker"] == "1:1"
+    assert found["not_taken"] == ["steps"]
+    assert found["tables"] == ["ebc.t_item", "ebc.t_small", "ebc.t_user", "ebc.t_wide"]
+    settings = StreamConfig(uri=uri, marker_every=2)
+    build = {"optimizer": optimizer}
+    restored = ranks.run(world, jobs.restore_with, spec, settings, None, 3, build)
+    for state, step, _, _ in restored:
+        assert step == 3
+        # The loader's position is not in such a checkpoint: the job goes on with the one that it has.
+        assert differences({**expected, "step": state["step"]}, state, rng=False) == []
+    assert set(restored[0][3]) == {2, 3, 4}
+    again = ranks.run(2, jobs.restore_with, PLAN_2, settings, "2:2", 0, build)
+    for state, step, _, _ in again:
+        assert step == 4
+        assert differences(restored[0][3][2], state, rng=False) == []
+    if world == 3:
+        run("verify", uri, "--all")
+
+
+@pytest.mark.parametrize("saved", ["rowwise"], indirect=True)
+def test_an_export_comes_back(saved: tuple[str, Path, dict[str, Any]], tmp_path: Path) -> None:
+    _, folder, _ = saved
+    first, second = f"file://{tmp_path}/first", f"file://{tmp_path}/second"
+    run("import", f"--from=dcp://{folder}", f"--to={first}", *KEYS, *fused("rowwise"))
+    run("export", first, f"--to=dcp://{tmp_path}/out")
+    run("import", f"--from=dcp://{tmp_path}/out", f"--to={second}", *fused("rowwise"))
+    for name in NAMES:
+        run("export", f"file://{tmp_path}/{name}", f"--to=safetensors://{tmp_path}/{name}-tables")
+    one, other = (data_of(tmp_path / f"{name}-tables" / "model-00001-of-00001.safetensors") for name in NAMES)
+    assert len(one) > 50_000
+    assert one == other
+
+
+def data_of(file: Path) -> bytes:
+    """All tensors of a safetensors file, without its header."""
+    data = file.read_bytes()
+    return data[8 + int.from_bytes(data[:8], "little") :]
+
+
+@pytest.mark.parametrize("saved", ["rowwise"], indirect=True)
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--optimizer=exact_rowwise_adagrad"], "stands below 'model'"),
+        (["--optimizer=exact_rowwise_adagrad", "--model-key=model"], "no sharded table with the state"),
+        (["--optimizer=adam", *KEYS], "adam keeps exp_avg, exp_avg_sq"),
+        (["--optimizer=quick", *KEYS], "no fused optimizer that is captured"),
+    ],
+)
+def test_what_does_not_fit_the_checkpoint_is_refused(
+    saved: tuple[str, Path, dict[str, Any]], arguments: list[str], said: str, tmp_path: Path
+) -> None:
+    _, folder, _ = saved
+    with pytest.raises(ConfigError, match=said):
+        run("import", f"--from=dcp://{folder}", f"--to=file://{tmp_path}/log", *arguments)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("saved", ["rowwise"], indirect=True)
+def test_only_an_empty_log_is_imported_into(saved: tuple[str, Path, dict[str, Any]], tmp_path: Path) -> None:
+    _, folder, _ = saved
+    arguments = ["import", f"--from=dcp://{folder}", f"--to=file://{tmp_path}/log", *KEYS, *fused("rowwise")]
+    run(*arguments)
+    with pytest.raises(ConfigError, match="not empty"):
+        run(*arguments)
+
+
+@pytest.mark.parametrize("saved", ["rowwise"], indirect=True)
+def test_a_checkpoint_that_is_cut_makes_no_marker(saved: tuple[str, Path, dict[str, Any]], tmp_path: Path) -> None:
+    _, folder, _ = saved
+    copy = shutil.copytree(folder, tmp_path / "cut")
+    with open(copy / "__1_0.distcp", "r+b") as file:
+        file.truncate(2000)
+    with pytest.raises(StreamCkptError, match="cannot be read"):
+        run("import", f"--from=dcp://{copy}", f"--to=file://{tmp_path}/log", *KEYS, *fused("rowwise"))
+    assert run("list", f"file://{tmp_path}/log")["markers"] == []

@@ -1,0 +1,149 @@
+"""A log that was lost comes back from the store, as far as the store knows it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests import stores
+from tests.builders import JOB, OTHER_JOB, ROWWISE, claim, table
+from tests.tables import FIRST, write_tables
+from tests.unit.test_interchange import SCHEMA, values
+from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
+from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.layout import claim_name, dense_name, parse_uri
+from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.restore.lost import check_not_lost
+from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.identity import prepare_store
+from torchrec_stream_ckpt.types import MarkerId
+
+
+@pytest.fixture
+def lost(tmp_path: Path) -> Path:
+    """A folder with a store, whose log is gone."""
+    directory = tmp_path / "job"
+    write_tables(directory, SCHEMA, values(), [[0], [0], [0, 2]])
+    stores.fold(directory)
+    stores.lose_log(directory)
+    return directory
+
+
+def run(*arguments: object) -> Any:
+    done = CliRunner().invoke(app, [*(str(argument) for argument in arguments), "--json"])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_the_markers_of_a_lost_log_can_be_read_again(lost: Path, tmp_path: Path) -> None:
+    found = run("recover", f"file://{lost}", "--store", lost)
+    assert (found["job"], found["offered"], found["next_generation"]) == (JOB.hex(), ["1:1"], 2)
+    (marker,) = run("list", f"file://{lost}", "--store", lost)["markers"]
+    assert (marker["marker"], marker["trimmed"]) == ("1:1", f"file://{lost}")
+    run("export", f"file://{lost}", f"--to=safetensors://{tmp_path}/out")
+    assert run("recover", f"file://{lost}", "--store", lost)["appended"] == 0
+
+
+def test_a_log_elsewhere_reads_its_rows_from_the_store(lost: Path, tmp_path: Path) -> None:
+    run("recover", f"file://{tmp_path}/new", "--store", lost)
+    lineage = Control(FileLog(tmp_path / "new")).refresh()
+    assert list(lineage.commits) == [FIRST]
+    assert [trim.markers for trim in lineage.trims] == [(FIRST,)]
+    assert lineage.spans(1, lineage.find(FIRST).ranks) == []
+    run("export", f"file://{tmp_path}/new", "--store", lost, f"--to=parquet://{tmp_path}/out")
+
+
+@pytest.mark.parametrize("hits", [1, 2, 3])
+def test_a_recovery_that_was_killed_is_finished_by_the_next(
+    lost: Path, hits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("recover", f"file://{lost}", "--store", lost)
+    count = 0
+
+    def die(name: str) -> None:
+        nonlocal count
+        count += name == "recover.append"
+        if count == hits:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("torchrec_stream_ckpt.interchange.recover.failpoint", die)
+        with pytest.raises((KeyboardInterrupt, AssertionError)):
+            run(*arguments)
+    assert run(*arguments)["appended"] == 4 - hits
+    assert list(Control(FileLog(lost)).refresh().commits) == [FIRST]
+
+
+def test_numbers_that_left_something_in_the_store_are_not_used_again(lost: Path) -> None:
+    objects = open_store(str(lost))
+    objects.put(f"{dense_name(JOB, MarkerId(7, 3))}/file", [b"of a marker that was never committed"])
+    assert run("recover", f"file://{lost}", "--store", lost)["next_generation"] == 8
+    lineage = Control(FileLog(lost)).refresh()
+    assert lineage.newest is not None
+    assert (lineage.newest.id, lineage.claims[7].world) == (FIRST, 0)
+
+
+def test_a_log_that_is_there_is_left_alone(lost: Path, tmp_path: Path) -> None:
+    write_tables(tmp_path / "other", Schema((table("m.t", 4, 2, "float32", ROWWISE),)), short())
+    before = (tmp_path / "other" / "control.log").read_bytes()
+    with pytest.raises(ConfigError, match="not empty"):
+        run("recover", f"file://{tmp_path}/other", "--store", lost)
+    assert (tmp_path / "other" / "control.log").read_bytes() == before
+
+
+def short() -> Any:
+    weights = values()[2][0][:4, :2]
+    return [(weights, (weights[:, 0],))]
+
+
+def test_of_several_jobs_one_has_to_be_named(lost: Path) -> None:
+    open_store(str(lost)).put(claim_name(OTHER_JOB, 1), [claim(1, job=OTHER_JOB).to_frame()])
+    with pytest.raises(ConfigError, match="holds 2 jobs"):
+        run("recover", f"file://{lost}", "--store", lost)
+    with pytest.raises(ConfigError, match="is no job"):
+        run("recover", f"file://{lost}", "--store", lost, "--job", "mine")
+    with pytest.raises(MarkerNotFoundError):
+        run("recover", f"file://{lost}", "--store", lost, "--job", OTHER_JOB.hex())
+    assert run("recover", f"file://{lost}", "--store", lost, "--job", JOB.hex())["offered"] == ["1:1"]
+
+
+def test_a_store_without_markers_recovers_nothing(tmp_path: Path) -> None:
+    with pytest.raises(MarkerNotFoundError):
+        run("recover", f"file://{tmp_path}/log", "--store", f"{tmp_path}/store")
+    assert not (tmp_path / "log").exists()
+
+
+def test_a_lineage_with_a_gap_is_not_put_back(lost: Path) -> None:
+    (manifest,) = lost.glob("manifests/*/*.json")
+    shutil.copy(manifest, manifest.with_name("g00000001-m00000002.json"))
+    with pytest.raises(CorruptionError):
+        run("recover", f"file://{lost}", "--store", lost)
+    assert not os.path.exists(lost / "control.log")
+
+
+def test_an_empty_log_over_its_own_store_is_no_fresh_start(lost: Path, tmp_path: Path) -> None:
+    objects = open_store(str(lost))
+    with pytest.raises(CorruptionError, match="was lost") as raised:
+        check_not_lost(parse_uri(f"file://{lost}"), objects)
+    assert f"stream-ckpt recover file://{lost} --store file://{lost}" in raised.value.hint
+    check_not_lost(parse_uri(f"file://{tmp_path}/another"), objects)
+    check_not_lost(parse_uri(f"file://{lost}"), open_store(str(tmp_path / "nothing")))
+
+
+def test_a_kafka_job_knows_its_own_markers_by_name(tmp_path: Path) -> None:
+    objects = open_store(str(tmp_path))
+    prepare_store(objects)
+    objects.put(claim_name(JOB, 2), [claim(2, name="clicks").to_frame()])
+    check_not_lost(parse_uri("kafka://broker:9092/views"), objects)
+    with pytest.raises(CorruptionError, match="was lost"):
+        check_not_lost(parse_uri("kafka://broker:9092/clicks"), objects)

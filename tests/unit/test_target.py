@@ -1,0 +1,300 @@
+"""Where rows land: any slices, dtypes and orders, against cells in a dictionary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.builders import SCHEMA
+from tests.stores import History, fold, lose_rows
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.rows import Array, RowsView
+from torchrec_stream_ckpt.materialize.materializer import Policy
+from torchrec_stream_ckpt.restore import from_store
+from torchrec_stream_ckpt.restore.choose import choose
+from torchrec_stream_ckpt.restore.from_store import apply_store
+from torchrec_stream_ckpt.restore.plan import plan_reads
+from torchrec_stream_ckpt.restore.reshard import Move, intersect
+from torchrec_stream_ckpt.restore.target import Scratch, Target
+from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.types import MarkerId, TableShard
+
+DIM, ROWS = 6, 40
+DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "float64": "<f8", "int8": "|i1", "uint8": "|u1"}
+SPLITS = ([(0, 6)], [(0, 3), (3, 3)], [(0, 2), (2, 1), (3, 3)])
+
+
+def zeros(dtype: str, *shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=getattr(torch, dtype))
+
+
+def raw(tensor: torch.Tensor) -> Array:
+    """As numpy has it: bfloat16 as its bits."""
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def random_bits(rng: np.random.Generator, dtype: str, *shape: int) -> Array:
+    """Any bits: NaNs with a payload, infinities, denormals."""
+    kind = np.dtype(DTYPES[dtype])
+    size = int(np.prod(shape)) * kind.itemsize
+    return np.frombuffer(rng.bytes(size), kind).reshape(shape)
+
+
+@dataclass
+class Truth:
+    """Every cell by itself: what came last, or of what ``fill`` brings, what came first."""
+
+    shard: TableShard
+    cells: dict[tuple[str, int, int], bytes] = field(default_factory=dict)
+    filled: set[tuple[int, int]] = field(default_factory=set)
+
+    def take(self, source: TableShard, rows: RowsView, *, fill: bool) -> None:
+        given: set[tuple[int, int]] = set()
+        for place, number in enumerate(rows.ids.tolist()):
+            row = number - self.shard.row0
+            for col in range(
+                max(source.col0, self.shard.col0), min(source.col0 + source.cols, self.shard.col0 + self.shard.cols)
+            ):
+                here = (row, col - self.shard.col0)
+                if not 0 <= row < self.shard.rows or (fill and here in self.filled):
+                    continue
+                given.add(here)
+                for name, array in enumerate((rows.weights, *rows.states)):
+                    if array.ndim == 2:
+                        self.cells[str(name), *here] = array[place, col - source.col0].tobytes()
+                    else:
+                        self.cells[str(name), row, 0] = array[place].tobytes()
+        if fill:
+            self.filled |= given
+
+    def check(self, planes: Sequence[torch.Tensor]) -> None:
+        for name, plane in enumerate(planes):
+            array = raw(plane)
+            for row in range(self.shard.rows):
+                for col in range(self.shard.cols if array.ndim == 2 else 1):
+                    expected = self.cells.get((str(name), row, col), bytes(array.itemsize))
+                    found = array[row, col] if array.ndim == 2 else array[row]
+                    assert found.tobytes() == expected, (name, row, col)
+
+
+def view(
+    rng: np.random.Generator, source: TableShard, dtypes: Sequence[str], flat: Sequence[bool], ids: Sequence[int]
+) -> RowsView:
+    shapes = [(len(ids),) if one else (len(ids), source.cols) for one in flat]
+    weights, *states = (random_bits(rng, dtype, *shape) for dtype, shape in zip(dtypes, shapes, strict=True))
+    return RowsView(np.array(ids, np.int64), weights, tuple(states))
+
+
+def targets_of(shard: TableShard, dtypes: Sequence[str], flat: Sequence[bool]) -> list[torch.Tensor]:
+    return [
+        zeros(dtype, *((shard.rows,) if one else (shard.rows, shard.cols)))
+        for dtype, one in zip(dtypes, flat, strict=True)
+    ]
+
+
+IDS = st.sets(st.integers(0, ROWS - 1), min_size=1, max_size=ROWS).map(sorted)
+RUNS = st.tuples(st.integers(0, ROWS - 1), st.integers(1, ROWS)).map(
+    lambda run: list(range(run[0], min(ROWS, sum(run))))
+)
+
+
+@given(
+    st.data(),
+    st.integers(0, 2**32),
+    st.sampled_from(SPLITS),
+    st.sampled_from(SPLITS),
+    st.integers(0, 20),
+    st.integers(1, 20),
+)
+def test_any_cells_land_as_in_a_dictionary(
+    data: st.DataObject, seed: int, old: list[tuple[int, int]], new: list[tuple[int, int]], row0: int, rows: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    col0, cols = data.draw(st.sampled_from([(0, 6), (0, 3), (3, 3), (1, 4), (5, 1)]))
+    dtypes = data.draw(st.lists(st.sampled_from(sorted(DTYPES)), min_size=1, max_size=3))
+    shard = TableShard(0, row0, rows, col0, cols)
+    flat = [False] * len(dtypes)
+    planes = targets_of(shard, dtypes, flat)
+    sources = [TableShard(0, 0, ROWS, *split) for split in {*old, *new}]
+    moves = [move for source in sources if (move := intersect(source, shard)) is not None]
+    target = Target(shard, planes[0], tuple(planes[1:]), moves, merged=False)
+    truth, scratch = Truth(shard), Scratch()
+    for kind in ("base", "store", "log"):
+        for _ in range(data.draw(st.integers(0, 4))):
+            move = data.draw(st.sampled_from(moves))
+            ids = data.draw(IDS | RUNS)
+            if kind == "log":
+                ids = data.draw(st.permutations(ids))
+            rows_ = view(rng, move.source, dtypes, flat, ids)
+            if kind == "store":
+                target.fill(move, rows_, scratch)
+            else:
+                taken = target.put(move, rows_)
+                assert taken == sum(row0 <= number < row0 + rows for number in ids)
+            truth.take(move.source, rows_, fill=kind == "store")
+    truth.check(planes)
+
+
+@given(
+    st.integers(0, 2**32),
+    st.lists(st.tuples(st.booleans(), IDS | RUNS), max_size=6),
+    st.sampled_from(["float32", "float64", "int8", "bfloat16"]),
+)
+def test_states_of_one_value_a_row_land_with_their_rows(
+    seed: int, batches: list[tuple[bool, list[int]]], dtype: str
+) -> None:
+    rng = np.random.default_rng(seed)
+    shard = TableShard(0, 7, 25, 0, DIM)
+    dtypes, flat = ["float16", dtype, "float32"], [False, True, False]
+    planes = targets_of(shard, dtypes, flat)
+    move = intersect(TableShard(0, 0, ROWS, 0, DIM), shard)
+    assert move is not None
+    target, truth, scratch = Target(shard, planes[0], tuple(planes[1:]), [move], merged=False), Truth(shard), Scratch()
+    for is_store, ids in sorted(batches, key=lambda batch: not batch[0]):
+        rows = view(rng, move.source, dtypes, flat, ids)
+        if is_store:
+            target.fill(move, rows, scratch)
+        else:
+            target.put(move, rows)
+        truth.take(move.source, rows, fill=is_store)
+    truth.check(planes)
+
+
+def test_the_store_gives_the_newest_and_the_log_goes_over_it() -> None:
+    shard = TableShard(0, 0, 3, 0, 1)
+    plane = zeros("float32", 3, 1)
+    move = intersect(shard, shard)
+    assert move is not None
+    target, scratch = Target(shard, plane, (), [move], merged=False), Scratch()
+    target.put(move, RowsView(np.arange(3), np.full((3, 1), 1, np.float32), ()))
+    target.fill(move, RowsView(np.array([1, 2]), np.full((2, 1), 3, np.float32), ()), scratch)
+    target.fill(move, RowsView(np.arange(3), np.full((3, 1), 2, np.float32), ()), scratch)
+    target.put(move, RowsView(np.array([2]), np.full((1, 1), 4, np.float32), ()))
+    assert plane[:, 0].tolist() == [2, 3, 4]
+    target.finish("t")
+
+
+@pytest.mark.parametrize("given_by", ["put", "fill"])
+def test_a_cell_that_never_came_is_missed(given_by: str) -> None:
+    shard = TableShard(0, 10, 4, 0, 2)
+    moves = [move for col in range(2) if (move := intersect(TableShard(0, 0, 20, col, 1), shard)) is not None]
+    target = Target(shard, zeros("float32", 4, 2), (), moves, merged=False)
+    for move, ids in zip(moves, ([10, 11, 12, 13], [9, 10, 12]), strict=True):
+        rows = RowsView(np.array(ids), np.ones((len(ids), 1), np.float32), ())
+        if given_by == "put":
+            target.put(move, rows)
+        else:
+            target.fill(move, rows, Scratch())
+    with pytest.raises(CorruptionError, match="2 rows of this shard are nowhere") as refused:
+        target.finish("t")
+    assert refused.value.where == {"table": "t", "row0": 10, "col0": 0}
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_an_empty_shard_wants_nothing(merged: bool) -> None:
+    shard = TableShard(0, 10, 0, 0, 2)
+    target = Target(shard, zeros("float32", 0, 2), (zeros("float32", 0),), [], merged=merged)
+    move = Move(TableShard(0, 0, 20, 0, 2), shard, 10, 0, 0, 2)
+    rows = RowsView(np.arange(8, 12), np.ones((4, 2), np.float32), (np.ones(4, np.float32),))
+    if not merged:
+        assert target.put(move, rows) == 0
+        target.finish("t")
+
+
+@given(st.integers(0, 2**32), st.lists(st.tuples(st.integers(0, 2), IDS), max_size=6))
+def test_merged_states_are_the_mean_weighted_by_columns(seed: int, batches: list[tuple[int, list[int]]]) -> None:
+    rng = np.random.default_rng(seed)
+    shard = TableShard(0, 5, 30, 0, DIM)
+    sources = [TableShard(0, 0, ROWS, *split) for split in SPLITS[2]]
+    moves = [move for source in sources if (move := intersect(source, shard)) is not None]
+    weights, state = zeros("float32", 30, DIM), zeros("float32", 30)
+    target, scratch = Target(shard, weights, (state,), moves, merged=True), Scratch()
+    truth = [np.zeros(ROWS) for _ in sources]
+    for source in range(3):
+        values = rng.random(ROWS).astype(np.float32)
+        rows = RowsView(np.arange(ROWS), random_bits(rng, "float32", ROWS, sources[source].cols), (values,))
+        target.put(moves[source], rows)
+        truth[source][:] = values
+    filled: set[tuple[int, int]] = set()
+    for source, ids in batches:
+        values = rng.random(len(ids)).astype(np.float32)
+        rows = RowsView(np.array(ids), random_bits(rng, "float32", len(ids), sources[source].cols), (values,))
+        target.fill(moves[source], rows, scratch)
+        for number, value in zip(ids, values, strict=True):
+            if (source, number) not in filled:
+                truth[source][number] = value
+        filled |= {(source, number) for number in ids}
+    target.finish("t")
+    mean = np.zeros(30)
+    for source, values_ in zip(sources, truth, strict=True):
+        mean += values_[5:35] * (source.cols / DIM)
+    assert state.numpy().tobytes() == mean.astype(np.float32).tobytes()
+
+
+def test_scratch_memory_serves_sources_of_all_shapes() -> None:
+    scratch, rng = Scratch(), np.random.default_rng(1)
+    for shape, dtype in (((5, 3), "<f4"), ((500, 7), "<f2"), ((5,), "<f8"), ((2, 1), "|u1"), ((9, 4), "<u2")):
+        source = np.frombuffer(rng.bytes(int(np.prod(shape)) * np.dtype(dtype).itemsize), dtype).reshape(shape)
+        index = rng.integers(0, shape[0], 2 * shape[0])
+        taken = scratch.take(0, source, index)
+        assert (taken.dtype, taken.shape, taken.tobytes()) == (
+            source.dtype,
+            source[index].shape,
+            source[index].tobytes(),
+        )
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("window_bytes", [1, 10**9], ids=["windows", "whole"])
+@pytest.mark.parametrize("policy", [Policy(rebase=0), Policy(rebase=1e-9)], ids=["intervals", "bases"])
+def test_threads_restore_windows_of_a_table_as_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, window_bytes: int, policy: Policy
+) -> None:
+    history = History(tmp_path)
+    history.generation(1, [1, 2, 3, 4, 5])
+    history.generation(2, [4, 5, 6], "1:3")
+    fold(tmp_path, policy)
+    lose_rows(tmp_path)
+    monkeypatch.setattr(from_store, "WINDOW_BYTES", window_bytes)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for marker in (MarkerId(1, 5), MarkerId(2, 6)):
+            assert restored(history, marker) == history.rows[marker]
+    finally:
+        torch.set_num_threads(before)
+
+
+def restored(history: History, marker: MarkerId) -> dict[tuple[int, int], bytes]:
+    """All rows at a marker, restored into four shards."""
+    choice = choose(history.log, history.lineage, open_dense(str(history.root)), marker, history.objects)
+    assert choice is not None
+    shards = [TableShard(0, 0, 6, 0, 4), TableShard(1, 0, 3, 0, 4), TableShard(1, 3, 5, 0, 4)]
+    plan = plan_reads(choice.lineage, marker, choice.hellos, SCHEMA, shards, choice.held)
+    assert not plan.reads
+    planes = {shard: (zeros("float32", shard.rows, 4), zeros("float32", shard.rows)) for shard in shards}
+    targets = {
+        shard: Target(
+            shard,
+            weights,
+            (state,) if shard.table else (),
+            [move for move in plan.moves if move.target == shard],
+            merged=False,
+        )
+        for shard, (weights, state) in planes.items()
+    }
+    assert apply_store(plan, history.objects, targets) >= 14
+    rows = {}
+    for shard, (weights, state) in planes.items():
+        targets[shard].finish("t")
+        for row in range(shard.rows):
+            tail = state[row].numpy().tobytes() if shard.table else b""
+            rows[shard.table, shard.row0 + row] = weights[row].numpy().tobytes() + tail
+    return rows

@@ -1,0 +1,93 @@
+"""``stream-ckpt import``: a lineage that begins with a checkpoint of another kind."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+
+from torchrec_stream_ckpt.cli.common import (
+    CommitKeyFile,
+    Json,
+    KafkaOptions,
+    StoreOptions,
+    print_json,
+    size,
+)
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.config import StreamConfig
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.interchange.target import parse_target
+from torchrec_stream_ckpt.log.api import open_log
+from torchrec_stream_ckpt.store.dense import open_dense
+
+
+def import_checkpoint(
+    from_: Annotated[str, typer.Option("--from", help="dcp://DIR: a checkpoint of a TorchRec job.", metavar="URL")],
+    to: Annotated[str, typer.Option("--to", help="file://DIR or kafka://HOST:PORT/JOB: an empty log.", metavar="URI")],
+    optimizer: Annotated[
+        str, typer.Option(help="The job's fused optimizer, such as exact_rowwise_adagrad.", metavar="NAME")
+    ],
+    model_key: Annotated[str, typer.Option(help="Where dmp.state_dict() stands in the checkpoint.")] = "",
+    optimizer_key: Annotated[str, typer.Option(help="Where the state dict of the optimizer stands.")] = "",
+    data_parallel: Annotated[
+        list[str] | None,
+        typer.Option(help="(an optimizer without state) A table that is replicated, not sharded.", metavar="TABLE"),
+    ] = None,
+    step: Annotated[int, typer.Option(help="Steps that the job had made.", min=0)] = 0,
+    store: Annotated[
+        str | None, typer.Option(help="Where dense state goes (default: into the file log).", metavar="URL")
+    ] = None,
+    store_options: StoreOptions = None,
+    kafka_options: KafkaOptions = None,
+    commit_key_file: CommitKeyFile = None,
+    json: Json = False,
+) -> None:
+    """Write a checkpoint of torch's DCP as the first marker of a new log. Any job restores it, on any plan.
+
+    Brings over what the checkpoint holds: tables with their fused state, the dense model, dense optimizers. Opening a
+    checkpoint of DCP runs what is pickled in it: import only what you trust.
+    """
+    target = parse_target(from_)
+    if target.format != "dcp":
+        raise ConfigError("only a checkpoint of DCP can be imported", hint="--from dcp://DIR")
+    try:
+        from torchrec_stream_ckpt.interchange.dcp_contents import Source
+        from torchrec_stream_ckpt.interchange.dcp_import import import_dcp
+    except ModuleNotFoundError as error:
+        hint = "install the extra 'cpu' or 'cuda' (see CONTRIBUTING.md)"
+        raise ConfigError(f"import needs {error.name}", hint=hint) from None
+    config = StreamConfig(uri=to, store=store, store_options=store_options, commit_key_file=commit_key_file)
+    source = Source(
+        optimizer=optimizer,
+        model_key=model_key,
+        optimizer_key=optimizer_key,
+        data_parallel=tuple(data_parallel or ()),
+        step=step,
+    )
+    log, dense = open_log(to, kafka_options), open_dense(config.store_url, store_options)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    try:
+        with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), disable=json) as progress:
+            task = progress.add_task("rows", total=None)
+            control = Control(log, commit_key_file)
+            imported = import_dcp(
+                target.folder, log, control, dense, config, source, lambda count: progress.advance(task, count)
+            )
+    finally:
+        dense.close()
+        log.close()
+    if json:
+        print_json(asdict(imported))
+        return
+    typer.echo(
+        f"marker {imported.marker} (step {imported.step}) of {to}: {len(imported.tables)} tables of {imported.rows} "
+        f"rows ({size(imported.num_bytes)}), {imported.dense} dense entries, "
+        f"{imported.dense_states} of dense optimizers"
+    )
+    typer.echo(f"not in such a checkpoint, and left as the job makes it: {', '.join(imported.lost)}")
+    if imported.not_taken:
+        typer.echo(f"not taken over: {', '.join(imported.not_taken)}")

@@ -1,0 +1,56 @@
+"""``stream-ckpt recover``: the log is lost, the store has everything."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from torchrec_stream_ckpt.cli.common import (
+    CommitKeyFile,
+    Json,
+    KafkaOptions,
+    StoreOptions,
+    Uri,
+    open_objects,
+    print_json,
+)
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.interchange.recover import recover
+from torchrec_stream_ckpt.log.api import open_log
+
+
+def recover_log(
+    uri: Uri,
+    store: Annotated[str, typer.Option(help="The store that holds the job's markers.", metavar="URL")],
+    job: Annotated[str | None, typer.Option(help="Whose, if the store holds several jobs.", metavar="HEX")] = None,
+    store_options: StoreOptions = None,
+    kafka_options: KafkaOptions = None,
+    commit_key_file: CommitKeyFile = None,
+    json: Json = False,
+) -> None:
+    """Put a job's markers back into a log that was lost, as the store knows them.
+
+    URI is a new, empty log. A job that is started with it and with this store restores the newest marker, and goes on
+    with the next generation. What the store did not have yet is lost.
+    """
+    if job is not None and not re.fullmatch(r"[0-9a-f]{32}", job):
+        raise ConfigError(f"{job!r} is no job", hint="give its 32 hex digits; without --job the jobs are listed")
+    log = open_log(uri, kafka_options)
+    try:
+        with open_objects(store, store_options) as objects:
+            found = recover(log, Control(log, commit_key_file), objects, bytes.fromhex(job) if job else None)
+    finally:
+        log.close()
+    if json:
+        print_json({"uri": uri, **asdict(found)})
+        return
+    newest = found.offered[-1] if found.offered else "none"
+    typer.echo(
+        f"job {found.job}: {len(found.offered)} markers, newest {newest}, are in {uri} again"
+        + (f" ({found.given_up} had been given up)" if found.given_up else "")
+    )
+    typer.echo(f"start the job with store={found.store}; it goes on as generation {found.next_generation}")

@@ -1,0 +1,74 @@
+"""From where a marker can be restored, as far as names and sizes tell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchrec_stream_ckpt.cli.common import Job
+from torchrec_stream_ckpt.errors import StreamCkptError, TrimmedError
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.log.stream import read_stream
+from torchrec_stream_ckpt.restore.choose import check_incarnation, check_not_trimmed
+from torchrec_stream_ckpt.restore.plan import streams
+from torchrec_stream_ckpt.store.holdings import Holding, Holdings
+from torchrec_stream_ckpt.types import MarkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What is there of a marker."""
+
+    reason: str = ""
+    """Why it cannot be restored; empty when it can."""
+    trimmed: str = ""
+    """The store that has what it lacks, when it lacks what was trimmed on purpose."""
+    source: str | None = None
+    """Where a restore takes the rows from: ``log``, ``store`` or ``store+log``; None when it cannot."""
+    in_log: bool = False
+    """Whether the log alone has all its rows."""
+    dropped: str | None = None
+    """When it was given up."""
+    holding: Holding | None = None
+    """What the store has; None when nobody has written there."""
+
+
+def look(job: Job, commit: Commit) -> Standing:
+    """Look at what is there of a marker: its dense files, its streams' ends, the segments that lead to it."""
+    try:
+        holdings = job.holdings()
+        if holdings is not None and commit.id in holdings.catalog.dropped:
+            return _dropped(job, commit, holdings)
+        holding = holdings.look(commit.id) if holdings is not None else None
+        reason = job.dense_of(commit).why_not(commit)
+    except StreamCkptError as error:
+        return Standing(error.headline)
+    reach = holding.reach if holding is not None else None
+    lacks, trimmed = _lacks(job, commit, None)
+    in_log = not lacks
+    if reach is not None:
+        lacks, trimmed = _lacks(job, commit, reach)
+    if reason or lacks:
+        return Standing(reason or lacks, "" if reason else trimmed, None, in_log, None, holding)
+    source = "log" if reach is None else "store" if reach == commit.id else "store+log"
+    return Standing("", "", source, in_log, None, holding)
+
+
+def _dropped(job: Job, commit: Commit, holdings: Holdings) -> Standing:
+    drop = holdings.catalog.drop_of(commit.id)
+    in_log = not _lacks(job, commit, None)[0]
+    return Standing(f"given up by {drop.reason} on {drop.day}", "", None, in_log, drop.day)
+
+
+def _lacks(job: Job, commit: Commit, reach: MarkerId | None) -> tuple[str, str]:
+    """(what the log lacks behind ``reach``, the store that has it if it was trimmed); empty for nothing."""
+    try:
+        check_not_trimmed(job.log, job.lineage, commit.id, reach)  # first: a log that was recovered is another one, too
+        check_incarnation(job.log, job.lineage, commit.id, reach)
+        for ancestor, end, after in streams(job.lineage, commit.id, reach):
+            next(read_stream(job.log, ancestor, end, after))
+    except TrimmedError as error:
+        store = str(error.where["store"])
+        return f"trimmed, in the store {store}", store
+    except StreamCkptError as error:
+        return error.headline, ""
+    return "", ""

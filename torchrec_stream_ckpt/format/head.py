@@ -1,0 +1,177 @@
+"""What a HEAD says of itself: the marker that its arrays hold, how they are cut, and how their files lie.
+
+A HEAD is a copy in the memory of one host: nothing of it is kept across a restart of that host, and what another
+version of this program left there is made anew. So its format is no part of docs/format.md.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import numpy.typing as npt
+from crc32c import crc32c
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.control import Commit, Fields, Schema, canonical, parse_control
+from torchrec_stream_ckpt.format.frame import Buffer
+from torchrec_stream_ckpt.format.manifest import Notes
+from torchrec_stream_ckpt.format.rows import RowLayout, Section
+from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
+
+FORMAT = 1
+BLOCK_BYTES = 2**20
+"""Bytes that one checksum stands for."""
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSlice:
+    """Columns [col0, col0+cols) of a table, in a file of their own."""
+
+    table: int
+    col0: int
+    cols: int
+    crc: int
+    """Checksum of the checksums of its blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadState:
+    """What a HEAD holds: every row as of ``commit``, if it is clean."""
+
+    format: int
+    clean: bool
+    """False while rows are written, and for ever once their writer has died at it."""
+    schema_crc: int
+    commit: Commit
+    """As it stands in the control partition."""
+    slices: tuple[HeadSlice, ...]
+    notes: tuple[Notes, ...]
+    """What each rank said at the marker: its shards, and its kernels' scalars."""
+
+    @property
+    def marker(self) -> MarkerId:
+        return self.commit.id
+
+    @property
+    def job(self) -> bytes:
+        return self.commit.job
+
+    @property
+    def columns(self) -> tuple[tuple[int, int, int], ...]:
+        """(table, col0, cols) of each slice."""
+        return tuple((each.table, each.col0, each.cols) for each in self.slices)
+
+    def same_image(self, other: HeadState) -> bool:
+        """Whether both hold the same rows, cut in the same way."""
+        return self.commit == other.commit and self.columns == other.columns
+
+    def to_bytes(self) -> bytes:
+        body = canonical(
+            {
+                "format": self.format,
+                "clean": self.clean,
+                "schema_crc": self.schema_crc,
+                "commit": base64.b64encode(self.commit.to_frame()).decode("ascii"),
+                "slices": [asdict(each) for each in self.slices],
+                "notes": [each.to_json().decode("ascii") for each in self.notes],
+            }
+        )
+        return b"%08x\n%b" % (crc32c(body), body)
+
+    @classmethod
+    def from_bytes(cls, data: Buffer) -> HeadState:
+        """Read and check one.
+
+        Raises:
+            CorruptionError: it is altered, or of another version.
+        """
+        crc, _, body = bytes(data).partition(b"\n")
+        if crc != b"%08x" % crc32c(body):
+            raise CorruptionError("HEAD was altered: its checksum does not match")
+        fields = Fields(body, "HEAD", cls)
+        if fields.take("format", int) != FORMAT:
+            raise CorruptionError("HEAD is of another version of this program")
+        try:
+            commit = parse_control(base64.b64decode(fields.take("commit", str), validate=True))
+        except binascii.Error as error:
+            raise CorruptionError(f"HEAD.commit is no base64: {error}") from None
+        if not isinstance(commit, Commit):
+            raise CorruptionError("HEAD does not hold a COMMIT")
+        return cls(
+            FORMAT,
+            fields.take("clean", bool),
+            fields.take("schema_crc", int),
+            commit,
+            fields.each("slices", HeadSlice),
+            tuple(Notes.from_json(str(text).encode(), "HEAD") for text in fields.take("notes", list)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SliceLayout:
+    """How the file of one slice lies: weights, each state, then one checksum for each block of all that."""
+
+    rows: int
+    sections: tuple[Section, ...]
+    """Weights, then the states."""
+    offsets: tuple[int, ...]
+    data_bytes: int
+
+    @classmethod
+    def of(cls, table: TableSpec, cols: int) -> SliceLayout:
+        sections = RowLayout.of(table, cols).sections[1:]
+        offsets, position = [], 0
+        for section in sections:
+            offsets.append(position)
+            position += -(-table.rows * section.row_bytes // PAGE_BYTES) * PAGE_BYTES
+        return cls(table.rows, sections, tuple(offsets), position)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.data_bytes // BLOCK_BYTES)
+
+    @property
+    def file_bytes(self) -> int:
+        return self.data_bytes + 4 * self.blocks
+
+    def blocks_of(self, section: int, begin: int, stop: int) -> tuple[int, int]:
+        """Blocks [first, end) that hold rows [begin, stop) of a section; ``begin < stop``."""
+        offset, row_bytes = self.offsets[section], self.sections[section].row_bytes
+        return (offset + begin * row_bytes) // BLOCK_BYTES, (offset + stop * row_bytes - 1) // BLOCK_BYTES + 1
+
+    def blocks_with(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """One flag a block: whether it holds bytes of one of the rows."""
+        flags = np.zeros(self.blocks, np.bool_)
+        for section, offset in zip(self.sections, self.offsets, strict=True):
+            first = (offset + ids * section.row_bytes) // BLOCK_BYTES
+            last = (offset + (ids + 1) * section.row_bytes - 1) // BLOCK_BYTES
+            for step in range(int((last - first).max(initial=-1)) + 1):
+                flags[np.minimum(first + step, last)] = True
+        return flags
+
+    def block(self, number: int) -> slice:
+        """The bytes of a block."""
+        return slice(number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, self.data_bytes))
+
+
+def column_slices(schema: Schema, shards: Sequence[tuple[TableShard, ...]]) -> tuple[tuple[int, int, int], ...]:
+    """(table, col0, cols) as the ranks of a generation cut the tables.
+
+    Raises:
+        CorruptionError: the slices of a table overlap or leave columns out.
+    """
+    found = {(shard.table, shard.col0, shard.cols) for each in shards for shard in each if shard.rows and shard.cols}
+    for index, table in enumerate(schema.tables):
+        position = 0
+        for _, col0, cols in sorted(each for each in found if each[0] == index):
+            if col0 != position:
+                raise CorruptionError("column slices of a table overlap or leave columns out", table=table.name)
+            position += cols
+        if table.rows and position != table.dim:
+            raise CorruptionError("column slices of a table overlap or leave columns out", table=table.name)
+    return tuple(sorted(found))

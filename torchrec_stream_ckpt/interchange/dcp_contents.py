@@ -1,0 +1,205 @@
+"""What a checkpoint of DCP holds of a TorchRec job, by its metadata: tables, fused states, dense entries."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from torchrec_stream_ckpt.adapter import optimizer_states
+from torchrec_stream_ckpt.errors import ConfigError, UnsupportedError
+from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
+from torchrec_stream_ckpt.interchange.names import TorchRecName
+from torchrec_stream_ckpt.types import StateSpec, TableSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """What is known of a checkpoint beside its bytes."""
+
+    optimizer: str
+    """The fused optimizer, such as ``exact_rowwise_adagrad``: a checkpoint does not name it."""
+    model_key: str = ""
+    """Where the model's state dict stands; empty: at the top."""
+    optimizer_key: str = ""
+    """Where that of the optimizer stands."""
+    data_parallel: tuple[str, ...] = ()
+    """(an optimizer without state) Tables that are replicated, by name: else those without fused state are."""
+    step: int = 0
+    """Steps that the job had made."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTable:
+    spec: TableSpec
+    weight: str
+    """Its entry."""
+    states: tuple[str, ...]
+    """Their entries, in the schema's order."""
+    slices: tuple[tuple[int, int], ...]
+    """(first column, columns) of each column shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a checkpoint holds, by its metadata."""
+
+    tables: tuple[SavedTable, ...]
+    """Sorted by name."""
+    dense: dict[str, str]
+    """Entry by name of a parameter or buffer."""
+    dense_states: dict[tuple[str, str], str]
+    """Entry by parameter and state."""
+    rest: tuple[str, ...]
+    """Entries that nobody takes."""
+
+    @property
+    def schema(self) -> Schema:
+        return Schema(tuple(table.spec for table in self.tables))
+
+
+def read_contents(metadata: Metadata, source: Source) -> Contents:
+    """Sort the entries of a checkpoint: tables, their fused states, the dense model, its optimizers.
+
+    Raises:
+        ConfigError: the keys, or what is said of the optimizer, do not fit the checkpoint.
+        UnsupportedError: it holds what cannot be brought over.
+    """
+    entries = metadata.state_dict_metadata
+    _check_keys(metadata, source)
+    model_prefix = f"{source.model_key}." if source.model_key else ""
+    state_prefix = f"{source.optimizer_key}.state." if source.optimizer_key else "state."
+    states = {name.removeprefix(state_prefix): name for name in entries if name.startswith(state_prefix)}
+    model = {
+        name.removeprefix(model_prefix): name
+        for name in entries
+        if name.startswith(model_prefix) and name not in states.values()
+    }
+    if any("_managed_collision" in name for name in model):
+        raise UnsupportedError(
+            "a checkpoint with managed collision cannot be imported: its id maps belong to their shards",
+            hint="load it in the job with dcp.load, then attach StreamCheckpointer: the first marker holds all of it",
+        )
+    tables: dict[str, SavedTable] = {}
+    others: set[str] = set()
+    for name in list(model):
+        parsed = TorchRecName.parse(name)
+        fused = _fused_states(states, name, parsed) if parsed is not None else {}
+        if parsed is None or parsed.spec_name in source.data_parallel:
+            continue
+        if not fused and optimizer_states(source.optimizer):
+            continue  # a replicated table is trained by a dense optimizer
+        others |= {model[name], *fused.values()}
+        if parsed.spec_name not in tables:  # our own exports have each table under two names
+            tables[parsed.spec_name] = _table(entries, parsed, model[name], fused, source.optimizer)
+    return _contents(tables, model, states, others, entries)
+
+
+def _contents(
+    tables: Mapping[str, SavedTable],
+    model: Mapping[str, str],
+    states: Mapping[str, str],
+    fused: set[str],
+    entries: Mapping[str, Any],
+) -> Contents:
+    if not tables:
+        raise ConfigError(
+            "the checkpoint has no sharded table with the state of a fused optimizer",
+            hint="say where the state dicts stand, with --model-key and --optimizer-key; without the state of the "
+            "fused optimizer, load the checkpoint in the job, with dcp.load, before StreamCheckpointer is attached",
+        )
+    dense = {name: entry for name, entry in model.items() if entry not in fused}
+    dense_states = {}
+    for name, entry in states.items():
+        parameter, _, state = name.rpartition(".")
+        while parameter and parameter not in dense:
+            parameter = parameter.partition(".")[2]  # a CombinedOptimizer puts the optimizer's name in front
+        if parameter and entry not in fused:
+            dense_states[parameter, state] = entry
+    taken = {*fused, *dense.values(), *dense_states.values()}
+    rest = tuple(sorted(entries.keys() - taken))
+    return Contents(tuple(tables[name] for name in sorted(tables)), dense, dense_states, rest)
+
+
+def _check_keys(metadata: Metadata, source: Source) -> None:
+    """A table below a key that was not named would become one of another name."""
+    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    for name, path in paths.items():
+        parsed = TorchRecName.parse(str(path[-1])) if isinstance(path, tuple) and path else None
+        key = ".".join(str(part) for part in path[:-1]) if parsed is not None else source.model_key
+        if key != source.model_key and "state" not in path:
+            raise ConfigError(
+                f"the table {name} stands below {key!r}" if key else f"the table {name} stands at the top",
+                hint=f"give it with --model-key {key}" if key else "leave --model-key away",
+            )
+
+
+def _fused_states(states: Mapping[str, str], weight: str, name: TorchRecName) -> dict[str, str]:
+    """Entry by state: ``<weight>.<table>.<state>``, behind the name that a CombinedOptimizer may give it."""
+    pattern = re.compile(rf"(?:.+\.)?{re.escape(weight)}\.{re.escape(name.table)}\.([^.]+)")
+    return {match[1]: entry for key, entry in states.items() if (match := pattern.fullmatch(key)) is not None}
+
+
+def _table(
+    entries: Mapping[str, Any], name: TorchRecName, weight: str, fused: Mapping[str, str], optimizer: str
+) -> SavedTable:
+    saved = entries[weight]
+    where = {"table": name.spec_name}
+    if not isinstance(saved, TensorStorageMetadata) or len(saved.size) != 2:
+        raise UnsupportedError(f"{weight} is no matrix", **where)
+    rows, dim = saved.size
+    slices = tuple(sorted({(chunk.offsets[1], chunk.sizes[1]) for chunk in saved.chunks if 0 not in chunk.sizes}))
+    area = sum(chunk.sizes[0] * chunk.sizes[1] for chunk in saved.chunks)
+    if area != rows * dim or [col0 for col0, _ in slices] != _edges(slices) or sum(cols for _, cols in slices) != dim:
+        raise UnsupportedError("its chunks do not lie side by side", **where)
+    specs, keys = [], []
+    for position, state in enumerate(_states_of(optimizer, fused.keys() - {"iter"}, name)):
+        key = fused["momentum1" if position == 0 else state]
+        kind = entries[key]
+        per_row = tuple(kind.size) == (rows * len(slices),)
+        if not per_row and tuple(kind.size) != (rows, dim):
+            raise UnsupportedError(f"{key} has size {tuple(kind.size)}, the table {(rows, dim)}", **where)
+        specs.append(StateSpec(state, _dtype(kind), per_row))
+        keys.append(key)
+    spec = TableSpec(name.spec_name, rows, dim, _dtype(saved), optimizer, tuple(specs))
+    return SavedTable(spec, weight, tuple(keys), slices)
+
+
+def _edges(slices: tuple[tuple[int, int], ...]) -> list[int]:
+    """Where each slice has to begin when they lie side by side."""
+    edges = [0]
+    for _, cols in slices:
+        edges.append(edges[-1] + cols)
+    return edges[:-1]
+
+
+def _states_of(optimizer: str, found: set[str], name: TorchRecName) -> tuple[str, ...]:
+    """The states' names in the schema, in order; TorchRec calls the first one ``momentum1``."""
+    known = optimizer_states(optimizer)
+    for more in ((), ("prev_iter", "row_counter"), ("prev_iter",), ("row_counter",)):
+        states = (*known, *more)
+        if {"momentum1" if position == 0 else state for position, state in enumerate(states)} == found:
+            return states
+    raise ConfigError(
+        f"{optimizer} keeps {', '.join(known) or 'nothing'}, the checkpoint has {', '.join(sorted(found))}",
+        hint="name the fused optimizer of the job with --optimizer",
+        table=name.spec_name,
+    )
+
+
+def tensor_entry(metadata: Metadata, name: str) -> TensorStorageMetadata:
+    """What the metadata says of a tensor."""
+    entry = metadata.state_dict_metadata[name]
+    assert isinstance(entry, TensorStorageMetadata)
+    return entry
+
+
+def _dtype(saved: TensorStorageMetadata) -> str:
+    name = str(saved.properties.dtype).removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise UnsupportedError(f"values of {name} are not captured")
+    return name

@@ -1,0 +1,293 @@
+"""HEAD: every row of one marker as plain arrays in a host's shared memory, so that a restart there is a memory copy.
+
+A folder of one user holds, for each job, one file a column slice of a table, and a small file that says which marker
+they hold and whether they are whole. Whoever copies from the arrays holds a lock that keeps their writer away. Blocks
+have checksums, compared when they are copied: memory that was altered is not restored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import stat
+import time
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from crc32c import crc32c
+
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StreamCkptError
+from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.format.head import HeadSlice, HeadState, SliceLayout
+from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array
+from torchrec_stream_ckpt.layout import HEAD_FILE, HEAD_LOCK, default_head_root, head_slice_name, parse_head_slice
+
+READER_WAIT_S = 1.0
+"""A restore waits no longer for the writer: it has the store."""
+_POLL_S = 0.005
+_MAX_STATE_BYTES = 2**28
+_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
+
+log = logging.getLogger(__name__)
+
+
+class HeadDamagedError(CorruptionError):
+    """A HEAD does not hold what was written: take the rows from the store."""
+
+
+def head_root(setting: str | None) -> Path | None:
+    """The folder that a setting names: a path, ``auto`` for this user's own, None for no HEAD."""
+    if setting is None:
+        return None
+    return default_head_root() if setting == "auto" else Path(setting).absolute()
+
+
+class HeadFolder:
+    """The folder of one job's HEAD, open. Nobody but its owner can write there.
+
+    Args:
+        root: The folder of all jobs.
+        job: Which one.
+        create: Make what is missing.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        ConfigError: it is not a folder of this user alone.
+        OSError: it cannot be opened or made.
+    """
+
+    def __init__(self, root: Path, job: bytes, *, create: bool = False) -> None:
+        self.path = root / job.hex()
+        if create:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        parent = _open_own(root.name, os.open(root.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), root)
+        if create:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.path.name, 0o700, dir_fd=parent)
+        self._fd = _open_own(self.path.name, parent, self.path)
+        try:
+            flags = os.O_RDWR | _FLAGS | (os.O_CREAT if create else 0)
+            self._lock = os.open(HEAD_LOCK, flags, 0o600, dir_fd=self._fd)
+        except OSError:
+            os.close(self._fd)
+            raise
+
+    def lock(self, *, exclusive: bool, wait_s: float) -> bool:
+        """Keep writers away, or everybody, until it is closed; False if that could not be had in time."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(self._lock, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(_POLL_S)
+            else:
+                return True
+
+    def state(self) -> HeadState | None:
+        """What the HEAD says of itself; None when there is none.
+
+        Raises:
+            CorruptionError: it cannot be read, or is of another job.
+        """
+        try:
+            fd = os.open(HEAD_FILE, os.O_RDONLY | _FLAGS, dir_fd=self._fd)
+        except FileNotFoundError:
+            return None
+        with open(fd, "rb") as file:
+            state = HeadState.from_bytes(file.read(_MAX_STATE_BYTES))
+        if state.job.hex() != self.path.name:
+            raise CorruptionError("HEAD is of another job", folder=self.path)
+        return state
+
+    def put_state(self, state: HeadState) -> None:
+        """Say it, from one instant to the next."""
+        temporary = f"{HEAD_FILE}.new"
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _FLAGS, 0o600, dir_fd=self._fd)
+        with open(fd, "wb") as file:
+            file.write(state.to_bytes())
+        os.rename(temporary, HEAD_FILE, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+
+    def drop(self) -> None:
+        """There is no HEAD any more; its arrays stay until a writer uses or removes them."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(HEAD_FILE, dir_fd=self._fd)
+
+    def slices(self) -> dict[tuple[int, int], int]:
+        """(table, col0) of each file of arrays that is there -> bytes of memory that it takes."""
+        found = {}
+        for name in os.listdir(self._fd):
+            place = parse_head_slice(name)
+            if place is not None:
+                found[place] = os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_blocks * 512
+        return found
+
+    def remove_slice(self, table: int, col0: int) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(head_slice_name(table, col0), dir_fd=self._fd)
+
+    def free_bytes(self) -> int:
+        """Room of the file system that holds it."""
+        room = os.fstatvfs(self._fd)
+        return room.f_bavail * room.f_frsize
+
+    def open_slice(self, table: int, col0: int, *, writable: bool = False) -> int:
+        """A file descriptor; a writable file is made if there is none."""
+        flags = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
+        return os.open(head_slice_name(table, col0), flags | _FLAGS, 0o600, dir_fd=self._fd)
+
+    def close(self) -> None:
+        """Lets go of the lock, too."""
+        os.close(self._lock)
+        os.close(self._fd)
+
+
+def _open_own(name: str, parent: int, path: Path) -> int:
+    """Open the folder ``name`` in ``parent``, which is closed; nobody else must be able to write there."""
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | _FLAGS, dir_fd=parent)
+    except NotADirectoryError:  # a link is none either
+        raise ConfigError("HEAD must be in a folder, this is none or a link to one", folder=path) from None
+    finally:
+        os.close(parent)
+    found = os.fstat(fd)
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
+        os.close(fd)
+        raise ConfigError(
+            "the folder for HEAD is somebody else's, or others may write there",
+            hint="remove it, or name a folder that only you can write to: head=DIR",
+            folder=path,
+        )
+    return fd
+
+
+class SliceArrays:
+    """The arrays of one column slice: a map of its file.
+
+    Args:
+        fd: The file; it is closed.
+        layout: How it lies.
+        where: Name of the file, for messages.
+        writable: Map it for writing.
+
+    Raises:
+        HeadDamagedError: the file is too short.
+    """
+
+    def __init__(self, fd: int, layout: SliceLayout, where: str, *, writable: bool = False) -> None:
+        self.layout = layout
+        self._where = where
+        try:
+            if os.fstat(fd).st_size < layout.file_bytes:  # beyond its end a map cannot be read
+                raise HeadDamagedError("a file of HEAD is too short", name=where)
+            access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+            self._map = memoryview(mmap.mmap(fd, max(1, layout.file_bytes), access=access))
+        finally:
+            os.close(fd)
+        self.arrays = tuple(
+            self._array(NUMPY_DTYPES[section.dtype], offset, section.width, per_row=section.per_row)
+            for section, offset in zip(layout.sections, layout.offsets, strict=True)
+        )
+        """Weights (rows, cols), then the states: (rows,) or (rows, cols)."""
+        self.crcs: npt.NDArray[np.uint32] = np.frombuffer(self._map, "<u4", layout.blocks, layout.data_bytes)
+
+    def _array(self, dtype: str, offset: int, width: int, *, per_row: bool) -> Array:
+        flat = np.frombuffer(self._map, dtype, self.layout.rows * width, offset)
+        return flat if per_row else flat.reshape(self.layout.rows, width)
+
+    def crc_of(self, block: int) -> int:
+        """Of what a block holds now."""
+        return int(crc32c(self._map[self.layout.block(block)]))
+
+    @property
+    def crcs_crc(self) -> int:
+        """Of the checksums."""
+        return int(crc32c(self._map[self.layout.data_bytes : self.layout.file_bytes]))
+
+    def check(self, first: int, end: int) -> None:
+        """Compare blocks [first, end) with their checksums.
+
+        Raises:
+            HeadDamagedError: one is not what was written.
+        """
+        for block in range(first, end):
+            if self.crc_of(block) != self.crcs[block]:
+                raise HeadDamagedError("memory of HEAD was altered", name=self._where, block=block)
+
+    def check_crcs(self, crc: int) -> None:
+        """Compare the checksums with what the HEAD says of them; raises as :meth:`check`."""
+        if self.crcs_crc != crc:
+            raise HeadDamagedError("memory of HEAD was altered: its checksums", name=self._where)
+
+
+class Head:
+    """A clean HEAD, open for reading: its writer waits until it is closed.
+
+    Args:
+        folder: Of the job, locked.
+        state: What it said under the lock.
+    """
+
+    def __init__(self, folder: HeadFolder, state: HeadState) -> None:
+        self._folder = folder
+        self.state = state
+        self.verify = True
+        """Whether who copies compares the blocks with their checksums."""
+
+    @classmethod
+    def open(cls, root: Path, job: bytes, wait_s: float = READER_WAIT_S) -> Head | None:
+        """The HEAD of a job if there is one that can be used now; why not is logged."""
+        try:
+            folder = HeadFolder(root, job)
+        except FileNotFoundError:
+            return None
+        except (OSError, ConfigError) as error:
+            log.warning("HEAD is not used: %s", error.headline if isinstance(error, ConfigError) else error)
+            return None
+        head = None
+        try:
+            head = cls._open(folder, wait_s)
+        except (OSError, StreamCkptError) as error:
+            log.warning("HEAD is not used: %s", error.headline if isinstance(error, StreamCkptError) else error)
+        finally:
+            if head is None:
+                folder.close()
+        return head
+
+    @classmethod
+    def _open(cls, folder: HeadFolder, wait_s: float) -> Head | None:
+        if not folder.lock(exclusive=False, wait_s=wait_s):
+            log.info("HEAD is not used: it is being written")
+            return None
+        state = folder.state()
+        if state is not None and not state.clean:
+            log.info("HEAD is not used: its writer died while it wrote")
+            return None
+        return cls(folder, state) if state is not None else None
+
+    def arrays(self, each: HeadSlice, schema: Schema) -> SliceArrays:
+        """Map the file of a slice.
+
+        Raises:
+            HeadDamagedError: it is gone, too short, or its checksums were altered.
+        """
+        name = head_slice_name(each.table, each.col0)
+        try:
+            fd = self._folder.open_slice(each.table, each.col0)
+            arrays = SliceArrays(fd, SliceLayout.of(schema.tables[each.table], each.cols), name)
+        except OSError as error:
+            raise HeadDamagedError(f"a file of HEAD cannot be read: {error}", name=name) from None
+        arrays.check_crcs(each.crc)
+        return arrays
+
+    def drop(self) -> None:
+        """It is damaged: nobody shall use it again."""
+        self._folder.drop()
+
+    def close(self) -> None:
+        self._folder.close()
