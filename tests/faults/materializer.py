@@ -42,6 +42,7 @@ POINTS = (
 """Those that a job without dense state passes on a store in a folder."""
 PATIENCE_S = 60.0
 _MARKERS_A_KILL = 2
+KILLS_A_LOG = 40
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["torchrec_stream_ckpt.cli.main", "tests.faults.materializer"])
@@ -74,14 +75,19 @@ def wait(what: str, done: Callable[[], object], output: Path) -> None:
 
 
 def kills_of_the_materializer(form: Form) -> None:
-    """At random instants and at every point, on a store in a folder."""
-    draw = form.draw("materializer")
+    """At random instants and at every point, on a store in a folder; a new log after some kills, for it grows."""
+    draw, kills = form.draw("materializer"), kills_of(form)
+    for begin in range(0, len(kills), KILLS_A_LOG):
+        _torment(form, draw, kills[begin : begin + KILLS_A_LOG], form.seed + begin)
+
+
+def _torment(form: Form, draw: random.Random, kills: Sequence[str], seed: int) -> None:
     folder = form.folder("materializer")
-    job, objects = Job(folder / "log", seed=form.seed), open_store(str(folder / "store"))
+    job, objects = Job(folder / "log", seed=seed), open_store(str(folder / "store"))
     arguments = [f"file://{folder / 'log'}", "--store", str(folder / "store"), "--poll-s", "0.01", "--json"]
     arguments += ["--rebase", "0.5", "--compact", "span16"]
     seen: set[str] = set()
-    for name in kills_of(form):
+    for name in kills:
         row = form.board.row(f"SIGKILL of the materializer {f'at {name}' if name else 'at a random moment'}")
         row.injected += 1
         report, output = folder / "fired", folder / "output"
