@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.faults.board import Row
-from tests.synthetic import PLAIN, ROWWISE, Job, image_of_store, images_of_chain
+from tests.synthetic import PLAIN, ROWWISE, Job, image_of_store, images_of_all
 from torchrec_stream_ckpt import failpoints
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.format.frame import HEADER_LEN
@@ -23,7 +23,6 @@ from torchrec_stream_ckpt.layout import parse_store_segment, parse_worker_name
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.types import MarkerId
 
 if TYPE_CHECKING:  # which imports torch, and this process needs none
     from tests.faults.subject import Form
@@ -181,20 +180,12 @@ def compare_all(row: Row, log_folder: Path, objects: Objects) -> None:
     log = FileLog(log_folder)
     lineage = Control(log).refresh()
     catalog = Catalog.load(objects, lineage.job)
-    leaves = {commit.generation: commit.id for commit in lineage.commits.values()}
-    done: set[MarkerId] = set()
-    for leaf in leaves.values():
-        for commit, image in images_of_chain(log, lineage, leaf):
-            if commit.id in done:
-                continue
-            done.add(commit.id)
-            if commit.id not in catalog.markers:
-                row.lose(f"{commit.id} is not in the store")
-            elif image_of_store(objects, lineage, commit.id) != image:
-                row.err(f"{commit.id} differs")
-            else:
-                row.compared += 1
-    if done != lineage.commits.keys():
-        row.lose(f"not compared: {lineage.commits.keys() - done}")
+    for commit, image in images_of_all(log, lineage):
+        if commit.id not in catalog.markers:
+            row.lose(f"{commit.id} is not in the store")
+        elif image_of_store(objects, lineage, commit.id) != image:
+            row.err(f"{commit.id} differs")
+        else:
+            row.compared += 1
     if extra := catalog.markers - lineage.commits.keys():
         row.err(f"markers that nobody committed: {sorted(extra)}")
