@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -192,6 +192,11 @@ class Image:
             array[view.ids, begin:stop, :item] = raw.reshape(len(view.ids), stop - begin, item)
             array[view.ids, begin:stop, item] = 1
 
+    def copy(self) -> Image:
+        twin = Image(self._schema)
+        twin.arrays = {key: array.copy() for key, array in self.arrays.items()}
+        return twin
+
     def forget(self, tables: Sequence[int]) -> None:
         """Tables that are sent whole from here on."""
         self.arrays = {key: array for key, array in self.arrays.items() if key[0] not in tables}
@@ -210,13 +215,25 @@ def image_of_log(log: Log, lineage: Lineage, marker: MarkerId) -> Image:
 
 
 def images_of_chain(log: Log, lineage: Lineage, marker: MarkerId) -> Iterator[tuple[Commit, Image]]:
-    """All markers on the path to ``marker``; the image changes when the next one is asked for."""
-    image, before = Image(lineage.claims[marker.generation].schema), None
-    for commit in lineage.chain(marker):
-        claim = lineage.claims[commit.generation]
-        if before is None or before.generation != commit.generation:
+    """All markers on the path to ``marker``."""
+    return _images(log, lineage, lineage.chain(marker))
+
+
+def images_of_all(log: Log, lineage: Lineage) -> Iterator[tuple[Commit, Image]]:
+    """All committed markers."""
+    return _images(log, lineage, lineage.commits.values())
+
+
+def _images(log: Log, lineage: Lineage, commits: Iterable[Commit]) -> Iterator[tuple[Commit, Image]]:
+    """Of markers that come behind those that they stand on: the image of that one, and what was sent since."""
+    images: dict[MarkerId | None, Image] = {}
+    newest: dict[int, Commit] = {}
+    for commit in commits:
+        claim, before = lineage.claims[commit.generation], newest.get(commit.generation)
+        base = before.id if before is not None else claim.parent
+        image = images[base].copy() if base is not None else Image(claim.schema)
+        if before is None:
             image.forget(claim.swept)
-            before = None
         for end in commit.ranks:
             after = before.ranks[end.rank] if before is not None else None
             for header, frame in read_stream(log, commit, end, after):
@@ -224,8 +241,8 @@ def images_of_chain(log: Log, lineage: Lineage, marker: MarkerId) -> Iterator[tu
                     payload = memoryview(frame)[HEADER_LEN:]
                     table = claim.schema.tables[header.table]
                     image.put(header.table, header.col0, decode_rows(header, payload, table))
+        images[commit.id], newest[commit.generation] = image, commit
         yield commit, image
-        before = commit
 
 
 def image_of_store(objects: Objects, lineage: Lineage, marker: MarkerId) -> Image:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.faults.board import Row
-from tests.synthetic import PLAIN, ROWWISE, Job, image_of_store, images_of_chain
+from tests.synthetic import PLAIN, ROWWISE, Job, image_of_store, images_of_all
 from torchrec_stream_ckpt import failpoints
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.format.frame import HEADER_LEN
@@ -23,7 +23,6 @@ from torchrec_stream_ckpt.layout import parse_store_segment, parse_worker_name
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.types import MarkerId
 
 if TYPE_CHECKING:  # which imports torch, and this process needs none
     from tests.faults.subject import Form
@@ -42,6 +41,7 @@ POINTS = (
 """Those that a job without dense state passes on a store in a folder."""
 PATIENCE_S = 60.0
 _MARKERS_A_KILL = 2
+KILLS_A_LOG = 40
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["torchrec_stream_ckpt.cli.main", "tests.faults.materializer"])
@@ -74,14 +74,19 @@ def wait(what: str, done: Callable[[], object], output: Path) -> None:
 
 
 def kills_of_the_materializer(form: Form) -> None:
-    """At random instants and at every point, on a store in a folder."""
-    draw = form.draw("materializer")
+    """At random instants and at every point, on a store in a folder; a new log after some kills, for it grows."""
+    draw, kills = form.draw("materializer"), kills_of(form)
+    for begin in range(0, len(kills), KILLS_A_LOG):
+        _torment(form, draw, kills[begin : begin + KILLS_A_LOG], form.seed + begin)
+
+
+def _torment(form: Form, draw: random.Random, kills: Sequence[str], seed: int) -> None:
     folder = form.folder("materializer")
-    job, objects = Job(folder / "log", seed=form.seed), open_store(str(folder / "store"))
+    job, objects = Job(folder / "log", seed=seed), open_store(str(folder / "store"))
     arguments = [f"file://{folder / 'log'}", "--store", str(folder / "store"), "--poll-s", "0.01", "--json"]
     arguments += ["--rebase", "0.5", "--compact", "span16"]
     seen: set[str] = set()
-    for name in kills_of(form):
+    for name in kills:
         row = form.board.row(f"SIGKILL of the materializer {f'at {name}' if name else 'at a random moment'}")
         row.injected += 1
         report, output = folder / "fired", folder / "output"
@@ -175,20 +180,12 @@ def compare_all(row: Row, log_folder: Path, objects: Objects) -> None:
     log = FileLog(log_folder)
     lineage = Control(log).refresh()
     catalog = Catalog.load(objects, lineage.job)
-    leaves = {commit.generation: commit.id for commit in lineage.commits.values()}
-    done: set[MarkerId] = set()
-    for leaf in leaves.values():
-        for commit, image in images_of_chain(log, lineage, leaf):
-            if commit.id in done:
-                continue
-            done.add(commit.id)
-            if commit.id not in catalog.markers:
-                row.lose(f"{commit.id} is not in the store")
-            elif image_of_store(objects, lineage, commit.id) != image:
-                row.err(f"{commit.id} differs")
-            else:
-                row.compared += 1
-    if done != lineage.commits.keys():
-        row.lose(f"not compared: {lineage.commits.keys() - done}")
+    for commit, image in images_of_all(log, lineage):
+        if commit.id not in catalog.markers:
+            row.lose(f"{commit.id} is not in the store")
+        elif image_of_store(objects, lineage, commit.id) != image:
+            row.err(f"{commit.id} differs")
+        else:
+            row.compared += 1
     if extra := catalog.markers - lineage.commits.keys():
         row.err(f"markers that nobody committed: {sorted(extra)}")
