@@ -76,7 +76,6 @@ _DROPPED = re.compile(rf"{DROPPED_DIR}/{_JOB}/{_MARKER}")
 _WORKER = re.compile(rf"{WORKERS_DIR}/{_JOB}/([0-9a-f]{{16}})-([0-9]{{8,20}})")
 _PIN = re.compile(rf"{PINS_DIR}/{_JOB}/{_MARKER}")
 _GARBAGE = re.compile(rf"{GARBAGE_DIR}/{_JOB}/t([0-9]{{16}})-([0-9a-f]{{8}})\.json")
-_JOBS_OBJECT = re.compile(rf"[a-z]+/{_JOB}/.+")
 _DENSE_FILE = re.compile(rf"{DENSE_DIR}/{_JOB}/{_MARKER}/([^/]+)")
 _HEAD_SLICE = re.compile(r"t([0-9]{5,9})-c([0-9]{8,10})")
 _OBJECT_PART = re.compile(rf"(?!\.{{1,2}}$)(?!{re.escape(TEMPORARY_PREFIX)})[A-Za-z0-9._-]{{1,200}}")
@@ -126,18 +125,6 @@ def parse_uri(uri: str) -> FileUri | KafkaUri:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", job):
         raise ConfigError(f"'{job}' is not a job name", hint="letters, digits, '.', '_' and '-', at most 200 of them")
     return KafkaUri(brokers, job)
-
-
-def parse_store(store: str) -> Path:
-    """Read the URL of a store: ``file://DIR`` or a plain path."""
-    if not store.isprintable():
-        raise ConfigError(f"{store!r} is not a store: it has control characters", hint="use file://DIR")
-    scheme, separator, rest = store.partition("://")
-    if not separator:
-        return Path(store).absolute()
-    if scheme != "file" or not rest:
-        raise ConfigError(f"'{store}' is not a store that dense state can go to", hint="use file://DIR")
-    return Path(rest).absolute()
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,12 +335,6 @@ def garbage_name(job: bytes, time_ms: int, crc: int) -> str:
 def is_garbage_list(name: str) -> bool:
     """Whether :func:`garbage_name` made it."""
     return _GARBAGE.fullmatch(name) is not None
-
-
-def job_of_object(name: str) -> bytes | None:
-    """Whose object it is, by its name; None when it is no job's."""
-    match = _JOBS_OBJECT.fullmatch(name)
-    return bytes.fromhex(match[1]) if match else None
 
 
 def dense_file_name(job: bytes, marker: MarkerId, file: str) -> str:

@@ -12,12 +12,18 @@ from typer.testing import CliRunner
 
 from tests import stores
 from tests.stores import History
+from torchrec_stream_ckpt.cli.common import Job
 from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.cli.stored import rows_of
+from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
+from torchrec_stream_ckpt.layout import claim_name
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.materializer import Policy
 from torchrec_stream_ckpt.restore.choose import choose
+from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import DenseFolder
+from torchrec_stream_ckpt.store.identity import prepare_store
 from torchrec_stream_ckpt.types import MarkerId
 
 
@@ -80,7 +86,12 @@ def test_objects_wait_for_an_hour_unless_told_otherwise(history: History) -> Non
 
 def test_a_pin_keeps_a_marker_until_it_is_taken_away(history: History) -> None:
     uri = f"file://{history.root}"
-    assert "is pinned" in run("pin", uri, "1:1", "--store", str(history.root))
+    store = ("--store", str(history.root))
+    assert "is pinned" in run("pin", uri, "1:1", *store)
+    said = {"uri": uri, "store": history.objects.url, "marker": "1:1"}
+    assert json.loads(run("pin", uri, "1:1", *store, "--json")) == said | {"pinned": True}
+    assert json.loads(run("unpin", uri, "1:1", *store, "--json")) == said | {"pinned": False}
+    run("pin", uri, "1:1", *store)
     assert gc(history, "--newest", "1")[0]["kept"] == ["1:1", "2:4"]
     assert "no longer pinned" in run("unpin", uri, "1:1", "--store", str(history.root))
     with pytest.raises(MarkerNotFoundError, match="marker 1:1 is not pinned"):
@@ -118,13 +129,37 @@ def test_options_that_make_no_sense_are_refused(
 
 def test_each_job_of_a_store_is_looked_at(history: History) -> None:
     job, other = history.lineage.job.hex(), "00" * 15 + "08"
+    for kind in ("claims", "manifests"):
+        (history.root / kind / other).mkdir()
+    mine, theirs = (claim_name(bytes.fromhex(each), 1) for each in (job, other))
+    shutil.copy(history.root / mine, history.root / theirs)
     folder = history.root / "manifests" / other
-    folder.mkdir()
     (folder / "g00000001-m00000001.json").write_bytes(b"{}")
     with pytest.raises(CorruptionError, match="not a manifest of this store"):
         gc(history, "--newest", "1")
-    assert [record["job"] for record in gc(history, "--newest", "1", "--job", job)] == [job]
+    assert [record["job"] for record in gc(history, "--newest", "1", "--job", job.upper())] == [job]
     assert [record["job"] for record in gc(history, f"file://{history.root}", "--newest", "1")] == [job]
+    assert gc(history, f"file://{history.root}", "--newest", "1", "--job", job.upper())[0]["job"] == job
+    with pytest.raises(ConfigError, match="the log is of job"):
+        gc(history, f"file://{history.root}", "--newest", "1", "--job", other)
+
+
+def test_over_kafka_a_commit_without_a_store_is_an_error(history: History) -> None:
+    job = Job("kafka://broker:9092/job", history.log, Control(history.log), history.lineage, None, None)
+    (commit, *_) = history.lineage.commits.values()
+    assert commit.store == ""
+    for ask in (job.objects, lambda: job.dense_of(commit), lambda: rows_of(job, commit).__enter__()):
+        with pytest.raises(ConfigError, match="do not say where its store is") as refused:
+            ask()
+        assert "--store" in refused.value.hint
+
+
+def test_a_store_without_markers_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(MarkerNotFoundError, match="nobody has put markers into this store"):
+        run("gc", "--store", str(tmp_path / "mistyped"), "--newest", "1")
+    prepare_store(open_store(str(tmp_path / "empty")))
+    with pytest.raises(MarkerNotFoundError, match="nobody has put markers into this store"):
+        run("gc", "--store", str(tmp_path / "empty"))
 
 
 def test_a_dropped_marker_is_not_restored_and_the_list_says_when_it_was_given_up(history: History) -> None:

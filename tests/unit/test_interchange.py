@@ -165,6 +165,8 @@ def test_a_row_that_was_never_sent_is_an_error(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["--to", "zip:///tmp/x"], "not a format"),
+        (["--to", f"dcp:///tmp/{'x' * 300}"], "cannot be looked at: File name too long"),
+        (["--to", f"dcp:///tmp/{'x' * 300}/y", "--force"], "cannot be looked at: File name too long"),
         (["--to", "dcp://"], "not a format"),
         (["--to", "parquet:///tmp/x", "--tables", "nothing*"], "no table fits"),
         (["--to", "safetensors:///tmp/x", "--max-shard-size", "5 apples"], "not a size"),

@@ -27,7 +27,6 @@ from torchrec_stream_ckpt.layout import (
     parse_fold_segment,
     parse_manifest_name,
     parse_segment,
-    parse_store,
     parse_store_segment,
     parse_uri,
     partition_dir,
@@ -97,17 +96,6 @@ def test_other_uris_are_refused_with_a_hint(uri: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_uri(uri)
     assert refused.value.hint
-
-
-@pytest.mark.parametrize("store", ["/data/store", "file:///data/store"])
-def test_stores_are_folders(store: str) -> None:
-    assert parse_store(store) == Path("/data/store")
-
-
-@pytest.mark.parametrize("store", ["s3://bucket/x", "file://", "kafka://host:1/job"])
-def test_other_stores_are_refused(store: str) -> None:
-    with pytest.raises(ConfigError, match="is not a store that dense state can go to"):
-        parse_store(store)
 
 
 @given(st.integers(0, 99_999_999), st.integers(0, 10**20 - 1))

@@ -17,9 +17,9 @@ from tests.tables import FIRST, write_tables
 from tests.unit.test_interchange import SCHEMA, values
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, UnsupportedError
 from torchrec_stream_ckpt.format.control import Schema
-from torchrec_stream_ckpt.layout import claim_name, dense_name, parse_uri
+from torchrec_stream_ckpt.layout import CONTROL_FILE, STORE_FILE, claim_name, dense_name, parse_uri
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.restore.lost import check_not_lost
 from torchrec_stream_ckpt.store.api import open_store
@@ -165,3 +165,15 @@ def test_a_kafka_job_knows_its_own_markers_by_name(tmp_path: Path) -> None:
     check_not_lost(parse_uri("kafka://broker:9092/views"), objects)
     with pytest.raises(CorruptionError, match="was lost"):
         check_not_lost(parse_uri("kafka://broker:9092/clicks"), objects)
+
+
+def test_the_format_of_the_store_is_looked_at_whoever_names_the_job(lost: Path) -> None:
+    (lost / STORE_FILE).write_bytes(b'{"format": 2}')
+    for more in ((), ("--job", JOB.hex())):
+        with pytest.raises(UnsupportedError, match="the store is of format 2"):
+            run("recover", f"file://{lost}", "--store", lost, *more)
+    assert not (lost / CONTROL_FILE).exists()
+
+
+def test_a_job_may_be_named_in_upper_case(lost: Path) -> None:
+    assert run("recover", f"file://{lost}", "--store", lost, "--job", JOB.hex().upper())["job"] == JOB.hex()

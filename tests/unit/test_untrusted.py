@@ -16,7 +16,7 @@ from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.format.control import Commit, DenseFile, Hello, Mark, Schema, parse_control
 from torchrec_stream_ckpt.format.dense import dense_path, digest_files
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES, Kind
-from torchrec_stream_ckpt.layout import parse_store
+from torchrec_stream_ckpt.layout import check_store_url
 from torchrec_stream_ckpt.log import disk
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.types import TableShard, TableSpec
@@ -57,7 +57,7 @@ def test_a_place_with_control_characters_or_without_end_is_refused(field: str, p
 
 def test_a_store_with_control_characters_is_refused() -> None:
     with pytest.raises(ConfigError, match="control characters"):
-        parse_store("file:///a\0b")
+        check_store_url("file:///a\0b")
 
 
 @pytest.mark.parametrize(

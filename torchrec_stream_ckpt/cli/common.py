@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,10 +12,20 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.errors import MarkerNotFoundError, StreamCkptError, printable
+from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError, StreamCkptError, printable
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.layout import FileUri, check_store_url, parse_uri
@@ -41,6 +52,7 @@ CommitKeyFile = Annotated[
     Path | None,
     typer.Option(help="The job's commit key: what is not signed with it counts for nothing.", metavar="FILE"),
 ]
+StoreNamed = Annotated[str, typer.Option("--store", help="The store: file://DIR or s3://BUCKET/PREFIX.", metavar="URL")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -62,25 +74,22 @@ class Job:
         """Where dense state lies: as asked for, else where the job kept it, else inside the file log."""
         url = self.store_url_of(commit)
         if url not in self._dense:
-            is_folder = check_store_url(url).folder is not None
-            self._dense[url] = open_dense(url, None if is_folder else self.store_options)
+            self._dense[url] = open_dense(url, options_of(url, self.store_options))
         return self._dense[url]
 
     def store_url_of(self, commit: Commit | None) -> str:
-        """The store: as asked for, else where the job kept a marker, else inside the file log."""
-        url = self.store or (commit.store if commit is not None else "")
-        if not url:
-            parsed = parse_uri(self.uri)
-            assert isinstance(parsed, FileUri)
-            url = str(parsed)
-        return url
+        """The store: as asked for, else where the job kept a marker, else inside the file log.
+
+        Raises:
+            ConfigError: nobody says where.
+        """
+        return self.store or kept_store(self.uri, commit)
 
     def objects(self) -> Objects:
         """The store that a restore looks into."""
         url = self.store_url_of(self.lineage.newest)
         if url not in self._objects:
-            is_folder = check_store_url(url).folder is not None
-            self._objects[url] = open_store(url, None if is_folder else self.store_options)
+            self._objects[url] = open_store(url, options_of(url, self.store_options))
         return self._objects[url]
 
     def holdings(self) -> Holdings | None:
@@ -124,11 +133,31 @@ class Job:
         return self.lineage.newest
 
 
+def kept_store(uri: str, commit: Commit | None) -> str:
+    """Where the job kept a marker, and its dense state: what the COMMIT says, else inside the file log.
+
+    Raises:
+        ConfigError: the COMMIT does not say it, and the log is no file log.
+    """
+    if commit is not None and commit.store:
+        return commit.store
+    parsed = parse_uri(uri)
+    if isinstance(parsed, FileUri):
+        return str(parsed)
+    raise ConfigError(
+        "the job's COMMITs do not say where its store is", hint="name it: --store URL, for materialize --dense URL, too"
+    )
+
+
+def options_of(url: str, store_options: str | None) -> str | None:
+    """The options for the store at ``url``: they are for object stores, a folder has none."""
+    return None if check_store_url(url).folder is not None else store_options
+
+
 @contextlib.contextmanager
 def open_objects(url: str, store_options: str | None) -> Iterator[Objects]:
-    """Open the store at ``url``; the options are for object stores."""
-    objects = open_store(url, None if check_store_url(url).folder is not None else store_options)
-    with contextlib.closing(objects):
+    """Open the store at ``url``."""
+    with contextlib.closing(open_store(url, options_of(url, store_options))) as objects:
         yield objects
 
 
@@ -152,6 +181,28 @@ def open_job(
         raise
     with contextlib.closing(job):
         yield job
+
+
+def progress_bar(last: ProgressColumn | None = None, *, quiet: bool) -> Progress:
+    """A bar of bytes on stderr, and how fast they come.
+
+    Args:
+        last: What stands at its end; default: the time that is left.
+        quiet: Show nothing.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    return Progress(*columns, last or TimeRemainingColumn(), console=Console(stderr=True), disable=quiet)
+
+
+def parse_job(text: str) -> bytes:
+    """A job's id from its 32 hex digits, upper or lower case.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not re.fullmatch(r"[0-9a-fA-F]{32}", text):
+        raise ConfigError(f"{text!r} is no job", hint="give its 32 hex digits, as stream-ckpt show prints them")
+    return bytes.fromhex(text)
 
 
 def print_json(value: object) -> None:

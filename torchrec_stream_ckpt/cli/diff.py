@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
 from torchrec_stream_ckpt.cli.common import (
@@ -23,6 +22,7 @@ from torchrec_stream_ckpt.cli.common import (
     open_job,
     plain,
     print_json,
+    progress_bar,
 )
 from torchrec_stream_ckpt.cli.stored import dense_folder, rows_of
 from torchrec_stream_ckpt.format.control import Commit
@@ -63,8 +63,7 @@ def diff_markers(
             _print_sent(uri, pair, counts, json=json)
             return
         total = 2 * sum(table_bytes(schema.tables[index]) for index in chosen)
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=json) as progress:
+        with progress_bar(quiet=json) as progress:
             task = progress.add_task(f"{pair[0].id} and {pair[1].id}", total=total)
             with (
                 rows_of(job, pair[0]) as one,

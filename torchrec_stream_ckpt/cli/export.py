@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from torchrec_stream_ckpt.cli.common import (
     CommitKeyFile,
@@ -20,12 +18,13 @@ from torchrec_stream_ckpt.cli.common import (
     Uri,
     open_job,
     print_json,
+    progress_bar,
     size,
 )
 from torchrec_stream_ckpt.cli.show import Marker
 from torchrec_stream_ckpt.cli.stored import dense_folder, rows_of
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.interchange.export import Options, chosen_tables, export
+from torchrec_stream_ckpt.interchange.export import ExportOptions, chosen_tables, export
 from torchrec_stream_ckpt.interchange.sources import open_sources
 from torchrec_stream_ckpt.interchange.tables import table_bytes
 from torchrec_stream_ckpt.interchange.target import check_free, parse_target
@@ -64,7 +63,7 @@ def export_marker(
     The folder is there at the end as a whole, or not at all. Memory stays bounded, whatever the size of the tables.
     """
     target = parse_target(to)
-    options = Options(
+    options = ExportOptions(
         tables=tuple(tables or ("*",)),
         states=states,
         shard_bytes=parse_size(max_shard_size),
@@ -77,10 +76,8 @@ def export_marker(
         commit = job.find(marker)
         schema = job.lineage.claims[commit.generation].schema
         total = sum(table_bytes(schema.tables[index]) for index in chosen_tables(schema, options.tables))
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        console = Console(stderr=True)
         with (
-            Progress(*columns, TimeRemainingColumn(), console=console, disable=json) as progress,
+            progress_bar(quiet=json) as progress,
             rows_of(job, commit) as objects,
         ):
             folding = progress.add_task("reading the log", total=None, visible=False)

@@ -16,26 +16,29 @@ from torchrec_stream_ckpt.cli.common import (
     CommitKeyFile,
     Json,
     KafkaOptions,
+    StoreNamed,
     StoreOptions,
     open_job,
     open_objects,
+    parse_job,
     print_json,
     size,
 )
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.layout import check_store_url
-from torchrec_stream_ckpt.materialize.gc import GcPlan, GcRules, collect, jobs_of, plan_gc, take_stock
+from torchrec_stream_ckpt.materialize.gc import GcPlan, GcRules, collect, plan_gc, take_stock
 from torchrec_stream_ckpt.materialize.retention import Retention, parse_duration
 from torchrec_stream_ckpt.store.api import Entry, Objects
+from torchrec_stream_ckpt.store.jobs import some_jobs_in
 
 _THREADS = 8
 
 
 def collect_garbage(
-    store: Annotated[str, typer.Option(help="The store: file://DIR or s3://BUCKET/PREFIX.", metavar="URL")],
+    store: StoreNamed,
     uri: Annotated[
-        str | None, typer.Argument(help="The job's log, if it is still there: it knows all markers.", metavar="[URI]")
+        str | None, typer.Argument(help="The job's log, if it is still there: it knows all markers.", metavar="URI")
     ] = None,
     job: Annotated[str | None, typer.Option(help="Only this job of the store.", metavar="HEX")] = None,
     keep_all_for: Annotated[
@@ -104,18 +107,12 @@ def _lineage(uri: str | None, kafka_options: str | None, commit_key_file: Path |
 def _jobs(objects: Objects, lineage: Lineage | None, job: str | None) -> list[bytes]:
     """Whose objects to look at."""
     if lineage is not None and lineage.claims:
-        if job not in (None, lineage.job.hex()):
+        if job is not None and parse_job(job) != lineage.job:
             raise ConfigError(f"--job is {job}, the log is of job {lineage.job.hex()}", hint="leave one of them away")
         return [lineage.job]
     if job is None:
-        return jobs_of(objects)
-    try:
-        chosen = bytes.fromhex(job)
-    except ValueError:
-        chosen = b""
-    if len(chosen) != 16:
-        raise ConfigError(f"'{job}' is no job", hint="give its 32 hex digits, as stream-ckpt show prints them")
-    return [chosen]
+        return some_jobs_in(objects)
+    return [parse_job(job)]
 
 
 def _record(plan: GcPlan) -> dict[str, Any]:

@@ -6,8 +6,7 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+from rich.progress import TimeElapsedColumn
 
 from torchrec_stream_ckpt.cli.common import (
     CommitKeyFile,
@@ -15,6 +14,7 @@ from torchrec_stream_ckpt.cli.common import (
     KafkaOptions,
     StoreOptions,
     print_json,
+    progress_bar,
     size,
 )
 from torchrec_stream_ckpt.commit.control import Control
@@ -69,9 +69,8 @@ def import_checkpoint(
         step=step,
     )
     log, dense = open_log(to, kafka_options), open_dense(config.store_url, store_options)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     try:
-        with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), disable=json) as progress:
+        with progress_bar(TimeElapsedColumn(), quiet=json) as progress:
             task = progress.add_task("rows", total=None)
             control = Control(log, commit_key_file)
             imported = import_dcp(

@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from torchrec_stream_ckpt.cli.common import CommitKeyFile, KafkaOptions, StoreOptions, Uri, open_job, open_objects
+from torchrec_stream_ckpt.cli.common import (
+    CommitKeyFile,
+    Json,
+    KafkaOptions,
+    StoreNamed,
+    StoreOptions,
+    Uri,
+    open_job,
+    open_objects,
+    print_json,
+)
 from torchrec_stream_ckpt.errors import MarkerNotFoundError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.manifest import Pin
@@ -17,16 +27,16 @@ from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.identity import check_store
 
 Marker = Annotated[str, typer.Argument(help="GENERATION:MARKER, or latest.", metavar="MARKER")]
-Store = Annotated[str, typer.Option(help="The store: file://DIR or s3://BUCKET/PREFIX.", metavar="URL")]
 
 
 def pin_marker(
     uri: Uri,
     marker: Marker,
-    store: Store,
+    store: StoreNamed,
     store_options: StoreOptions = None,
     kafka_options: KafkaOptions = None,
     commit_key_file: CommitKeyFile = None,
+    json: Json = False,
 ) -> None:
     """Keep a marker in the store, whatever the retention says."""
     with (
@@ -36,16 +46,20 @@ def pin_marker(
         commit = job.find(marker)
         _check_offered(objects, commit)
         objects.put(pin_name(commit.job, commit.id), [Pin(time.time()).to_bytes()])
+    if json:
+        print_json({"uri": uri, "store": objects.url, "marker": str(commit.id), "pinned": True})
+        return
     typer.echo(f"marker {commit.id} is pinned: gc keeps it")
 
 
 def unpin_marker(
     uri: Uri,
     marker: Marker,
-    store: Store,
+    store: StoreNamed,
     store_options: StoreOptions = None,
     kafka_options: KafkaOptions = None,
     commit_key_file: CommitKeyFile = None,
+    json: Json = False,
 ) -> None:
     """Leave a marker to the retention again."""
     with (
@@ -57,6 +71,9 @@ def unpin_marker(
         if objects.size(name) is None:
             raise MarkerNotFoundError(f"marker {commit.id} is not pinned", store=objects.url)
         objects.delete(name)
+    if json:
+        print_json({"uri": uri, "store": objects.url, "marker": str(commit.id), "pinned": False})
+        return
     typer.echo(f"marker {commit.id} is no longer pinned")
 
 

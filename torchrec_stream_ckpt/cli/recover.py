@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict
 from typing import Annotated
 
@@ -12,20 +11,21 @@ from torchrec_stream_ckpt.cli.common import (
     CommitKeyFile,
     Json,
     KafkaOptions,
+    StoreNamed,
     StoreOptions,
     Uri,
     open_objects,
+    parse_job,
     print_json,
 )
 from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.interchange.recover import recover
 from torchrec_stream_ckpt.log.api import open_log
 
 
 def recover_log(
     uri: Uri,
-    store: Annotated[str, typer.Option(help="The store that holds the job's markers.", metavar="URL")],
+    store: StoreNamed,
     job: Annotated[str | None, typer.Option(help="Whose, if the store holds several jobs.", metavar="HEX")] = None,
     store_options: StoreOptions = None,
     kafka_options: KafkaOptions = None,
@@ -37,12 +37,11 @@ def recover_log(
     URI is a new, empty log. A job that is started with it and with this store restores the newest marker, and goes on
     with the next generation. What the store did not have yet is lost.
     """
-    if job is not None and not re.fullmatch(r"[0-9a-f]{32}", job):
-        raise ConfigError(f"{job!r} is no job", hint="give its 32 hex digits; without --job the jobs are listed")
+    chosen = parse_job(job) if job is not None else None
     log = open_log(uri, kafka_options)
     try:
         with open_objects(store, store_options) as objects:
-            found = recover(log, Control(log, commit_key_file), objects, bytes.fromhex(job) if job else None)
+            found = recover(log, Control(log, commit_key_file), objects, chosen)
     finally:
         log.close()
     if json:

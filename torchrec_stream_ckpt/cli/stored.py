@@ -7,13 +7,12 @@ from pathlib import Path
 
 from torchrec_stream_ckpt.cli.common import Job, open_objects
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.layout import parse_uri
 from torchrec_stream_ckpt.store.api import Objects
 
 
 def rows_of(job: Job, commit: Commit) -> AbstractContextManager[Objects]:
     """Opens the store: as asked for, else where the job keeps it, else inside the file log. It may hold no rows yet."""
-    return open_objects(job.store or commit.store or str(parse_uri(job.uri)), job.store_options)
+    return open_objects(job.store_url_of(commit), job.store_options)
 
 
 def dense_folder(job: Job, commit: Commit) -> Path:

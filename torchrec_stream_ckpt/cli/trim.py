@@ -13,6 +13,7 @@ from torchrec_stream_ckpt.cli.common import (
     Job,
     Json,
     KafkaOptions,
+    StoreNamed,
     StoreOptions,
     Uri,
     open_job,
@@ -34,9 +35,13 @@ _READERS = 8
 
 def trim_job(
     uri: Uri,
-    store: Annotated[str, typer.Option(help="The store that holds what goes.", metavar="URL")],
+    store: StoreNamed,
     upto: Annotated[
-        str, typer.Option(help="GENERATION:MARKER up to which log goes; latest: the store's newest.", metavar="MARKER")
+        str,
+        typer.Option(
+            help="Delete log data up to this marker: GENERATION:MARKER, or latest, the store's newest.",
+            metavar="MARKER",
+        ),
     ] = "latest",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Look, say what would go, and change nothing.")] = False,
     verify: Annotated[

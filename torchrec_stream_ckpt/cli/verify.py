@@ -6,8 +6,6 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from torchrec_stream_ckpt.cli.common import (
     CommitKeyFile,
@@ -19,6 +17,7 @@ from torchrec_stream_ckpt.cli.common import (
     Uri,
     open_job,
     print_json,
+    progress_bar,
     size,
 )
 from torchrec_stream_ckpt.cli.show import Marker
@@ -105,8 +104,7 @@ def _verify(job: Job, commit: Commit, *, quiet: bool, log_alone: bool) -> Verifi
     total = holding.cover.num_bytes if holding is not None and holding.cover is not None else 0
     for _, end, after in streams(job.lineage, commit.id, reach):
         total += end.num_bytes - (after.num_bytes if after is not None else 0)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=quiet) as progress:
+    with progress_bar(quiet=quiet) as progress:
         task = progress.add_task(f"marker {commit.id}", total=total)
         dense, objects = job.dense_of(commit), None if log_alone else job.objects()
 

@@ -49,7 +49,6 @@ DTYPE_CODES = {
     "int64": 6,
     "uint8": 7,
 }
-DTYPE_NAMES = {code: name for name, code in DTYPE_CODES.items()}
 DTYPE_BYTES = {
     "float32": 4,
     "float16": 2,

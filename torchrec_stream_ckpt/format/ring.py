@@ -64,7 +64,6 @@ class FrameRing:
         self._allocate = allocate
         self._free: list[FrameBuffer] = []
         self._taken = 0
-        self._borrowed = 0
         self._borrowed_bytes = 0
         self._changed = threading.Condition()
         self.waits = 0
@@ -106,7 +105,6 @@ class FrameRing:
         if self._borrowed_bytes + num_bytes > self._extra_bytes:
             return None
         buffer = FrameBuffer(self._allocate(num_bytes), pooled=False)
-        self._borrowed += 1
         self._borrowed_bytes += num_bytes
         self._note_peak()
         return buffer
@@ -121,7 +119,6 @@ class FrameRing:
                 self._taken -= 1
                 self._free.append(buffer)
             else:
-                self._borrowed -= 1
                 self._borrowed_bytes -= len(buffer.array)
             self._changed.notify_all()
 
@@ -139,11 +136,6 @@ class FrameRing:
     def has_room(self) -> bool:
         """Whether a buffer of the ring is free now."""
         return self._taken < self._capacity
-
-    @property
-    def in_use(self) -> int:
-        """Frames that have not been given back."""
-        return self._taken + self._borrowed
 
     @property
     def held_bytes(self) -> int:

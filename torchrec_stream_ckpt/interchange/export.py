@@ -15,11 +15,11 @@ from torchrec_stream_ckpt.interchange.parquet import write_parquet
 from torchrec_stream_ckpt.interchange.safetensors import write_safetensors
 from torchrec_stream_ckpt.interchange.sources import Sources
 from torchrec_stream_ckpt.interchange.tables import TableReader
-from torchrec_stream_ckpt.interchange.target import Target, new_folder
+from torchrec_stream_ckpt.interchange.target import ExportTarget, new_folder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+class ExportOptions:
     """What an export takes along."""
 
     tables: Sequence[str] = ("*",)
@@ -67,8 +67,8 @@ def export(
     commit: Commit,
     open_rows: Callable[[], AbstractContextManager[Sources]],
     dense: Callable[[], Path],
-    target: Target,
-    options: Options,
+    target: ExportTarget,
+    options: ExportOptions,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Exported:
     """Write one marker to ``target``, which is there at the end as a whole, or not at all.
@@ -114,7 +114,7 @@ def _write_dcp(
     folder: Path,
     readers: Sequence[TableReader],
     dense: Path,
-    options: Options,
+    options: ExportOptions,
     progress: Callable[[int], None],
     *,
     states: bool,

@@ -22,10 +22,9 @@ from torchrec_stream_ckpt.layout import (
     parse_store_segment,
 )
 from torchrec_stream_ckpt.log.api import Log
-from torchrec_stream_ckpt.restore.lost import jobs_in
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.identity import check_store
+from torchrec_stream_ckpt.store.jobs import some_jobs_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +57,11 @@ def recover(log: Log, control: Control, objects: Objects, job: bytes | None = No
         MarkerNotFoundError: the store holds no marker of the job.
         ConfigError: the log is not empty, the store holds several jobs, or the commit key is missing.
         CorruptionError: the store has lost a part of the lineage, or the commit key does not vouch for it.
+        UnsupportedError: the store is of a newer format.
         LogUnavailableError, StoreUnavailableError: one of them does not answer.
     """
-    catalog = Catalog.load(objects, job or _only_job(objects))
+    jobs = some_jobs_in(objects)
+    catalog = Catalog.load(objects, job or _only(jobs))
     lineage = catalog.lineage()
     if not lineage.commits:
         raise MarkerNotFoundError("the store holds no marker of this job", store=objects.url, job=catalog.job.hex())
@@ -84,12 +85,7 @@ def recover(log: Log, control: Control, objects: Objects, job: bytes | None = No
     )
 
 
-def _only_job(objects: Objects) -> bytes:
-    jobs = sorted(jobs_in(objects)) if check_store(objects) else []
-    if not jobs:
-        raise MarkerNotFoundError(
-            "nobody has put markers into this store", hint="check the store's URL", store=objects.url
-        )
+def _only(jobs: list[bytes]) -> bytes:
     if len(jobs) > 1:
         names = ", ".join(job.hex() for job in jobs)
         raise ConfigError(f"the store holds {len(jobs)} jobs: {names}"[:1000], hint="say which one with --job")

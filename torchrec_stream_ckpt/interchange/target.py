@@ -18,7 +18,7 @@ _HINT = "use dcp://DIR, safetensors://DIR or parquet://DIR"
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ExportTarget:
     """A folder and what is in it."""
 
     format: str
@@ -28,7 +28,7 @@ class Target:
         return f"{self.format}://{self.folder}"
 
 
-def parse_target(url: str) -> Target:
+def parse_target(url: str) -> ExportTarget:
     """Read ``dcp://DIR``, ``safetensors://DIR`` or ``parquet://DIR``.
 
     Raises:
@@ -37,18 +37,25 @@ def parse_target(url: str) -> Target:
     scheme, separator, rest = url.partition("://")
     if not separator or scheme not in FORMATS or not rest or not url.isprintable():
         raise ConfigError(f"{url!r} is not a format that we know, and a folder", hint=_HINT)
-    return Target(scheme, Path(rest).absolute())
+    return ExportTarget(scheme, Path(rest).absolute())
 
 
 def check_free(folder: Path, *, force: bool) -> None:
     """Refuse a folder that holds something.
 
     Raises:
-        ConfigError: it does, and ``force`` does not allow it.
+        ConfigError: it does, and ``force`` does not allow it; or it cannot be looked at.
     """
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+    try:
+        other = folder.is_symlink() or (folder.exists() and not folder.is_dir())
+        full = not other and folder.is_dir() and any(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(
+            f"the folder cannot be looked at: {error.strerror}", hint="name another one", path=folder
+        ) from None
+    if other:
         raise ConfigError("the target of an export is a folder", hint="name another one", path=folder)
-    if not force and folder.is_dir() and any(folder.iterdir()):
+    if full and not force:
         raise ConfigError("the folder is not empty", hint="name another one, or replace it with --force", path=folder)
 
 

@@ -22,7 +22,6 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped, Garbage
 from torchrec_stream_ckpt.layout import (
     DENSE_DIR,
-    DROPPED_DIR,
     FOLDS_DIR,
     GARBAGE_DIR,
     IDENTITY_FILE,
@@ -34,7 +33,6 @@ from torchrec_stream_ckpt.layout import (
     dropped_name,
     garbage_name,
     is_garbage_list,
-    job_of_object,
     parse_dense_file,
     parse_fold_name,
     parse_fold_segment,
@@ -48,6 +46,7 @@ from torchrec_stream_ckpt.store.api import Entry, Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.store.identity import check_store
+from torchrec_stream_ckpt.store.jobs import jobs_in
 from torchrec_stream_ckpt.types import MarkerId
 
 _PHASES = (MANIFESTS_DIR, FOLDS_DIR, SEGMENTS_DIR, DENSE_DIR)
@@ -139,7 +138,7 @@ def take_stock(objects: Objects, lineage: Lineage | None, job: bytes) -> Stock:
     """
     catalog = Catalog.load(objects, job) if check_store(objects) else None
     if catalog is None or not catalog.markers | catalog.dropped:
-        others = ", ".join(each.hex() for each in jobs_of(objects))
+        others = ", ".join(each.hex() for each in sorted(jobs_in(objects)))
         raise MarkerNotFoundError(
             f"the store has no marker of job {job.hex()}" + (f", but of job {others}" if others else ""),
             hint="check --store, or put markers there: stream-ckpt materialize URI --store URL",
@@ -167,12 +166,6 @@ def _pass_over_newer(holdings: Holdings) -> None:
         )
     catalog.markers -= unknown
     catalog.folds = frozenset(span for span in catalog.folds if span[1] not in unknown)
-
-
-def jobs_of(objects: Objects) -> list[bytes]:
-    """Jobs of which the store has or had markers."""
-    entries = (entry for kind in (MANIFESTS_DIR, DROPPED_DIR) for entry in objects.list(f"{kind}/"))
-    return sorted({job for entry in entries if (job := job_of_object(entry.name)) is not None})
 
 
 def plan_gc(stock: Stock, rules: GcRules, now_s: float) -> GcPlan:

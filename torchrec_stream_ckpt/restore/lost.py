@@ -6,21 +6,11 @@ import logging
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Claim, parse_control
-from torchrec_stream_ckpt.layout import CLAIMS_DIR, FileUri, KafkaUri, check_store_url, parse_claim_name
+from torchrec_stream_ckpt.layout import FileUri, KafkaUri, check_store_url
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.identity import check_store
+from torchrec_stream_ckpt.store.jobs import jobs_in
 
 log = logging.getLogger(__name__)
-
-
-def jobs_in(objects: Objects) -> dict[bytes, str]:
-    """An object with a CLAIM of each job that a store holds markers of."""
-    found: dict[bytes, str] = {}
-    for entry in objects.list(f"{CLAIMS_DIR}/"):
-        parsed = parse_claim_name(entry.name)
-        if parsed is not None:
-            found[parsed[0]] = max(entry.name, found.get(parsed[0], ""))
-    return found
 
 
 def check_not_lost(uri: FileUri | KafkaUri, objects: Objects) -> None:
@@ -33,7 +23,7 @@ def check_not_lost(uri: FileUri | KafkaUri, objects: Objects) -> None:
         CorruptionError: names the verb that puts the log back.
         StoreUnavailableError: the store does not answer.
     """
-    jobs = jobs_in(objects) if check_store(objects) else {}
+    jobs = jobs_in(objects)
     if not jobs:
         return
     if isinstance(uri, FileUri):
