@@ -73,6 +73,8 @@ class StreamConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be positive, it is {value!r}")
+        if self.head == "":
+            raise ConfigError("head must not be empty", hint="give 'auto' or a folder, or None for no HEAD")
         if self.marker_budget_bytes < 0:
             raise ConfigError("marker_budget_bytes cannot be negative")
         if self.on_stream_failure not in ("continue", "raise"):

@@ -36,6 +36,8 @@ METRICS: Mapping[str, Metric] = {
     "lag_s": Metric(f"{_PREFIX}_lag_seconds", "Age of the oldest of them, by the trainer's wall clock."),
     "newest_generation": Metric(f"{_PREFIX}_newest_generation", "Generation of the newest marker in the store."),
     "newest_marker": Metric(f"{_PREFIX}_newest_marker", "Its number in that generation."),
+    "head_generation": Metric(f"{_PREFIX}_head_generation", "Generation of the marker that HEAD stands at; 0: none."),
+    "head_marker": Metric(f"{_PREFIX}_head_marker", "Its number in that generation."),
     "workers": Metric(f"{_PREFIX}_workers", "Materializers of this job that are alive."),
 }
 """By the name of the value that :func:`serve_metrics` reads."""

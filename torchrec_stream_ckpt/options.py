@@ -27,6 +27,8 @@ def read_options(options: Options, what: str) -> dict[str, Any]:
         lines = path.read_text().splitlines()
     except OSError as error:
         raise ConfigError(f"cannot read {what} options: {error.strerror}", path=path) from None
+    except UnicodeError:
+        raise ConfigError(f"{what} options must be text: key=value lines", path=path) from None
     settings = {}
     for number, line in enumerate(lines, 1):
         key, separator, value = line.partition("=")

@@ -10,6 +10,7 @@ import pytest
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.log.api import load_options, open_log
+from torchrec_stream_ckpt.options import read_options
 
 FILE = "file:///data/log"
 KAFKA = "kafka://host:9092/job"
@@ -57,6 +58,7 @@ def test_times_must_be_positive(name: str, value: float) -> None:
         ({"uri": FILE, "store": "kafka://host:1/job"}, "is not a store"),
         ({"uri": FILE, "store": "s3://user:secret@bucket"}, "must not hold a password"),
         ({"uri": FILE, "marker_budget_bytes": -1}, "marker_budget_bytes cannot be negative"),
+        ({"uri": FILE, "head": ""}, "head must not be empty"),
         ({"uri": FILE, "on_column_resplit": "drop"}, "must be 'refuse' or 'merge', it is 'drop'"),
     ],
 )
@@ -99,6 +101,14 @@ def test_a_missing_options_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read client options: No such file") as refused:
         load_options(tmp_path / "gone")
     assert refused.value.where == {"path": tmp_path / "gone"}
+
+
+def test_options_that_are_no_text_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "options"
+    path.write_bytes(b"\xff\xfe\x00key=value")
+    with pytest.raises(ConfigError, match="store options must be text") as refused:
+        read_options(path, "store")
+    assert refused.value.where["path"] == path
 
 
 def test_a_file_log_takes_no_client_options(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tests.builders import JOB, OTHER_JOB
 from tests.synthetic import PLAIN, ROWWISE, SCHEMA, WIDE, Image, Job, image_of_log
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StoreUnavailableError
 from torchrec_stream_ckpt.format import head as head_format
 from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.head import HeadState, SliceLayout, column_slices
@@ -390,20 +390,58 @@ def test_a_link_is_refused(warmed: Warm) -> None:
         HeadFolder(warmed.root, JOB, create=True)
 
 
-def test_too_little_room_is_said_before_anything_is_written(
-    warmed: Warm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("place", ["a file", "a folder in a file"])
+def test_a_folder_that_cannot_be_made_is_an_error_that_says_so(warmed: Warm, place: str) -> None:
+    warmed.markers(1)
+    in_the_way = warmed.root if place == "a file" else warmed.root.parent / "way"
+    in_the_way.write_text("")
+    if place != "a file":
+        warmed.writer = HeadWriter(in_the_way / "head", warmed.objects, warmed.pool)
+        warmed.materializer._head = warmed.writer
+    warmed.follow()
+    assert isinstance(warmed.materializer.head_problem, StoreUnavailableError)
+    assert "HEAD cannot be written" in warmed.materializer.head_problem.message
+    assert warmed.materializer.held == {MarkerId(1, 1)}
+    in_the_way.unlink()
+    warmed.follow()
+    assert warmed.materializer.head_problem is None
+    assert warmed.writer.marker == MarkerId(1, 1)
+
+
+@pytest.mark.parametrize("call", ["open", "mkdir"])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOSPC])
+def test_a_folder_without_right_or_room_is_an_error_that_says_so(
+    warmed: Warm, monkeypatch: pytest.MonkeyPatch, call: str, number: int
 ) -> None:
+    warmed.markers(1)
+    made = getattr(os, call)
+
+    def fail(path: object, *arguments: object, **more: object) -> object:
+        if more.get("dir_fd") is not None:
+            raise OSError(number, os.strerror(number))
+        return made(path, *arguments, **more)
+
+    monkeypatch.setattr(os, call, fail)
+    warmed.follow()
+    problem = warmed.materializer.head_problem
+    assert isinstance(problem, StoreUnavailableError)
+    assert problem.message == f"HEAD cannot be written: {os.strerror(number)}"
+    assert problem.hint
+
+
+def test_too_little_room_is_said_before_anything_is_written(warmed: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
     warmed.markers(1)
     monkeypatch.setattr(HeadFolder, "free_bytes", lambda _: 100)
     warmed.follow()
-    assert "HEAD needs 2" in caplog.text
-    assert "bytes more, 100 are free" in caplog.text
+    problem = warmed.materializer.head_problem
+    assert problem is not None
+    assert "HEAD needs 2" in problem.message
+    assert "bytes more, 100 are free" in problem.message
     assert warmed.head() is None
     assert list(warmed.path("").glob("t*")) == []
     warmed.job.touch()
     warmed.job.commit()
     assert list(warmed.materializer.catch_up(warmed.lineage)) == [MarkerId(1, 2)]
-    assert caplog.text.count("HEAD needs") == 1
     monkeypatch.undo()
     warmed.follow()
     assert whole(warmed.head()).state.marker == MarkerId(1, 2)
@@ -411,7 +449,7 @@ def test_too_little_room_is_said_before_anything_is_written(
 
 @pytest.mark.parametrize("first", [True, False])
 def test_when_memory_runs_out_the_head_goes_and_the_materializer_stays(
-    warmed: Warm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, first: bool
+    warmed: Warm, monkeypatch: pytest.MonkeyPatch, first: bool
 ) -> None:
     warmed.markers(1)
     if not first:
@@ -424,7 +462,9 @@ def test_when_memory_runs_out_the_head_goes_and_the_materializer_stays(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     assert list(warmed.materializer.catch_up(warmed.lineage)) == [MarkerId(1, 1 if first else 2)]
-    assert "HEAD cannot be written: No space left on device" in caplog.text
+    problem = warmed.materializer.head_problem
+    assert problem is not None
+    assert problem.message == "HEAD cannot be written: No space left on device"
     assert warmed.head() is None
     assert list(warmed.path("").glob("t*")) == []
 
@@ -507,3 +547,5 @@ def test_names_and_places() -> None:
     assert head_root(None) is None
     assert head_root("auto") == default_head_root()
     assert head_root("/x/y") == Path("/x/y")
+    with pytest.raises(ConfigError, match="the folder for HEAD has no name"):
+        head_root("")

@@ -15,7 +15,9 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,19 +25,23 @@ from tests import builders, synthetic
 from tests.faults.disks import CannotMount, fill, small_disk
 from tests.faults.materializer import start, wait
 from tests.synthetic import Job, image_of_store, images_of_chain
+from torchrec_stream_ckpt.cli.events import Panel, line
 from torchrec_stream_ckpt.cli.main import main
-from torchrec_stream_ckpt.cli.materialize import _Panel, _Setup
 from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.errors import LogUnavailableError, StoreUnavailableError
+from torchrec_stream_ckpt.errors import LogUnavailableError, MissingObjectError, StoreUnavailableError
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.layout import CONTROL_LOCK, DATA_DIR, STORE_FILE, dense_name, manifest_name
 from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.materialize import materializer as materializer_module
 from torchrec_stream_ckpt.materialize import service as service_module
 from torchrec_stream_ckpt.materialize.crew import Crew
+from torchrec_stream_ckpt.materialize.head import HeadWriter
+from torchrec_stream_ckpt.materialize.materializer import Materializer
 from torchrec_stream_ckpt.materialize.service import Event, Service
 from torchrec_stream_ckpt.metrics import METRICS
-from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.types import MarkerId
 
 Run = tuple[int, list[dict[str, object]], str]
@@ -339,7 +345,7 @@ def test_no_log_no_store_and_no_port_are_named(tmp_path: Path, job: Job) -> None
 
 def test_without_prometheus_client_the_extra_is_named(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    status, _, said = materialize(job, "--metrics-port", "0")
+    status, _, said = materialize(job, "--metrics-port", "9464")
     assert status == 1
     assert "Try: pip install 'torchrec_stream_ckpt[metrics]'" in said
 
@@ -475,6 +481,105 @@ def test_it_waits_for_a_log_and_its_first_marker_and_ends_by_sigterm(
     assert Catalog.load(open_store(str(tmp_path / "kept")), synthetic.JOB).markers == {MarkerId(1, 1)}
 
 
+def test_once_that_a_signal_ends_early_says_so(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    fold = materializer_module.fold_interval
+
+    def struck(*arguments: Any) -> object:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return fold(*arguments)
+
+    monkeypatch.setattr(materializer_module, "fold_interval", struck)
+    status, events, said = materialize(job)
+    assert (status, said) == (1, "")
+    assert (events[-1]["event"], events[-1]["lag_markers"]) == ("stop", 1)
+    check_folded(job, [1, 2, 3])
+    monkeypatch.undo()
+    assert materialize(job)[0] == 0
+
+
+def test_a_store_of_a_newer_format_gets_no_sign_of_life(job: Job) -> None:
+    (store_of(job) / STORE_FILE).write_bytes(b'{"format": 2}')
+    before = sorted(store_of(job).rglob("*"))
+    status, _, said = command(f"file://{job.root}", "--store", str(store_of(job)))
+    assert (status, "the store is of format 2" in said) == (1, True)
+    assert sorted(store_of(job).rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        (("--poll-s", "inf"), 2, "Invalid value for '--poll-s'"),
+        (("--poll-s", "nan"), 2, "Invalid value for '--poll-s'"),
+        (("--lease-s", "inf"), 2, "Invalid value for '--lease-s'"),
+        (("--lease-s", "nan"), 2, "Invalid value for '--lease-s'"),
+        (("--rebase", "nan"), 2, "Invalid value for '--rebase'"),
+        (("--metrics-port", "0"), 2, "Invalid value for '--metrics-port'"),
+        (("--head", ""), 1, "Error: the folder for HEAD has no name"),
+    ],
+)
+def test_numbers_and_names_that_are_none_are_refused(job: Job, options: tuple[str, str], error: int, said: str) -> None:
+    status, events, told = command(f"file://{job.root}", "--store", str(store_of(job)), "--json", *options)
+    assert (status, events) == (error, [])
+    assert said in told
+
+
+def test_folds_are_made_of_what_gc_has_left(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lists the store once for many markers: pieces that it knows of may be gone, and others in their place."""
+    merge, missed = materializer_module.merge, list[int]()
+
+    def collected(objects: Objects, *arguments: Any) -> object:
+        if 1 not in missed:
+            missed.append(1)
+            raise MissingObjectError("the store does not hold this object", name="a fold")
+        return merge(objects, *arguments)
+
+    monkeypatch.setattr(materializer_module, "merge", collected)
+    listed = Catalog.refresh
+    monkeypatch.setattr(Catalog, "refresh", lambda catalog: (missed.append(2), listed(catalog)))
+    status, events, said = materialize(job, "--rebase", "0.01")
+    assert (status, said) == (0, "")
+    assert missed[-2:] == [1, 2]
+    assert events[-1]["fold_bytes"] > 0  # type: ignore[operator]
+    check_folded(job, [1, 2, 3, 4])
+
+
+def test_events_of_head_say_where_it_stands_and_why_not(job: Job) -> None:
+    head = job.root.parent / "head"
+    head.write_text("a file in the way")
+    status, events, _ = materialize(job, "--head", str(head))
+    (event,) = (each for each in events if each["event"] == "head")
+    assert (status, event["marker"]) == (0, None)
+    assert str(event["problem"]).startswith("HEAD cannot be written: File exists")
+    said = line(Event("head", event))
+    assert said.startswith("HEAD is nowhere: HEAD cannot be written")
+    assert "\n  Try: " in said
+    head.unlink()
+    job.touch(2)
+    job.commit()
+    _, events, _ = materialize(job, "--head", str(head))
+    (event,) = (each for each in events if each["event"] == "head")
+    assert event == {"event": "head", "marker": "1:5", "problem": None, "hint": ""}
+    assert line(Event("head", event)) == "HEAD is at marker 1:5"
+
+
+def test_head_is_said_once_for_each_change(job: Job, tmp_path: Path) -> None:
+    events, head = list[Event](), tmp_path / "head"
+    with ThreadPoolExecutor(2) as pool:
+        objects = open_store(str(store_of(job)))
+        writer = HeadWriter(head, objects, pool)
+        materializer = Materializer(job.log, objects, lambda _: open_dense(str(job.root)), pool, head=writer)
+        service = Service(Control(job.log).refresh, lambda _: materializer, events.append)
+        head.write_text("in the way")
+        for _ in range(2):
+            service._round(once=True)
+        assert service.head_marker is None
+        head.unlink()
+        for _ in range(2):
+            service._round(once=True)
+    assert [each.fields["marker"] for each in events if each.event == "head"] == [None, "1:4"]
+    assert service.head_marker == MarkerId(1, 4)
+
+
 class Flaky:
     """A service whose log, then store are away for some rounds."""
 
@@ -598,6 +703,7 @@ def test_metrics_say_where_it_stands(job: Job, serving: Callable[..., Path]) -> 
     prefix = "stream_ckpt_materializer"
     assert values[f"{prefix}_markers_total"] == 1
     assert values[f"{prefix}_newest_marker"] == 4
+    assert values[f"{prefix}_head_marker"] == 0
     assert values[f"{prefix}_lag_markers"] == values[f"{prefix}_errors_total"] == 0
     (event,) = (each for each in events_of(output) if each["event"] == "marker")
     assert values[f"{prefix}_frames_read_bytes_total"] == event["frames_bytes"] > 0  # type: ignore[operator]
@@ -635,9 +741,7 @@ def test_the_lag_is_what_is_committed_and_not_in_the_store(job: Job) -> None:
 def test_the_live_table_says_what_it_does(job: Job) -> None:
     service = Service(lambda: None, lambda _: None)
     service._wait_for("a log")
-    setup = _Setup.__new__(_Setup)
-    setup.where = "file:///kept"
-    cells = [list(column.cells) for column in _Panel(service, setup).render().columns]
+    cells = [list(column.cells) for column in Panel(service, lambda: "file:///kept").render().columns]
     said = dict(zip(*cells, strict=True))
     assert said["store"] == "file:///kept"
     assert said["now"] == "waiting for a log"

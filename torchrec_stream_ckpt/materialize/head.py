@@ -63,22 +63,28 @@ class HeadWriter:
 
         Raises:
             ConfigError: its folder is somebody else's.
-            StoreUnavailableError: there is no room for it, or the store does not answer; there is no HEAD then.
+            StoreUnavailableError: its folder cannot be made or written to, there is no room for it, or the store does
+                not answer; there is no HEAD then.
             CorruptionError: the store is damaged; there is no HEAD then.
         """
-        with contextlib.closing(HeadFolder(self._root, lineage.job, create=True)) as folder:
-            if not folder.lock(exclusive=True, wait_s=self._wait_s):
-                log.info("HEAD stays where it is: it is in use")
-                return False
-            try:
-                self._bring(folder, lineage, catalog, marker)
-            except OSError as error:
-                raise _not_written(folder, error) from error
-            finally:
-                state = _readable_state(folder)
-                self.marker = state.marker if state is not None and state.clean else None
-                if self.marker is None:
-                    _free(folder)
+        try:
+            with contextlib.closing(HeadFolder(self._root, lineage.job, create=True)) as folder:
+                return self._follow(folder, lineage, catalog, marker)
+        except OSError as error:
+            self.marker = None
+            raise _not_written(self._root, error) from error
+
+    def _follow(self, folder: HeadFolder, lineage: Lineage, catalog: Catalog, marker: MarkerId) -> bool:
+        if not folder.lock(exclusive=True, wait_s=self._wait_s):
+            log.info("HEAD stays where it is: it is in use")
+            return False
+        try:
+            self._bring(folder, lineage, catalog, marker)
+        finally:
+            state = _readable_state(folder)
+            self.marker = state.marker if state is not None and state.clean else None
+            if self.marker is None:
+                _free(folder)
         return True
 
     def _bring(self, folder: HeadFolder, lineage: Lineage, catalog: Catalog, marker: MarkerId) -> None:
@@ -283,11 +289,10 @@ def _make_room(folder: HeadFolder, schema: Schema, slices: Sequence[Columns]) ->
             os.close(fd)
 
 
-def _not_written(folder: HeadFolder, error: OSError) -> StoreUnavailableError:
+def _not_written(root: Path, error: OSError) -> StoreUnavailableError:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return StoreUnavailableError(
         f"HEAD cannot be written: {error.strerror or error}",
-        hint="make shared memory larger" if full else "look at the folder and its rights",
-        folder=folder.path,
-        free_bytes=folder.free_bytes() if full else None,
+        hint="make shared memory larger" if full else "look at the folder and its rights, or name another one",
+        folder=root,
     )

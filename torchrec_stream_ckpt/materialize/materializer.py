@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +9,13 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import BinaryIO, Literal
 
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MissingObjectError, StoreUnavailableError
+from torchrec_stream_ckpt.errors import (
+    ConfigError,
+    CorruptionError,
+    MissingObjectError,
+    StoreUnavailableError,
+    StreamCkptError,
+)
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -35,8 +40,6 @@ _LOG_HINT = (
     "--pass-over-lost"
 )
 _DENSE_HINT = "bring it back, say where it is (--dense), or give the marker up with --pass-over-lost"
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,12 +112,18 @@ class Materializer:
         self.lost: set[MarkerId] = set()
         """Markers that were passed over."""
         self._head = head
-        self._head_failed = False
+        self.head_problem: StreamCkptError | None = None
+        """Why HEAD could not be brought to the newest marker at the last attempt."""
         self.counts = Counts()
         self.missing: list[Commit] = []
         """Committed markers that are not in the store and that nobody has given up, in commit order."""
         self.doing = "starting"
         """For people."""
+
+    @property
+    def head_marker(self) -> MarkerId | None:
+        """Where HEAD stands on this host; None: nowhere."""
+        return self._head.marker if self._head is not None else None
 
     @property
     def held(self) -> frozenset[MarkerId]:
@@ -168,7 +177,7 @@ class Materializer:
                 self._put_marker(lineage, commit, segments)
                 catalog.markers |= {commit.id}
                 self.missing.remove(commit)
-                self._write_folds(lineage, catalog, commit)
+                self._fold_beside(lineage, catalog, commit)
                 self.counts.markers += 1
                 yield commit.id
         self.missing = [commit for commit in self.missing if commit.id not in self.lost]
@@ -186,11 +195,9 @@ class Materializer:
         try:
             self._head.follow(lineage, catalog, newest)
         except (StoreUnavailableError, ConfigError, CorruptionError) as error:
-            if not self._head_failed:
-                log.warning("HEAD cannot be brought to marker %s, it is tried again with later ones: %s", newest, error)
-            self._head_failed = True
+            self.head_problem = error  # it is tried again
         else:
-            self._head_failed = False
+            self.head_problem = None
 
     def _load(self, job: bytes) -> Catalog:
         if self._catalog is None:
@@ -368,6 +375,14 @@ class Materializer:
                 failpoint("materialize.dense")
         finally:
             dense.release()
+
+    def _fold_beside(self, lineage: Lineage, catalog: Catalog, commit: Commit) -> None:
+        """Write folds; where gc has taken pieces away since we listed them, others lead to the same rows."""
+        try:
+            self._write_folds(lineage, catalog, commit)
+        except MissingObjectError:
+            catalog.refresh()
+            self._write_folds(lineage, catalog, commit)
 
     def _write_folds(self, lineage: Lineage, catalog: Catalog, commit: Commit) -> None:
         """Spans, then a base, as the policy wants them at this marker."""

@@ -55,7 +55,7 @@ class Event:
     """Something that happened. Names of events and fields are stable: ``--json`` prints them."""
 
     event: str
-    """``start``, ``marker``, ``waiting``, ``trouble``, ``recovered``, ``passed_over`` or ``stop``."""
+    """``start``, ``marker``, ``head``, ``waiting``, ``trouble``, ``recovered``, ``passed_over`` or ``stop``."""
     fields: dict[str, Any]
 
 
@@ -84,11 +84,17 @@ class Service:
         self._trouble = ""
         self._missed = ""
         self._said_waiting = False
+        self._said_head: tuple[MarkerId | None, bool] = (None, False)
         self.status = Status()
 
     @property
     def counts(self) -> Counts:
         return self._materializer.counts if self._materializer is not None else Counts()
+
+    @property
+    def head_marker(self) -> MarkerId | None:
+        """Where HEAD stands on this host; None: nowhere."""
+        return self._materializer.head_marker if self._materializer is not None else None
 
     @property
     def doing(self) -> str:
@@ -110,8 +116,11 @@ class Service:
         self.status.errors += 1
         self.report(Event("passed_over", {"marker": str(commit.id), "reason": error.headline}))
 
-    def run(self, *, once: bool, poll_s: float) -> None:
+    def run(self, *, once: bool, poll_s: float) -> bool:
         """Work until :meth:`stop`; with ``once``, until nothing is missing that is there now.
+
+        Returns:
+            Whether it came to its own end: False after :meth:`stop`.
 
         Raises:
             MarkerNotFoundError: (``once``) there is no log.
@@ -133,12 +142,13 @@ class Service:
                 retry_s = FIRST_RETRY_S
                 self._say_recovered()
                 if once:
-                    return
+                    return True
                 self._stop.wait(poll_s)
         except Stopped:
             pass
         finally:
             self.report(Event("stop", {"lag_markers": self.status.lag_markers, **asdict(self.counts)}))
+        return False
 
     def _round(self, *, once: bool) -> None:
         """Put what is missing now into the store."""
@@ -195,12 +205,25 @@ class Service:
 
     def _measured(self, lineage: Lineage, materializer: Materializer) -> Iterator[MarkerId]:
         """:meth:`Materializer.catch_up`, with the lag behind each marker measured."""
-        for marker in materializer.catch_up(lineage):
+        try:
+            for marker in materializer.catch_up(lineage):
+                self._measure(lineage, materializer)
+                yield marker
+        finally:
             self._measure(lineage, materializer)
-            yield marker
-        self._measure(lineage, materializer)
         present = [marker for marker in reversed(lineage.commits) if marker in materializer.held]
         self.status.newest = present[0] if present else None
+        self._say_head(materializer)
+
+    def _say_head(self, materializer: Materializer) -> None:
+        """When HEAD has moved, and once when it could not: that is tried again with every look at the log."""
+        problem = materializer.head_problem
+        now = (materializer.head_marker, problem is not None)
+        if now != self._said_head:
+            self._said_head = now
+            marker = str(now[0]) if now[0] is not None else None
+            fields = {"marker": marker, "problem": problem.headline if problem is not None else None}
+            self.report(Event("head", fields | {"hint": problem.hint if problem is not None else ""}))
 
     def _measure(self, lineage: Lineage, materializer: Materializer) -> None:
         missing = materializer.missing

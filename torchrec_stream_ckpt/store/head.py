@@ -40,7 +40,13 @@ class HeadDamagedError(CorruptionError):
 
 
 def head_root(setting: str | None) -> Path | None:
-    """The folder that a setting names: a path, ``auto`` for this user's own, None for no HEAD."""
+    """The folder that a setting names: a path, ``auto`` for this user's own, None for no HEAD.
+
+    Raises:
+        ConfigError: it is empty, and would be the working directory.
+    """
+    if setting == "":
+        raise ConfigError("the folder for HEAD has no name", hint="give 'auto' or a folder")
     if setting is None:
         return None
     return default_head_root() if setting == "auto" else Path(setting).absolute()

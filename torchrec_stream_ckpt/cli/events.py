@@ -1,0 +1,99 @@
+"""What ``stream-ckpt materialize`` says while it runs: JSON lines, lines of text, or a live table below them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from torchrec_stream_ckpt.cli.common import plain, size
+from torchrec_stream_ckpt.errors import printable
+from torchrec_stream_ckpt.materialize.service import Event, Service
+
+_RATE_S = 10.0
+
+
+@contextlib.contextmanager
+def reporter(service: Service, where: Callable[[], str], *, as_json: bool) -> Iterator[Callable[[Event], None]]:
+    """Where events go, until the context ends.
+
+    Args:
+        service: What the live table is about.
+        where: The store's URL; empty while it is not known.
+        as_json: Print JSON lines to stdout; else text goes to stderr, with the table if that is a terminal.
+    """
+    console = Console(stderr=True)
+    if as_json:
+        yield lambda event: print(json.dumps({"event": event.event, **event.fields}), flush=True)
+    elif not console.is_terminal:
+        yield lambda event: print(line(event), file=sys.stderr, flush=True)
+    else:
+        panel = Panel(service, where)
+        with Live(get_renderable=panel.render, console=console, refresh_per_second=4):
+            yield lambda event: console.print(plain(line(event)), highlight=False)
+
+
+class Panel:
+    """The live table."""
+
+    def __init__(self, service: Service, where: Callable[[], str]) -> None:
+        self._service = service
+        self._where = where
+        self._read: deque[tuple[float, int]] = deque()
+        """(when, bytes read until then) of the last seconds."""
+
+    def render(self) -> Table:
+        status, counts = self._service.status, self._service.counts
+        table = Table.grid(padding=(0, 2))
+        table.add_row("store", plain(self._where() or "not known yet"))
+        table.add_row("now", plain(self._service.doing))
+        table.add_row("newest", str(status.newest or "none"))
+        table.add_row("folded", f"{counts.markers} markers from {size(counts.frames_bytes)}")
+        table.add_row("lag", f"{status.lag_markers} markers, {size(status.lag_bytes)}, {status.lag_s:.0f} s")
+        table.add_row("reading", f"{self._rate(counts.frames_bytes) / 1e6:.0f} MB/s")
+        return table
+
+    def _rate(self, read: int) -> float:
+        now = time.monotonic()
+        self._read.append((now, read))
+        while now - self._read[0][0] > _RATE_S:
+            self._read.popleft()
+        began, before = self._read[0]
+        return (read - before) / (now - began) if now > began else 0.0
+
+
+def line(event: Event) -> str:
+    """An event for people."""
+    fields = event.fields
+    text: dict[str, Callable[[], str]] = {
+        "start": lambda: f"following {fields['uri']}",
+        "waiting": lambda: f"waiting for {fields['for']}",
+        "marker": lambda: _marker(fields),
+        "head": lambda: _head(fields),
+        "trouble": lambda: f"{fields['message']}\n  Try: {fields['hint']}\n  It is tried again until it works.",
+        "recovered": lambda: "it works again",
+        "passed_over": lambda: f"marker {fields['marker']} is passed over: {fields['reason']}",
+        "stop": lambda: f"stopped: {fields['markers']} markers folded, {fields['lag_markers']} missing",
+    }
+    return "\n".join(printable(each) for each in text[event.event]().splitlines())
+
+
+def _marker(fields: Mapping[str, Any]) -> str:
+    behind = f"{fields['lag_markers']} behind" if fields["lag_markers"] else "up to date"
+    return f"marker {fields['marker']}, step {fields['step']}: in the store after {fields['took_s']:.1f} s, {behind}"
+
+
+def _head(fields: Mapping[str, Any]) -> str:
+    at = f"at marker {fields['marker']}" if fields["marker"] else "nowhere"
+    if not fields["problem"]:
+        return f"HEAD is {at}"
+    hint = f"\n  Try: {fields['hint']}" if fields["hint"] else ""
+    return f"HEAD is {at}: {fields['problem']}{hint}\n  It is tried again; until then restores read the store."
