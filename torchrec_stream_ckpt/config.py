@@ -18,8 +18,8 @@ class StreamConfig:
     uri: str
     """``file://DIR`` or ``kafka://HOST:PORT[,HOST:PORT...]/JOB``."""
     store: str | None = None
-    """Where dense state goes: ``file://DIR`` or ``s3://BUCKET/PREFIX``. Default: inside the file log's folder; required
-    with Kafka."""
+    """Where dense state goes, and where a restore looks for rows that a materializer has put there: ``file://DIR`` or
+    ``s3://BUCKET/PREFIX``. Default: inside the file log's folder; required with Kafka."""
     store_options: Options = field(default=None, repr=False)
     """Settings of an object store, credentials included (fsspec's, for S3 those of s3fs), or a file of ``key=value``
     lines (docs/operations.md)."""
@@ -48,8 +48,8 @@ class StreamConfig:
     sweep_bytes: int = 16 * 2**20
     """Rows that no step has touched yet: send so many bytes of them a step, until all have been sent."""
     head: str | None = "auto"
-    """Folder of the HEADs that ``stream-ckpt materialize --head DIR`` keeps on this host: a restore copies from there
-    what is the marker's own. ``auto``: this user's folder in shared memory; None: never."""
+    """Folder in which ``stream-ckpt materialize --head DIR`` keeps a marker warm on this host: a restore of it, or of
+    one that stands on it, copies rows from there. ``auto``: this user's folder in shared memory; None: never."""
     verify_head: bool = True
     """Compare what is copied from a HEAD with its checksums. It costs as much time as the copy; without it, memory that
     was altered since the materializer wrote it is trained on, and nobody is told."""
