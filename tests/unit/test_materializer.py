@@ -24,22 +24,24 @@ import pytest
 from tests import builders, synthetic
 from tests.faults.disks import CannotMount, fill, small_disk
 from tests.faults.materializer import start, wait
-from tests.synthetic import Job, image_of_store, images_of_chain
+from tests.synthetic import Job, image_of_log, image_of_store, images_of_chain
 from torchrec_stream_ckpt.cli.events import Panel, line
 from torchrec_stream_ckpt.cli.main import main
 from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.errors import LogUnavailableError, MissingObjectError, StoreUnavailableError
+from torchrec_stream_ckpt.errors import LogUnavailableError, StoreUnavailableError
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.layout import CONTROL_LOCK, DATA_DIR, STORE_FILE, dense_name, manifest_name
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize import materializer as materializer_module
 from torchrec_stream_ckpt.materialize import service as service_module
 from torchrec_stream_ckpt.materialize.crew import Crew
+from torchrec_stream_ckpt.materialize.gc import GcRules, collect
 from torchrec_stream_ckpt.materialize.head import HeadWriter
-from torchrec_stream_ckpt.materialize.materializer import Materializer
+from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
+from torchrec_stream_ckpt.materialize.retention import Retention
 from torchrec_stream_ckpt.materialize.service import Event, Service
 from torchrec_stream_ckpt.metrics import METRICS
-from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.types import MarkerId
@@ -523,24 +525,22 @@ def test_numbers_and_names_that_are_none_are_refused(job: Job, options: tuple[st
     assert said in told
 
 
-def test_folds_are_made_of_what_gc_has_left(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folds_are_made_of_what_gc_has_left(job: Job, tmp_path: Path) -> None:
     """It lists the store once for many markers: pieces that it knows of may be gone, and others in their place."""
-    merge, missed = materializer_module.merge, list[int]()
-
-    def collected(objects: Objects, *arguments: Any) -> object:
-        if 1 not in missed:
-            missed.append(1)
-            raise MissingObjectError("the store does not hold this object", name="a fold")
-        return merge(objects, *arguments)
-
-    monkeypatch.setattr(materializer_module, "merge", collected)
-    listed = Catalog.refresh
-    monkeypatch.setattr(Catalog, "refresh", lambda catalog: (missed.append(2), listed(catalog)))
-    status, events, said = materialize(job, "--rebase", "0.01")
-    assert (status, said) == (0, "")
-    assert missed[-2:] == [1, 2]
-    assert events[-1]["fold_bytes"] > 0  # type: ignore[operator]
-    check_folded(job, [1, 2, 3, 4])
+    lineage, rules = Control(job.log).refresh(), GcRules(retention=Retention(newest=1), grace_s=0.0, compact=True)
+    with ThreadPoolExecutor(2) as pool:
+        objects = open_store(str(tmp_path / "anew"))
+        folding = Materializer(job.log, objects, lambda _: open_dense(str(job.root)), pool, Policy(rebase=0))
+        markers = folding.catch_up(lineage)
+        assert [next(markers) for _ in range(3)][-1] == MarkerId(1, 3)
+        gone = collect(objects, lineage, synthetic.JOB, rules, time.time(), pool).now
+        assert any("m00000002" in entry.name for entry in gone)
+        folding._policy = Policy(rebase=1e-6)
+        assert list(markers) == [MarkerId(1, 4)]
+    assert (None, MarkerId(1, 4)) in Catalog.load(objects, synthetic.JOB).folds
+    assert folding.counts.fold_bytes > 0
+    image = image_of_log(job.log, lineage, MarkerId(1, 4))
+    assert image_of_store(objects, lineage, MarkerId(1, 4)) == image
 
 
 def test_events_of_head_say_where_it_stands_and_why_not(job: Job) -> None:
