@@ -116,9 +116,13 @@ class _Setup:
             return None
         objects = open_store(url, options_of(url, self.store_options))
         self.where = objects.url
+        try:
+            prepare_store(objects)  # nothing goes into a store of a newer format, no sign of life either
+            objects.clear_leftovers()
+        except BaseException:  # it is opened again when it answers
+            objects.close()
+            raise
         self.closing.callback(objects.close)
-        prepare_store(objects)  # nothing goes into a store of a newer format, no sign of life either
-        objects.clear_leftovers()
         if self.lease_s is not None:
             self.crew = Crew(objects, lineage.job, self.lease_s)
             self.closing.callback(self._sign_off)
