@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from crc32c import crc32c
@@ -50,7 +50,8 @@ HEADER_FIELDS = (
     (8, "num_bytes", "int"),
     (8, "rows", "int"),
     (4, "schema_crc", ""),
-    (44, "reserved", "int"),
+    (4, "chain", ""),
+    (40, "reserved", "int"),
     (4, "header_crc", ""),
 )
 ENTRY_FIELDS = tuple((ENTRY[name].itemsize, name) for name in ENTRY.names or ())
@@ -81,13 +82,14 @@ def objects() -> dict[str, bytes]:
     frames = make.frames()
     commit = parse_control(frames["commit"])
     assert isinstance(commit, Commit)
-    interval, ref = segment(frames, INTERVAL)
+    chain = commit.ranks[0].chain
+    interval, ref = segment(frames, replace(INTERVAL, chain=chain))
     rows, fold_ref = segment(frames, FOLD)
     return {
         "segment": interval,
         "segment_fold": rows,
         "manifest": Manifest(commit, None, ((ref,),)).to_bytes(),
-        "fold": Fold(make.JOB, None, MARKER, (fold_ref,)).to_bytes(),
+        "fold": Fold(make.JOB, None, MARKER, chain, (fold_ref,)).to_bytes(),
         "dropped": Dropped(commit, None, TIME_S).to_bytes(),
         "garbage": Garbage(TIME_S, (INTERVAL_NAME, FOLD_NAME.name)).to_bytes(),
         "pin": Pin(TIME_S).to_bytes(),

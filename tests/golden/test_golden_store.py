@@ -77,7 +77,7 @@ def test_the_materializer_makes_the_golden_objects_of_the_golden_log(tmp_path: P
     manifest = Manifest(commit, None, (refs,))
     assert manifest.to_bytes() == golden("manifest")
     with ThreadPoolExecutor(1) as pool:
-        merge(objects, make.JOB, make.SCHEMA, {0: 1, 1: 1}, [Piece(None, commit.id, refs)], pool)
+        merge(objects, make.JOB, make.SCHEMA, {0: 1, 1: 1}, [Piece(None, commit.id, refs, commit.ranks[0].chain)], pool)
     assert bytes(objects.read(make_store.FOLD_NAME.segment_name(0))) == golden("segment_fold")
     assert bytes(objects.read(make_store.FOLD_NAME.name)) == golden("fold")
 

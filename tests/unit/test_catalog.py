@@ -58,7 +58,7 @@ class Shelf:
         for span in spans:
             name = self.fold_name(span)
             ref = SegmentRef(name.segment_name(0), 500, 128, 0, 2)
-            self.objects.put(name.name, [Fold(JOB, name.start, name.end, (ref,)).to_bytes()])
+            self.objects.put(name.name, [Fold(JOB, name.start, name.end, 0, (ref,)).to_bytes()])
         return self
 
     @staticmethod
@@ -225,8 +225,26 @@ def test_objects_of_another_job_and_of_no_name_are_not_seen(shelf: Shelf) -> Non
 def test_a_manifest_of_another_history_is_refused(shelf: Shelf) -> None:
     shelf.markers("1:1", "1:2")
     shelf.put(shelf.manifest(replace(shelf.lineage.find(marker("1:2")), step=99)))
-    with pytest.raises(CorruptionError, match="another marker of this name than the log: one of them was put back"):
+    with pytest.raises(CorruptionError, match="another marker of this name than the log: one of them was copied"):
         shelf.cover("1:2")
+
+
+def test_a_fold_of_another_history_is_refused(shelf: Shelf) -> None:
+    shelf.markers("1:1", "1:2")
+    name = shelf.fold_name("-1:2")
+    ref = SegmentRef(name.segment_name(0), 500, 128, 0, 2)
+    shelf.objects.put(name.name, [Fold(JOB, name.start, name.end, 77, (ref,)).to_bytes()])
+    with pytest.raises(CorruptionError, match="another marker of this name than the log: one of them was copied"):
+        shelf.cover("1:2")
+
+
+def test_a_marker_that_another_history_gave_up_is_not_taken_for_given_up(shelf: Shelf) -> None:
+    made = shelf.lineage.find(marker("1:2"))
+    other = Dropped(replace(made, step=99), shelf.lineage.previous(made.id), 5.0)
+    shelf.objects.put(dropped_name(JOB, made.id), [other.to_bytes()])
+    assert not shelf.catalog.is_dropped(shelf.lineage.find(marker("1:1")))
+    with pytest.raises(CorruptionError, match="another marker of this name than the log: one of them was copied"):
+        shelf.catalog.is_dropped(made)
 
 
 @pytest.mark.parametrize("previous", [None, "1:1"])

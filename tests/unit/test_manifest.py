@@ -51,7 +51,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
 def folds(draw: st.DrawFn) -> Fold:
     start, end = sorted(draw(st.sets(MARKERS, min_size=2, max_size=2)))
     since = start if draw(st.booleans()) else None
-    return Fold(JOB, since, end, draw(refs(FoldName(JOB, end, since).segment_name)))
+    return Fold(JOB, since, end, draw(st.integers(0, 2**32 - 1)), draw(refs(FoldName(JOB, end, since).segment_name)))
 
 
 @given(manifests())
@@ -88,7 +88,7 @@ def small_manifest() -> Manifest:
 
 def small_fold(start: MarkerId | None = None) -> Fold:
     end = MarkerId(2, 7)
-    return Fold(JOB, start, end, tuple(ref(FoldName(JOB, end, start).segment_name(part)) for part in range(2)))
+    return Fold(JOB, start, end, 7, tuple(ref(FoldName(JOB, end, start).segment_name(part)) for part in range(2)))
 
 
 OBJECTS: dict[str, tuple[bytes, Callable[[bytes], object]]] = {

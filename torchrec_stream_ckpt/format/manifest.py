@@ -89,6 +89,8 @@ class Fold:
     job: bytes
     start: MarkerId | None
     end: MarkerId
+    chain: int
+    """``RankEnd.chain`` of rank 0 at ``end``: tells histories apart that share a job and a marker's name."""
     segments: tuple[SegmentRef, ...]
 
     def to_bytes(self) -> bytes:
@@ -96,6 +98,7 @@ class Fold:
             "job": self.job.hex(),
             "start": _marker_text(self.start),
             "end": str(self.end),
+            "chain": self.chain,
             "segments": [asdict(each) for each in self.segments],
         }
         return _wrap("fold", body)
@@ -103,11 +106,14 @@ class Fold:
     @classmethod
     def from_bytes(cls, data: Buffer, where: str) -> Fold:
         """As :meth:`Manifest.from_bytes`."""
-        body = _unwrap(data, "fold", where, {"job", "start", "end", "segments"})
+        body = _unwrap(data, "fold", where, {"job", "start", "end", "chain", "segments"})
         job, start, end = _job(body["job"], where), _marker(body["start"], where), _marker(body["end"], where)
         if end is None or (start is not None and not start < end):
             raise CorruptionError(f"{start} is not in front of {end}", name=where)
-        return cls(job, start, end, _refs(body["segments"], FoldName(job, end, start).segment_name, where))
+        chain = body["chain"]
+        if type(chain) is not int or not 0 <= chain < 2**32:
+            raise CorruptionError(f"fold's chain is {chain!r:.80}", name=where)
+        return cls(job, start, end, chain, _refs(body["segments"], FoldName(job, end, start).segment_name, where))
 
 
 @dataclass(frozen=True, slots=True)

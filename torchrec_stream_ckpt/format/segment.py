@@ -45,7 +45,8 @@ _HEADER = struct.Struct(
     "Q"  # length of the segment
     "Q"  # rows
     "I"  # schema_crc
-    "44s"  # reserved, zero
+    "I"  # chain: header_crc of the MARK that the interval ends in; 0 in a fold
+    "40s"  # reserved, zero
 )
 _CRC = struct.Struct("<I")
 assert _HEADER.size + _CRC.size == HEADER_LEN
@@ -117,6 +118,8 @@ class SegmentId:
     marker: MarkerId
     rank: int
     part: int
+    chain: int = 0
+    """``RankEnd.chain`` of the interval: tells histories apart that share a job and a marker's name. 0 in a fold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +182,8 @@ def pack_front(
         max(end, front),
         int(directory["rows"].sum()),
         schema_crc,
-        bytes(44),
+        segment.chain,
+        bytes(40),
     )
     crc = crc32c(header)
     packed = header + _CRC.pack(crc) + described
@@ -200,7 +204,7 @@ def parse_front(data: Buffer, where: str) -> Front:
     """
     fields = _parse_header(data, where)
     kind, last, _, job, generation, rank, marker, part, chunks, notes_len, directory_crc, *rest = fields[3:]
-    num_bytes, rows, schema_crc, _ = rest
+    num_bytes, rows, schema_crc, chain, _ = rest
     end = HEADER_LEN + chunks * ENTRY.itemsize
     if len(data) < end + notes_len:
         raise CorruptionError("segment ends inside its directory", name=where)
@@ -210,7 +214,7 @@ def parse_front(data: Buffer, where: str) -> Front:
         raise CorruptionError("segment has notes that it must not have, or none where it must", name=where)
     directory = np.frombuffer(data, ENTRY, chunks, HEADER_LEN)
     _check_directory(directory, front_length(chunks, notes_len), num_bytes, rows, where)
-    segment = SegmentId(SegmentKind(kind), job, MarkerId(generation, marker), rank, part)
+    segment = SegmentId(SegmentKind(kind), job, MarkerId(generation, marker), rank, part, chain)
     notes = bytes(memoryview(data)[end : end + notes_len])
     (crc,) = _CRC.unpack_from(data, _HEADER.size)
     return Front(segment, bool(last), num_bytes, rows, schema_crc, directory, notes, crc)

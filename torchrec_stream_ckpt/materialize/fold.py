@@ -55,7 +55,7 @@ class Interval:
         return self.end.num_bytes - (self.after.num_bytes if self.after else 0)
 
     def segment(self, part: int) -> SegmentId:
-        return SegmentId(SegmentKind.INTERVAL, self.commit.job, self.commit.id, self.end.rank, part)
+        return SegmentId(SegmentKind.INTERVAL, self.commit.job, self.commit.id, self.end.rank, part, self.end.chain)
 
     def name(self, part: int) -> str:
         """Of the object."""

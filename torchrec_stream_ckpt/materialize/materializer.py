@@ -210,7 +210,11 @@ class Materializer:
         fresh = self._catalog is None
         catalog = self._load(lineage.job)
         if not fresh and self._missing(lineage, catalog):
+            known = catalog.markers
             catalog.refresh()
+            for marker in catalog.markers - known:  # another worker's; of this history, or it is not ours to go on with
+                if marker in lineage.commits:
+                    catalog.check(lineage.commits[marker])
         self.missing = self._missing(lineage, catalog)
         wanted = {commit.id for commit in self.missing}
         self._found = {key: refs for key, refs in self._found.items() if key[0] in wanted}
@@ -338,9 +342,16 @@ class Materializer:
 
     def _put_marker(self, lineage: Lineage, commit: Commit, segments: tuple[tuple[SegmentRef, ...], ...]) -> None:
         """The manifest comes last: with it the marker is in the store."""
-        claim = claim_name(commit.job, commit.generation)
+        claim, frame = claim_name(commit.job, commit.generation), lineage.claims[commit.generation].to_frame()
         if self._objects.size(claim) is None:
-            self._objects.put(claim, [lineage.claims[commit.generation].to_frame()])
+            self._objects.put(claim, [frame])
+        elif bytes(self._objects.read(claim)) != frame:
+            raise CorruptionError(
+                "the store holds another generation of this number than the log: one of them was copied, or put back",
+                hint="give every log a store of its own, or bring the right one back",
+                store=self._objects.url,
+                generation=commit.generation,
+            )
         try:
             self._take_dense(commit)
         except CorruptionError as error:

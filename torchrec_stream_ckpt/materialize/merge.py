@@ -87,7 +87,7 @@ def merge(
         if rows.num_bytes >= SEGMENT_BYTES // 2:
             writer.put(rows, last=False)
     writer.put(rows, last=True)
-    fold = Fold(job, start, end, tuple(writer.refs))
+    fold = Fold(job, start, end, pieces[-1].chain, tuple(writer.refs))
     failpoint("fold.manifest")
     objects.put(name.name, [fold.to_bytes()])
     failpoint("fold.manifest_put")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -73,7 +73,7 @@ def choose(
             catalog.check_offered(marker)
         dense.verify(commit)
     elif lineage.commits:
-        commit, skipped = _newest_whole(lineage, dense, catalog.dropped if catalog is not None else ())
+        commit, skipped = _newest_whole(lineage, dense, catalog)
     else:
         return None
     held = hold(catalog, lineage, commit.id, head=warm(head(lineage.job), lineage, commit.id))
@@ -249,9 +249,11 @@ def _inside(schema: Schema, shards: tuple[TableShard, ...], commit: Commit, end:
     return shards
 
 
-def _newest_whole(lineage: Lineage, dense: DenseStore, dropped: Container[MarkerId]) -> tuple[Commit, list[str]]:
+def _newest_whole(lineage: Lineage, dense: DenseStore, catalog: Catalog | None) -> tuple[Commit, list[str]]:
     skipped: list[str] = []
-    for commit in reversed([commit for commit in lineage.commits.values() if commit.id not in dropped]):
+    for commit in reversed(lineage.commits.values()):
+        if catalog is not None and catalog.is_dropped(commit):
+            continue
         try:
             dense.verify(commit)
         except CorruptionError as error:

@@ -37,6 +37,8 @@ class Piece:
     """None: the piece holds every row."""
     end: MarkerId
     segments: tuple[SegmentRef, ...]
+    chain: int
+    """``RankEnd.chain`` of rank 0 at ``end``."""
 
     @property
     def rows(self) -> int:
@@ -128,13 +130,16 @@ class Catalog:
         """The manifest of a marker that is there; raises also when it is of another history than ``commit``."""
         manifest = self.manifest(commit.id)
         if manifest.commit != commit:
-            raise CorruptionError(
-                "the store holds another marker of this name than the log: one of them was put back",
-                hint="give every log a store of its own, or bring the right one back",
-                marker=commit.id,
-                store=self.objects.url,
-            )
+            raise self._foreign(commit.id)
         return manifest
+
+    def _foreign(self, marker: MarkerId) -> CorruptionError:
+        return CorruptionError(
+            "the store holds another marker of this name than the log: one of them was copied, or put back",
+            hint="give every log a store of its own, or bring the right one back",
+            marker=marker,
+            store=self.objects.url,
+        )
 
     def drop_of(self, marker: MarkerId) -> Dropped:
         """What was said when a marker was given up; raises as :meth:`manifest`."""
@@ -145,6 +150,14 @@ class Catalog:
                 raise CorruptionError("this is about another marker than its name", name=name)
             self._drops[marker] = drop
         return self._drops[marker]
+
+    def is_dropped(self, commit: Commit) -> bool:
+        """Whether the marker was given up; raises when it was one of another history that had its name."""
+        if commit.id not in self.dropped:
+            return False
+        if self.drop_of(commit.id).commit != commit:
+            raise self._foreign(commit.id)
+        return True
 
     def check_offered(self, marker: MarkerId) -> None:
         """Raises MarkerNotFoundError if the marker was given up, saying when and by what."""
@@ -173,7 +186,7 @@ class Catalog:
 
     def assuming(self, spans: Iterable[tuple[MarkerId | None, MarkerId]]) -> Catalog:
         """The same with folds that are not written yet, and have no segments."""
-        folds = {(start, end): Fold(self.job, start, end, ()) for start, end in spans}
+        folds = {(start, end): Fold(self.job, start, end, 0, ()) for start, end in spans}
         return replace(self, folds=self.folds | folds.keys(), _folds=self._folds | folds)
 
     def claim(self, generation: int) -> Claim:
@@ -252,11 +265,15 @@ class Catalog:
     def piece(self, start: MarkerId | None, end: Commit) -> Piece:
         """What is there of (start, end]: a fold, or else an interval; raises as :meth:`cover`."""
         if (start, end.id) in self.folds:
-            return Piece(start, end.id, self.fold(start, end.id).segments)
+            fold = self.fold(start, end.id)
+            if fold.segments and fold.chain != end.ranks[0].chain:
+                raise self._foreign(end.id)
+            return Piece(start, end.id, fold.segments, end.ranks[0].chain)
         manifest = self.check(end)
         if manifest.previous != (start if start is not None and start.generation == end.generation else None):
             raise self._gap(end.id, manifest.previous)
-        return Piece(start, end.id, tuple(ref for refs in manifest.segments for ref in refs))
+        refs = tuple(ref for refs in manifest.segments for ref in refs)
+        return Piece(start, end.id, refs, end.ranks[0].chain)
 
 
 def follow(
