@@ -49,7 +49,7 @@ def test_the_markers_of_a_lost_log_can_be_read_again(lost: Path, tmp_path: Path)
     found = run("recover", f"file://{lost}", "--store", lost)
     assert (found["job"], found["offered"], found["next_generation"]) == (JOB.hex(), ["1:1"], 2)
     (marker,) = run("list", f"file://{lost}", "--store", lost)["markers"]
-    assert (marker["marker"], marker["trimmed"]) == ("1:1", f"file://{lost}")
+    assert (marker["marker"], marker["from"], marker["log"]) == ("1:1", "store", False)
     run("export", f"file://{lost}", f"--to=safetensors://{tmp_path}/out")
     assert run("recover", f"file://{lost}", "--store", lost)["appended"] == 0
 

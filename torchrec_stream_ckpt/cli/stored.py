@@ -19,7 +19,8 @@ def rows_of(job: Job, commit: Commit) -> AbstractContextManager[Objects]:
 def dense_folder(job: Job, commit: Commit) -> Path:
     """A folder with the marker's dense files, their digests compared; it goes when the job is closed.
 
-    They are pickles. A place that nobody but the log has named is not opened: who may write a log may write anything there.
+    They are pickles. A place that nobody but the log has named is not opened: who may write a log may write anything
+    there.
 
     Raises:
         ConfigError: neither the caller nor the commit key vouches for the place.

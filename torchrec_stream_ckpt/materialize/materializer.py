@@ -210,11 +210,7 @@ class Materializer:
         fresh = self._catalog is None
         catalog = self._load(lineage.job)
         if not fresh and self._missing(lineage, catalog):
-            known = catalog.markers
-            catalog.refresh()
-            for marker in catalog.markers - known:  # another worker's; of this history, or it is not ours to go on with
-                if marker in lineage.commits:
-                    catalog.check(lineage.commits[marker])
+            _list_again(lineage, catalog)
         self.missing = self._missing(lineage, catalog)
         wanted = {commit.id for commit in self.missing}
         self._found = {key: refs for key, refs in self._found.items() if key[0] in wanted}
@@ -392,7 +388,7 @@ class Materializer:
         try:
             self._write_folds(lineage, catalog, commit)
         except MissingObjectError:
-            catalog.refresh()
+            _list_again(lineage, catalog)
             self._write_folds(lineage, catalog, commit)
 
     def _write_folds(self, lineage: Lineage, catalog: Catalog, commit: Commit) -> None:
@@ -425,6 +421,14 @@ class Materializer:
     def _count_merged(self, num_bytes: int) -> None:
         self.counts.fold_bytes_read += num_bytes
         self._going_on()
+
+
+def _list_again(lineage: Lineage, catalog: Catalog) -> None:
+    known = catalog.markers
+    catalog.refresh()
+    for marker in catalog.markers - known:  # another worker's; of this history, or it is not ours to go on with
+        if marker in lineage.commits:
+            catalog.check(lineage.commits[marker])
 
 
 def _previous(lineage: Lineage) -> dict[MarkerId, Commit | None]:
