@@ -129,7 +129,8 @@ def take_stock(objects: Objects, lineage: Lineage | None, job: bytes) -> Stock:
 
     Args:
         objects: The store.
-        lineage: The control partition; None to take the store's word for it.
+        lineage: The control partition; None if the log is gone and no trainer runs on this job: the store does not know
+            which generations have begun, so that the markers on which they stand could go.
         job: The job.
 
     Raises:
@@ -223,7 +224,8 @@ def _candidates(holdings: Holdings, offered: Sequence[MarkerId], floor: int) -> 
 def _links(holdings: Holdings) -> set[MarkerId]:
     """Markers that are not offered because of this, but on which something that is to come will stand.
 
-    The newest one, which the materializer goes on from, and the parents of generations that the store has nothing of.
+    The newest one, which the materializer goes on from, and the parents of generations that the store has nothing of:
+    of those only the log tells.
     """
     markers = holdings.catalog.markers
     newest = max(markers | holdings.catalog.dropped).generation
@@ -315,7 +317,7 @@ def collect(
 
     Args:
         objects: The store.
-        lineage: The control partition; None to take the store's word for it.
+        lineage: The control partition; None as for :func:`take_stock`.
         job: The job.
         rules: What may go. Without any rule of retention, nothing does.
         now_s: Unix time.
