@@ -103,11 +103,10 @@ def _check_log(uri: str | None, *, no_log: bool) -> None:
 
 
 def _run(objects: Objects, lineage: Lineage | None, job: bytes, rules: GcRules, *, dry_run: bool) -> GcPlan:
-    now_s = time.time()
     if dry_run or rules.retention.keeps_all:
-        return plan_gc(take_stock(objects, lineage, job), rules, now_s)
+        return plan_gc(take_stock(objects, lineage, job), rules, time.time())
     with ThreadPoolExecutor(_THREADS) as pool:
-        return collect(objects, lineage, job, rules, now_s, pool)
+        return collect(objects, lineage, job, rules, pool)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,8 @@ by a run that comes a grace period later, for there may be restores and material
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 
@@ -308,7 +309,12 @@ def _elsewhere(stock: Stock, dropping: Iterable[MarkerId]) -> tuple[str, ...]:
 
 
 def collect(
-    objects: Objects, lineage: Lineage | None, job: bytes, rules: GcRules, now_s: float, pool: Executor
+    objects: Objects,
+    lineage: Lineage | None,
+    job: bytes,
+    rules: GcRules,
+    pool: Executor,
+    clock: Callable[[], float] = time.time,
 ) -> GcPlan:
     """Give markers up, merge, and delete; returns what was done. May be killed and run again at any time.
 
@@ -320,8 +326,9 @@ def collect(
         lineage: The control partition; None as for :func:`take_stock`.
         job: The job.
         rules: What may go. Without any rule of retention, nothing does.
-        now_s: Unix time.
         pool: Threads that read and delete.
+        clock: Unix time. Read again behind the merges, which may take hours: the grace period of what they replace
+            begins when they are done.
 
     Raises:
         ConfigError: there is no rule.
@@ -331,6 +338,7 @@ def collect(
     if rules.retention.keeps_all:
         raise ConfigError("no rule says what to keep", hint="give one, such as --keep-all-for 24h --then-every 10")
     stock = take_stock(objects, lineage, job)
+    now_s = clock()
     plan = plan_gc(stock, rules, now_s)
     for marker in plan.dropping:
         _drop(objects, stock.holdings.lineage, marker, now_s)
@@ -338,6 +346,7 @@ def collect(
         write_span(objects, stock.holdings, span, pool)
         failpoint("gc.merged")
     stock = take_stock(objects, lineage, job)
+    now_s = clock()
     found = plan_gc(stock, GcRules(grace_s=rules.grace_s), now_s)  # of what is there now, whoever has come meanwhile
     _list(objects, job, stock, found.later, now_s)
     for kind in _PHASES:
