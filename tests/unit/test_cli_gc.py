@@ -12,11 +12,14 @@ from typer.testing import CliRunner
 
 from tests import stores
 from tests.stores import History
+from torchrec_stream_ckpt.cli import pin
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
+from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.materializer import Policy
 from torchrec_stream_ckpt.restore.choose import choose
+from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.dense import DenseFolder
 from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.types import MarkerId
@@ -93,6 +96,19 @@ def test_a_pin_keeps_a_marker_until_it_is_taken_away(history: History) -> None:
         run("pin", uri, "1:1", "--store", str(history.root))
     with pytest.raises(MarkerNotFoundError, match="marker 2:4 is not in the store"):
         run("pin", uri, "2:4", "--store", str(history.root / "elsewhere"))
+
+
+def test_a_pin_that_comes_too_late_says_so_and_is_not_there(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
+    look = pin._check_offered
+
+    def look_and_lose(objects: Objects, commit: Commit) -> None:
+        look(objects, commit)
+        gc(history, "--newest", "1")
+
+    monkeypatch.setattr(pin, "_check_offered", look_and_lose)
+    with pytest.raises(MarkerNotFoundError, match="marker 1:1 was given up by retention on 20"):
+        run("pin", f"file://{history.root}", "1:1", "--store", str(history.root))
+    assert not list(history.objects.list("pins/"))
 
 
 @pytest.mark.parametrize(

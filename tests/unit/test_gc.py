@@ -7,7 +7,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests import stores
-from tests.stores import History
+from tests.stores import HeldObjects, History
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
@@ -25,9 +25,10 @@ from torchrec_stream_ckpt.errors import (
     StoreUnavailableError,
 )
 from torchrec_stream_ckpt.failpoints import arm
+from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Pin
-from torchrec_stream_ckpt.layout import manifest_name, pin_name
+from torchrec_stream_ckpt.layout import dropped_name, manifest_name, pin_name
 from torchrec_stream_ckpt.materialize.gc import GcPlan, GcRules, collect, plan_gc, take_stock
 from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
 from torchrec_stream_ckpt.materialize.retention import Retention
@@ -272,6 +273,41 @@ def test_a_pinned_marker_stays_until_its_pin_is_gone(tmp_path: Path, pool: Execu
     history.objects.delete(pin)
     gc(history, rules(newest=1, compact=True), pool)
     assert check_whole(history) == names("1:6")
+
+
+class _Pinned(HeldObjects):
+    """A store in which somebody pins 1:3 right before, or right behind, the moment in which gc gives it up."""
+
+    def __init__(self, history: History, *, behind: bool) -> None:
+        super().__init__(stores.contents(history.objects))
+        self._behind, job = behind, history.lineage.job
+        self._pin, self.dropped = pin_name(job, MarkerId(1, 3)), dropped_name(job, MarkerId(1, 3))
+
+    def put(self, name: str, parts: Sequence[Buffer]) -> None:
+        super().put(name, parts)
+        if name == self.dropped and self._behind:
+            super().put(self._pin, [Pin(1.0).to_bytes()])
+
+    def size(self, name: str) -> int | None:
+        if name == self._pin and not self._behind:
+            super().put(self._pin, [Pin(1.0).to_bytes()])
+        return super().size(name)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_pin_that_comes_while_gc_gives_the_marker_up_keeps_it(
+    tmp_path: Path, *, behind: bool, pool: Executor
+) -> None:
+    history = plain(tmp_path)
+    store = _Pinned(history, behind=behind)
+    done = collect(store, None, history.lineage.job, rules(newest=1, compact=True), pool, lambda: 1e6)
+    assert (set(done.kept), set(done.dropping)) == (names("1:3", "1:6"), names("1:1", "1:2", "1:4", "1:5"))
+    assert store.size(store.dropped) is None
+    assert done.now
+    holdings = Holdings.load(store, history.lineage)
+    for marker in done.kept:
+        assert holdings.look(marker).problem == ""
+        assert stores.rows_of(store, history.lineage, marker) == history.rows[marker]
 
 
 def test_a_marker_that_is_not_whole_does_not_count_and_nothing_on_its_way_goes(tmp_path: Path, pool: Executor) -> None:

@@ -42,6 +42,7 @@ from torchrec_stream_ckpt.layout import (
     parse_manifest_name,
     parse_pin_name,
     parse_store_segment,
+    pin_name,
 )
 from torchrec_stream_ckpt.materialize.compact import Span, plan_spans, write_span
 from torchrec_stream_ckpt.materialize.retention import Candidate, Retention
@@ -340,8 +341,8 @@ def collect(
     stock = take_stock(objects, lineage, job)
     now_s = clock()
     plan = plan_gc(stock, rules, now_s)
-    for marker in plan.dropping:
-        _drop(objects, stock.holdings.lineage, marker, now_s)
+    dropped = tuple(each for each in plan.dropping if _drop(objects, stock.holdings.lineage, each, now_s))
+    plan = replace(plan, kept=tuple(sorted({*plan.kept, *plan.dropping} - {*dropped})), dropping=dropped)
     for span in plan.spans:
         write_span(objects, stock.holdings, span, pool)
         failpoint("gc.merged")
@@ -357,10 +358,20 @@ def collect(
     return replace(plan, now=found.now, later=found.later)
 
 
-def _drop(objects: Objects, lineage: Lineage, marker: MarkerId, now_s: float) -> None:
-    said = Dropped(lineage.find(marker), lineage.previous(marker), now_s)
-    objects.put(dropped_name(lineage.job, marker), [said.to_bytes()])
+def _drop(objects: Objects, lineage: Lineage, marker: MarkerId, now_s: float) -> bool:
+    """Give a marker up, unless somebody has pinned it since we looked; returns whether it was given up.
+
+    Whoever pins looks for ``dropped/`` behind their pin, and we for a pin behind our ``dropped/``: one sees the other.
+    """
+    pin, name = pin_name(lineage.job, marker), dropped_name(lineage.job, marker)
+    if objects.size(pin) is not None:
+        return False
+    objects.put(name, [Dropped(lineage.find(marker), lineage.previous(marker), now_s).to_bytes()])
     failpoint("gc.dropped")
+    if objects.size(pin) is None:
+        return True
+    objects.delete(name)  # nothing of it has gone yet
+    return False
 
 
 def _list(objects: Objects, job: bytes, stock: Stock, later: Iterable[Entry], now_s: float) -> None:
