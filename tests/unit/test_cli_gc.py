@@ -12,17 +12,20 @@ from typer.testing import CliRunner
 
 from tests import stores
 from tests.stores import History
+from torchrec_stream_ckpt.cli import pin
 from torchrec_stream_ckpt.cli.common import Job
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.cli.stored import rows_of
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
+from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.layout import claim_name
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.materializer import Policy
 from torchrec_stream_ckpt.restore.choose import choose
-from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.dense import DenseFolder
+from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.store.identity import prepare_store
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -46,7 +49,9 @@ def run(*arguments: str) -> str:
 
 
 def gc(history: History, *arguments: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(run("gc", "--store", str(history.root), *arguments, "--json"))
+    """``stream-ckpt gc`` with the job's log, or without any if ``--no-log`` is given."""
+    log = [] if "--no-log" in arguments else [f"file://{history.root}"]
+    found: list[dict[str, Any]] = json.loads(run("gc", *log, "--store", str(history.root), *arguments, "--json"))
     return found
 
 
@@ -57,7 +62,7 @@ def markers(history: History, *arguments: str) -> dict[str, dict[str, Any]]:
 
 def test_gc_without_an_option_to_keep_deletes_nothing_and_says_so(history: History) -> None:
     before = stores.contents(history.objects)
-    assert "nothing was deleted: say what to keep" in run("gc", "--store", str(history.root))
+    assert "nothing was deleted: say what to keep" in run("gc", f"file://{history.root}", "--store", str(history.root))
     (record,) = gc(history)
     assert (record["dry_run"], record["kept"], record["deleted"]) == (True, ["1:1", "1:2", "1:3", "2:3", "2:4"], [])
     assert stores.contents(history.objects) == before
@@ -103,6 +108,19 @@ def test_a_pin_keeps_a_marker_until_it_is_taken_away(history: History) -> None:
         run("pin", uri, "2:4", "--store", str(history.root / "elsewhere"))
 
 
+def test_a_pin_that_comes_too_late_says_so_and_is_not_there(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
+    look = pin._check_offered
+
+    def look_and_lose(objects: Objects, commit: Commit) -> None:
+        look(objects, commit)
+        gc(history, "--newest", "1")
+
+    monkeypatch.setattr(pin, "_check_offered", look_and_lose)
+    with pytest.raises(MarkerNotFoundError, match="marker 1:1 was given up by retention on 20"):
+        run("pin", f"file://{history.root}", "1:1", "--store", str(history.root))
+    assert not list(history.objects.list("pins/"))
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -110,9 +128,9 @@ def test_a_pin_keeps_a_marker_until_it_is_taken_away(history: History) -> None:
         (("--then-every", "0"), ConfigError, "then_every must be at least 1"),
         (("--newest", "0"), ConfigError, "newest must be at least 1"),
         (("--newest", "1", "--grace", "-1h"), ConfigError, "'-1h' is no duration"),
-        (("--newest", "1", "--job", "7"), ConfigError, "'7' is no job"),
+        (("--newest", "1", "--job", "7", "--no-log"), ConfigError, "'7' is no job"),
         (
-            ("--newest", "1", "--job", "00" * 16),
+            ("--newest", "1", "--job", "00" * 16, "--no-log"),
             MarkerNotFoundError,
             "the store has no marker of job 0+, but of job 0+7",
         ),
@@ -136,12 +154,12 @@ def test_each_job_of_a_store_is_looked_at(history: History) -> None:
     folder = history.root / "manifests" / other
     (folder / "g00000001-m00000001.json").write_bytes(b"{}")
     with pytest.raises(CorruptionError, match="not a manifest of this store"):
-        gc(history, "--newest", "1")
-    assert [record["job"] for record in gc(history, "--newest", "1", "--job", job.upper())] == [job]
-    assert [record["job"] for record in gc(history, f"file://{history.root}", "--newest", "1")] == [job]
-    assert gc(history, f"file://{history.root}", "--newest", "1", "--job", job.upper())[0]["job"] == job
+        gc(history, "--newest", "1", "--no-log")
+    assert [record["job"] for record in gc(history, "--newest", "1", "--job", job.upper(), "--no-log")] == [job]
+    assert [record["job"] for record in gc(history, "--newest", "1")] == [job]
+    assert gc(history, "--newest", "1", "--job", job.upper())[0]["job"] == job
     with pytest.raises(ConfigError, match="the log is of job"):
-        gc(history, f"file://{history.root}", "--newest", "1", "--job", other)
+        gc(history, "--newest", "1", "--job", other)
 
 
 def test_over_kafka_a_commit_without_a_store_is_an_error(history: History) -> None:
@@ -156,10 +174,37 @@ def test_over_kafka_a_commit_without_a_store_is_an_error(history: History) -> No
 
 def test_a_store_without_markers_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(MarkerNotFoundError, match="nobody has put markers into this store"):
-        run("gc", "--store", str(tmp_path / "mistyped"), "--newest", "1")
+        run("gc", "--no-log", "--store", str(tmp_path / "mistyped"), "--newest", "1")
     prepare_store(open_store(str(tmp_path / "empty")))
     with pytest.raises(MarkerNotFoundError, match="nobody has put markers into this store"):
-        run("gc", "--store", str(tmp_path / "empty"))
+        run("gc", "--no-log", "--store", str(tmp_path / "empty"))
+
+
+def test_the_marker_on_which_a_generation_without_markers_stands_survives_trim_and_gc(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    history.generation(1, range(1, 11))
+    stores.fold(tmp_path)
+    history.generation(2, [], "1:5")  # a trainer has restored 1:5
+    trim(history)
+    before = stores.contents(history.objects)
+    options = ("--newest", "1", "--grace", "0s", "--compact")
+    with pytest.raises(ConfigError, match="a marker could go on which a running trainer stands") as refused:
+        run("gc", "--store", str(tmp_path), *options)
+    assert "--no-log only if the log is gone and no trainer runs" in refused.value.hint
+    with pytest.raises(ConfigError, match="both a log and --no-log"):
+        run("gc", f"file://{tmp_path}", "--no-log", "--store", str(tmp_path), *options)
+    assert stores.contents(history.objects) == before
+    assert gc(history, *options)[0]["kept"] == ["1:10"]
+    held = Holdings.load(history.objects, history.lineage).look(MarkerId(1, 5))
+    assert (held.reach, held.damage) == (MarkerId(1, 5), "")
+    assert stores.rows_of(history.objects, history.lineage, MarkerId(1, 5)) == history.rows[MarkerId(1, 5)]
+
+
+def test_a_store_whose_log_is_gone_is_tidied_by_its_own_word(history: History) -> None:
+    job = history.lineage.job.hex()
+    stores.lose_log(history.root)
+    (record,) = gc(history, "--newest", "1", "--no-log")
+    assert (record["job"], record["kept"]) == (job, ["2:4"])
 
 
 def test_a_dropped_marker_is_not_restored_and_the_list_says_when_it_was_given_up(history: History) -> None:
@@ -346,4 +391,4 @@ def test_a_store_that_nobody_has_written_to_lets_nothing_go(tmp_path: Path) -> N
     with pytest.raises(MarkerNotFoundError, match="the store holds no marker of this job"):
         trim(history)
     with pytest.raises(MarkerNotFoundError, match="no marker of job"):
-        gc(history, f"file://{tmp_path}", "--newest", "1")
+        gc(history, "--newest", "1")

@@ -7,7 +7,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests import stores
-from tests.stores import History
+from tests.stores import HeldObjects, History
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
@@ -25,9 +25,10 @@ from torchrec_stream_ckpt.errors import (
     StoreUnavailableError,
 )
 from torchrec_stream_ckpt.failpoints import arm
+from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Pin
-from torchrec_stream_ckpt.layout import manifest_name, pin_name
+from torchrec_stream_ckpt.layout import dropped_name, manifest_name, pin_name
 from torchrec_stream_ckpt.materialize.gc import GcPlan, GcRules, collect, plan_gc, take_stock
 from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
 from torchrec_stream_ckpt.materialize.retention import Retention
@@ -73,7 +74,7 @@ def rules(grace_s: float = 0.0, *, compact: bool = False, **retention: object) -
 def gc(
     history: History, given: GcRules, pool: Executor, *, now_s: float = 1e6, lineage: Lineage | None = None
 ) -> GcPlan:
-    return collect(history.objects, lineage, history.lineage.job, given, now_s, pool)
+    return collect(history.objects, lineage, history.lineage.job, given, pool, lambda: now_s)
 
 
 def offered(history: History) -> set[MarkerId]:
@@ -131,7 +132,7 @@ def test_an_object_store_keeps_the_same_rules(tmp_path: Path, pool: Executor) ->
             store.put(name, [data])
     job, given = history.lineage.job, rules(newest=1, then_every=4, compact=True)
     by_folder = gc(history, given, pool)
-    by_store = collect(store, None, job, given, 1e6, pool)
+    by_store = collect(store, None, job, given, pool, lambda: 1e6)
     assert (by_store.now, by_store.kept) == (by_folder.now, by_folder.kept)
     for marker in by_store.kept:
         assert stores.rows_of(store, history.lineage, marker) == history.rows[marker]
@@ -209,6 +210,18 @@ def test_nothing_goes_before_the_grace_period_is_over(tmp_path: Path, pool: Exec
     assert not list(history.objects.list("garbage/"))
 
 
+def test_the_grace_period_of_what_a_merge_replaces_begins_behind_the_merge(tmp_path: Path, pool: Executor) -> None:
+    history, given = plain(tmp_path), rules(HOUR, then_every=3, compact=True)
+    times = iter([1e6, 1e6 + 2 * HOUR])  # the merge takes longer than the grace period
+    first = collect(history.objects, None, history.lineage.job, given, pool, lambda: next(times))
+    assert first.spans
+    assert first.now == ()
+    early = gc(history, given, pool, now_s=1e6 + 3 * HOUR - 1)
+    assert (early.now, early.later) == ((), first.later)
+    assert gc(history, given, pool, now_s=1e6 + 3 * HOUR).now == first.later
+    assert check_whole(history) == names("1:3", "1:6")
+
+
 def test_who_read_a_manifest_before_gc_finds_its_rows_within_the_grace_period(tmp_path: Path, pool: Executor) -> None:
     history = plain(tmp_path)
     catalog = Catalog.load(history.objects, history.lineage.job)
@@ -260,6 +273,41 @@ def test_a_pinned_marker_stays_until_its_pin_is_gone(tmp_path: Path, pool: Execu
     history.objects.delete(pin)
     gc(history, rules(newest=1, compact=True), pool)
     assert check_whole(history) == names("1:6")
+
+
+class _Pinned(HeldObjects):
+    """A store in which somebody pins 1:3 right before, or right behind, the moment in which gc gives it up."""
+
+    def __init__(self, history: History, *, behind: bool) -> None:
+        super().__init__(stores.contents(history.objects))
+        self._behind, job = behind, history.lineage.job
+        self._pin, self.dropped = pin_name(job, MarkerId(1, 3)), dropped_name(job, MarkerId(1, 3))
+
+    def put(self, name: str, parts: Sequence[Buffer]) -> None:
+        super().put(name, parts)
+        if name == self.dropped and self._behind:
+            super().put(self._pin, [Pin(1.0).to_bytes()])
+
+    def size(self, name: str) -> int | None:
+        if name == self._pin and not self._behind:
+            super().put(self._pin, [Pin(1.0).to_bytes()])
+        return super().size(name)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_pin_that_comes_while_gc_gives_the_marker_up_keeps_it(
+    tmp_path: Path, *, behind: bool, pool: Executor
+) -> None:
+    history = plain(tmp_path)
+    store = _Pinned(history, behind=behind)
+    done = collect(store, None, history.lineage.job, rules(newest=1, compact=True), pool, lambda: 1e6)
+    assert (set(done.kept), set(done.dropping)) == (names("1:3", "1:6"), names("1:1", "1:2", "1:4", "1:5"))
+    assert store.size(store.dropped) is None
+    assert done.now
+    holdings = Holdings.load(store, history.lineage)
+    for marker in done.kept:
+        assert holdings.look(marker).problem == ""
+        assert stores.rows_of(store, history.lineage, marker) == history.rows[marker]
 
 
 def test_a_marker_that_is_not_whole_does_not_count_and_nothing_on_its_way_goes(tmp_path: Path, pool: Executor) -> None:
@@ -318,7 +366,7 @@ def test_dense_state_in_another_store_is_named_and_stays(tmp_path: Path, pool: E
     history.generation(1, [1, 2])
     store = stores.open_store(str(tmp_path / "store"))
     list(Materializer(history.log, store, lambda _: open_dense(str(history.root)), pool).catch_up(history.lineage))
-    done = collect(store, None, history.lineage.job, rules(newest=1), 1e6, pool)
+    done = collect(store, None, history.lineage.job, rules(newest=1), pool, lambda: 1e6)
     assert done.elsewhere == ("the log's folder",)
     assert (tmp_path / "log" / "dense" / history.lineage.job.hex() / "g00000001-m00000001" / ".metadata").exists()
 
@@ -339,7 +387,7 @@ from torchrec_stream_ckpt.materialize.retention import Retention
 from torchrec_stream_ckpt.store.api import open_store
 rules = GcRules(retention=Retention(newest=1, then_every=4), compact=True, grace_s=float(sys.argv[3]))
 with ThreadPoolExecutor(1) as pool:
-    collect(open_store(sys.argv[1]), None, bytes.fromhex(sys.argv[2]), rules, float(sys.argv[4]), pool)
+    collect(open_store(sys.argv[1]), None, bytes.fromhex(sys.argv[2]), rules, pool, lambda: float(sys.argv[4]))
 """
 
 
@@ -427,9 +475,9 @@ def test_a_store_of_another_job_is_refused(tmp_path: Path, pool: Executor) -> No
     history = plain(tmp_path)
     other = bytes(16)
     with pytest.raises(MarkerNotFoundError, match=f"no marker of job 0+, but of job {history.lineage.job.hex()}"):
-        collect(history.objects, None, other, rules(newest=1), 1e6, pool)
+        collect(history.objects, None, other, rules(newest=1), pool)
     with pytest.raises(MarkerNotFoundError, match="no marker of job"):
-        collect(stores.open_store(str(tmp_path / "nothing")), None, other, rules(newest=1), 1e6, pool)
+        collect(stores.open_store(str(tmp_path / "nothing")), None, other, rules(newest=1), pool)
 
 
 def test_a_store_that_knows_more_than_the_log_is_refused(tmp_path: Path, pool: Executor) -> None:

@@ -113,6 +113,21 @@ def test_half_precision_becomes_float32_in_parquet_with_the_same_values(tmp_path
     np.testing.assert_array_equal(bits, values()[0][0].astype(np.uint32) << 16)
 
 
+def test_a_table_without_rows_is_a_file_without_rows(tmp_path: Path) -> None:
+    schema = Schema((table("m.none", 0, 4, "float32", ROWWISE, MOMENT), table("m.t", 9, 4)))
+    none, some = np.empty((0, 4), np.float32), np.ones((9, 4), np.float32)
+    write_tables(tmp_path / "log", schema, [(none, (none[:, 0], none)), (some, ())])
+    out = json.loads(run("export", f"file://{tmp_path}/log", "--to", f"parquet://{tmp_path}/out", "--states", "--json"))
+    assert [name for name in out["files"] if not (tmp_path / "out" / name).is_file()] == []
+    found = pyarrow.parquet.read_table(tmp_path / "out" / "m.none.parquet")
+    assert (found.num_rows, found.schema.field("vector").type) == (0, pyarrow.list_(pyarrow.float32(), 4))
+    assert found.column_names == ["id", "vector", "momentum1", "exp_avg"]
+    assert pyarrow.parquet.read_table(tmp_path / "out" / "m.t.parquet").num_rows == 9
+    run("export", f"file://{tmp_path}/log", "--to", f"safetensors://{tmp_path}/tensors", "--states")
+    with safe_open(tmp_path / "tensors" / "model-00001-of-00001.safetensors", "np") as file:
+        assert file.get_tensor("m.none").shape == (0, 4)
+
+
 def test_a_folder_that_holds_something_is_replaced_only_by_force(tmp_path: Path) -> None:
     write_tables(tmp_path / "log", SCHEMA, values())
     arguments = ["export", f"file://{tmp_path}/log", "--to", f"safetensors://{tmp_path}/out"]

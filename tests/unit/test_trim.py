@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from tests.builders import Stream, claim, commit, trim, write
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.commit.generation import Generation
-from torchrec_stream_ckpt.commit.trim import Trimmed, trim_log
+from torchrec_stream_ckpt.commit.trim import Trimmed, cut_of, trim_log
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
@@ -33,7 +34,7 @@ from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.restore.choose import choose
 from torchrec_stream_ckpt.restore.verify import verify_marker
 from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.types import LogSpan, MarkerId
+from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
 
 STORE = "s3://bucket/job"
 POINTS = {"trim.append": 1, "trim.appended": 1, "trim.recorded": 1, "trim.deleted": 2}
@@ -194,6 +195,34 @@ def test_branches_that_the_store_holds_as_well_go_too(job: Job) -> None:
     done = job.trim("4:6", "1:3", "3:3")
     assert list(map(str, done.trim.markers)) == ["1:3", "2:4", "3:3", "4:6"]
     assert job.segments() == {6: before[6]}
+
+
+def test_offsets_of_a_log_that_was_lost_are_not_those_of_the_log_that_came_after_it(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    far = RankEnd(0, 0, 0, 50_000, 2, 0, 0, 0)
+    job.log.append_control(claim(1, incarnation="lost").to_frame())  # what recover writes
+    for marker in (1, 2):
+        job.log.append_control(commit(1, marker, [far]).to_frame())
+    job.log.append_control(trim("1:1").to_frame())
+    job.log.append_control(claim(2, parent=MarkerId(1, 2), incarnation="lost").to_frame())
+    job.generation(3, [3, 4], "1:2")
+    before, lineage = job.segments(), job.control.refresh()
+    (span,) = lineage.spans(3, lineage.find(MarkerId(3, 4)).ranks)
+    cut = cut_of(lineage, lineage.reach, job.incarnation)
+    assert (cut.gone, cut.kept, cut.dead) == ((), (span,), frozenset())
+    done = job.trim("3:3")
+    assert list(map(str, done.trim.markers)) == ["1:2", "3:3"]
+    assert job.segments() == {3: [base for base in before[3] if base >= job.end("3:3")]}
+    lineage = job.control.refresh()
+    cut = cut_of(lineage, lineage.reach, job.incarnation)
+    assert (cut.gone, cut.kept) == (
+        (LogSpan(3, 0, 0, job.end("3:3")),),
+        (LogSpan(3, 0, job.end("3:3"), job.end("3:4")),),
+    )
+    shutil.rmtree(tmp_path / "data")
+    (tmp_path / "LOG").unlink()
+    with pytest.raises(LogUnavailableError, match="the log is gone"):
+        job.trim("3:4")
 
 
 def test_what_a_marker_lacks_is_said_to_be_in_the_store(job: Job) -> None:

@@ -38,8 +38,13 @@ _THREADS = 8
 def collect_garbage(
     store: StoreNamed,
     uri: Annotated[
-        str | None, typer.Argument(help="The job's log, if it is still there: it knows all markers.", metavar="URI")
+        str | None,
+        typer.Argument(help="The job's log: it knows which generations have begun. Not with --no-log.", metavar="URI"),
     ] = None,
+    no_log: Annotated[
+        bool,
+        typer.Option("--no-log", help="The log is gone, and no trainer runs on this job: believe the store alone."),
+    ] = False,
     job: Annotated[str | None, typer.Option(help="Only this job of the store.", metavar="HEX")] = None,
     keep_all_for: Annotated[
         str | None, typer.Option(help="Keep every marker so long: 24h, 7d.", metavar="TIME")
@@ -67,7 +72,10 @@ def collect_garbage(
 
     Pinned markers (stream-ckpt pin) are kept. What is found not to be needed is deleted by a run that comes after the
     grace period: run it regularly. Without --keep-all-for, --then-every or --newest, nothing is deleted.
+
+    URI is needed: only the log knows on which marker a generation stands that has begun and has no marker yet.
     """
+    _check_log(uri, no_log=no_log)
     rules = GcRules(
         retention=Retention(keep_all_for=keep_all_for, then_every=then_every, newest=newest),
         grace_s=parse_duration(grace),
@@ -87,12 +95,21 @@ def collect_garbage(
         typer.echo("uploads that were broken off are not seen here: let a lifecycle rule of the bucket abort them")
 
 
+def _check_log(uri: str | None, *, no_log: bool) -> None:
+    if uri is None and not no_log:
+        raise ConfigError(
+            "gc needs the job's log: without it a marker could go on which a running trainer stands",
+            hint="give the log's URI; --no-log only if the log is gone and no trainer runs on this job",
+        )
+    if uri is not None and no_log:
+        raise ConfigError("both a log and --no-log are given", hint="leave --no-log away as long as there is a log")
+
+
 def _run(objects: Objects, lineage: Lineage | None, job: bytes, rules: GcRules, *, dry_run: bool) -> GcPlan:
-    now_s = time.time()
     if dry_run or rules.retention.keeps_all:
-        return plan_gc(take_stock(objects, lineage, job), rules, now_s)
+        return plan_gc(take_stock(objects, lineage, job), rules, time.time())
     with ThreadPoolExecutor(_THREADS) as pool:
-        return collect(objects, lineage, job, rules, now_s, pool)
+        return collect(objects, lineage, job, rules, pool)
 
 
 @contextlib.contextmanager

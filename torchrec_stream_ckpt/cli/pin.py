@@ -45,7 +45,13 @@ def pin_marker(
     ):
         commit = job.find(marker)
         _check_offered(objects, commit)
-        objects.put(pin_name(commit.job, commit.id), [Pin(time.time()).to_bytes()])
+        pin = pin_name(commit.job, commit.id)
+        objects.put(pin, [Pin(time.time()).to_bytes()])
+        try:
+            _check_offered(objects, commit)  # a gc that has not seen the pin may have given it up meanwhile
+        except MarkerNotFoundError:
+            objects.delete(pin)
+            raise
     if json:
         print_json({"uri": uri, "store": objects.url, "marker": str(commit.id), "pinned": True})
         return

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import MAX_PLACE_CHARS, Commit, Trim
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -74,7 +74,8 @@ def trim_log(
             "this job has a commit key: its trainer ignores a TRIM that is not signed with it, and misses the data",
             hint="give it with --commit-key-file",
         )
-    plan = log.trim(cut_of(lineage, _furthest(lineage.reach.values(), trim.markers)), dry_run=True)
+    incarnation = _incarnation(log)
+    plan = log.trim(cut_of(lineage, _furthest(lineage.reach.values(), trim.markers), incarnation), dry_run=True)
     if dry_run:
         return Trimmed(trim, False, plan)
     new = not _said(lineage, trim)
@@ -82,7 +83,14 @@ def trim_log(
         control.trim(trim)
     failpoint("trim.recorded")
     lineage = control.refresh()
-    return Trimmed(trim, new, log.trim(cut_of(lineage, lineage.reach)))
+    return Trimmed(trim, new, log.trim(cut_of(lineage, lineage.reach, incarnation)))
+
+
+def _incarnation(log: Log) -> str:
+    now = log.incarnation()
+    if now is None:
+        raise LogUnavailableError("the log is gone", hint="bring it back")
+    return now.id
 
 
 def _trim_of(lineage: Lineage, commits: Iterable[Commit], store_url: str) -> Trim:
@@ -109,16 +117,19 @@ def _said(lineage: Lineage, trim: Trim) -> bool:
     return True
 
 
-def cut_of(lineage: Lineage, reach: Mapping[int, MarkerId]) -> Cut:
+def cut_of(lineage: Lineage, reach: Mapping[int, MarkerId], incarnation: str) -> Cut:
     """What nobody needs once the streams up to ``reach`` are elsewhere.
 
     Args:
         lineage: The control partition.
         reach: For each generation of which data may go, the marker up to which.
+        incarnation: The log as it is now. Generations that wrote to another one have no data in it: at their offsets,
+            which ``recover`` brings back with their COMMITs, lie frames of others.
     """
-    newest = {commit.generation: commit for commit in lineage.commits.values()}
-    ends = [lineage.commits[marker] for marker in reach.values()]
+    here = {generation for generation, claim in lineage.claims.items() if claim.incarnation == incarnation}
+    newest = {commit.generation: commit for commit in lineage.commits.values() if commit.generation in here}
+    ends = [lineage.commits[marker] for marker in reach.values() if marker.generation in here]
     gone = [span for commit in ends for span in lineage.spans(commit.generation, commit.ranks, {})]
     kept = [span for commit in newest.values() for span in lineage.spans(commit.generation, commit.ranks, reach)]
     needed = {span.generation for span in kept} | {lineage.newest_generation}
-    return Cut(tuple(gone), tuple(kept), frozenset(lineage.claims.keys() - needed))
+    return Cut(tuple(gone), tuple(kept), frozenset(here - needed))

@@ -47,7 +47,7 @@ def write_parquet(
         names.append(f"{quote(reader.spec.name, safe='')}.parquet")
         more = {"table": reader.spec.name, "dtype": reader.spec.dtype, "optimizer": reader.spec.optimizer}
         with _Closing(pyarrow.parquet, folder / names[-1]) as sink:
-            for row0, rows in reader.windows():
+            for row0, rows in list(reader.windows()) or [(0, 0)]:  # a table without rows has a schema, too
                 columns = dict(_columns(pyarrow, reader, reader.read(row0, rows), states=states))
                 sink.write(pyarrow.table(columns).replace_schema_metadata({**about, **more}))
                 progress(rows * reader.row_bytes)
@@ -71,7 +71,7 @@ class _Closing:
     def write(self, table: Any) -> None:
         if self._writer is None:
             self._writer = self._parquet.ParquetWriter(self._path, table.schema)
-        self._writer.write_table(table, row_group_size=table.num_rows)
+        self._writer.write_table(table, row_group_size=max(1, table.num_rows))
 
 
 def _columns(pyarrow: Any, reader: TableReader, window: Window, *, states: bool) -> Iterator[tuple[str, Any]]:

@@ -63,7 +63,7 @@ class TableReader:
             (int(col0), int(cols))
             for source in self._sources
             for col0, cols in np.unique(source.picked.front.directory[source.picked.chunks][["col0", "cols"]])
-        }
+        } or {(0, self.spec.dim)}  # of a table without rows nothing is sent
         self._cuts = sorted({edge for col0, cols in held for edge in (col0, col0 + cols)} | {0, self.spec.dim})
         """Columns between two cuts always arrive together."""
         self.slices: tuple[tuple[int, int], ...] = tuple(sorted(held)) if self.spec.has_row_state else ()

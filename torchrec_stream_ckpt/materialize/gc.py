@@ -10,7 +10,8 @@ by a run that comes a grace period later, for there may be restores and material
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 
@@ -39,6 +40,7 @@ from torchrec_stream_ckpt.layout import (
     parse_manifest_name,
     parse_pin_name,
     parse_store_segment,
+    pin_name,
 )
 from torchrec_stream_ckpt.materialize.compact import Span, plan_spans, write_span
 from torchrec_stream_ckpt.materialize.retention import Candidate, Retention
@@ -128,7 +130,8 @@ def take_stock(objects: Objects, lineage: Lineage | None, job: bytes) -> Stock:
 
     Args:
         objects: The store.
-        lineage: The control partition; None to take the store's word for it.
+        lineage: The control partition; None if the log is gone and no trainer runs on this job: the store does not know
+            which generations have begun, so that the markers on which they stand could go.
         job: The job.
 
     Raises:
@@ -216,7 +219,8 @@ def _candidates(holdings: Holdings, offered: Sequence[MarkerId], floor: int) -> 
 def _links(holdings: Holdings) -> set[MarkerId]:
     """Markers that are not offered because of this, but on which something that is to come will stand.
 
-    The newest one, which the materializer goes on from, and the parents of generations that the store has nothing of.
+    The newest one, which the materializer goes on from, and the parents of generations that the store has nothing of:
+    of those only the log tells.
     """
     markers = holdings.catalog.markers
     newest = max(markers | holdings.catalog.dropped).generation
@@ -299,7 +303,12 @@ def _elsewhere(stock: Stock, dropping: Iterable[MarkerId]) -> tuple[str, ...]:
 
 
 def collect(
-    objects: Objects, lineage: Lineage | None, job: bytes, rules: GcRules, now_s: float, pool: Executor
+    objects: Objects,
+    lineage: Lineage | None,
+    job: bytes,
+    rules: GcRules,
+    pool: Executor,
+    clock: Callable[[], float] = time.time,
 ) -> GcPlan:
     """Give markers up, merge, and delete; returns what was done. May be killed and run again at any time.
 
@@ -308,11 +317,12 @@ def collect(
 
     Args:
         objects: The store.
-        lineage: The control partition; None to take the store's word for it.
+        lineage: The control partition; None as for :func:`take_stock`.
         job: The job.
         rules: What may go. Without any rule of retention, nothing does.
-        now_s: Unix time.
         pool: Threads that read and delete.
+        clock: Unix time. Read again behind the merges, which may take hours: the grace period of what they replace
+            begins when they are done.
 
     Raises:
         ConfigError: there is no rule.
@@ -322,13 +332,15 @@ def collect(
     if rules.retention.keeps_all:
         raise ConfigError("no rule says what to keep", hint="give one, such as --keep-all-for 24h --then-every 10")
     stock = take_stock(objects, lineage, job)
+    now_s = clock()
     plan = plan_gc(stock, rules, now_s)
-    for marker in plan.dropping:
-        _drop(objects, stock.holdings.lineage, marker, now_s)
+    dropped = tuple(each for each in plan.dropping if _drop(objects, stock.holdings.lineage, each, now_s))
+    plan = replace(plan, kept=tuple(sorted({*plan.kept, *plan.dropping} - {*dropped})), dropping=dropped)
     for span in plan.spans:
         write_span(objects, stock.holdings, span, pool)
         failpoint("gc.merged")
     stock = take_stock(objects, lineage, job)
+    now_s = clock()
     found = plan_gc(stock, GcRules(grace_s=rules.grace_s), now_s)  # of what is there now, whoever has come meanwhile
     _list(objects, job, stock, found.later, now_s)
     for kind in _PHASES:
@@ -339,10 +351,20 @@ def collect(
     return replace(plan, now=found.now, later=found.later)
 
 
-def _drop(objects: Objects, lineage: Lineage, marker: MarkerId, now_s: float) -> None:
-    said = Dropped(lineage.find(marker), lineage.previous(marker), now_s)
-    objects.put(dropped_name(lineage.job, marker), [said.to_bytes()])
+def _drop(objects: Objects, lineage: Lineage, marker: MarkerId, now_s: float) -> bool:
+    """Give a marker up, unless somebody has pinned it since we looked; returns whether it was given up.
+
+    Whoever pins looks for ``dropped/`` behind their pin, and we for a pin behind our ``dropped/``: one sees the other.
+    """
+    pin, name = pin_name(lineage.job, marker), dropped_name(lineage.job, marker)
+    if objects.size(pin) is not None:
+        return False
+    objects.put(name, [Dropped(lineage.find(marker), lineage.previous(marker), now_s).to_bytes()])
     failpoint("gc.dropped")
+    if objects.size(pin) is None:
+        return True
+    objects.delete(name)  # nothing of it has gone yet
+    return False
 
 
 def _list(objects: Objects, job: bytes, stock: Stock, later: Iterable[Entry], now_s: float) -> None:
