@@ -17,28 +17,41 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from tests.builders import JOB, OTHER_JOB
+from tests.builders import JOB, OTHER_JOB, trim
 from tests.synthetic import PLAIN, ROWWISE, SCHEMA, WIDE, Image, Job, image_of_log
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StoreUnavailableError
 from torchrec_stream_ckpt.format import head as head_format
 from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.head import HeadState, SliceLayout, column_slices
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import RowsView
-from torchrec_stream_ckpt.layout import HEAD_FILE, default_head_root, head_slice_name, parse_head_slice
+from torchrec_stream_ckpt.format.segment import decode_chunk
+from torchrec_stream_ckpt.layout import (
+    DATA_DIR,
+    HEAD_FILE,
+    default_head_root,
+    dense_name,
+    head_slice_name,
+    parse_head_slice,
+)
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize import head as head_writer
+from torchrec_stream_ckpt.materialize.gc import GcRules, collect
 from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
-from torchrec_stream_ckpt.restore.choose import hold, warm
+from torchrec_stream_ckpt.materialize.retention import Retention
+from torchrec_stream_ckpt.restore.choose import choose, hold, warm
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.head import Head, HeadDamagedError, HeadFolder, head_root
+from torchrec_stream_ckpt.store.reader import read_chunks
 from torchrec_stream_ckpt.types import MarkerId, TableShard
 
+ALWAYS = Policy(rebase=1e-9)
 POINTS = ("head.dirty", "head.chunk", "head.clean")
 """Where a writer is killed."""
 
@@ -357,6 +370,69 @@ def test_what_is_behind_it_comes_from_the_store(warmed: Warm) -> None:
     held = hold(Catalog.load(warmed.objects, JOB), warmed.lineage, third.id, head=state)
     assert held is not None
     assert (held.reach, len(held.pieces), held.head) == (third.id, 1, state)
+
+
+def left_behind(tmp_path: Path, pool: ThreadPoolExecutor) -> Warm:
+    """HEAD is at 1:3; another host went on to 1:8, where a base is; gc took what lies between, trim all frames."""
+    warmed = Warm(tmp_path, pool, Policy(rebase=0))
+    warmed.markers(3)
+    warmed.follow()
+    folder = tmp_path / dense_name(JOB, MarkerId(1, 8))
+    folder.mkdir(parents=True)
+    (folder / ".metadata").write_bytes(b"dense state")
+    for marker in range(4, 9):
+        warmed.job.touch()
+        warmed.job.commit(dense_files=digest_files(folder, [".metadata"]) if marker == 8 else ())
+    dense = open_dense(str(tmp_path))
+    list(Materializer(warmed.job.log, warmed.objects, lambda _: dense, pool, ALWAYS).catch_up(warmed.lineage))
+    collect(warmed.objects, None, JOB, GcRules(retention=Retention(newest=1), grace_s=0.0), 1e6, pool)
+    shutil.copytree(warmed.log_dir, tmp_path / "truth")
+    warmed.job.log.append_control(trim("1:8", store=warmed.objects.url).to_frame())
+    shutil.rmtree(warmed.log_dir / DATA_DIR)
+    (warmed.log_dir / DATA_DIR).mkdir()
+    return warmed
+
+
+def test_one_that_gc_has_left_behind_is_not_used(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    warmed = left_behind(tmp_path, pool)
+    newest, lineage = MarkerId(1, 8), warmed.lineage
+    assert Catalog.load(warmed.objects, JOB).cover(lineage.chain(newest)[3:], MarkerId(1, 3)) is None
+    with contextlib.closing(whole(warmed.head())) as head:
+        choice = choose(
+            warmed.job.log, lineage, open_dense(str(tmp_path)), None, warmed.objects, lambda job: head.state
+        )
+    assert choice is not None
+    assert choice.held is not None
+    assert (choice.held.reach, choice.held.head, choice.commit.id) == (newest, None, newest)
+    image = Image(SCHEMA)
+    picked = [each for piece in choice.held.pieces for each in piece.segments]
+    for each, entry, data in read_chunks(warmed.objects, picked, pool):
+        image.put(entry.table, entry.col0, decode_chunk(entry, data, SCHEMA, each.ref.name))
+    assert image == image_of_log(FileLog(tmp_path / "truth"), lineage, newest)
+
+
+def test_one_that_leads_as_far_as_the_store_is_used(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    warmed = Warm(tmp_path, pool, ALWAYS)
+    warmed.markers(3)
+    warmed.follow()
+    warmed.job.touch()
+    fourth = warmed.job.commit()
+    with contextlib.closing(whole(warmed.head())) as head:
+        for commit in (fourth, warmed.lineage.commits[MarkerId(1, 3)]):
+            held = hold(Catalog.load(warmed.objects, JOB), warmed.lineage, commit.id, head=head.state)
+            assert held is not None
+            assert (held.reach, held.head) == (MarkerId(1, 3), head.state)
+
+
+def test_one_that_gc_has_left_behind_is_built_anew(
+    tmp_path: Path, pool: ThreadPoolExecutor, built: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    warmed = left_behind(tmp_path, pool)
+    assert warmed.writer.follow(warmed.lineage, Catalog.load(warmed.objects, JOB), MarkerId(1, 8))
+    assert "HEAD is built anew: the store has a gap" in caplog.text
+    warmed.job.log = FileLog(tmp_path / "truth")
+    warmed.check(MarkerId(1, 8))
+    assert len(built) == 2
 
 
 def test_a_folder_that_others_can_write_to_is_refused(warmed: Warm, caplog: pytest.LogCaptureFixture) -> None:

@@ -218,6 +218,57 @@ def test_a_segment_that_the_store_lost_is_named(job: Job) -> None:
     check_folded(job, [1, 2, 3, 4])
 
 
+def orphans(job: Job, damage: str, marker: int = 4) -> dict[Path, bytes]:
+    """All is folded, then the fourth manifest lost, and a marker's segments damaged; returns what they were."""
+    assert materialize(job)[0] == 0
+    (store_of(job) / manifest_name(synthetic.JOB, MarkerId(1, 4))).unlink()
+    paths = sorted(store_of(job).glob(f"segments/*/g00000001-*-m{marker:08d}-p000.seg"))
+    whole = {path: path.read_bytes() for path in paths}
+    assert len(whole) == job.world
+    for path, other in zip(paths, reversed(paths), strict=True):
+        data = bytearray(whole[path])
+        data[30] ^= 1
+        path.write_bytes({"altered": bytes(data), "cut": whole[path][:-8], "foreign": whole[other]}[damage])
+    return whole
+
+
+@pytest.mark.parametrize("damage", ["altered", "cut", "foreign"])
+@pytest.mark.parametrize("more", [(), ("--pass-over-lost",)], ids=["strict", "pass over"])
+def test_a_damaged_segment_that_no_manifest_names_is_folded_again(job: Job, damage: str, more: tuple[str, ...]) -> None:
+    whole = orphans(job, damage)
+    status, events, said = materialize(job, *more)
+    assert (status, said) == (0, "")
+    assert [event["event"] for event in events] == ["start", "marker", "stop"]
+    assert {path: path.read_bytes() for path in whole} == whole
+    check_folded(job, [1, 2, 3, 4])
+
+
+def test_a_damaged_segment_of_another_worker_does_not_stop_the_first(job: Job) -> None:
+    whole = orphans(job, "altered")
+    with ThreadPoolExecutor(2) as pool:
+        dense = open_dense(str(job.root))
+        leader = Materializer(
+            job.log, open_store(str(store_of(job))), lambda _: dense, pool, mine=lambda partition: partition == 0
+        )
+        assert list(leader.catch_up(Control(job.log).refresh())) == [MarkerId(1, 4)]
+    assert {path: path.read_bytes() for path in whole} == whole
+    check_folded(job, [1, 2, 3, 4])
+
+
+def test_a_damaged_segment_that_a_manifest_names_loses_no_other_marker(job: Job) -> None:
+    whole = orphans(job, "altered", marker=3)
+    for path in store_of(job).glob("segments/*/g00000001-*-m00000004-p000.seg"):
+        path.unlink()
+    status, events, said = materialize(job, "--pass-over-lost")
+    assert status == 1
+    assert re.search(r"Error: the store has lost segments .*marker=1:3, rank=0", said), said
+    assert [event["event"] for event in events] == ["start", "stop"]
+    (store_of(job) / manifest_name(synthetic.JOB, MarkerId(1, 3))).unlink()  # as the hint says
+    assert materialize(job)[0] == 0
+    assert {path: path.read_bytes() for path in whole} == whole
+    check_folded(job, [1, 2, 3, 4])
+
+
 def test_a_store_of_a_newer_format_is_refused(job: Job) -> None:
     (store_of(job) / STORE_FILE).write_text('{"format": 99}')
     check_refused(job, materialize(job), "the store is of format 99", "upgrade torchrec_stream_ckpt")

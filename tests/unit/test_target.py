@@ -19,15 +19,16 @@ from tests.stores import History, fold, lose_rows
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.manifest import Manifest
 from torchrec_stream_ckpt.format.rows import Array, RowsView
-from torchrec_stream_ckpt.layout import StoreSegment, manifest_name
+from torchrec_stream_ckpt.layout import FoldName, StoreSegment, manifest_name
 from torchrec_stream_ckpt.materialize.materializer import Policy
 from torchrec_stream_ckpt.materialize.merge import merge
 from torchrec_stream_ckpt.restore import from_store
-from torchrec_stream_ckpt.restore.choose import choose
+from torchrec_stream_ckpt.restore.choose import choose, hold
 from torchrec_stream_ckpt.restore.from_store import apply_store
 from torchrec_stream_ckpt.restore.plan import plan_reads
 from torchrec_stream_ckpt.restore.reshard import Move, intersect
 from torchrec_stream_ckpt.restore.target import Scratch, Target
+from torchrec_stream_ckpt.restore.verify import verify_marker
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.types import MarkerId, TableShard
@@ -309,6 +310,49 @@ def restored(history: History, marker: MarkerId) -> dict[tuple[int, int], bytes]
             tail = state[row].numpy().tobytes() if shard.table else b""
             rows[shard.table, shard.row0 + row] = weights[row].numpy().tobytes() + tail
     return rows
+
+
+@pytest.mark.parametrize("folds", [1, 5], ids=["the newest", "all"])
+@pytest.mark.parametrize("damage", ["segment gone", "segment altered", "segment cut", "fold altered"])
+def test_rows_are_read_around_damaged_folds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, folds: int, damage: str
+) -> None:
+    history, newest = History(tmp_path), MarkerId(1, 6)
+    history.generation(1, range(1, 7))
+    fold(tmp_path, Policy(rebase=1e-9))  # a base at each marker but the first
+    lose_rows(tmp_path)
+    assert Catalog.load(history.objects, JOB).folds == {(None, MarkerId(1, marker)) for marker in range(2, 7)}
+    for marker in range(7 - folds, 7):
+        name = FoldName(JOB, MarkerId(1, marker), None)
+        path = tmp_path / (name.name if damage == "fold altered" else name.segment_name(0))
+        data = bytearray(path.read_bytes())
+        data[60] ^= 1
+        path.unlink()
+        if damage != "segment gone":
+            path.write_bytes(data[:50] if damage == "segment cut" else data)
+    with pytest.raises(CorruptionError):  # who asks for damage is told
+        verify_marker(history.log, history.lineage, open_dense(str(tmp_path)), newest, objects=history.objects)
+    assert restored(history, newest) == history.rows[newest]
+    assert f"the store is read around {folds} damaged folds: " in caplog.text
+    held = hold(Catalog.load(history.objects, JOB), history.lineage, newest)
+    assert held is not None
+    assert (held.reach, len(held.pieces)) == (newest, 2 if folds == 1 else 6)
+
+
+def test_where_a_damaged_fold_is_all_there_is_the_log_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    history, newest = History(tmp_path), MarkerId(1, 3)
+    history.generation(1, [1, 2, 3])
+    fold(tmp_path, Policy(rebase=1e-9))
+    for marker in (1, 2, 3):
+        (tmp_path / StoreSegment(JOB, MarkerId(1, marker), 0, 0).name).unlink()
+    for marker in (2, 3):
+        (tmp_path / FoldName(JOB, MarkerId(1, marker), None).segment_name(0)).unlink()
+    assert hold(Catalog.load(history.objects, JOB), history.lineage, newest) is None
+    assert "the store cannot serve marker 1:3, the log is read" in caplog.text
+    choice = choose(history.log, history.lineage, open_dense(str(tmp_path)), newest, history.objects)
+    assert choice is not None
+    assert choice.held is None
+    assert choice.hellos.keys() == {(1, 0)}
 
 
 def forge(history: History, damage: Callable[[bytearray], object]) -> None:

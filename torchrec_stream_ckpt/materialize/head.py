@@ -25,7 +25,7 @@ from torchrec_stream_ckpt.format.segment import Directory, decode_chunk
 from torchrec_stream_ckpt.layout import head_slice_name
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog, Cover
-from torchrec_stream_ckpt.store.head import HeadDamagedError, HeadFolder, SliceArrays
+from torchrec_stream_ckpt.store.head import HeadFolder, SliceArrays
 from torchrec_stream_ckpt.store.reader import Picked, load_fronts, load_notes, read_chunks
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -99,7 +99,7 @@ class HeadWriter:
             try:
                 cover = catalog.cover(chain[place + 1 :], now.marker)
                 self._write(folder, now, goal, schema, self._rows(lineage, catalog, goal, cover))
-            except HeadDamagedError as error:
+            except CorruptionError as error:  # HEAD is, or what leads on from it is gone: all rows may still be there
                 log.warning("HEAD is built anew: %s", error.headline)
             else:
                 return

@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.store.identity import check_store
-from torchrec_stream_ckpt.store.reader import Held, load_held
+from torchrec_stream_ckpt.store.reader import Held, load_front, load_held
 from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd, TableShard
 
 _READERS = 16
@@ -120,7 +120,8 @@ def hold(
 ) -> Held | None:
     """What HEAD and the store have on the path to ``marker``, as far as their directories tell.
 
-    What is damaged there is left out, with a warning: the log may still have it all. None when nothing is left.
+    What is damaged there is left out, with a warning: a damaged fold where other pieces hold its rows, all of the store
+    where the log may still have it. A HEAD is left out where the store alone leads further. None when nothing is left.
 
     Args:
         catalog: What the store holds, if it holds anything.
@@ -132,15 +133,58 @@ def hold(
     Raises:
         StoreUnavailableError: the store does not answer.
     """
+    held = _load_intact(catalog, lineage, marker, since, head) if catalog is not None else None
+    if head is None:
+        return held
+    held = held or _of_head(head)
+    if catalog is None:
+        return held
+    chain = [commit.id for commit in lineage.chain(marker)]
+    beyond, strides = chain[chain.index(held.reach) + 1 :], catalog.strides(lineage.chain(marker))
+    if not any(each in catalog.markers and each in strides for each in beyond):
+        return held
+    # What leads on from HEAD may be gone: gc takes away what a base has made needless.
+    cold = _load_intact(catalog, lineage, marker)
+    if cold is None or cold.reach not in beyond:
+        return held
+    log.info("HEAD is not used: it leads to marker %s, the store without it to %s", held.reach, cold.reach)
+    return cold
+
+
+def _of_head(head: HeadState) -> Held:
+    scalars = tuple(record for each in head.notes for record in each.mark.scalars)
+    return Held(head.marker, (), scalars, tuple(each.shards for each in head.notes), head)
+
+
+def _load_intact(
+    catalog: Catalog,
+    lineage: Lineage,
+    marker: MarkerId,
+    since: MarkerId | None = None,
+    head: HeadState | None = None,
+) -> Held | None:
+    """As :func:`load_all`, but around damaged folds: they hold nothing that their intervals do not."""
     try:
-        held = load_all(catalog, lineage, marker, since, head) if catalog is not None else None
+        return load_all(catalog, lineage, marker, since, head)
     except CorruptionError as error:
-        log.warning("the store cannot serve marker %s, the log is read: %s", marker, error.headline)
-        held = None
-    if held is None and head is not None:
-        scalars = tuple(record for each in head.notes for record in each.mark.scalars)
-        held = Held(head.marker, (), scalars, tuple(each.shards for each in head.notes), head)
-    return held
+        headline = error.headline
+    path = {commit.id for commit in lineage.chain(marker)}
+    damaged = frozenset(fold for fold in catalog.folds if fold[1] in path and _is_damaged(catalog, *fold))
+    if damaged:
+        log.warning("the store is read around %d damaged folds: %s", len(damaged), headline)
+        return _load_intact(replace(catalog, folds=catalog.folds - damaged), lineage, marker, since, head)
+    log.warning("the store cannot serve marker %s, the log is read: %s", marker, headline)
+    return None
+
+
+def _is_damaged(catalog: Catalog, start: MarkerId | None, end: MarkerId) -> bool:
+    """Whether a fold cannot be read, as far as directories tell."""
+    try:
+        for ref in catalog.fold(start, end).segments:
+            load_front(catalog.objects, ref, catalog.job)
+    except CorruptionError:
+        return True
+    return False
 
 
 def load_all(
