@@ -28,8 +28,9 @@ from tests.synthetic import Job, image_of_log, image_of_store, images_of_chain
 from torchrec_stream_ckpt.cli.events import Panel, line
 from torchrec_stream_ckpt.cli.main import main
 from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.errors import LogUnavailableError, StoreUnavailableError
+from torchrec_stream_ckpt.errors import LogUnavailableError, MarkerNotFoundError, StoreUnavailableError
 from torchrec_stream_ckpt.format.dense import digest_files
+from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.layout import CONTROL_LOCK, DATA_DIR, STORE_FILE, dense_name, manifest_name
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize import materializer as materializer_module
@@ -40,10 +41,13 @@ from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
 from torchrec_stream_ckpt.materialize.retention import Retention
 from torchrec_stream_ckpt.materialize.service import Event, Service
+from torchrec_stream_ckpt.materialize.synced import check_synced
 from torchrec_stream_ckpt.metrics import METRICS
+from torchrec_stream_ckpt.restore.choose import choose
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.types import MarkerId
 
 Run = tuple[int, list[dict[str, object]], str]
@@ -327,12 +331,105 @@ def test_rows_that_the_log_lost_are_named_with_what_remains_and_what_to_do(job: 
         ("marker", "2:1"),
         ("stop", None),
     ]
+    assert [event["event"] for event in materialize(job)[1]] == ["start", "stop"], "they are not looked for again"
+    check_second_generation(job)
+
+
+def check_second_generation(job: Job) -> None:
+    """2:1 stands on 1:3: the store has it, bit for bit what an undamaged log says."""
     shutil.copytree(job.root / DATA_DIR, truth_of(job) / DATA_DIR, dirs_exist_ok=True)
     shutil.copy(job.root / "control.log", truth_of(job))
     lineage = Control(FileLog(truth_of(job))).refresh()
     objects = open_store(str(store_of(job)))
     for commit, image in images_of_chain(FileLog(truth_of(job)), lineage, MarkerId(2, 1)):
         assert image_of_store(objects, lineage, commit.id) == image
+
+
+def test_lost_markers_are_given_up_with_all_that_stands_on_them_and_the_log_is_trimmed(job: Job) -> None:
+    before = set((job.root / DATA_DIR).rglob("*.seg"))
+    job.touch(2)
+    shutil.copytree(job.root, job.root.parent / "truth")
+    for path in before:
+        path.unlink()
+    assert materialize(job, "--pass-over-lost")[0] == 0
+    job.commit()  # its own rows are there
+    status, _, said = materialize(job)
+    assert (status, "it stands on marker 1:4, which is lost" in said, "--pass-over-lost" in said) == (1, True, True)
+    assert [event.get("marker") for event in materialize(job, "--pass-over-lost")[1]] == [None, "1:5", None]
+    objects, lineage = open_store(str(store_of(job))), Control(job.log).refresh()
+    catalog = Catalog.load(objects, synthetic.JOB)
+    assert (catalog.markers, catalog.dropped) == (ids(1, 1, 2, 3), ids(1, 4, 5))
+    assert catalog.lineage().commits == lineage.commits, "the store alone knows how they follow on each other"
+    for known in (lineage, catalog.lineage()):
+        assert Holdings.load(objects, known).look(MarkerId(1, 5)).reach == MarkerId(1, 3)
+    with pytest.raises(MarkerNotFoundError, match="marker 1:5 was given up by the loss of its rows"):
+        choose(job.log, lineage, open_dense(str(store_of(job))), MarkerId(1, 5), objects)
+    job.begin(MarkerId(1, 3))
+    job.touch(2)
+    job.commit()
+    assert [event.get("marker") for event in materialize(job)[1]] == [None, "2:1", None]
+    check_second_generation(job)
+    catalog.refresh()
+    assert (catalog.markers, catalog.dropped) == (ids(1, 1, 2, 3) | ids(2, 1), ids(1, 4, 5))
+    with ThreadPoolExecutor(1) as pool:
+        synced = check_synced(Holdings.load(objects, Control(job.log).refresh()), None, pool, whole=True)
+    assert (synced.upto.id, {each.id for each in synced.others}) == (MarkerId(2, 1), ids(1, 5))
+    with ThreadPoolExecutor(1) as pool:
+        rules = GcRules(retention=Retention(newest=1), grace_s=0.0)
+        assert collect(objects, None, synthetic.JOB, rules, pool).kept == (MarkerId(2, 1),)
+    commit, image = list(images_of_chain(FileLog(truth_of(job)), lineage_of(job), MarkerId(2, 1)))[-1]
+    assert image_of_store(objects, lineage_of(job), commit.id) == image
+
+
+def lineage_of(job: Job) -> Lineage:
+    return Control(job.log).refresh()
+
+
+def ids(generation: int, *markers: int) -> set[MarkerId]:
+    return {MarkerId(generation, marker) for marker in markers}
+
+
+def test_what_one_worker_has_lost_holds_up_none_of_the_others(tmp_path: Path) -> None:
+    job = Job(tmp_path / "log")
+    job.begin()
+    job.touch(2)
+    job.commit()
+    rank1 = set((job.root / DATA_DIR / "p00001").iterdir())
+    for _ in range(2):
+        job.touch(2)
+        job.commit()
+    for path in set((job.root / DATA_DIR / "p00001").iterdir()) - rank1:
+        path.unlink()
+    objects, passed = open_store(str(store_of(job))), list[MarkerId]()
+    with ThreadPoolExecutor(1) as pool:
+        leader, other = (
+            Materializer(
+                FileLog(job.root),
+                objects,
+                lambda _: open_dense(str(job.root)),
+                pool,
+                mine=mine,
+                pass_over=lambda commit, _: passed.append(commit.id),
+            )
+            for mine in (lambda partition: partition == 0, lambda partition: partition != 0)
+        )
+        assert list(other.catch_up(lineage_of(job))) == []
+        assert (passed, list(objects.list("dropped/"))) == ([], []), "1:1, on which it stands, is not there yet"
+        assert list(leader.catch_up(lineage_of(job))) == [MarkerId(1, 1)]
+        assert list(other.catch_up(lineage_of(job))) == []
+        assert (passed, other.missing) == ([MarkerId(1, 2), MarkerId(1, 3)], [])
+        job.begin(MarkerId(1, 1))
+        job.touch(2)
+        job.commit()
+        assert list(leader.catch_up(lineage_of(job))) == []
+        assert [commit.id for commit in leader.missing] == [MarkerId(2, 1)]
+        assert list(other.catch_up(lineage_of(job))) == []
+        assert list(leader.catch_up(lineage_of(job))) == [MarkerId(2, 1)]
+        assert (leader.missing, len(passed)) == ([], 2)
+    catalog = Catalog.load(objects, synthetic.JOB)
+    assert (catalog.markers, catalog.dropped) == (ids(1, 1) | ids(2, 1), ids(1, 2, 3))
+    commit, image = list(images_of_chain(job.log, lineage_of(job), MarkerId(2, 1)))[-1]
+    assert image_of_store(objects, lineage_of(job), commit.id) == image
 
 
 def test_two_stores_for_a_job_whose_log_was_trimmed_behind_one_of_them(job: Job) -> None:

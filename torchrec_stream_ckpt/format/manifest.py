@@ -30,6 +30,7 @@ FORMAT = 1
 _LATEST_S = 2.0**36
 """Some year that ``time`` can print."""
 _JOB = re.compile(r"[0-9a-f]{32}")
+_LOST_ROWS = "the loss of its rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,17 @@ class Dropped:
     time_s: float
     """When, Unix time."""
     reason: str = "retention"
-    """By what, for people."""
+    """By what, for people; but see :attr:`lost`."""
+
+    @classmethod
+    def of_lost(cls, commit: Commit, previous: MarkerId | None) -> Dropped:
+        """For a marker whose rows can never be in the store. The same whoever writes it."""
+        return cls(commit, previous, commit.time_s, _LOST_ROWS)
+
+    @property
+    def lost(self) -> bool:
+        """Whether its rows were lost, so that whatever stands on it is lost as well unless they came after all."""
+        return self.reason == _LOST_ROWS
 
     @property
     def day(self) -> str:

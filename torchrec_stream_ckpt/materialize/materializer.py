@@ -109,8 +109,6 @@ class Materializer:
         self._catalog: Catalog | None = None
         self._found: dict[tuple[MarkerId, int], tuple[SegmentRef, ...]] = {}
         """Segments of markers that are not in the store yet, by marker and rank: not looked for twice."""
-        self.lost: set[MarkerId] = set()
-        """Markers that were passed over."""
         self._head = head
         self.head_problem: StreamCkptError | None = None
         """Why HEAD could not be brought to the newest marker at the last attempt."""
@@ -170,17 +168,16 @@ class Materializer:
         before, waiting = _previous(lineage), False
         for commit in list(self.missing):
             self._going_on()
-            segments = self._fold_or_pass(lineage, commit, before[commit.id])
+            segments = self._fold_or_pass(lineage, catalog, commit, before[commit.id])
             if segments is None:
-                waiting = waiting or commit.id not in self.lost
+                waiting = waiting or commit.id not in catalog.dropped
             elif not waiting and self._mine(commit.ranks[0].partition):
-                self._put_marker(lineage, commit, segments)
-                catalog.markers |= {commit.id}
+                self._put_marker(lineage, catalog, commit, segments)
                 self.missing.remove(commit)
                 self._fold_beside(lineage, catalog, commit)
                 self.counts.markers += 1
                 yield commit.id
-        self.missing = [commit for commit in self.missing if commit.id not in self.lost]
+        self.missing = [commit for commit in self.missing if commit.id not in catalog.dropped]
         self._keep_warm(lineage, catalog)
         self.doing = "waiting for others" if self.missing else "waiting for markers"
 
@@ -217,31 +214,55 @@ class Materializer:
         return catalog
 
     def _missing(self, lineage: Lineage, catalog: Catalog) -> list[Commit]:
-        known = catalog.markers | catalog.dropped | self.lost
+        known = catalog.markers | catalog.dropped
         return [commit for commit in lineage.commits.values() if commit.id not in known]
 
     def _fold_or_pass(
-        self, lineage: Lineage, commit: Commit, before: Commit | None
+        self, lineage: Lineage, catalog: Catalog, commit: Commit, before: Commit | None
     ) -> tuple[tuple[SegmentRef, ...], ...] | None:
-        """The segments of all ranks; None when others' are not there yet, or the marker was passed over."""
+        """The segments of all ranks; None when others' are not there yet, or the marker was passed over.
+
+        A marker that is passed over is given up in the store, where all others see it, and a trim.
+        """
+        parent = before.id if before is not None else lineage.claims[commit.generation].parent
+        stands_on_lost = _is_lost(catalog, parent)
         try:
-            parent = before.id if before is not None else lineage.claims[commit.generation].parent
-            if parent in self.lost:
+            if stands_on_lost:
                 raise CorruptionError(f"it stands on marker {parent}, which is lost", marker=commit.id)
             return self._fold(lineage, commit, before)
         except CorruptionError as error:
             if isinstance(error, MissingObjectError):
                 raise
-            self._lose(commit, error, _LOG_HINT)
+            # Each marker comes into the store behind the one on which it stands, which others may still be folding.
+            if self._pass_over is None or parent is None or parent in catalog.markers | catalog.dropped:
+                self._pass(commit, error, _LOG_HINT)
+                self._give_up(lineage, catalog, Dropped.of_lost(commit, lineage.previous(commit.id)))
             return None
 
-    def _lose(self, commit: Commit, error: CorruptionError, hint: str) -> None:
+    def _pass(self, commit: Commit, error: CorruptionError, hint: str) -> None:
         """Pass a marker over if that is wanted; else it is an error, for which ``hint`` is the last resort."""
         error = CorruptionError(error.message, hint=error.hint or hint, **{"marker": commit.id, **error.where})
         if self._pass_over is None:
             raise error
-        self.lost.add(commit.id)
         self._pass_over(commit, error)
+
+    def _give_up(self, lineage: Lineage, catalog: Catalog, dropped: Dropped) -> None:
+        self._put_claim(lineage, dropped.commit)
+        self._objects.put(dropped_name(dropped.commit.job, dropped.commit.id), [dropped.to_bytes()])
+        catalog.dropped |= {dropped.commit.id}
+
+    def _put_claim(self, lineage: Lineage, commit: Commit) -> None:
+        """CLAIM goes in front of all that names its generation."""
+        claim, frame = claim_name(commit.job, commit.generation), lineage.claims[commit.generation].to_frame()
+        if self._objects.size(claim) is None:
+            self._objects.put(claim, [frame])
+        elif bytes(self._objects.read(claim)) != frame:
+            raise CorruptionError(
+                "the store holds another generation of this number than the log: one of them was copied, or put back",
+                hint="give every log a store of its own, or bring the right one back",
+                store=self._objects.url,
+                generation=commit.generation,
+            )
 
     def _fold(
         self, lineage: Lineage, commit: Commit, before: Commit | None
@@ -342,32 +363,24 @@ class Materializer:
         self.counts.frames_bytes += num_bytes
         self._going_on()
 
-    def _put_marker(self, lineage: Lineage, commit: Commit, segments: tuple[tuple[SegmentRef, ...], ...]) -> None:
+    def _put_marker(
+        self, lineage: Lineage, catalog: Catalog, commit: Commit, segments: tuple[tuple[SegmentRef, ...], ...]
+    ) -> None:
         """The manifest comes last: with it the marker is in the store."""
-        claim, frame = claim_name(commit.job, commit.generation), lineage.claims[commit.generation].to_frame()
-        if self._objects.size(claim) is None:
-            self._objects.put(claim, [frame])
-        elif bytes(self._objects.read(claim)) != frame:
-            raise CorruptionError(
-                "the store holds another generation of this number than the log: one of them was copied, or put back",
-                hint="give every log a store of its own, or bring the right one back",
-                store=self._objects.url,
-                generation=commit.generation,
-            )
+        self._put_claim(lineage, commit)
+        has_dense = True
         try:
             self._take_dense(commit)
         except CorruptionError as error:
-            self._lose(commit, error, _DENSE_HINT)
+            self._pass(commit, error, _DENSE_HINT)
+            has_dense = False
         manifest, previous = manifest_name(commit.job, commit.id), lineage.previous(commit.id)
         failpoint("materialize.manifest")
         self._objects.put(manifest, [Manifest(commit, previous, segments).to_bytes()])
         failpoint("materialize.manifest_put")
-        if commit.id in self.lost:  # later markers stand on its rows, but it cannot be offered
-            assert self._catalog is not None
-            dropped = Dropped(commit, previous, commit.time_s, "the loss of its dense state")
-            self._objects.put(dropped_name(commit.job, commit.id), [dropped.to_bytes()])
-            self._catalog.dropped |= {commit.id}
-            self.lost.remove(commit.id)
+        catalog.markers |= {commit.id}
+        if not has_dense:  # later markers stand on its rows, but it cannot be offered
+            self._give_up(lineage, catalog, Dropped(commit, previous, commit.time_s, "the loss of its dense state"))
 
     def _take_dense(self, commit: Commit) -> None:
         """Copy the dense state, unless the trainer has put it into this very store."""
@@ -435,6 +448,11 @@ def _list_again(lineage: Lineage, catalog: Catalog) -> None:
     for marker in catalog.markers - known:  # another worker's; of this history, or it is not ours to go on with
         if marker in lineage.commits:
             catalog.check(lineage.commits[marker])
+
+
+def _is_lost(catalog: Catalog, marker: MarkerId | None) -> bool:
+    """Whether nothing can stand on a marker: its rows were given up, and nobody has brought them after all."""
+    return marker in catalog.dropped - catalog.markers and marker is not None and catalog.drop_of(marker).lost
 
 
 def _previous(lineage: Lineage) -> dict[MarkerId, Commit | None]:
