@@ -28,12 +28,15 @@ from torchrec_stream_ckpt.cli.main import main
 from torchrec_stream_ckpt.cli.materialize import _Panel, _Setup
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.errors import LogUnavailableError, StoreUnavailableError
+from torchrec_stream_ckpt.failpoints import arm
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.layout import CONTROL_LOCK, DATA_DIR, STORE_FILE, dense_name, manifest_name
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize import service as service_module
 from torchrec_stream_ckpt.materialize.crew import Crew
+from torchrec_stream_ckpt.materialize.gc import GcRules, collect
 from torchrec_stream_ckpt.materialize.materializer import Materializer
+from torchrec_stream_ckpt.materialize.retention import Retention
 from torchrec_stream_ckpt.materialize.service import Event, Service
 from torchrec_stream_ckpt.metrics import METRICS
 from torchrec_stream_ckpt.store.api import open_store
@@ -349,8 +352,9 @@ def test_a_log_that_was_made_again_under_its_name_is_refused(job: Job) -> None:
     check_refused(job, materialize(job), "deleted and made again", "bring the old log back")
 
 
-def test_a_marker_whose_dense_state_is_gone_stops_it_unless_told_to_pass(tmp_path: Path) -> None:
-    job = Job(tmp_path / "log")
+def job_with_dense_state(root: Path) -> Job:
+    """Two markers; nothing is folded yet."""
+    job = Job(root)
     job.begin()
     for marker in (1, 2):
         job.touch(1)
@@ -360,6 +364,11 @@ def test_a_marker_whose_dense_state_is_gone_stops_it_unless_told_to_pass(tmp_pat
         job.commit(
             dense_files=digest_files(folder, [".metadata"]), dense=dense_name(synthetic.JOB, MarkerId(1, marker))
         )
+    return job
+
+
+def test_a_marker_whose_dense_state_is_gone_stops_it_unless_told_to_pass(tmp_path: Path) -> None:
+    job = job_with_dense_state(tmp_path / "log")
     shutil.rmtree(job.root / dense_name(synthetic.JOB, MarkerId(1, 1)))
     status, _, said = materialize(job)
     assert status == 1
@@ -374,6 +383,64 @@ def test_a_marker_whose_dense_state_is_gone_stops_it_unless_told_to_pass(tmp_pat
     copied = store_of(job) / dense_name(synthetic.JOB, MarkerId(1, 2)) / ".metadata"
     assert copied.read_bytes() == b"state of marker 2"
     assert materialize(job) == (0, [materialize(job)[1][0], materialize(job)[1][1]], "")
+
+
+@pytest.mark.parametrize("between", [True, False], ids=["told to pass", "not told to pass in between"])
+def test_a_kill_before_the_loss_of_dense_state_was_noted_leaves_no_marker_without_it(
+    tmp_path: Path, between: bool
+) -> None:
+    job = job_with_dense_state(tmp_path / "log")
+    shutil.rmtree(job.root / dense_name(synthetic.JOB, MarkerId(1, 1)))
+    arm("materialize.manifest_put=raise@1")
+    try:
+        with pytest.raises(OSError, match="failpoint"):
+            materialize(job, "--pass-over-lost")
+    finally:
+        arm("")
+    if not between:
+        assert materialize(job)[0] == 0
+    catalog = Catalog.load(open_store(str(store_of(job))), synthetic.JOB)
+    assert catalog.markers - catalog.dropped == {MarkerId(1, marker) for marker in ((1,) if between else (1, 2))}
+    status, events, _ = materialize(job, "--pass-over-lost")
+    assert status == 0
+    assert [event["marker"] for event in events if event["event"] == "passed_over"] == ["1:1"]
+    catalog.refresh()
+    assert catalog.markers == {MarkerId(1, 1), MarkerId(1, 2)}
+    assert catalog.dropped == {MarkerId(1, 1)}
+    assert catalog.drop_of(MarkerId(1, 1)).reason == "the loss of its dense state"
+    assert [event["event"] for event in materialize(job, "--pass-over-lost")[1]] == ["start", "stop"]
+
+
+def test_dense_state_that_the_store_has_lost_is_copied_again_where_it_is_not_gone(tmp_path: Path) -> None:
+    job = job_with_dense_state(tmp_path / "log")
+    assert materialize(job)[0] == 0
+    lost = store_of(job) / dense_name(synthetic.JOB, MarkerId(1, 1)) / ".metadata"
+    lost.unlink()
+    status, events, _ = materialize(job, "--pass-over-lost")
+    assert (status, [event["event"] for event in events]) == (0, ["start", "stop"])
+    assert lost.read_bytes() == b"state of marker 1"
+    assert Catalog.load(open_store(str(store_of(job))), synthetic.JOB).dropped == frozenset()
+
+
+def test_what_gc_gives_up_in_between_is_not_taken_for_lost(tmp_path: Path) -> None:
+    job = job_with_dense_state(tmp_path / "log")
+    assert materialize(job)[0] == 0
+    objects, control, lost = open_store(str(store_of(job))), Control(job.log), list[MarkerId]()
+    rules = GcRules(retention=Retention(newest=1), grace_s=0.0)
+    with ThreadPoolExecutor(2) as pool:
+        materializer = Materializer(
+            job.log,
+            objects,
+            lambda _: open_dense(str(tmp_path / "nothing")),
+            pool,
+            pass_over=lambda commit, _: lost.append(commit.id),
+        )
+        materializer.compare(synthetic.JOB, control.refresh)  # lists the store
+        collect(objects, None, synthetic.JOB, rules, 1e6, pool)
+        assert not (store_of(job) / dense_name(synthetic.JOB, MarkerId(1, 1)) / ".metadata").exists()
+        assert list(materializer.catch_up(control.refresh())) == []
+    assert lost == []
+    assert "retention" in Catalog.load(objects, synthetic.JOB).drop_of(MarkerId(1, 1)).reason
 
 
 def test_no_log_no_store_and_no_port_are_named(tmp_path: Path, job: Job) -> None:

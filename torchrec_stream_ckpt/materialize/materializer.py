@@ -15,7 +15,7 @@ from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped, Manifest, SegmentRef
-from torchrec_stream_ckpt.layout import claim_name, dense_file_name, dropped_name, manifest_name
+from torchrec_stream_ckpt.layout import DENSE_DIR, claim_name, dense_file_name, dropped_name, manifest_name
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.stream import read_hello
 from torchrec_stream_ckpt.materialize.fold import Interval, fold_interval, folded_interval, shards_of
@@ -108,6 +108,7 @@ class Materializer:
         """Segments of markers that are not in the store yet, by marker and rank: not looked for twice."""
         self.lost: set[MarkerId] = set()
         """Markers that were passed over."""
+        self._dense_checked = False
         self._head = head
         self._head_failed = False
         self.counts = Counts()
@@ -158,6 +159,9 @@ class Materializer:
         if not lineage.claims:
             return
         catalog = self._look(lineage)
+        if self._pass_over is not None and not self._dense_checked:
+            self._give_up_denseless(lineage, catalog)
+            self._dense_checked = True
         before, waiting = _previous(lineage), False
         for commit in list(self.missing):
             self._going_on()
@@ -340,20 +344,43 @@ class Materializer:
         claim = claim_name(commit.job, commit.generation)
         if self._objects.size(claim) is None:
             self._objects.put(claim, [lineage.claims[commit.generation].to_frame()])
-        try:
-            self._take_dense(commit)
-        except CorruptionError as error:
-            self._lose(commit, error, _DENSE_HINT)
+        self._take_or_lose_dense(commit)
         manifest, previous = manifest_name(commit.job, commit.id), lineage.previous(commit.id)
         failpoint("materialize.manifest")
         self._objects.put(manifest, [Manifest(commit, previous, segments).to_bytes()])
         failpoint("materialize.manifest_put")
-        if commit.id in self.lost:  # later markers stand on its rows, but it cannot be offered
-            assert self._catalog is not None
-            dropped = Dropped(commit, previous, commit.time_s, "the loss of its dense state")
-            self._objects.put(dropped_name(commit.job, commit.id), [dropped.to_bytes()])
-            self._catalog.dropped |= {commit.id}
-            self.lost.remove(commit.id)
+        if commit.id in self.lost:
+            self._drop(lineage, commit)
+
+    def _drop(self, lineage: Lineage, commit: Commit) -> None:
+        """Later markers stand on its rows, but without dense state it cannot be offered."""
+        assert self._catalog is not None
+        dropped = Dropped(commit, lineage.previous(commit.id), commit.time_s, "the loss of its dense state")
+        self._objects.put(dropped_name(commit.job, commit.id), [dropped.to_bytes()])
+        self._catalog.dropped |= {commit.id}
+        self.lost.remove(commit.id)
+
+    def _give_up_denseless(self, lineage: Lineage, catalog: Catalog) -> None:
+        """Do for markers in the store what a process that was killed behind their manifests did not come to."""
+        prefix = f"{DENSE_DIR}/{lineage.job.hex()}/"
+        sizes = {entry.name: entry.num_bytes for entry in self._objects.list(prefix)}
+        for marker in sorted(catalog.markers - catalog.dropped):
+            commit = lineage.commits.get(marker)
+            if commit is None or not self._mine(commit.ranks[0].partition):
+                continue
+            names = ((dense_file_name(commit.job, marker, file.name), file) for file in commit.dense_files)
+            if all(sizes.get(name) == file.num_bytes for name, file in names):
+                continue
+            if self._objects.size(dropped_name(commit.job, marker)) is None:  # else gc has come in between
+                self._take_or_lose_dense(commit)
+            if marker in self.lost:
+                self._drop(lineage, commit)
+
+    def _take_or_lose_dense(self, commit: Commit) -> None:
+        try:
+            self._take_dense(commit)
+        except CorruptionError as error:
+            self._lose(commit, error, _DENSE_HINT)
 
     def _take_dense(self, commit: Commit) -> None:
         """Copy the dense state, unless the trainer has put it into this very store."""
