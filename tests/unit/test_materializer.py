@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.errors import LogUnavailableError, StoreUnavailableError
 from torchrec_stream_ckpt.failpoints import arm
 from torchrec_stream_ckpt.format.dense import digest_files
+from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.layout import CONTROL_LOCK, DATA_DIR, STORE_FILE, dense_name, manifest_name
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize import service as service_module
@@ -39,7 +40,7 @@ from torchrec_stream_ckpt.materialize.materializer import Materializer
 from torchrec_stream_ckpt.materialize.retention import Retention
 from torchrec_stream_ckpt.materialize.service import Event, Service
 from torchrec_stream_ckpt.metrics import METRICS
-from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.types import MarkerId
@@ -409,6 +410,46 @@ def test_a_kill_before_the_loss_of_dense_state_was_noted_leaves_no_marker_withou
     assert catalog.dropped == {MarkerId(1, 1)}
     assert catalog.drop_of(MarkerId(1, 1)).reason == "the loss of its dense state"
     assert [event["event"] for event in materialize(job, "--pass-over-lost")[1]] == ["start", "stop"]
+
+
+@pytest.mark.parametrize("kind", ["manifests/", "dropped/"])
+def test_an_outage_while_a_loss_of_dense_state_is_noted_loses_nothing_else(tmp_path: Path, kind: str) -> None:
+    job = job_with_dense_state(tmp_path / "log")
+    shutil.rmtree(job.root / dense_name(synthetic.JOB, MarkerId(1, 1)))
+    passed = list[MarkerId]()
+
+    class Away:
+        """Is away once."""
+
+        def __init__(self, objects: Objects) -> None:
+            self._objects, self._times = objects, 1
+
+        def put(self, name: str, parts: Sequence[Buffer]) -> None:
+            if name.startswith(kind) and self._times:
+                self._times = 0
+                raise StoreUnavailableError("away")
+            self._objects.put(name, parts)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._objects, name)
+
+    objects = Away(open_store(str(store_of(job))))
+    with ThreadPoolExecutor(2) as pool:
+        materializer = Materializer(
+            job.log,
+            objects,  # type: ignore[arg-type]
+            lambda _: open_dense(str(job.root)),
+            pool,
+            pass_over=lambda commit, _: passed.append(commit.id),
+        )
+        with pytest.raises(StoreUnavailableError, match="away"):
+            list(materializer.catch_up(Control(job.log).refresh()))
+        list(materializer.catch_up(Control(job.log).refresh()))
+    assert passed == [MarkerId(1, 1)] * 2
+    catalog = Catalog.load(open_store(str(store_of(job))), synthetic.JOB)
+    assert catalog.markers == {MarkerId(1, 1), MarkerId(1, 2)}
+    assert catalog.dropped == {MarkerId(1, 1)}
+    check_folded(job, [1, 2])
 
 
 def test_dense_state_that_the_store_has_lost_is_copied_again_where_it_is_not_gone(tmp_path: Path) -> None:

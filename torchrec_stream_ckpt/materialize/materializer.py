@@ -107,7 +107,7 @@ class Materializer:
         self._found: dict[tuple[MarkerId, int], tuple[SegmentRef, ...]] = {}
         """Segments of markers that are not in the store yet, by marker and rank: not looked for twice."""
         self.lost: set[MarkerId] = set()
-        """Markers that were passed over."""
+        """Markers that were passed over because of their rows: none can stand on them."""
         self._dense_checked = False
         self._head = head
         self._head_failed = False
@@ -229,15 +229,15 @@ class Materializer:
         except CorruptionError as error:
             if isinstance(error, MissingObjectError):
                 raise
-            self._lose(commit, error, _LOG_HINT)
+            self._pass(commit, error, _LOG_HINT)
+            self.lost.add(commit.id)
             return None
 
-    def _lose(self, commit: Commit, error: CorruptionError, hint: str) -> None:
+    def _pass(self, commit: Commit, error: CorruptionError, hint: str) -> None:
         """Pass a marker over if that is wanted; else it is an error, for which ``hint`` is the last resort."""
         error = CorruptionError(error.message, hint=error.hint or hint, **{"marker": commit.id, **error.where})
         if self._pass_over is None:
             raise error
-        self.lost.add(commit.id)
         self._pass_over(commit, error)
 
     def _fold(
@@ -344,12 +344,13 @@ class Materializer:
         claim = claim_name(commit.job, commit.generation)
         if self._objects.size(claim) is None:
             self._objects.put(claim, [lineage.claims[commit.generation].to_frame()])
-        self._take_or_lose_dense(commit)
+        has_dense = self._take_or_pass_dense(commit)
+        self._dense_checked = self._dense_checked and has_dense  # what follows may be cut short by an outage
         manifest, previous = manifest_name(commit.job, commit.id), lineage.previous(commit.id)
         failpoint("materialize.manifest")
         self._objects.put(manifest, [Manifest(commit, previous, segments).to_bytes()])
         failpoint("materialize.manifest_put")
-        if commit.id in self.lost:
+        if not has_dense:
             self._drop(lineage, commit)
 
     def _drop(self, lineage: Lineage, commit: Commit) -> None:
@@ -358,7 +359,6 @@ class Materializer:
         dropped = Dropped(commit, lineage.previous(commit.id), commit.time_s, "the loss of its dense state")
         self._objects.put(dropped_name(commit.job, commit.id), [dropped.to_bytes()])
         self._catalog.dropped |= {commit.id}
-        self.lost.remove(commit.id)
 
     def _give_up_denseless(self, lineage: Lineage, catalog: Catalog) -> None:
         """Do for markers in the store what a process that was killed behind their manifests did not come to."""
@@ -371,16 +371,19 @@ class Materializer:
             names = ((dense_file_name(commit.job, marker, file.name), file) for file in commit.dense_files)
             if all(sizes.get(name) == file.num_bytes for name, file in names):
                 continue
-            if self._objects.size(dropped_name(commit.job, marker)) is None:  # else gc has come in between
-                self._take_or_lose_dense(commit)
-            if marker in self.lost:
+            if self._objects.size(dropped_name(commit.job, marker)) is not None:
+                continue  # gc has come in between
+            if not self._take_or_pass_dense(commit):
                 self._drop(lineage, commit)
 
-    def _take_or_lose_dense(self, commit: Commit) -> None:
+    def _take_or_pass_dense(self, commit: Commit) -> bool:
+        """Whether the store has the dense state now; else it was passed over."""
         try:
             self._take_dense(commit)
         except CorruptionError as error:
-            self._lose(commit, error, _DENSE_HINT)
+            self._pass(commit, error, _DENSE_HINT)
+            return False
+        return True
 
     def _take_dense(self, commit: Commit) -> None:
         """Copy the dense state, unless the trainer has put it into this very store."""
