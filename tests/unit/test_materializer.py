@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,9 @@ from torchrec_stream_ckpt.cli.events import Panel, line
 from torchrec_stream_ckpt.cli.main import main
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.errors import LogUnavailableError, MarkerNotFoundError, StoreUnavailableError
+from torchrec_stream_ckpt.failpoints import arm
 from torchrec_stream_ckpt.format.dense import digest_files
+from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.layout import CONTROL_LOCK, DATA_DIR, STORE_FILE, dense_name, manifest_name
 from torchrec_stream_ckpt.log.files import FileLog
@@ -44,7 +46,7 @@ from torchrec_stream_ckpt.materialize.service import Event, Service
 from torchrec_stream_ckpt.materialize.synced import check_synced
 from torchrec_stream_ckpt.metrics import METRICS
 from torchrec_stream_ckpt.restore.choose import choose
-from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.holdings import Holdings
@@ -451,8 +453,9 @@ def test_a_log_that_was_made_again_under_its_name_is_refused(job: Job) -> None:
     check_refused(job, materialize(job), "deleted and made again", "bring the old log back")
 
 
-def test_a_marker_whose_dense_state_is_gone_stops_it_unless_told_to_pass(tmp_path: Path) -> None:
-    job = Job(tmp_path / "log")
+def job_with_dense_state(root: Path) -> Job:
+    """Two markers; nothing is folded yet."""
+    job = Job(root)
     job.begin()
     for marker in (1, 2):
         job.touch(1)
@@ -462,6 +465,11 @@ def test_a_marker_whose_dense_state_is_gone_stops_it_unless_told_to_pass(tmp_pat
         job.commit(
             dense_files=digest_files(folder, [".metadata"]), dense=dense_name(synthetic.JOB, MarkerId(1, marker))
         )
+    return job
+
+
+def test_a_marker_whose_dense_state_is_gone_stops_it_unless_told_to_pass(tmp_path: Path) -> None:
+    job = job_with_dense_state(tmp_path / "log")
     shutil.rmtree(job.root / dense_name(synthetic.JOB, MarkerId(1, 1)))
     status, _, said = materialize(job)
     assert status == 1
@@ -476,6 +484,104 @@ def test_a_marker_whose_dense_state_is_gone_stops_it_unless_told_to_pass(tmp_pat
     copied = store_of(job) / dense_name(synthetic.JOB, MarkerId(1, 2)) / ".metadata"
     assert copied.read_bytes() == b"state of marker 2"
     assert materialize(job) == (0, [materialize(job)[1][0], materialize(job)[1][1]], "")
+
+
+@pytest.mark.parametrize("between", [True, False], ids=["told to pass", "not told to pass in between"])
+def test_a_kill_before_the_loss_of_dense_state_was_noted_leaves_no_marker_without_it(
+    tmp_path: Path, between: bool
+) -> None:
+    job = job_with_dense_state(tmp_path / "log")
+    shutil.rmtree(job.root / dense_name(synthetic.JOB, MarkerId(1, 1)))
+    arm("materialize.manifest_put=raise@1")
+    try:
+        with pytest.raises(OSError, match="failpoint"):
+            materialize(job, "--pass-over-lost")
+    finally:
+        arm("")
+    if not between:
+        assert materialize(job)[0] == 0
+    catalog = Catalog.load(open_store(str(store_of(job))), synthetic.JOB)
+    assert catalog.markers - catalog.dropped == {MarkerId(1, marker) for marker in ((1,) if between else (1, 2))}
+    status, events, _ = materialize(job, "--pass-over-lost")
+    assert status == 0
+    assert [event["marker"] for event in events if event["event"] == "passed_over"] == ["1:1"]
+    catalog.refresh()
+    assert catalog.markers == {MarkerId(1, 1), MarkerId(1, 2)}
+    assert catalog.dropped == {MarkerId(1, 1)}
+    assert catalog.drop_of(MarkerId(1, 1)).reason == "the loss of its dense state"
+    assert [event["event"] for event in materialize(job, "--pass-over-lost")[1]] == ["start", "stop"]
+
+
+@pytest.mark.parametrize("kind", ["manifests/", "dropped/"])
+def test_an_outage_while_a_loss_of_dense_state_is_noted_loses_nothing_else(tmp_path: Path, kind: str) -> None:
+    job = job_with_dense_state(tmp_path / "log")
+    shutil.rmtree(job.root / dense_name(synthetic.JOB, MarkerId(1, 1)))
+    passed = list[MarkerId]()
+
+    class Away:
+        """Is away once."""
+
+        def __init__(self, objects: Objects) -> None:
+            self._objects, self._times = objects, 1
+
+        def put(self, name: str, parts: Sequence[Buffer]) -> None:
+            if name.startswith(kind) and self._times:
+                self._times = 0
+                raise StoreUnavailableError("away")
+            self._objects.put(name, parts)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._objects, name)
+
+    objects = Away(open_store(str(store_of(job))))
+    with ThreadPoolExecutor(2) as pool:
+        materializer = Materializer(
+            job.log,
+            objects,  # type: ignore[arg-type]
+            lambda _: open_dense(str(job.root)),
+            pool,
+            pass_over=lambda commit, _: passed.append(commit.id),
+        )
+        with pytest.raises(StoreUnavailableError, match="away"):
+            list(materializer.catch_up(Control(job.log).refresh()))
+        list(materializer.catch_up(Control(job.log).refresh()))
+    assert passed == [MarkerId(1, 1)] * 2
+    catalog = Catalog.load(open_store(str(store_of(job))), synthetic.JOB)
+    assert catalog.markers == {MarkerId(1, 1), MarkerId(1, 2)}
+    assert catalog.dropped == {MarkerId(1, 1)}
+    check_folded(job, [1, 2])
+
+
+def test_dense_state_that_the_store_has_lost_is_copied_again_where_it_is_not_gone(tmp_path: Path) -> None:
+    job = job_with_dense_state(tmp_path / "log")
+    assert materialize(job)[0] == 0
+    lost = store_of(job) / dense_name(synthetic.JOB, MarkerId(1, 1)) / ".metadata"
+    lost.unlink()
+    status, events, _ = materialize(job, "--pass-over-lost")
+    assert (status, [event["event"] for event in events]) == (0, ["start", "stop"])
+    assert lost.read_bytes() == b"state of marker 1"
+    assert Catalog.load(open_store(str(store_of(job))), synthetic.JOB).dropped == frozenset()
+
+
+def test_what_gc_gives_up_in_between_is_not_taken_for_lost(tmp_path: Path) -> None:
+    job = job_with_dense_state(tmp_path / "log")
+    assert materialize(job)[0] == 0
+    objects, control, lost = open_store(str(store_of(job))), Control(job.log), list[MarkerId]()
+    rules = GcRules(retention=Retention(newest=1), grace_s=0.0)
+    with ThreadPoolExecutor(2) as pool:
+        materializer = Materializer(
+            job.log,
+            objects,
+            lambda _: open_dense(str(tmp_path / "nothing")),
+            pool,
+            pass_over=lambda commit, _: lost.append(commit.id),
+        )
+        materializer.compare(synthetic.JOB, control.refresh)  # lists the store
+        collect(objects, None, synthetic.JOB, rules, pool, lambda: 1e6)
+        assert not (store_of(job) / dense_name(synthetic.JOB, MarkerId(1, 1)) / ".metadata").exists()
+        assert list(materializer.catch_up(control.refresh())) == []
+    assert lost == []
+    assert "retention" in Catalog.load(objects, synthetic.JOB).drop_of(MarkerId(1, 1)).reason
 
 
 def test_no_log_no_store_and_no_port_are_named(tmp_path: Path, job: Job) -> None:
@@ -681,7 +787,7 @@ def test_folds_are_made_of_what_gc_has_left(job: Job, tmp_path: Path) -> None:
         folding = Materializer(job.log, objects, lambda _: open_dense(str(job.root)), pool, Policy(rebase=0))
         markers = folding.catch_up(lineage)
         assert [next(markers) for _ in range(3)][-1] == MarkerId(1, 3)
-        gone = collect(objects, lineage, synthetic.JOB, rules, time.time(), pool).now
+        gone = collect(objects, lineage, synthetic.JOB, rules, pool).now
         assert any("m00000002" in entry.name for entry in gone)
         folding._policy = Policy(rebase=1e-6)
         assert list(markers) == [MarkerId(1, 4)]

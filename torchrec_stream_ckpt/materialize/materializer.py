@@ -20,7 +20,7 @@ from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped, Manifest, SegmentRef
-from torchrec_stream_ckpt.layout import claim_name, dense_file_name, dropped_name, manifest_name
+from torchrec_stream_ckpt.layout import DENSE_DIR, claim_name, dense_file_name, dropped_name, manifest_name
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.stream import read_hello
 from torchrec_stream_ckpt.materialize.fold import Interval, fold_interval, folded_interval, shards_of
@@ -109,6 +109,7 @@ class Materializer:
         self._catalog: Catalog | None = None
         self._found: dict[tuple[MarkerId, int], tuple[SegmentRef, ...]] = {}
         """Segments of markers that are not in the store yet, by marker and rank: not looked for twice."""
+        self._dense_checked = False
         self._head = head
         self.head_problem: StreamCkptError | None = None
         """Why HEAD could not be brought to the newest marker at the last attempt."""
@@ -165,6 +166,9 @@ class Materializer:
         if not lineage.claims:
             return
         catalog = self._look(lineage)
+        if self._pass_over is not None and not self._dense_checked:
+            self._give_up_denseless(lineage, catalog)
+            self._dense_checked = True
         before, waiting = _previous(lineage), False
         for commit in list(self.missing):
             self._going_on()
@@ -368,19 +372,45 @@ class Materializer:
     ) -> None:
         """The manifest comes last: with it the marker is in the store."""
         self._put_claim(lineage, commit)
-        has_dense = True
-        try:
-            self._take_dense(commit)
-        except CorruptionError as error:
-            self._pass(commit, error, _DENSE_HINT)
-            has_dense = False
+        has_dense = self._take_or_pass_dense(commit)
+        self._dense_checked = self._dense_checked and has_dense  # what follows may be cut short by an outage
         manifest, previous = manifest_name(commit.job, commit.id), lineage.previous(commit.id)
         failpoint("materialize.manifest")
         self._objects.put(manifest, [Manifest(commit, previous, segments).to_bytes()])
         failpoint("materialize.manifest_put")
         catalog.markers |= {commit.id}
-        if not has_dense:  # later markers stand on its rows, but it cannot be offered
-            self._give_up(lineage, catalog, Dropped(commit, previous, commit.time_s, "the loss of its dense state"))
+        if not has_dense:
+            self._give_up_for_dense(lineage, catalog, commit)
+
+    def _give_up_for_dense(self, lineage: Lineage, catalog: Catalog, commit: Commit) -> None:
+        """Later markers stand on its rows, but without dense state it cannot be offered."""
+        previous = lineage.previous(commit.id)
+        self._give_up(lineage, catalog, Dropped(commit, previous, commit.time_s, "the loss of its dense state"))
+
+    def _give_up_denseless(self, lineage: Lineage, catalog: Catalog) -> None:
+        """Do for markers in the store what a process that was killed behind their manifests did not come to."""
+        prefix = f"{DENSE_DIR}/{lineage.job.hex()}/"
+        sizes = {entry.name: entry.num_bytes for entry in self._objects.list(prefix)}
+        for marker in sorted(catalog.markers - catalog.dropped):
+            commit = lineage.commits.get(marker)
+            if commit is None or not self._mine(commit.ranks[0].partition):
+                continue
+            names = ((dense_file_name(commit.job, marker, file.name), file) for file in commit.dense_files)
+            if all(sizes.get(name) == file.num_bytes for name, file in names):
+                continue
+            if self._objects.size(dropped_name(commit.job, marker)) is not None:
+                continue  # gc has come in between
+            if not self._take_or_pass_dense(commit):
+                self._give_up_for_dense(lineage, catalog, commit)
+
+    def _take_or_pass_dense(self, commit: Commit) -> bool:
+        """Whether the store has the dense state now; else it was passed over."""
+        try:
+            self._take_dense(commit)
+        except CorruptionError as error:
+            self._pass(commit, error, _DENSE_HINT)
+            return False
+        return True
 
     def _take_dense(self, commit: Commit) -> None:
         """Copy the dense state, unless the trainer has put it into this very store."""
