@@ -78,6 +78,8 @@ def main() -> None:
         "rounds": {"warm": args.rounds, "cold": args.cold_rounds, "cold_by": args.cold_by},
         "workloads": {},
     }
+    if args.scratch is not None:
+        args.scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="recovery-", dir=args.scratch) as scratch:
         for name in args.workload:
             report["workloads"][name] = _run(_shape(name, args), args, Path(scratch))
