@@ -151,7 +151,7 @@ class FromStore:
 
 
 class Head:
-    """The newest state kept in shared memory; not in this tree."""
+    """The newest state kept in shared memory: a case of its own, ``benchmarks/head``."""
 
     split = False
 
@@ -160,13 +160,13 @@ class Head:
         self.ledger = Ledger()
 
     def build(self, interval: int) -> None:
-        raise UnavailableError("this tree has no head")
+        raise UnavailableError("measured in benchmarks/head")
 
     def restore(self, interval: int, tables: Tables) -> None:
-        raise UnavailableError("this tree has no head")
+        raise UnavailableError("measured in benchmarks/head")
 
     def restore_delta(self, interval: int, tables: Tables) -> float:
-        raise UnavailableError("this tree has no head")
+        raise UnavailableError("measured in benchmarks/head")
 
     def land(self, tables: Tables) -> None:
         pass

@@ -89,7 +89,10 @@ def _write(
     windows: Sequence[_Window],
 ) -> int:
     """Write the rows of one thread's windows."""
-    reads = [part for read in plan.stored if (part := _within(read, windows)) is not None]
+    mine: dict[TableShard, list[_Window]] = {}
+    for window in windows:
+        mine.setdefault(window.target, []).append(window)
+    reads = [part for read in plan.stored if (part := _within(read, mine)) is not None]
     base = [read for read in reads if read.is_base]
     reads = [*base, *(read for read in reversed(reads) if not read.is_base)]
     straight = {read.picked.ref.name for read in base}
@@ -105,11 +108,8 @@ def _write(
     return rows
 
 
-def _within(read: StoreRead, windows: Sequence[_Window]) -> StoreRead | None:
-    """What of a read concerns the windows; None: nothing."""
-    mine: dict[TableShard, list[_Window]] = {}
-    for window in windows:
-        mine.setdefault(window.target, []).append(window)
+def _within(read: StoreRead, mine: Mapping[TableShard, Sequence[_Window]]) -> StoreRead | None:
+    """What of a read concerns these windows, given by target; None: nothing."""
     moves = tuple(
         part
         for move in read.moves

@@ -79,18 +79,13 @@ class Target:
             return 0
         if len(chosen) < len(rows.ids):
             rows = RowsView(rows.ids[chosen], rows.weights[chosen], tuple(state[chosen] for state in rows.states))
-        places = _places(rows.ids - self._shard.row0)
-        self._write(move, places, rows.weights, rows.states)
-        for cut in self._columns(move):
-            self._arrived[cut][places] = True
+        self._put(move, _places(rows.ids - self._shard.row0), rows.weights, rows.states)
         return len(rows.ids)
 
     def put_block(self, move: Move, weights: Array, states: Sequence[Array]) -> None:
         """Put all rows of a move, given in their order. Safe from several threads for different rows."""
         begin = move.row0 - self._shard.row0
-        self._write(move, slice(begin, begin + move.rows), weights, states)
-        for cut in self._columns(move):
-            self._arrived[cut][begin : begin + move.rows] = True
+        self._put(move, slice(begin, begin + move.rows), weights, states)
 
     def put_sorted(self, move: Move, rows: RowsView) -> int:
         """As :meth:`put`, of rows whose ids ascend. Safe from several threads for different rows."""
@@ -100,9 +95,7 @@ class Target:
         local = rows.ids[begin:end] - self._shard.row0
         first, last = int(local[0]), int(local[-1])
         places = slice(first, last + 1) if last - first + 1 == len(local) else local
-        self._write(move, places, rows.weights[begin:end], [state[begin:end] for state in rows.states])
-        for cut in self._columns(move):
-            self._arrived[cut][places] = True
+        self._put(move, places, rows.weights[begin:end], [state[begin:end] for state in rows.states])
         return end - begin
 
     def fill(self, move: Move, rows: RowsView, scratch: Scratch) -> int:
@@ -127,6 +120,12 @@ class Target:
             self._write(narrow, fresh_places, scratch.take(0, rows.weights, fresh), states)
             written = max(written, len(fresh))
         return written
+
+    def _put(self, move: Move, places: Places, weights: Array, states: Sequence[Array]) -> None:
+        """Write rows, and note that they have arrived."""
+        self._write(move, places, weights, states)
+        for cut in self._columns(move):
+            self._arrived[cut][places] = True
 
     def _columns(self, move: Move) -> range:
         """The columns of a move, by their cuts."""
