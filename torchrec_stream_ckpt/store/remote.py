@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -92,7 +93,8 @@ class FsspecObjects:
     def __init__(self, where: StoreUrl, options: Mapping[str, Any]) -> None:
         self.url = str(where)
         _check_protocol(where)
-        settings = _PATIENCE.get(where.scheme, {}) | typed(options)
+        # A copy: botocore rewrites the retries that it is given.
+        settings = copy.deepcopy(_PATIENCE.get(where.scheme, {})) | typed(options)
         try:
             # An instance of our own: fsspec would share one, with its caches, between all who give the same options.
             found = url_to_fs(self.url, skip_instance_cache=True, use_listings_cache=False, **settings)
