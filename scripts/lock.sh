@@ -13,7 +13,7 @@ resolve() {
   shift
   sed '/^#/d' "$lock" >"$scratch"
   "$python" -m uv pip compile pyproject.toml --extra cpu --extra dev --extra jdk --extra s3 --extra metrics --extra export \
-    --overrides requirements/overrides.txt --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+    --extra tensorboard --extra torchx --extra bench --overrides requirements/overrides.txt --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
     --no-header --no-emit-index-url --quiet --output-file "$scratch" "$@" >/dev/null
   {
     sed -n '/^#/!q;p' "$lock"
