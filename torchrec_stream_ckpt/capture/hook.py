@@ -69,6 +69,7 @@ class Capture:
         self._ring: FrameRing | None = None
         self._submit: Callable[[FrameBuffer], int] | None = None
         self._cut: FrozenCut | None = None
+        self._begun: Drain | None = None
         self._quota = 0
         """Frames that the drain in progress may still fill: acknowledgements that come meanwhile do not prolong it."""
         self.saved_rows = 0
@@ -106,6 +107,8 @@ class Capture:
         Not while a cut is being sent: newer values in front of its MARK would be taken for its own.
         """
         assert self._cut is None
+        if not self._may_send(drain):
+            return False
         for position, (kernel, mask) in enumerate(zip(self._kernels, self._masks, strict=True)):
             with kernel.reading():
                 mask.check_ids()
@@ -271,9 +274,10 @@ class Capture:
         return True
 
     def _may_send(self, drain: Drain) -> bool:
-        """A drain begins: whether a look at the masks is worth it. While the log takes nothing it is not."""
+        """A drain begins or goes on: whether a look at the masks is worth it. While the log takes nothing it is not."""
         assert self._ring is not None
-        self._quota = self._ring.capacity
+        if drain is not self._begun:
+            self._begun, self._quota = drain, self._ring.capacity
         return drain.extra or drain.wait_s > 0 or self._ring.has_room
 
     def _buffer(self, drain: Drain, num_bytes: int) -> FrameBuffer | None:
