@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "options": {"errors"},
     "metrics": {"errors", "types"},
     "loader": {"errors"},
+    "flags": {"errors", "types", "config"},
     "failpoints": {"errors"},
     "adapter": {"errors", "types", "adapter"},
     "format": LEAVES | {"format"},
