@@ -51,7 +51,7 @@ def test_ranks_that_were_killed_are_launched_again_as_three_and_go_on(tmp_path: 
     with launch(tmp_path, 2, "1x3") as job:
         said = job.wait_for(r"training on (\d) ranks", 60)
         assert said[1] == "3"
-        job.wait_for(r"marker 2:2 committed", 60)
+        job.wait_for(r"marker 2:\d+ committed", 60)
         assert len(job.ranks()) == 3
     after = [entry for entry in markers(tmp_path) if entry["generation"] == 2]
     newest = before[-1]
