@@ -40,7 +40,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cuts": LEAVES | {"format", "capture", "log", "commit"},
     "checkpointer": LEAVES | {"loader", "format", "adapter", "capture", "log", "store", "commit", "restore", "cuts"},
     "broker": {"errors", "broker"},
-    "cli": LEAVES | {"format", "log", "store", "commit", "restore", "materialize", "interchange", "broker", "cli"},
+    "sizing": LEAVES | {"format"},
+    "cli": LEAVES
+    | {"format", "log", "store", "commit", "restore", "materialize", "interchange", "broker", "sizing", "cli"},
     "__init__": {"config", "errors", "types", "loader", "checkpointer"},
 }
 """Room or module -> what it may import of this package."""
