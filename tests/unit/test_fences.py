@@ -42,7 +42,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpointer": LEAVES | {"loader", "format", "adapter", "capture", "log", "store", "commit", "restore", "cuts"},
     "planner": LEAVES | {"format", "log", "store", "commit", "restore"},
     "broker": {"errors", "broker"},
-    "cli": LEAVES | {"format", "log", "store", "commit", "restore", "materialize", "interchange", "broker", "cli"},
+    "sizing": LEAVES | {"format"},
+    "cli": LEAVES
+    | {"format", "log", "store", "commit", "restore", "materialize", "interchange", "broker", "sizing", "cli"},
     "__init__": {"config", "errors", "types", "loader", "checkpointer", "planner"},
 }
 """Room or module -> what it may import of this package."""
