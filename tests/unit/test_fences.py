@@ -18,14 +18,15 @@ ROOT = Path(torchrec_stream_ckpt.__file__).parent
 PACKAGE = "torchrec_stream_ckpt"
 SOURCES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
 
-LEAVES = {"errors", "types", "layout", "options", "config", "metrics", "failpoints"}
+LEAVES = {"errors", "types", "layout", "options", "stats", "config", "metrics", "failpoints"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": {"errors"},
     "layout": {"errors", "types"},
-    "config": {"errors", "types", "layout", "options"},
+    "config": {"errors", "types", "layout", "options", "stats"},
     "options": {"errors"},
-    "metrics": {"errors", "types"},
+    "stats": {"types"},
+    "metrics": {"errors", "types", "stats"},
     "loader": {"errors"},
     "flags": {"errors", "types", "config"},
     "failpoints": {"errors"},
@@ -39,7 +40,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "materialize": LEAVES | {"format", "log", "store", "materialize"},
     "interchange": LEAVES | {"format", "adapter", "log", "store", "commit", "restore", "materialize", "interchange"},
     "cuts": LEAVES | {"format", "capture", "log", "commit"},
-    "checkpointer": LEAVES | {"loader", "format", "adapter", "capture", "log", "store", "commit", "restore", "cuts"},
+    "telemetry": LEAVES | {"format", "capture", "log"},
+    "showing": LEAVES | {"commit", "telemetry"},
+    "checkpointer": LEAVES
+    | {"loader", "format", "adapter", "capture", "log", "store", "commit", "restore", "cuts", "telemetry", "showing"},
     "planner": LEAVES | {"format", "log", "store", "commit", "restore"},
     "broker": {"errors", "broker"},
     "sizing": LEAVES | {"format"},
@@ -76,6 +80,8 @@ WITH_TORCH = frozenset(
         "restore/from_head.py",
         "restore/from_store.py",
         "restore/target.py",
+        "showing.py",
+        "telemetry.py",
     }
 )
 
@@ -157,6 +163,10 @@ def test_fsspec_stays_in_its_module_and_no_file_system_of_it_is_imported_by_name
 
 def test_the_client_of_prometheus_stays_in_its_module() -> None:
     assert importers("prometheus_client") == {"metrics.py"}
+
+
+def test_tensorboard_is_imported_where_scalars_are_written() -> None:
+    assert importers("torch.utils.tensorboard") == {"showing.py"}
 
 
 def test_process_groups_stay_where_ranks_talk() -> None:
