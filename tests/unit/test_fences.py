@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "options": {"errors"},
     "metrics": {"errors", "types"},
     "loader": {"errors"},
+    "flags": {"errors", "types", "config"},
     "failpoints": {"errors"},
     "adapter": {"errors", "types", "adapter"},
     "format": LEAVES | {"format"},
@@ -39,11 +40,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "interchange": LEAVES | {"format", "adapter", "log", "store", "commit", "restore", "materialize", "interchange"},
     "cuts": LEAVES | {"format", "capture", "log", "commit"},
     "checkpointer": LEAVES | {"loader", "format", "adapter", "capture", "log", "store", "commit", "restore", "cuts"},
+    "planner": LEAVES | {"format", "log", "store", "commit", "restore"},
     "broker": {"errors", "broker"},
     "sizing": LEAVES | {"format"},
     "cli": LEAVES
     | {"format", "log", "store", "commit", "restore", "materialize", "interchange", "broker", "sizing", "cli"},
-    "__init__": {"config", "errors", "types", "loader", "checkpointer"},
+    "__init__": {"config", "errors", "types", "loader", "checkpointer", "planner"},
 }
 """Room or module -> what it may import of this package."""
 
@@ -69,6 +71,7 @@ WITH_TORCH = frozenset(
         "interchange/dcp_contents.py",
         "interchange/dcp_import.py",
         "interchange/dense_state.py",
+        "planner.py",
         "restore/apply.py",
         "restore/from_head.py",
         "restore/from_store.py",
@@ -124,7 +127,9 @@ def test_fbgemm_is_known_to_the_adapter_alone() -> None:
 
 
 def test_of_torchrec_others_know_the_public_model_class_only() -> None:
-    assert {room(source) for source in importers("torchrec")} == {"adapter", "checkpointer", "commit"}
+    assert {room(source) for source in importers("torchrec")} == {"adapter", "checkpointer", "commit", "planner"}
+    (constraints,) = (name for name in imports("planner.py") if name.startswith("torchrec."))
+    assert constraints == "torchrec.distributed.planner.types.ParameterConstraints"
     public = {"torchrec.distributed.model_parallel.DistributedModelParallel"}
     for source in ("checkpointer.py", "commit/dense.py", "commit/data_parallel.py"):
         assert {name for name in imports(source) if name.startswith("torchrec.")} == public
