@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.format.frame import ALIGNMENT, HEADER_LEN
+from torchrec_stream_ckpt.format.frame import ALIGNMENT, HEADER_LEN, MAX_FRAME_BYTES
 from torchrec_stream_ckpt.format.rows import RowLayout
 from torchrec_stream_ckpt.types import StateSpec, TableSpec
 
@@ -250,6 +250,10 @@ class Plan:
     rank_bytes_per_s: float
     publisher_use: float
     """Part of the busiest rank's publisher thread; above 1 the log lags and drains become coarser."""
+    frames_per_drain: float
+    """Of the busiest rank."""
+    ring_frames: int
+    """Frames that its ring takes: with more in a drain, the rest waits for the next one."""
     sweep_bytes: float
     sweep_s: float
     step_overhead_s: float
@@ -321,20 +325,32 @@ class RankMemory:
 # ----------------------------------------------------------------------------------------------------------- stream
 
 
-def drain_bytes(work: Workload) -> float:
-    """Bytes of the frames of one drain, all ranks: rows, and what frames add.
+def _drained(table: TableLoad, work: Workload) -> tuple[float, float]:
+    """(rows, frames) of one table in a drain, all ranks.
 
-    A frame adds 128 bytes and on average half an alignment for each section. A table is taken to lie on ranks in
-    proportion to its bytes, as a balanced plan has it; each shard sends ceil(rows / rows of a frame) frames.
+    A table is taken to lie on ranks in proportion to its bytes, as a balanced plan has it; each shard sends
+    ceil(rows / rows of a frame) frames.
     """
+    rows = table.touched.distinct(work.drain_s)
+    shards = max(1.0, min(work.ranks, round(work.ranks * table.num_bytes / max(1, work.table_bytes))))
+    max_rows = RowLayout.of(table.spec, table.spec.dim).max_rows
+    return rows, min(rows, max(shards, rows / max_rows + shards / 2))
+
+
+def drain_bytes(work: Workload) -> float:
+    """Bytes of the frames of one drain, all ranks: rows, and what frames add: 128 bytes, and on average half an
+    alignment for each section."""
     total = 0.0
     for table in work.tables:
-        rows = table.touched.distinct(work.drain_s)
-        layout = RowLayout.of(table.spec, table.spec.dim)
-        shards = max(1.0, min(work.ranks, round(work.ranks * table.num_bytes / max(1, work.table_bytes))))
-        frames = min(rows, max(shards, rows / layout.max_rows + shards / 2))
-        total += rows * layout.row_bytes + frames * (HEADER_LEN + len(layout.sections) * ALIGNMENT / 2)
+        rows, frames = _drained(table, work)
+        sections = len(table.spec.states) + 2
+        total += rows * table.row_bytes + frames * (HEADER_LEN + sections * ALIGNMENT / 2)
     return total
+
+
+def drain_frames(work: Workload) -> float:
+    """Frames of one drain, of a mean rank. The ring has one buffer of a whole frame for each, whatever it carries."""
+    return sum(_drained(table, work)[1] for table in work.tables) / work.ranks
 
 
 def stream_bytes_per_s(work: Workload) -> float:
@@ -542,6 +558,8 @@ def plan(work: Workload, where: Deployment | None = None, costs: UnitCosts | Non
         stream_bytes_per_s=rate,
         rank_bytes_per_s=rank_rate,
         publisher_use=rank_rate * costs.publish_s_per_byte,
+        frames_per_drain=drain_frames(work) * costs.imbalance,
+        ring_frames=max(2, where.ring_bytes // MAX_FRAME_BYTES),
         sweep_bytes=work.table_bytes,
         sweep_s=sweep_time(work, where, costs),
         step_overhead_s=step_cost(work, costs).training_s,
