@@ -70,6 +70,7 @@ WITH_TORCH = frozenset(
         "commit/dense.py",
         "commit/id_maps.py",
         "commit/random_state.py",
+        "commit/replicas.py",
         "cuts.py",
         "interchange/dcp.py",
         "interchange/dcp_contents.py",
