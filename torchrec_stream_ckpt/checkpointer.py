@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -302,7 +303,7 @@ class StreamCheckpointer:
         if ballot.ready:
             self._cut(deadline_s=None)
         else:
-            with self._pace.going_on():
+            with self._pace.going_on() if self._cuts.open else nullcontext():
                 self._cuts.go_on()
         if not (ballot.ready or self._cuts.open):
             self._try_drain()

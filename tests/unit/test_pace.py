@@ -140,6 +140,16 @@ def test_time_that_no_marker_could_use_is_not_saved_up() -> None:
     assert run.markers <= 2 + 2 * 0.05 / CHEAP.cut_s
 
 
+def test_nothing_is_counted_before_the_first_marker() -> None:
+    run = Run(bound=0.05)
+    run.pace.step(0.0)
+    for section in (run.pace.going_on(), run.pace.draining()):
+        with section:
+            run.now_s += 100
+    assert run.account.marker_affordable()
+    assert run.account.spent_s == 0
+
+
 def test_waiting_for_a_marker_by_hand_is_neither_training_nor_spent() -> None:
     run = Run(bound=0.05, drain_every=10**6)
     run.run(CHEAP, 10)

@@ -108,8 +108,9 @@ class Account:
         self._credit_s -= spent_s
 
     def _spend_on_marker(self, spent_s: float) -> None:
-        self._spend(spent_s)
-        self._marker_s += spent_s
+        if self._open:  # not the rest of a marker that the user asked for
+            self._spend(spent_s)
+            self._marker_s += spent_s
 
     @contextmanager
     def cut(self) -> Iterator[None]:
