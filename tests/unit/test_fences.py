@@ -37,10 +37,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "restore": LEAVES | {"format", "adapter", "log", "store", "restore"},
     "materialize": LEAVES | {"format", "log", "store", "materialize"},
     "interchange": LEAVES | {"format", "adapter", "log", "store", "commit", "restore", "materialize", "interchange"},
+    "tiers": LEAVES | {"format", "log", "store", "commit", "restore", "tiers"},
     "cuts": LEAVES | {"format", "capture", "log", "commit"},
-    "checkpointer": LEAVES | {"loader", "format", "adapter", "capture", "log", "store", "commit", "restore", "cuts"},
+    "checkpointer": LEAVES
+    | {"loader", "format", "adapter", "capture", "log", "store", "commit", "restore", "cuts", "tiers"},
     "broker": {"errors", "broker"},
-    "cli": LEAVES | {"format", "log", "store", "commit", "restore", "materialize", "interchange", "broker", "cli"},
+    "cli": LEAVES
+    | {"format", "log", "store", "commit", "restore", "materialize", "interchange", "tiers", "broker", "cli"},
     "__init__": {"config", "errors", "types", "loader", "checkpointer"},
 }
 """Room or module -> what it may import of this package."""
@@ -71,6 +74,7 @@ WITH_TORCH = frozenset(
         "restore/from_head.py",
         "restore/from_store.py",
         "restore/target.py",
+        "tiers/job.py",
     }
 )
 

@@ -18,6 +18,7 @@ from torchrec_stream_ckpt.cli import (
     materialize,
     pin,
     recover,
+    relay,
     show,
     trim,
     verify,
@@ -39,6 +40,7 @@ app.command("diff")(diff.diff_markers)
 app.command("export")(export.export_marker)
 app.command("import")(import_.import_checkpoint)
 app.command("recover")(recover.recover_log)
+app.command("relay")(relay.relay_log)
 app.command("fence")(fence.fence_trainer)
 app.command("trim")(trim.trim_job)
 app.command("gc")(gc.collect_garbage)

@@ -101,24 +101,11 @@ class DataWriter(Protocol):
         """Let go of files and connections; does not wait for what is not acknowledged."""
 
 
-class Log(Protocol):
-    """A log as its users see it. Safe to call from several threads."""
-
-    def prepare(self, partitions: int) -> Incarnation:
-        """(rank 0) Make the log, or add what is missing for ``partitions``; never takes anything away."""
-
-    def preflight(self) -> None:
-        """(rank 0) Whether a trainer could use the log: it answers, lets us in and allows what is needed.
-
-        Raises:
-            LogUnavailableError: it does not; names the true cause.
-        """
+class LogReader(Protocol):
+    """What a restore needs of a log. Safe to call from several threads."""
 
     def incarnation(self) -> Incarnation | None:
         """The log as it is now, or None when there is none yet."""
-
-    def open_writer(self, generation: int, partition: int, resume_at: int) -> DataWriter:
-        """(each rank) ``resume_at``: end of the last acknowledged frame, 0 in a new generation."""
 
     def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
         """(offset, frame) of everything in ``span``, in order. A frame is valid until the next one is asked for.
@@ -134,6 +121,26 @@ class Log(Protocol):
         Raises:
             CorruptionError: something took a part of one away.
             LogUnavailableError: the log does not answer.
+        """
+
+
+class Log(LogReader, Protocol):
+    """A log as its users see it. Safe to call from several threads."""
+
+    def prepare(self, partitions: int) -> Incarnation:
+        """(rank 0) Make the log, or add what is missing for ``partitions``; never takes anything away."""
+
+    def preflight(self) -> None:
+        """(rank 0) Whether a trainer could use the log: it answers, lets us in and allows what is needed.
+
+        Raises:
+            LogUnavailableError: it does not; names the true cause.
+        """
+
+    def open_writer(self, generation: int, partition: int, resume_at: int) -> DataWriter:
+        """(each rank) ``resume_at``: end of the last acknowledged frame, 0 in a new generation.
+
+        What a writer of this very stream has left behind that offset counts as never sent.
         """
 
     def trim(self, cut: Cut, *, dry_run: bool = False) -> Freed:
