@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import StreamCkptError
-from torchrec_stream_ckpt.loader import TrackedLoader
+from torchrec_stream_ckpt.loader import GlobalBatches, TrackedLoader
 from torchrec_stream_ckpt.types import Committed, MarkerId, Restored
 
 if TYPE_CHECKING:
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Committed",
+    "GlobalBatches",
     "MarkerId",
     "Restored",
     "StreamCheckpointer",
