@@ -59,6 +59,7 @@ WITH_TORCH = frozenset(
         *(source for source in SOURCES if source.startswith("adapter/")),
         "capture/hook.py",
         "capture/oracle.py",
+        "capture/rowmask.py",
         "capture/shards.py",
         "capture/staging.py",
         "capture/touched.py",
