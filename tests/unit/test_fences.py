@@ -37,11 +37,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "restore": LEAVES | {"format", "adapter", "log", "store", "restore"},
     "materialize": LEAVES | {"format", "log", "store", "materialize"},
     "interchange": LEAVES | {"format", "adapter", "log", "store", "commit", "restore", "materialize", "interchange"},
+    "follower": LEAVES | {"format", "log", "store", "commit", "restore", "materialize", "interchange", "follower"},
     "cuts": LEAVES | {"format", "capture", "log", "commit"},
     "checkpointer": LEAVES | {"loader", "format", "adapter", "capture", "log", "store", "commit", "restore", "cuts"},
     "broker": {"errors", "broker"},
-    "cli": LEAVES | {"format", "log", "store", "commit", "restore", "materialize", "interchange", "broker", "cli"},
-    "__init__": {"config", "errors", "types", "loader", "checkpointer"},
+    "cli": LEAVES
+    | {"format", "log", "store", "commit", "restore", "materialize", "interchange", "follower", "broker", "cli"},
+    "__init__": {"config", "errors", "types", "loader", "checkpointer", "follower"},
 }
 """Room or module -> what it may import of this package."""
 
@@ -63,6 +65,7 @@ WITH_TORCH = frozenset(
         "commit/id_maps.py",
         "commit/random_state.py",
         "cuts.py",
+        "follower/tables.py",
         "interchange/dcp.py",
         "interchange/dcp_contents.py",
         "interchange/dcp_import.py",
