@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torchrec_stream_ckpt.checkpointer import StreamCheckpointer
     from torchrec_stream_ckpt.follower.core import Follower, follow
     from torchrec_stream_ckpt.follower.tables import FollowedTables
+    from torchrec_stream_ckpt.planner import planner_constraints
 
 __all__ = [
     "Committed",
@@ -24,26 +25,28 @@ __all__ = [
     "StreamConfig",
     "TrackedLoader",
     "follow",
+    "planner_constraints",
 ]
 
 __version__ = "0.1.0"
 
 
+# Only training, and tables as tensors, need torch: the command line and the materializer read logs without it.
 _LAZY = {
-    "StreamCheckpointer": "torchrec_stream_ckpt.checkpointer",
-    "FollowedTables": "torchrec_stream_ckpt.follower.tables",
-    "Follower": "torchrec_stream_ckpt.follower.core",
-    "follow": "torchrec_stream_ckpt.follower.core",
+    "FollowedTables": "follower.tables",
+    "Follower": "follower.core",
+    "StreamCheckpointer": "checkpointer",
+    "follow": "follower.core",
+    "planner_constraints": "planner",
 }
 
 
 def __getattr__(name: str) -> Any:
-    # Only training, and tables as tensors, need torch: the command line and the materializer read logs without it.
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(import_module(_LAZY[name]), name)
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            f"{name} needs {error.name}: install the extra 'cpu' or 'cuda' (see CONTRIBUTING.md)"
-        ) from error
+    if name in _LAZY:
+        try:
+            return getattr(import_module(f"torchrec_stream_ckpt.{_LAZY[name]}"), name)
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                f"{name} needs {error.name}: install the extra 'cpu' or 'cuda' (see CONTRIBUTING.md)"
+            ) from error
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

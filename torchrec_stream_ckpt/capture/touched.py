@@ -103,6 +103,11 @@ class TouchedRows:
         """Whether every row has been sent at least once, as far as is known without a scan."""
         return self._cursor >= self.total
 
+    @property
+    def swept_rows(self) -> int:
+        """How many rows the sweep has behind it, as far as is known without a scan."""
+        return min(self._cursor, self.total)
+
     def sent(self, rows: torch.Tensor) -> None:
         """These rows were gathered: they have to be sent again only if they change again."""
         if rows.numel() == self.total:
