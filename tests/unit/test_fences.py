@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "restore": LEAVES | {"format", "adapter", "log", "store", "restore"},
     "materialize": LEAVES | {"format", "log", "store", "materialize"},
     "interchange": LEAVES | {"format", "adapter", "log", "store", "commit", "restore", "materialize", "interchange"},
+    "follower": LEAVES | {"format", "log", "store", "commit", "restore", "materialize", "interchange", "follower"},
     "cuts": LEAVES | {"format", "capture", "log", "commit"},
     "telemetry": LEAVES | {"format", "capture", "log"},
     "showing": LEAVES | {"commit", "telemetry"},
@@ -48,8 +49,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "broker": {"errors", "broker"},
     "sizing": LEAVES | {"format"},
     "cli": LEAVES
-    | {"format", "log", "store", "commit", "restore", "materialize", "interchange", "broker", "sizing", "cli"},
-    "__init__": {"config", "errors", "types", "loader", "checkpointer", "planner"},
+    | {
+        "format",
+        "log",
+        "store",
+        "commit",
+        "restore",
+        "materialize",
+        "interchange",
+        "follower",
+        "broker",
+        "sizing",
+        "cli",
+    },
+    "__init__": {"config", "errors", "types", "loader", "checkpointer", "planner", "follower"},
 }
 """Room or module -> what it may import of this package."""
 
@@ -73,6 +86,7 @@ WITH_TORCH = frozenset(
         "commit/random_state.py",
         "commit/replicas.py",
         "cuts.py",
+        "follower/tables.py",
         "interchange/dcp.py",
         "interchange/dcp_contents.py",
         "interchange/dcp_import.py",
