@@ -1,5 +1,6 @@
 """Continuous, bit-exact checkpoints for TorchRec: rows stream as they change, any marker restores on any plan."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchrec_stream_ckpt.config import StreamConfig
@@ -9,6 +10,7 @@ from torchrec_stream_ckpt.types import Committed, MarkerId, Restored
 
 if TYPE_CHECKING:
     from torchrec_stream_ckpt.checkpointer import StreamCheckpointer
+    from torchrec_stream_ckpt.planner import planner_constraints
 
 __all__ = [
     "Committed",
@@ -18,20 +20,22 @@ __all__ = [
     "StreamCkptError",
     "StreamConfig",
     "TrackedLoader",
+    "planner_constraints",
 ]
 
 __version__ = "0.1.0"
 
 
+# Only training needs torch: the command line and the materializer read logs without it.
+_WITH_TORCH = {"StreamCheckpointer": "checkpointer", "planner_constraints": "planner"}
+
+
 def __getattr__(name: str) -> Any:
-    # Only training needs torch: the command line and the materializer read logs without it.
-    if name == "StreamCheckpointer":
+    if name in _WITH_TORCH:
         try:
-            from torchrec_stream_ckpt.checkpointer import StreamCheckpointer
+            return getattr(import_module(f"torchrec_stream_ckpt.{_WITH_TORCH[name]}"), name)
         except ModuleNotFoundError as error:
             raise ImportError(
-                f"StreamCheckpointer needs {error.name}: install the extra 'cpu' or 'cuda' (see CONTRIBUTING.md)"
+                f"{name} needs {error.name}: install the extra 'cpu' or 'cuda' (see CONTRIBUTING.md)"
             ) from error
-
-        return StreamCheckpointer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

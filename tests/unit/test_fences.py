@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "stats": {"types"},
     "metrics": {"errors", "types", "stats"},
     "loader": {"errors"},
+    "flags": {"errors", "types", "config"},
     "failpoints": {"errors"},
     "adapter": {"errors", "types", "adapter"},
     "format": LEAVES | {"format"},
@@ -43,9 +44,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "showing": LEAVES | {"commit", "telemetry"},
     "checkpointer": LEAVES
     | {"loader", "format", "adapter", "capture", "log", "store", "commit", "restore", "cuts", "telemetry", "showing"},
+    "planner": LEAVES | {"format", "log", "store", "commit", "restore"},
     "broker": {"errors", "broker"},
-    "cli": LEAVES | {"format", "log", "store", "commit", "restore", "materialize", "interchange", "broker", "cli"},
-    "__init__": {"config", "errors", "types", "loader", "checkpointer"},
+    "sizing": LEAVES | {"format"},
+    "cli": LEAVES
+    | {"format", "log", "store", "commit", "restore", "materialize", "interchange", "broker", "sizing", "cli"},
+    "__init__": {"config", "errors", "types", "loader", "checkpointer", "planner"},
 }
 """Room or module -> what it may import of this package."""
 
@@ -71,6 +75,7 @@ WITH_TORCH = frozenset(
         "interchange/dcp_contents.py",
         "interchange/dcp_import.py",
         "interchange/dense_state.py",
+        "planner.py",
         "restore/apply.py",
         "restore/from_head.py",
         "restore/from_store.py",
@@ -128,7 +133,9 @@ def test_fbgemm_is_known_to_the_adapter_alone() -> None:
 
 
 def test_of_torchrec_others_know_the_public_model_class_only() -> None:
-    assert {room(source) for source in importers("torchrec")} == {"adapter", "checkpointer", "commit"}
+    assert {room(source) for source in importers("torchrec")} == {"adapter", "checkpointer", "commit", "planner"}
+    (constraints,) = (name for name in imports("planner.py") if name.startswith("torchrec."))
+    assert constraints == "torchrec.distributed.planner.types.ParameterConstraints"
     public = {"torchrec.distributed.model_parallel.DistributedModelParallel"}
     for source in ("checkpointer.py", "commit/dense.py", "commit/data_parallel.py"):
         assert {name for name in imports(source) if name.startswith("torchrec.")} == public

@@ -17,6 +17,7 @@ from torchrec_stream_ckpt.cli import (
     list_,
     materialize,
     pin,
+    plan,
     recover,
     show,
     trim,
@@ -36,6 +37,7 @@ app.command("verify")(verify.verify_markers)
 app.command("doctor")(doctor.examine_job)
 app.command("materialize")(materialize.materialize_log)
 app.command("diff")(diff.diff_markers)
+app.command("plan")(plan.plan_job)
 app.command("export")(export.export_marker)
 app.command("import")(import_.import_checkpoint)
 app.command("recover")(recover.recover_log)
