@@ -212,6 +212,8 @@ class UnitCosts:
     """(m) A marker with nothing to send: votes, MARK, COMMIT and the reading back."""
     dense_s_per_byte: float = 2e-9
     """(m) One byte of dense state saved and digested by a rank."""
+    dense_read_s_per_byte: float = 2e-9
+    """(m) One byte of dense state fetched, digested and loaded; every rank reads all of it."""
     restore_s_per_byte: float = 4e-10
     """(m) A rank: one byte checked and placed from a store in the page cache."""
     head_s_per_byte: float = 2e-10
@@ -394,6 +396,12 @@ def step_time(train_s: float, cost: StepCost, ranks: int, cores: float) -> float
     return max(own, (busy + ranks * (cost.training_s + cost.publisher_s)) / cores)
 
 
+def host_time(alone_s: float, processor_s: float, ranks: int, cores: float) -> float:
+    """Seconds of what takes a rank ``alone_s`` when it is alone, and ``processor_s`` of processor time, if all ranks of
+    a host do it at once: the longer of the two, one rank's own time and all work over all cores."""
+    return max(alone_s, processor_s * ranks / cores)
+
+
 # ------------------------------------------------------------------------------------------------- log and brokers
 
 
@@ -501,7 +509,7 @@ def restore_time(work: Workload, where: Deployment, costs: UnitCosts) -> Restore
     share = costs.imbalance / work.ranks
     stored = work.table_bytes + delta_bytes(work, where)
     tail = stream_bytes_per_s(work) * work.marker_s * share * costs.log_s_per_byte
-    fixed = costs.restore_s + tail + work.dense_bytes * costs.dense_s_per_byte
+    fixed = costs.restore_s + tail + work.dense_bytes * costs.dense_read_s_per_byte
     warm = stored * share * costs.restore_s_per_byte
     hosts = max(1.0, work.ranks / costs.ranks_per_host)
     pipe_of_hosts = hosts * costs.host_network_bytes_per_s * costs.use
