@@ -5,7 +5,7 @@ Frames go in and come out whole; a log knows nothing of what is in them but wher
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -141,6 +141,15 @@ class Log(LogReader, Protocol):
         """(each rank) ``resume_at``: end of the last acknowledged frame, 0 in a new generation.
 
         What a writer of this very stream has left behind that offset counts as never sent.
+        """
+
+    def ends(self, generation: int, partitions: Collection[int]) -> dict[int, int]:
+        """Where what a generation may have sent ends now, by data partition; 0 where there is nothing yet.
+
+        For who reads what no marker has: a log of files may end inside a frame that is being written.
+
+        Raises:
+            LogUnavailableError: the log does not answer.
         """
 
     def trim(self, cut: Cut, *, dry_run: bool = False) -> Freed:
