@@ -4,8 +4,8 @@
         --dataset criteo --criteo_path train.txt --stream_ckpt file://ckpt
 
 Started again, with another number of ranks or another sharding if you like, it goes on behind the newest committed
-marker. Without ``--stream_ckpt`` it is a plain TorchRec job that does not import torchrec_stream_ckpt at all: every
-line that concerns checkpoints stands in ``open_checkpointer`` and ``train``.
+marker. Without ``--stream_ckpt`` it is a plain TorchRec job: of torchrec_stream_ckpt it imports flags and errors alone,
+and every line that concerns checkpoints stands in ``parse_args``, ``open_checkpointer`` and ``train``.
 
 The model reads its embeddings by feature name (TorchRec's ``SparseArch`` does), so that it is the same model under
 every sharding plan. A model of yours that reads ``KeyedTensor.values()`` is not: regroup by name first.
@@ -19,7 +19,6 @@ import gc
 import gzip
 import json
 import logging
-import math
 import os
 import random
 import re
@@ -53,6 +52,9 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
+
+from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
+from torchrec_stream_ckpt.flags import add_flags, config_from, positive, restore_from, whole
 
 log = logging.getLogger("train_dlrm")
 
@@ -108,42 +110,9 @@ class UserError(Exception):
 # ----------------------------------------------------------------------------------------------------------- flags
 
 
-def whole(minimum: int) -> Callable[[str], int]:
-    """An argparse type: a whole number that is not below ``minimum``."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"'{text}' is not a whole number") from None
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"{value} is below {minimum}")
-        return value
-
-    return parse
-
-
-def positive(text: str) -> float:
-    """An argparse type: a finite number above zero."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number") from None
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text} is not above zero")
-    return value
-
-
 def sizes(text: str) -> list[int]:
     """An argparse type: whole numbers above zero, separated by commas."""
     return [whole(1)(part) for part in text.split(",")]
-
-
-def marker(text: str) -> str:
-    """An argparse type: ``latest``, ``none`` or ``GENERATION:MARKER``."""
-    if text not in ("latest", "none") and not re.fullmatch(r"\d{1,9}:\d{1,18}", text):
-        raise argparse.ArgumentTypeError(f"'{text}' is none of latest, none, GENERATION:MARKER (for example 2:17)")
-    return text
 
 
 def sharding(text: str) -> str:
@@ -190,22 +159,7 @@ def make_parser() -> argparse.ArgumentParser:
     data.add_argument("--ids_per_lookup", type=whole(1), help="random data: ids of one sample and table")
     data.add_argument("--zipf", type=positive, default=1.05, help="random data: exponent (default: %(default)s)")
 
-    ckpt = parser.add_argument_group("streaming checkpoints")
-    ckpt.add_argument("--stream_ckpt", metavar="URI", help="file://DIR or kafka://BROKERS/JOB")
-    ckpt.add_argument("--store", metavar="URL", help="where dense state goes; required with kafka://")
-    ckpt.add_argument("--store_options", metavar="FILE", type=Path, help="settings of an object store, key=value lines")
-    ckpt.add_argument("--restore", type=marker, help="latest (default), none, or GENERATION:MARKER")
-    ckpt.add_argument("--drain_every", metavar="STEPS", type=whole(1), help="default: 1")
-    ckpt.add_argument("--marker_every", metavar="STEPS", type=whole(1), help="default: 100")
-    ckpt.add_argument("--marker_every_s", metavar="SECONDS", type=positive, help="also a marker every so many seconds")
-    ckpt.add_argument("--kafka_options", metavar="FILE", type=Path, help="client options, security included")
-    ckpt.add_argument("--commit_key_file", metavar="FILE", type=Path, help="sign markers; only signed ones count")
-    ckpt.add_argument(
-        "--paranoid",
-        action="store_true",
-        default=None,
-        help="compare the stream with the live tables at every marker; takes the tables' memory twice",
-    )
+    add_flags(parser)
 
     model = parser.add_argument_group("model")
     model.add_argument(
@@ -238,6 +192,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     problem = complete(args)
     if problem:
         parser.error(problem)
+    try:
+        args.stream = config_from(args)
+    except ConfigError as error:
+        parser.error(str(error))
     return args
 
 
@@ -283,32 +241,6 @@ def complete(args: argparse.Namespace) -> str | None:
         )
     if len(args.over_arch_layer_sizes) < 2 or args.over_arch_layer_sizes[-1] != 1:
         return "--over_arch_layer_sizes must have at least two numbers and end in 1"
-    return complete_stream(args)
-
-
-def complete_stream(args: argparse.Namespace) -> str | None:
-    """The same for the flags of streaming checkpoints."""
-    defaults = {"restore": "latest", "drain_every": 1, "marker_every": 100, "paranoid": False}
-    if args.stream_ckpt is None:
-        for flag in (*defaults, "store", "store_options", "marker_every_s", "kafka_options", "commit_key_file"):
-            if getattr(args, flag) is not None:
-                return f"--{flag} needs --stream_ckpt"
-    else:
-        if not re.match(r"(file|kafka)://.", args.stream_ckpt):
-            return f"--stream_ckpt '{args.stream_ckpt}' is neither file://DIR nor kafka://BROKERS/JOB"
-        if args.stream_ckpt.startswith("kafka://") and args.store is None:
-            return "--stream_ckpt kafka://... needs --store URL, for the dense state"
-        if args.kafka_options is not None and not args.stream_ckpt.startswith("kafka://"):
-            return "--kafka_options needs --stream_ckpt kafka://..."
-        if args.kafka_options is not None and not args.kafka_options.is_file():
-            return f"--kafka_options {args.kafka_options}: no such file"
-        if args.store_options is not None and "://" not in (args.store or ""):
-            return "--store_options needs --store s3://..."
-        if args.store_options is not None and not args.store_options.is_file():
-            return f"--store_options {args.store_options}: no such file"
-    for flag, value in defaults.items():
-        if getattr(args, flag) is None:
-            setattr(args, flag, value)
     return None
 
 
@@ -864,27 +796,14 @@ def open_checkpointer(
     args: argparse.Namespace, model: DistributedModelParallel, optimizer: CombinedOptimizer, loader: Loader
 ) -> tuple[Any, Any]:
     """The checkpointer and what it restored; (None, None) without ``--stream_ckpt``. Every rank calls it."""
-    if args.stream_ckpt is None:
+    if args.stream is None:
         return None, None
-    from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
+    from torchrec_stream_ckpt import StreamCheckpointer
 
-    names = ("store", "store_options", "drain_every", "marker_every", "marker_every_s", "kafka_options")
-    config = {name: getattr(args, name) for name in (*names, "commit_key_file")}
     checkpointer = StreamCheckpointer(
-        model,
-        optimizer,
-        config=StreamConfig(uri=args.stream_ckpt, **config),
-        stateful={"loader": loader},
-        paranoid=args.paranoid,
+        model, optimizer, config=args.stream, stateful={"loader": loader}, paranoid=args.paranoid
     )
-    restored = None
-    if args.restore == "latest":
-        restored = checkpointer.restore()
-    elif args.restore != "none":
-        restored = checkpointer.restore(marker=args.restore)
-    if restored is None and args.restore == "latest":
-        log.info("no committed marker in %s: starting afresh", args.stream_ckpt)
-    return checkpointer, restored
+    return checkpointer, restore_from(args, checkpointer)
 
 
 def train(
@@ -967,15 +886,6 @@ def run(args: argparse.Namespace, on_step: Callable[[StepEvent], None] | None) -
         dist.destroy_process_group()
 
 
-def expected_errors(args: argparse.Namespace) -> tuple[type[Exception], ...]:
-    """What the user can put right: told without a traceback."""
-    if args.stream_ckpt is None:
-        return (UserError,)
-    from torchrec_stream_ckpt.errors import StreamCkptError
-
-    return UserError, StreamCkptError
-
-
 def fail(message: str) -> NoReturn:
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # each node tells once
         print(f"train_dlrm.py: error: {message}", file=sys.stderr, flush=True)
@@ -996,7 +906,7 @@ def main(argv: Sequence[str] | None = None, on_step: Callable[[StepEvent], None]
         fail("start it with torchrun: torchrun --standalone --nproc_per_node 2 recipes/train_dlrm.py ...")
     try:
         run(args, on_step)
-    except expected_errors(args) as error:
+    except (UserError, StreamCkptError) as error:
         fail(str(error))
 
 

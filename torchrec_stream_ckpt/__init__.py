@@ -1,37 +1,53 @@
 """Continuous, bit-exact checkpoints for TorchRec: rows stream as they change, any marker restores on any plan."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import StreamCkptError
-from torchrec_stream_ckpt.loader import TrackedLoader
+from torchrec_stream_ckpt.loader import GlobalBatches, TrackedLoader
 from torchrec_stream_ckpt.types import Committed, MarkerId, Restored
 
 if TYPE_CHECKING:
     from torchrec_stream_ckpt.checkpointer import StreamCheckpointer
+    from torchrec_stream_ckpt.follower.core import Follower, follow
+    from torchrec_stream_ckpt.follower.tables import FollowedTables
+    from torchrec_stream_ckpt.planner import planner_constraints
 
 __all__ = [
     "Committed",
+    "FollowedTables",
+    "Follower",
+    "GlobalBatches",
     "MarkerId",
     "Restored",
     "StreamCheckpointer",
     "StreamCkptError",
     "StreamConfig",
     "TrackedLoader",
+    "follow",
+    "planner_constraints",
 ]
 
 __version__ = "0.1.0"
 
 
+# Only training, and tables as tensors, need torch: the command line and the materializer read logs without it.
+_LAZY = {
+    "FollowedTables": "follower.tables",
+    "Follower": "follower.core",
+    "StreamCheckpointer": "checkpointer",
+    "follow": "follower.core",
+    "planner_constraints": "planner",
+}
+
+
 def __getattr__(name: str) -> Any:
-    # Only training needs torch: the command line and the materializer read logs without it.
-    if name == "StreamCheckpointer":
+    if name in _LAZY:
         try:
-            from torchrec_stream_ckpt.checkpointer import StreamCheckpointer
+            return getattr(import_module(f"torchrec_stream_ckpt.{_LAZY[name]}"), name)
         except ModuleNotFoundError as error:
             raise ImportError(
-                f"StreamCheckpointer needs {error.name}: install the extra 'cpu' or 'cuda' (see CONTRIBUTING.md)"
+                f"{name} needs {error.name}: install the extra 'cpu' or 'cuda' (see CONTRIBUTING.md)"
             ) from error
-
-        return StreamCheckpointer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

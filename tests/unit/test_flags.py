@@ -1,0 +1,111 @@
+"""The flags of a training script: what they become, and that a script without them pays nothing."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchrec_stream_ckpt import Restored, StreamConfig
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.flags import add_flags, config_from, restore_from
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return parser.parse_args(argv)
+
+
+def test_without_stream_ckpt_there_is_no_config() -> None:
+    args = parse()
+    assert config_from(args) is None
+    assert (args.restore, args.drain_every, args.marker_every, args.paranoid) == ("latest", 1, 100, False)
+
+
+def test_every_setting_reaches_the_config(tmp_path: Path) -> None:
+    for name in ("kafka", "store", "key"):
+        (tmp_path / name).write_text("a=b\n")
+    flags = {
+        "store": "s3://bucket/x",
+        "store_options": str(tmp_path / "store"),
+        "drain_every": "2",
+        "marker_every": "3",
+        "marker_every_s": "4.5",
+        "kafka_options": str(tmp_path / "kafka"),
+        "commit_key_file": str(tmp_path / "key"),
+        "metrics_port": "9400",
+        "tensorboard": "events",
+    }
+    argv = [word for name, value in flags.items() for word in (f"--{name}", value)]
+    assert config_from(parse("--stream_ckpt", "kafka://h:1/j", *argv)) == StreamConfig(
+        uri="kafka://h:1/j",
+        store="s3://bucket/x",
+        store_options=tmp_path / "store",
+        drain_every=2,
+        marker_every=3,
+        marker_every_s=4.5,
+        kafka_options=tmp_path / "kafka",
+        commit_key_file=tmp_path / "key",
+        metrics_port=9400,
+        tensorboard=Path("events"),
+    )
+
+
+def test_flags_that_are_not_given_are_those_of_the_config() -> None:
+    assert config_from(parse("--stream_ckpt", "file://x")) == StreamConfig(uri="file://x")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--commit_key_file", "x"], "--commit_key_file needs --stream_ckpt URI"),
+        (["--restore", "none"], "--restore needs --stream_ckpt URI, file://DIR or kafka://BROKERS/JOB"),
+        (["--stream_ckpt", "file://"], "neither file://DIR nor kafka://BROKERS/JOB"),
+        (["--stream_ckpt", "kafka://host/j", "--store", "x"], "names no broker as HOST:PORT"),
+        (["--stream_ckpt", "file://x", "--commit_key_file", "no.key"], "--commit_key_file no.key: no such file"),
+        (["--stream_ckpt", "file://x", "--store", "s3://a:b@c/d"], "must not hold a password"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_from(parse(*argv))
+
+
+class Recorder:
+    """Stands where a checkpointer does, and keeps what it was asked for."""
+
+    def __init__(self, found: Restored | None) -> None:
+        self.found = found
+        self.asked: list[str | None] = []
+
+    def restore(self, marker: str | None = None) -> Restored | None:
+        self.asked.append(marker)
+        return self.found
+
+
+@pytest.mark.parametrize(("flag", "asked"), [("latest", [None]), ("none", []), ("2:17", ["2:17"])])
+def test_restore_asks_for_what_the_flag_says(flag: str, asked: list[str | None]) -> None:
+    found = Restored(2, 17, 170, 2, 5, (), "log")
+    checkpointer = Recorder(found)
+    assert restore_from(parse("--restore", flag), checkpointer) == (found if asked else None)
+    assert checkpointer.asked == asked
+
+
+def test_a_first_start_says_that_it_restores_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    args = parse("--stream_ckpt", "file://x")
+    config_from(args)
+    with caplog.at_level("INFO"):
+        assert restore_from(args, Recorder(None)) is None
+    assert caplog.messages == ["no committed marker in file://x: starting afresh"]
+
+
+def test_the_flags_alone_load_nothing_heavy() -> None:
+    program = "import sys, torchrec_stream_ckpt.flags; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    loaded = set(done.stdout.split())
+    assert "torchrec_stream_ckpt.flags" in loaded
+    assert loaded & {"torch", "torchrec", "confluent_kafka", "fsspec", "numpy"} == set()

@@ -1,0 +1,169 @@
+"""The flags of a training script: the same few in every recipe, and in a script of yours.
+
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    args = parser.parse_args()
+    config = config_from(args)  # None without --stream_ckpt
+
+Imports without torch, so a script that is started without ``--stream_ckpt`` pays for nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from torchrec_stream_ckpt.config import StreamConfig
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.types import Restored
+
+log = logging.getLogger(__name__)
+
+SETTINGS = (
+    "store",
+    "store_options",
+    "drain_every",
+    "marker_every",
+    "marker_every_s",
+    "kafka_options",
+    "commit_key_file",
+    "metrics_port",
+    "tensorboard",
+)
+"""Flags that are settings of ``StreamConfig``, under their names there."""
+DEFAULTS = {"restore": "latest", "drain_every": 1, "marker_every": 100, "paranoid": False}
+"""What a flag stands for that is not given. Not argparse's own defaults: those hide whether a flag was given."""
+
+
+def whole(minimum: int) -> Callable[[str], int]:
+    """An argparse type: a whole number that is not below ``minimum``."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"'{text}' is not a whole number") from None
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{value} is below {minimum}")
+        return value
+
+    return parse
+
+
+def positive(text: str) -> float:
+    """An argparse type: a finite number above zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number") from None
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text} is not above zero")
+    return value
+
+
+def marker(text: str) -> str:
+    """An argparse type: ``latest``, ``none`` or ``GENERATION:MARKER``."""
+    if text not in ("latest", "none") and not re.fullmatch(r"\d{1,9}:\d{1,18}", text):
+        raise argparse.ArgumentTypeError(f"'{text}' is none of latest, none, GENERATION:MARKER (for example 2:17)")
+    return text
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the group "streaming checkpoints": ``--stream_ckpt URI`` and what belongs to it."""
+    group = parser.add_argument_group("streaming checkpoints")
+    group.add_argument("--stream_ckpt", metavar="URI", help="file://DIR or kafka://BROKERS/JOB")
+    group.add_argument("--store", metavar="URL", help="where dense state goes; required with kafka://")
+    group.add_argument(
+        "--store_options", metavar="FILE", type=Path, help="settings of an object store, key=value lines"
+    )
+    group.add_argument("--restore", type=marker, help="latest (default), none, or GENERATION:MARKER")
+    group.add_argument("--drain_every", metavar="STEPS", type=whole(1), help="default: 1")
+    group.add_argument("--marker_every", metavar="STEPS", type=whole(1), help="default: 100")
+    group.add_argument("--marker_every_s", metavar="SECONDS", type=positive, help="also a marker every so many seconds")
+    group.add_argument("--kafka_options", metavar="FILE", type=Path, help="client options, security included")
+    group.add_argument("--commit_key_file", metavar="FILE", type=Path, help="sign markers; only signed ones count")
+    group.add_argument(
+        "--metrics_port", metavar="PORT", type=whole(0), help="for Prometheus: each rank's is PORT + its local rank"
+    )
+    group.add_argument("--tensorboard", metavar="DIR", type=Path, help="scalars of what is streamed, by rank 0")
+    group.add_argument(
+        "--paranoid",
+        action="store_true",
+        default=None,
+        help="compare the stream with the live tables at every marker; takes the tables' memory twice",
+    )
+
+
+def config_from(args: argparse.Namespace) -> StreamConfig | None:
+    """The settings that the flags ask for, None without ``--stream_ckpt``.
+
+    Flags that were not given have their defaults in ``args`` from here on.
+
+    Args:
+        args: What a parser with ``add_flags`` has parsed.
+
+    Raises:
+        ConfigError: the flags do not go together, a file is missing, or a URI has no form that we know. One line to
+            give to ``parser.error()``.
+    """
+    problem = _given_without_stream(args) if args.stream_ckpt is None else _wrong_together(args)
+    if problem:
+        raise ConfigError(problem)
+    for flag, value in DEFAULTS.items():
+        if getattr(args, flag) is None:
+            setattr(args, flag, value)
+    if args.stream_ckpt is None:
+        return None
+    return StreamConfig(uri=args.stream_ckpt, **{name: getattr(args, name) for name in SETTINGS})
+
+
+def _given_without_stream(args: argparse.Namespace) -> str | None:
+    given = [flag for flag in dict.fromkeys((*DEFAULTS, *SETTINGS)) if getattr(args, flag) is not None]
+    return f"--{given[0]} needs --stream_ckpt URI, file://DIR or kafka://BROKERS/JOB" if given else None
+
+
+def _wrong_together(args: argparse.Namespace) -> str | None:
+    uri, is_kafka = args.stream_ckpt, args.stream_ckpt.startswith("kafka://")
+    if not re.match(r"(file|kafka)://.", uri):
+        return f"--stream_ckpt '{uri}' is neither file://DIR nor kafka://BROKERS/JOB"
+    if is_kafka and args.store is None:
+        return "--stream_ckpt kafka://... needs --store URL, for the dense state"
+    if args.kafka_options is not None and not is_kafka:
+        return "--kafka_options needs --stream_ckpt kafka://..."
+    if args.store_options is not None and "://" not in (args.store or ""):
+        return "--store_options needs --store s3://..."
+    for flag in ("kafka_options", "store_options", "commit_key_file"):
+        path = getattr(args, flag)
+        if path is not None and not path.is_file():
+            return f"--{flag} {path}: no such file"
+    return None
+
+
+class Restorable(Protocol):
+    """``StreamCheckpointer``, without torch."""
+
+    def restore(self, marker: str | None = None) -> Restored | None: ...
+
+
+def restore_from(args: argparse.Namespace, checkpointer: Restorable) -> Restored | None:
+    """Restore what ``--restore`` asks for; all ranks call it, in front of the first step.
+
+    Returns:
+        What was restored; None for ``--restore none``, and where nothing was committed yet.
+
+    Raises:
+        StreamCkptError: as ``StreamCheckpointer.restore()``.
+    """
+    if args.restore == "none":
+        return None
+    if args.restore != "latest":
+        return checkpointer.restore(args.restore)
+    restored = checkpointer.restore()
+    if restored is None:
+        log.info("no committed marker in %s: starting afresh", args.stream_ckpt)
+    return restored

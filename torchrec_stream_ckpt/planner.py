@@ -1,0 +1,148 @@
+"""What TorchRec's planner has to keep, so that a restore under its new plan is exact: column splits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import replace
+
+from torchrec.distributed.planner.types import ParameterConstraints
+
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.config import StreamConfig
+from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError, UnsupportedError
+from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.log.api import open_log
+from torchrec_stream_ckpt.restore.choose import Choice, choose
+from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.dense import dense_in
+from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
+
+WHOLE = ("table_wise", "row_wise", "table_row_wise")
+"""Kinds of sharding that keep all columns of a row together."""
+SPLIT = ("column_wise", "table_column_wise", "grid_shard")
+"""Kinds that split columns into equal widths."""
+
+Constraints = dict[str, ParameterConstraints]
+
+
+def planner_constraints(
+    config: StreamConfig | str,
+    marker: MarkerId | str | None = None,
+    base: Mapping[str, ParameterConstraints] | None = None,
+) -> Constraints:
+    """Constraints for ``EmbeddingShardingPlanner`` under which a marker can be restored exactly, on any world size.
+
+    The state of a row-wise optimizer belongs to a column shard, so a restore refuses a plan that splits the columns of
+    such a table in another way. Tables whose optimizer has one value a weight may be split anew; no table may become
+    data-parallel. Reads the log and writes nothing; any rank may call it, but TorchRec's ``collective_plan`` only uses
+    what rank 0 has::
+
+        constraints = planner_constraints(config) if dist.get_rank() == 0 else {}
+        planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
+        plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+
+    Args:
+        config: The job's settings; a URI alone where they are all defaults.
+        marker: Which one will be restored, as ``"GENERATION:MARKER"``; None or ``"latest"``: the newest that is whole.
+        base: Constraints of your own by table. They are kept, narrowed to what the marker allows.
+
+    Returns:
+        Constraints by table name; ``base`` alone where nothing was committed yet.
+
+    Raises:
+        MarkerNotFoundError: ``marker`` is not committed.
+        ConfigError: ``base`` allows a table no sharding that keeps its split.
+        UnsupportedError: a table was split into unequal widths, or in two ways in two modules: the planner makes no
+            such plan.
+        StreamCkptError: as ``StreamCheckpointer.restore()`` while it chooses a marker.
+    """
+    config = StreamConfig(uri=config) if isinstance(config, str) else config
+    if isinstance(marker, str):
+        marker = MarkerId.parse(marker) if marker != "latest" else None
+    constraints = dict(base or {})
+    choice = _choose(config, marker)
+    if choice is not None:
+        schema = choice.lineage.claims[choice.commit.generation].schema
+        widths = _widths(schema, _shards(choice))
+        for name, tables in _by_name(schema).items():
+            mine = constraints.get(name, ParameterConstraints())
+            constraints[name] = constrain(name, {table: widths[table.name] for table in tables}, mine)
+    return constraints
+
+
+def _choose(config: StreamConfig, marker: MarkerId | None) -> Choice | None:
+    with ExitStack() as stack:
+        log = stack.enter_context(closing(open_log(config.uri, config.kafka_options)))
+        if log.incarnation() is None:
+            if marker is not None:
+                raise MarkerNotFoundError("there is no log yet", hint="check the URI", uri=config.uri)
+            return None
+        lineage = Control(log, config.commit_key_file).refresh()
+        objects = stack.enter_context(closing(open_store(config.store_url, config.store_options)))
+        return choose(log, lineage, dense_in(objects), marker, objects)
+
+
+def _shards(choice: Choice) -> Iterable[TableShard]:
+    """What the ranks held in the marker's own generation: the log's word, or the store's where that serves it all."""
+    generation, held = choice.commit.generation, choice.held
+    if held is not None and held.reach.generation == generation:
+        return (shard for shards in held.shards for shard in shards)
+    return (shard for key, hello in choice.hellos.items() if key[0] == generation for shard in hello.shards)
+
+
+def _widths(schema: Schema, shards: Iterable[TableShard]) -> dict[str, tuple[int, ...]]:
+    """Table -> widths of its column shards, from the left to the right."""
+    splits: dict[str, set[tuple[int, int]]] = {table.name: set() for table in schema.tables}
+    for shard in shards:
+        splits[schema.tables[shard.table].name].add((shard.col0, shard.cols))
+    return {name: tuple(cols for _, cols in sorted(split)) for name, split in splits.items()}
+
+
+def _by_name(schema: Schema) -> dict[str, list[TableSpec]]:
+    """The planner knows a table by its own name, in whatever module it is."""
+    tables: dict[str, list[TableSpec]] = {}
+    for table in schema.tables:
+        tables.setdefault(table.name.rpartition(".")[2], []).append(table)
+    return tables
+
+
+def constrain(
+    name: str, widths: Mapping[TableSpec, tuple[int, ...]], base: ParameterConstraints
+) -> ParameterConstraints:
+    """``base``, narrowed to plans that keep the column split of each table of this name. Pure.
+
+    Args:
+        name: What the planner calls the tables.
+        widths: Of the column shards of each of them.
+        base: What the user allows.
+
+    Raises:
+        ConfigError, UnsupportedError: as in :func:`planner_constraints`.
+    """
+    splits = {split for table, split in widths.items() if table.has_row_state}
+    if len(splits) > 1:
+        raise UnsupportedError(
+            f"tables of this name are split in {len(splits)} ways, and the planner tells tables by name alone",
+            hint="give each table a name of its own, or make the plan by hand",
+            table=name,
+        )
+    split = next(iter(splits), ())
+    if len(set(split)) > 1:
+        raise UnsupportedError(
+            f"its columns are split into widths of {', '.join(map(str, split))}: the planner makes equal ones",
+            hint="make the plan by hand",
+            table=name,
+        )
+    kinds = (*WHOLE, *SPLIT) if not split else WHOLE if len(split) == 1 else SPLIT
+    # The planner takes grid_shard for a table only where somebody asks for it.
+    asked = base.sharding_types or [kind for kind in kinds if kind != "grid_shard"]
+    kept = [kind for kind in asked if kind in kinds]
+    if not kept:
+        shards = f"{len(split) or 'any number of'} column shards"
+        raise ConfigError(
+            f"{', '.join(asked)} would change the column split: the marker has {shards}",
+            hint=f"allow one of {', '.join(kinds)}",
+            table=name,
+        )
+    return replace(base, sharding_types=kept, min_partition=split[0] if len(split) > 1 else base.min_partition)
