@@ -41,9 +41,12 @@ from torchrec_stream_ckpt.restore.apply import StoreSource, apply_rows
 from torchrec_stream_ckpt.restore.choose import Choice, choose
 from torchrec_stream_ckpt.restore.lost import check_not_lost
 from torchrec_stream_ckpt.restore.plan import RestorePlan, check_schema, plan_restore
+from torchrec_stream_ckpt.showing import Showing
+from torchrec_stream_ckpt.stats import Stats
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import dense_in
 from torchrec_stream_ckpt.store.head import Head, HeadDamagedError, head_root
+from torchrec_stream_ckpt.telemetry import Telemetry
 from torchrec_stream_ckpt.types import Committed, MarkerId, Restored
 
 log = logging.getLogger(__name__)
@@ -108,6 +111,7 @@ class StreamCheckpointer:
         self._team.on_rank0(self._log.preflight)  # a log that cannot be reached is said now, not at the first marker
         self._control = self._open_control()
         self._hook()
+        self._telemetry = Telemetry(self._team.rank, config.restore_bytes_per_s)
         device = self._kernels[0].device if self._kernels else torch.device("cpu")
         if device.type == "cuda" and self._team.rank == 0:
             log.warning(
@@ -127,6 +131,12 @@ class StreamCheckpointer:
         self._broken: BaseException | None = None
         self._stranded = False
         self._closed = False
+        try:
+            self._showing = Showing(config, self._team, self.stats, self._telemetry)
+        except BaseException:
+            self._unwatch()
+            self._capture.close()
+            raise
 
     def _open_control(self) -> Control:
         """Only rank 0 reads and writes control records, so only there the commit key is read."""
@@ -160,6 +170,10 @@ class StreamCheckpointer:
     def generation(self) -> int | None:
         """This job's own generation; None before ``restore()``, ``step()`` or ``mark()`` has opened it."""
         return self._stream.claim.generation if self._stream is not None else None
+
+    def stats(self) -> Stats:
+        """Where this rank stands: what it has sent, what would be lost now, how long it took. Local, on any thread."""
+        return self._telemetry.stats(self._step, self._capture, self._ring)
 
     def restore(self, marker: MarkerId | str | tuple[int, int] | None = None) -> Restored | None:
         """Bring back a marker, in place, on any number of ranks and any plan.
@@ -200,7 +214,9 @@ class StreamCheckpointer:
         merged = {table for tables in self._team.gather(plan.merged) for table in tables}
         self._step = plan.step
         self._next_marker = plan.marker.marker + 1
-        self._open(parent=plan.marker, swept=sorted(merged))
+        path = choice.lineage.path(plan.marker)
+        parent_bytes = sum(end.num_bytes for commit in path for end in commit.ranks) // self._team.world
+        self._open(plan.marker, sorted(merged), parent_bytes)
         if self._team.rank == 0:
             log.info(
                 "restored marker %s (step %d, written by %d ranks) from %s",
@@ -261,6 +277,10 @@ class StreamCheckpointer:
                 the same step, and by every call from then on.
         """
         self._ensure_stream()
+        with self._telemetry.blocked.running():
+            self._step_done(batches)
+
+    def _step_done(self, batches: int) -> None:
         for loader in self._loaders:
             loader.trained(batches)
         self._step += 1
@@ -357,6 +377,7 @@ class StreamCheckpointer:
         if self._closed:
             return
         self._closed = True
+        self._showing.close()
         self._unwatch()
         self._capture.close()
         self._close_stream(timeout_s)
@@ -380,7 +401,8 @@ class StreamCheckpointer:
     def _try_drain(self) -> None:
         """Drain; if that fails here alone, training goes on and the next marker says it on all ranks."""
         try:
-            self._drain()
+            with self._telemetry.drain.running():
+                self._drain()
         except Exception:  # the publisher has died: what was not sent stays marked
             if not self._stranded:
                 log.exception(
@@ -411,8 +433,12 @@ class StreamCheckpointer:
         """Cut a marker at this step boundary."""
         assert self._cuts is not None
         self._cadence.cut()
+        assert self._stream is not None
         marker, self._next_marker = self._next_marker, self._next_marker + 1
-        return self._cuts.begin(self._step, marker, deadline_s, self._finish_sweep)
+        with self._telemetry.cut.running():
+            future = self._cuts.begin(self._step, marker, deadline_s, self._finish_sweep)
+        self._telemetry.follow(self._stream.marker(marker), self._step, future)
+        return future
 
     def _finish_sweep(self, drain: Drain) -> bool:
         while not self._capture.swept:
@@ -444,7 +470,7 @@ class StreamCheckpointer:
     def _open_root(self) -> None:
         """Open a generation that stands on nothing: every table is sent whole."""
         self._team.on_rank0(self._check_schema)
-        self._open(parent=None, swept=range(len(self._schema.tables)))
+        self._open(None, range(len(self._schema.tables)), parent_bytes=0)
 
     def _check_schema(self) -> None:
         """(rank 0) A job that restores nothing must still be of the log's kind."""
@@ -452,8 +478,14 @@ class StreamCheckpointer:
         if claims:
             check_schema(claims[max(claims)].schema, self._schema)
 
-    def _open(self, parent: MarkerId | None, swept: Sequence[int]) -> None:
-        """Claim the next generation, and start this rank's stream in it."""
+    def _open(self, parent: MarkerId | None, swept: Sequence[int], parent_bytes: int | None = None) -> None:
+        """Claim the next generation, and start this rank's stream in it.
+
+        Args:
+            parent: The marker that it stands on.
+            swept: Tables that are sent whole.
+            parent_bytes: This rank's share of what a restore of the parent reads; None: what this process has sent.
+        """
         config, team = self._config, self._team
         dense, schema = self._dense_store, self._schema
         claim = team.on_rank0(
@@ -483,6 +515,7 @@ class StreamCheckpointer:
         if self._oracle is not None:
             team.together(partial(self._oracle.open, claim.swept))
         self._capture.open(identity, self._ring, self._cuts.submit, claim.swept)
+        self._telemetry.opened(claim.generation, publisher, parent, self._step, parent_bytes)
         self._vote()
 
     # Choosing what to restore.

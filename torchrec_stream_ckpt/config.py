@@ -9,6 +9,7 @@ from typing import Literal
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.layout import FileUri, KafkaUri, check_store_url, parse_uri
 from torchrec_stream_ckpt.options import Options
+from torchrec_stream_ckpt.stats import RESTORE_BYTES_PER_S
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,6 +57,17 @@ class StreamConfig:
     commit_timeout_s: float = 600.0
     """Give a marker up when the log or the store has not taken it after so many seconds; ``mark()`` waits no longer for
     space."""
+    metrics_port: int | None = None
+    """Serve this rank's metrics to Prometheus at this port and the rank's number on its host: ranks 0 to 3 of one host
+    at 9400 to 9403. 0: each rank takes a free port, and says so in the log. None: not at all. What they are:
+    docs/observability.md."""
+    metrics_host: str = "127.0.0.1"
+    """The address to serve them at; ``0.0.0.0`` for scrapers on other hosts. Nobody is asked for a password."""
+    tensorboard: str | Path | None = None
+    """Folder in which rank 0 writes its values for TensorBoard, about once a second; None: nowhere."""
+    restore_mb_per_s: float | None = None
+    """10^6 bytes that one rank restores in a second: for the estimate among the metrics, and for nothing else. None: an
+    assumption, by the log's scheme (docs/observability.md)."""
 
     def __post_init__(self) -> None:
         parsed = parse_uri(self.uri)
@@ -69,10 +81,15 @@ class StreamConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} must be a positive whole number, it is {value!r}")
-        for name in ("marker_every_s", "commit_timeout_s"):
+        for name in ("marker_every_s", "commit_timeout_s", "restore_mb_per_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be positive, it is {value!r}")
+        port = self.metrics_port
+        if port is not None and (not isinstance(port, int) or not 0 <= port <= 65535):
+            raise ConfigError(f"metrics_port must be 0 to 65535, it is {port!r}", hint="0 takes a free port")
+        if self.tensorboard is not None and not str(self.tensorboard):
+            raise ConfigError("tensorboard must not be empty", hint="name a folder, or give None")
         if self.head == "":
             raise ConfigError("head must not be empty", hint="give 'auto' or a folder, or None for no HEAD")
         if self.marker_budget_bytes < 0:
@@ -81,6 +98,13 @@ class StreamConfig:
             raise ConfigError(f"on_stream_failure must be 'continue' or 'raise', it is {self.on_stream_failure!r}")
         if self.on_column_resplit not in ("refuse", "merge"):
             raise ConfigError(f"on_column_resplit must be 'refuse' or 'merge', it is {self.on_column_resplit!r}")
+
+    @property
+    def restore_bytes_per_s(self) -> float:
+        """What one rank restores in a second, as far as is known."""
+        if self.restore_mb_per_s is not None:
+            return self.restore_mb_per_s * 1e6
+        return RESTORE_BYTES_PER_S["file" if isinstance(parse_uri(self.uri), FileUri) else "kafka"]
 
     @property
     def store_url(self) -> str:

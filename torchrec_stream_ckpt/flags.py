@@ -32,6 +32,8 @@ SETTINGS = (
     "marker_every_s",
     "kafka_options",
     "commit_key_file",
+    "metrics_port",
+    "tensorboard",
 )
 """Flags that are settings of ``StreamConfig``, under their names there."""
 DEFAULTS = {"restore": "latest", "drain_every": 1, "marker_every": 100, "paranoid": False}
@@ -85,6 +87,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--marker_every_s", metavar="SECONDS", type=positive, help="also a marker every so many seconds")
     group.add_argument("--kafka_options", metavar="FILE", type=Path, help="client options, security included")
     group.add_argument("--commit_key_file", metavar="FILE", type=Path, help="sign markers; only signed ones count")
+    group.add_argument(
+        "--metrics_port", metavar="PORT", type=whole(0), help="for Prometheus: each rank's is PORT + its local rank"
+    )
+    group.add_argument("--tensorboard", metavar="DIR", type=Path, help="scalars of what is streamed, by rank 0")
     group.add_argument(
         "--paranoid",
         action="store_true",

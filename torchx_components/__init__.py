@@ -6,3 +6,9 @@
 ``torchx.components``: a package that registers one takes TorchX's own components (``dist.ddp``, ``utils.echo``, ...)
 away from everything else that is installed beside it.
 """
+
+from importlib.util import find_spec
+
+if find_spec("torchx") is None:
+    hint = "pip install 'torchrec_stream_ckpt[torchx]'"
+    raise ModuleNotFoundError(f"the components need TorchX, which is not installed: {hint}", name="torchx")

@@ -56,8 +56,8 @@ def stream_ckpt(
         env: KEY=VALUE,KEY=VALUE for all roles; on Slurm no value may hold a comma
         mounts: type=bind,src=PATH,dst=PATH[,readonly] (volume, device), for all roles
         max_retries: how often the scheduler starts a role that failed again
-        max_restarts: how often torchrun starts failed workers again, within the job; -1: 100 times where -j is elastic, else
-            never
+        max_restarts: how often torchrun starts failed workers again, within the job; -1: 100 times if -j is elastic,
+            else never
         rdzv_port: port on the first node at which the nodes meet
         rdzv_conf: KEY=VALUE,KEY=VALUE for the rendezvous of torchrun; an elastic job has shorter waits by default
         materializers: processes that share the log's partitions

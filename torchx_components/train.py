@@ -45,8 +45,8 @@ def dlrm(
         env: KEY=VALUE,KEY=VALUE for the processes; on Slurm no value may hold a comma
         mounts: type=bind,src=PATH,dst=PATH[,readonly] (volume, device): what a container sees of its machine
         max_retries: how often the scheduler starts a job that failed again
-        max_restarts: how often torchrun starts failed workers again, within the job; -1: 100 times where -j is elastic, else
-            never
+        max_restarts: how often torchrun starts failed workers again, within the job; -1: 100 times if -j is elastic,
+            else never
         rdzv_port: port on the first node at which the nodes meet
         rdzv_conf: KEY=VALUE,KEY=VALUE for the rendezvous of torchrun; an elastic job has shorter waits by default
     """

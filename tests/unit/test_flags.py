@@ -37,6 +37,8 @@ def test_every_setting_reaches_the_config(tmp_path: Path) -> None:
         "marker_every_s": "4.5",
         "kafka_options": str(tmp_path / "kafka"),
         "commit_key_file": str(tmp_path / "key"),
+        "metrics_port": "9400",
+        "tensorboard": "events",
     }
     argv = [word for name, value in flags.items() for word in (f"--{name}", value)]
     assert config_from(parse("--stream_ckpt", "kafka://h:1/j", *argv)) == StreamConfig(
@@ -48,6 +50,8 @@ def test_every_setting_reaches_the_config(tmp_path: Path) -> None:
         marker_every_s=4.5,
         kafka_options=tmp_path / "kafka",
         commit_key_file=tmp_path / "key",
+        metrics_port=9400,
+        tensorboard=Path("events"),
     )
 
 

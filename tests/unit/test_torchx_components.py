@@ -138,3 +138,13 @@ def test_the_package_says_where_the_components_lie() -> None:
         [sys.executable, "-m", "torchx_components"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
     )
     assert done.stdout.strip() == str(ROOT / "torchx_components")
+
+
+@pytest.mark.parametrize("module", ["torchx_components", "torchx_components.train", "torchx_components.pipeline"])
+def test_without_torchx_the_components_say_what_to_install(module: str) -> None:
+    program = f"import sys; sys.path = [p for p in sys.path if 'site-packages' not in p]; import {module}"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.endswith("not installed: pip install 'torchrec_stream_ckpt[torchx]'\n")

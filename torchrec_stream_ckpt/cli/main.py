@@ -12,6 +12,7 @@ from torchrec_stream_ckpt.cli import (
     doctor,
     export,
     fence,
+    follow,
     gc,
     import_,
     list_,
@@ -41,6 +42,7 @@ app.command("plan")(plan.plan_job)
 app.command("export")(export.export_marker)
 app.command("import")(import_.import_checkpoint)
 app.command("recover")(recover.recover_log)
+app.command("follow")(follow.follow_stream)
 app.command("fence")(fence.fence_trainer)
 app.command("trim")(trim.trim_job)
 app.command("gc")(gc.collect_garbage)

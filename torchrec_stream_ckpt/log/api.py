@@ -5,7 +5,7 @@ Frames go in and come out whole; a log knows nothing of what is in them but wher
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -125,6 +125,15 @@ class Log(Protocol):
 
         Raises:
             CorruptionError: the span is not there as a whole, or a frame's end cannot be told.
+            LogUnavailableError: the log does not answer.
+        """
+
+    def ends(self, generation: int, partitions: Collection[int]) -> dict[int, int]:
+        """Where what a generation may have sent ends now, by data partition; 0 where there is nothing yet.
+
+        For who reads what no marker has: a log of files may end inside a frame that is being written.
+
+        Raises:
             LogUnavailableError: the log does not answer.
         """
 

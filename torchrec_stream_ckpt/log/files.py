@@ -126,6 +126,13 @@ class FileLog:
             )
         return pieces
 
+    def ends(self, generation: int, partitions: Collection[int]) -> dict[int, int]:
+        folders = {partition: partition_dir(self._root, partition) for partition in partitions}
+        return {
+            partition: max((end for _, _, end in _segments(folder, generation)), default=0) if folder.is_dir() else 0
+            for partition, folder in folders.items()
+        }
+
     def check_there(self, spans: Sequence[LogSpan]) -> None:
         for span in spans:
             self._pieces(span)
