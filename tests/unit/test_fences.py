@@ -110,6 +110,7 @@ WITH_TORCH = frozenset(
         "restore/apply.py",
         "restore/from_head.py",
         "restore/from_store.py",
+        "restore/straight.py",
         "restore/target.py",
         "showing.py",
         "telemetry.py",
