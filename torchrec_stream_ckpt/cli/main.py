@@ -12,12 +12,15 @@ from torchrec_stream_ckpt.cli import (
     doctor,
     export,
     fence,
+    follow,
     gc,
     import_,
     list_,
     materialize,
     pin,
+    plan,
     recover,
+    relay,
     show,
     trim,
     verify,
@@ -36,9 +39,12 @@ app.command("verify")(verify.verify_markers)
 app.command("doctor")(doctor.examine_job)
 app.command("materialize")(materialize.materialize_log)
 app.command("diff")(diff.diff_markers)
+app.command("plan")(plan.plan_job)
 app.command("export")(export.export_marker)
 app.command("import")(import_.import_checkpoint)
 app.command("recover")(recover.recover_log)
+app.command("relay")(relay.relay_log)
+app.command("follow")(follow.follow_stream)
 app.command("fence")(fence.fence_trainer)
 app.command("trim")(trim.trim_job)
 app.command("gc")(gc.collect_garbage)

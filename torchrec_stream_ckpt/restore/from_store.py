@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 
 import torch
@@ -92,11 +92,18 @@ def _write(
     mine: dict[TableShard, list[_Window]] = {}
     for window in windows:
         mine.setdefault(window.target, []).append(window)
-    reads = [part for read in plan.stored if (part := _within(read, mine)) is not None]
+    within = cache(partial(_within, mine))  # most pieces have the same moves
+    by_slice = cache(_by_slice)
+    reads = []
+    for read in plan.stored:
+        parts = within(read.moves)
+        picked = pick(read.picked, parts)
+        if len(picked.chunks):
+            reads.append(StoreRead(picked, parts, read.is_base))
     base = [read for read in reads if read.is_base]
     reads = [*base, *(read for read in reversed(reads) if not read.is_base)]
     straight = {read.picked.ref.name for read in base}
-    moves = {read.picked.ref.name: _by_slice(read.moves) for read in reads}
+    moves = {read.picked.ref.name: by_slice(read.moves) for read in reads}
     scratch, rows = Scratch(), 0
     for picked, entry, data in read_chunks(objects, [read.picked for read in reads], readers, ahead):
         chunk = decode_chunk(entry, data, plan.schema, picked.ref.name)
@@ -108,16 +115,14 @@ def _write(
     return rows
 
 
-def _within(read: StoreRead, mine: Mapping[TableShard, Sequence[_Window]]) -> StoreRead | None:
-    """What of a read concerns these windows, given by target; None: nothing."""
-    moves = tuple(
+def _within(mine: Mapping[TableShard, Sequence[_Window]], moves: Sequence[Move]) -> tuple[Move, ...]:
+    """What of some moves concerns these windows, given by target."""
+    return tuple(
         part
-        for move in read.moves
+        for move in moves
         for window in mine.get(move.target, ())
         if (part := move.between(window.row0, window.row0 + window.rows)) is not None
     )
-    picked = pick(read.picked, moves)
-    return StoreRead(picked, moves, read.is_base) if len(picked.chunks) else None
 
 
 def _by_slice(moves: Sequence[Move]) -> dict[tuple[int, int, int], list[Move]]:

@@ -1,0 +1,124 @@
+"""Jobs that a launcher starts, seen from outside: their output, their ranks, and kills."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+class Launched:
+    """One launcher (``torchx run`` or ``torchrun``) and all that it starts; a context that leaves nothing behind."""
+
+    def __init__(self, command: Sequence[str], output: Path, env: Mapping[str, str], cwd: Path = ROOT) -> None:
+        self.output = output
+        with output.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *command],
+                env={**launcher_env(), **env},
+                cwd=cwd,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Launched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def wait_for(self, pattern: str, timeout_s: float, *, after: int = 0) -> re.Match[str]:
+        """The first match in what was printed from character ``after`` on."""
+
+        def found() -> re.Match[str] | None:
+            match = re.compile(pattern).search(self.text(), after)
+            if match is None and self.process.poll() is not None:
+                raise AssertionError(f"ended with {self.process.returncode} before {pattern!r}:\n{self.text()}")
+            return match
+
+        return wait(found, timeout_s, lambda: f"{pattern!r} did not come:\n{self.text()}")
+
+    def ranks(self) -> list[int]:
+        """Process ids of the ranks that run."""
+        return [pid for pid in descendants(self.process.pid) if "LOCAL_RANK" in environment(pid)]
+
+    def kill(self) -> None:
+        """SIGKILL the launcher first, so that it starts nothing anew, and all that it has started."""
+        tree = descendants(self.process.pid)
+        self.process.kill()
+        for pid in tree:
+            signal_to(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def launcher_env() -> dict[str, str]:
+    """As in a shell where the environment is active and the job's network is loopback."""
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("TORCHX", "PET_", "TORCHELASTIC"))
+    }
+    path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
+    return {**kept, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids below a process, whatever session they are in."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            parents.setdefault(parent_of(entry), []).append(int(entry.name))
+    found: list[int] = []
+    front = [pid]
+    while front:
+        front = [child for parent in front for child in parents.get(parent, [])]
+        found += front
+    return found
+
+
+def parent_of(entry: Path) -> int:
+    try:
+        return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, IndexError):  # it ended just now
+        return 0
+
+
+def environment(pid: int) -> dict[str, str]:
+    """What a process was started with; empty once it has ended."""
+    try:
+        raw = (Path("/proc") / str(pid) / "environ").read_bytes()
+    except OSError:
+        return {}
+    pairs = (part.partition(b"=") for part in raw.split(b"\0") if part)
+    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+
+
+def signal_to(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:  # it ended just now
+        return
+
+
+def wait(condition: Callable[[], Any], timeout_s: float, problem: Callable[[], str]) -> Any:
+    """What ``condition`` returns once that is true.
+
+    Raises:
+        AssertionError: that took longer than ``timeout_s``; says what ``problem`` returns.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise AssertionError(problem())
+        time.sleep(0.05)
+    return value

@@ -1,0 +1,150 @@
+"""The components say what is wrong before a scheduler is asked, and are found as TorchX finds components."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from torchx.specs import Role, finder
+from torchx.specs.finder import ComponentValidationException, CustomComponentsFinder, ModuleComponentsFinder
+
+from tests.golden.make_torchx import PIPELINE, ROOT, TRAIN, torchx
+from torchx_components import roles
+from torchx_components.pipeline import stream_ckpt
+from torchx_components.train import dlrm
+
+KAFKA = "kafka://k1:9092,k2:9092/ads"
+
+
+def command_of(role: Role) -> str:
+    return " ".join([role.entrypoint, *role.args])
+
+
+@pytest.mark.parametrize("j", ["2", "x2", "2x", "0x2", "2x0", "3:2x1", "0:2x1", "1:2:3x1", "-1x2", "2X4", " 1x2", ""])
+def test_nodes_and_processes_of_another_form_are_refused_with_the_form(j: str) -> None:
+    with pytest.raises(ComponentValidationException, match=r"-j .*(NODESxPROCS|at least 1)"):
+        dlrm(j=j)
+
+
+@pytest.mark.parametrize(("j", "parsed"), [("1x2", (1, 1, 2)), ("4x8", (4, 4, 8)), ("1:3x8", (1, 3, 8))])
+def test_nodes_and_processes(j: str, parsed: tuple[int, int, int]) -> None:
+    assert roles.parse_nodes(j) == parsed
+
+
+@pytest.mark.parametrize("args", [("--stream_ckpt", KAFKA), (f"--stream_ckpt={KAFKA}", "--marker_every", "9")])
+def test_a_log_in_kafka_without_a_store_is_refused(args: tuple[str, ...]) -> None:
+    with pytest.raises(ComponentValidationException, match="needs --store URL"):
+        dlrm(*args)
+    assert dlrm(*args, "--store=s3://ckpt/ads").roles[0].name == "trainer"
+
+
+@pytest.mark.parametrize("uri", ["ckpt", "/ckpt", "file://", "kafka://k1:9092", "kafka:///ads", "http://k1/ads"])
+def test_a_log_of_another_form_is_refused_with_the_form(uri: str) -> None:
+    for build in (lambda: dlrm("--stream_ckpt", uri), lambda: stream_ckpt(uri=uri, store="file:///store")):
+        with pytest.raises(ComponentValidationException, match=r"the form is file://DIR or kafka://HOST:PORT"):
+            build()
+
+
+def test_every_log_of_a_tee_is_checked() -> None:
+    with pytest.raises(ComponentValidationException, match="needs --store"):
+        dlrm("--stream_ckpt=file:///local", f"--stream_ckpt={KAFKA}")
+
+
+def test_more_processes_than_gpus_are_refused() -> None:
+    with pytest.raises(ComponentValidationException, match="8 processes do not fit a node of 4 GPUs"):
+        dlrm(j="1x8", gpu=4)
+    assert dlrm(j="1x4", gpu=4).roles[0].resource.gpu == 4
+
+
+@pytest.mark.parametrize("conf", ["timeout", "timeout=", "a=1 b=2", "a=1,,b=2"])
+def test_a_rendezvous_setting_of_another_form_is_refused(conf: str) -> None:
+    with pytest.raises(ComponentValidationException, match="KEY=VALUE,KEY=VALUE"):
+        dlrm(rdzv_conf=conf)
+
+
+def test_an_elastic_job_restarts_and_waits_less_than_torchrun_by_itself_would() -> None:
+    fixed, elastic = (command_of(dlrm(j=j).roles[0]) for j in ("3x1", "1:3x1"))
+    assert "--max_restarts" not in fixed
+    assert "--rdzv_conf" not in fixed
+    assert f"--max_restarts {roles.ELASTIC_RESTARTS}" in elastic
+    assert f"--rdzv_conf {roles.ELASTIC_RENDEZVOUS}" in elastic
+    chosen = command_of(dlrm(j="1:3x1", max_restarts=7, rdzv_conf="last_call_timeout=60").roles[0])
+    assert "--max_restarts 7" in chosen
+    assert "--rdzv_conf last_call_timeout=60" in chosen
+    assert "--max_restarts" not in command_of(dlrm(j="1:3x1", max_restarts=0).roles[0])
+
+
+def test_the_trainer_and_the_materializer_get_one_log_and_one_store() -> None:
+    app = stream_ckpt("--marker_every", "9", uri=KAFKA, store="s3://ckpt/ads", commit_key_file="/key", max_retries=2)
+    trainer, materializer = app.roles
+    assert f"--stream_ckpt={KAFKA} --store=s3://ckpt/ads --commit_key_file=/key --marker_every 9" in command_of(trainer)
+    expected = f"stream-ckpt materialize {KAFKA} --store s3://ckpt/ads --commit-key-file /key"
+    assert command_of(materializer) == expected
+    assert [role.max_retries for role in app.roles] == [2, 2]
+
+
+def test_a_second_log_behind_the_pipeline_is_refused() -> None:
+    for flag in ("--stream_ckpt", "--store"):
+        with pytest.raises(ComponentValidationException, match="give --uri and --store to the component"):
+            stream_ckpt(flag, "file:///other", uri="file:///log", store="file:///store")
+
+
+def test_a_broker_for_trials_is_loopback_on_one_node() -> None:
+    with pytest.raises(ComponentValidationException, match=r"must be kafka://127\.0\.0\.1:PORT/JOB"):
+        stream_ckpt(uri=KAFKA, store="file:///store", broker="b")
+    with pytest.raises(ComponentValidationException, match="must be one node"):
+        stream_ckpt(uri="kafka://127.0.0.1:9092/ads", store="file:///store", broker="b", j="2x1")
+    app = stream_ckpt(uri="kafka://127.0.0.1:9092/ads", store="file:///store", broker="b")
+    assert [role.name for role in app.roles] == ["trainer", "materializer", "broker"]
+    assert "stream-ckpt broker start --dir b --port 9092 --with-parent" in command_of(app.roles[2])
+    for role in app.roles[:2]:
+        assert "until stream-ckpt broker status --dir b" in command_of(role)
+
+
+@pytest.mark.parametrize("component", [TRAIN, PIPELINE])
+def test_torchx_finds_a_component_by_its_file_and_keeps_its_own_names(component: str) -> None:
+    path, function = component.split(":")
+    before = dict(vars(finder))
+    [found] = CustomComponentsFinder(str(ROOT / path), function).find()
+    assert found.validation_errors == []
+    shadowed = {name for name, value in before.items() if vars(finder)[name] is not value and name != "__doc__"}
+    assert shadowed == set(), "TorchX executes the file among its own names"
+
+
+def test_torchx_finds_exactly_the_components_where_a_package_registers_them() -> None:
+    found = ModuleComponentsFinder("torchx_components", "ours").find()
+    assert {c.name for c in found if not c.validation_errors} == {"ours.train.dlrm", "ours.pipeline.stream_ckpt"}
+
+
+@pytest.mark.parametrize("component", [TRAIN, PIPELINE])
+def test_help_tells_of_every_argument(component: str) -> None:
+    done = torchx("run", component, "--help")
+    assert done.returncode == 0
+    told = " ".join(done.stdout.split())
+    for phrase in ("the recipe, a path in the image", "[MIN:]NODESxPROCS", "how often the scheduler starts"):
+        assert phrase in told
+
+
+def test_a_mistake_ends_torchx_run_with_a_message_and_no_traceback() -> None:
+    done = torchx("run", "-s", "slurm", TRAIN, "-j", "2")
+    assert done.returncode == 1
+    assert "-j 2: the form is [MIN:]NODESxPROCS" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_package_says_where_the_components_lie() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "torchx_components"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout.strip() == str(ROOT / "torchx_components")
+
+
+@pytest.mark.parametrize("module", ["torchx_components", "torchx_components.train", "torchx_components.pipeline"])
+def test_without_torchx_the_components_say_what_to_install(module: str) -> None:
+    program = f"import sys; sys.path = [p for p in sys.path if 'site-packages' not in p]; import {module}"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.endswith("not installed: pip install 'torchrec_stream_ckpt[torchx]'\n")

@@ -1,0 +1,14 @@
+"""TorchX components: the recipes on one machine, Slurm, Kubernetes and AWS Batch (docs/launch.md).
+
+    torchx run -s SCHEDULER torchx_components/train.py:dlrm -j 2x8 -- --stream_ckpt URI ...
+
+``python -m torchx_components`` prints this folder where the project is installed. There is no entry point
+``torchx.components``: a package that registers one takes TorchX's own components (``dist.ddp``, ``utils.echo``, ...)
+away from everything else that is installed beside it.
+"""
+
+from importlib.util import find_spec
+
+if find_spec("torchx") is None:
+    hint = "pip install 'torchrec_stream_ckpt[torchx]'"
+    raise ModuleNotFoundError(f"the components need TorchX, which is not installed: {hint}", name="torchx")

@@ -1,0 +1,131 @@
+"""What the components are put together from: checks of their arguments, and the roles of a job.
+
+A mistake of the user is a ``ComponentValidationException``: the one error of a component that ``torchx run`` shows as
+a message, without a traceback.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NoReturn
+
+from torchx.specs import AppDef, Resource, Role
+from torchx.specs.finder import ComponentValidationException
+
+ELASTIC_RESTARTS = 100
+"""Failures that an elastic job outlives, where the user says nothing: a node that joins or leaves costs at most one."""
+
+ELASTIC_RENDEZVOUS = "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=5"
+"""A node that is dead is given up after 10 s, and 5 s are spent waiting for more nodes once there are enough."""
+
+_BROKER_WAIT_S = 300
+"""For the broker of a trial: the first time it is fetched."""
+
+
+def refuse(message: str) -> NoReturn:
+    """End ``torchx run`` with ``message``."""
+    raise ComponentValidationException(message)
+
+
+def parse_nodes(j: str) -> tuple[int, int, int]:
+    """The argument ``-j``.
+
+    Args:
+        j: ``[MIN:]NODESxPROCS``.
+
+    Returns:
+        The smallest and the largest number of nodes, and the processes of a node.
+    """
+    found = re.fullmatch(r"(?:(\d{1,6}):)?(\d{1,6})x(\d{1,6})", j)
+    if found is None:
+        refuse(f"-j {j}: the form is [MIN:]NODESxPROCS: 1x2 is one node of two processes, 1:3x8 one to three of eight")
+    nodes, procs = int(found[2]), int(found[3])
+    smallest = int(found[1]) if found[1] is not None else nodes
+    if not 1 <= smallest <= nodes or procs < 1:
+        refuse(f"-j {j}: MIN, NODES and PROCS are at least 1, and MIN is at most NODES: for example 1:3x8")
+    return smallest, nodes, procs
+
+
+def values_of(flag: str, recipe_args: Sequence[str]) -> list[str]:
+    """What a flag of the recipe was given, in both spellings: ``--flag VALUE`` and ``--flag=VALUE``."""
+    found = [arg.removeprefix(f"{flag}=") for arg in recipe_args if arg.startswith(f"{flag}=")]
+    return found + [value for arg, value in pairwise(recipe_args) if arg == flag]
+
+
+def check_flags(recipe_args: Sequence[str]) -> None:
+    """Refuse here what every rank of the job would refuse, minutes later and on another machine."""
+    for uri in values_of("--stream_ckpt", recipe_args):
+        check_uri(uri, "--stream_ckpt")
+        if uri.startswith("kafka://") and not values_of("--store", recipe_args):
+            refuse(f"--stream_ckpt {uri} needs --store URL, for the dense state: for example --store s3://BUCKET/JOB")
+
+
+def check_uri(uri: str, flag: str) -> None:
+    if not re.match(r"file://.|kafka://[^/]+/.", uri):
+        refuse(f"{flag} {uri}: the form is file://DIR or kafka://HOST:PORT,.../JOB")
+
+
+def check_rendezvous(conf: str) -> None:
+    if not re.fullmatch(r"\w+=[^,=\s]+(,\w+=[^,=\s]+)*", conf):
+        refuse(f"--rdzv_conf {conf}: the form is KEY=VALUE,KEY=VALUE: for example {ELASTIC_RENDEZVOUS}")
+
+
+def check_gpus(role: Role, procs: int) -> None:
+    """Refuse more processes than GPUs; a node without GPUs trains on CPUs."""
+    gpus = role.resource.gpu
+    if 0 < gpus < procs:
+        refuse(f"{procs} processes do not fit a node of {gpus} GPUs: -j NODESx{gpus}, or a larger --gpu or -h")
+
+
+def add_to_torchrun(app: AppDef, *options: str) -> None:
+    """Give ``torchrun`` options for which ``dist.ddp`` has no argument.
+
+    Not by its environment (``PET_RDZV_CONF``): Slurm cuts the value of a variable at its commas.
+    """
+    role = app.roles[0]
+    command = role.args[-1]
+    assert command.startswith("torchrun "), f"this version of TorchX starts something else: {command}"
+    role.args[-1] = f"torchrun {shlex.join(options)} {command.removeprefix('torchrun ')}"
+
+
+def materializer(
+    uri: str, store: str, options: Sequence[str], *, image: str, env: dict[str, str], resource: Resource, replicas: int
+) -> Role:
+    """The role that folds the log into the store."""
+    return Role(
+        name="materializer",
+        image=image,
+        entrypoint="stream-ckpt",
+        args=["materialize", uri, "--store", store, *options],
+        env=env,
+        num_replicas=replicas,
+        resource=resource,
+    )
+
+
+def broker(folder: str, uri: str, *, image: str, env: dict[str, str], resource: Resource) -> Role:
+    """The role that is a Kafka broker on loopback; it ends with the role."""
+    found = re.fullmatch(r"kafka://(?:127\.0\.0\.1|localhost):(\d{1,5})/.+", uri)
+    if found is None:
+        refuse(f"--broker runs one on loopback: --uri {uri} must be kafka://127.0.0.1:PORT/JOB")
+    start = shlex.join(["stream-ckpt", "broker", "start", "--dir", folder, "--port", found[1], "--with-parent"])
+    return Role(
+        name="broker",
+        image=image,
+        entrypoint="bash",
+        args=["-c", f"{start} && exec sleep infinity"],  # the command ends, the broker goes on
+        env=env,
+        num_replicas=1,
+        resource=resource,
+    )
+
+
+def wait_for_broker(role: Role, folder: str) -> None:
+    """Let a role begin when the broker of a trial answers."""
+    status = shlex.join(["stream-ckpt", "broker", "status", "--dir", folder])
+    wait = f"timeout {_BROKER_WAIT_S} bash -c {shlex.quote(f'until {status} >/dev/null; do sleep 1; done')}"
+    command = role.args[-1] if role.entrypoint == "bash" else shlex.join([role.entrypoint, *role.args])
+    role.entrypoint, role.args = "bash", ["-c", f"{wait} && {command}"]

@@ -1,0 +1,80 @@
+"""``train.dlrm``: a recipe under torchrun, on any scheduler of TorchX."""
+
+# No annotations from __future__, and old spellings of types: TorchX 0.7.0 reads the arguments from them.
+from typing import Dict, List, Optional
+
+import torchx.specs as specs
+from torchx.components import dist
+
+from torchx_components import roles
+
+
+def dlrm(
+    *recipe_args: str,
+    script: str = "recipes/train_dlrm.py",
+    j: str = "1x2",
+    image: str = "",
+    name: str = "/",
+    h: Optional[str] = None,
+    cpu: int = 2,
+    gpu: int = 0,
+    memMB: int = 8192,
+    env: Optional[Dict[str, str]] = None,
+    mounts: Optional[List[str]] = None,
+    max_retries: int = 0,
+    max_restarts: int = -1,
+    rdzv_port: int = 29500,
+    rdzv_conf: Optional[str] = None,
+) -> specs.AppDef:
+    """Trains a recipe under torchrun. Its own flags stand behind --.
+
+    A job that is started again, on as many ranks as there are now, goes on from the newest committed marker.
+    Example: torchx run -s local_cwd torchx_components/train.py:dlrm -j 1x2 -- --synthetic small --stream_ckpt file://ckpt
+
+    Args:
+        recipe_args: flags of the recipe, such as --stream_ckpt URI --store URL --restore latest. One that is given
+            twice is written --flag=VALUE, as torchx run takes --flag VALUE only once
+        script: the recipe, a path in the image (local_cwd and Slurm: on the machine)
+        j: [MIN:]NODESxPROCS; with MIN the job is elastic: it goes on with MIN nodes and grows up to NODES
+        image: container image that holds the recipe and torchrec_stream_ckpt; local_cwd and Slurm use none
+        name: EXPERIMENT/RUN, EXPERIMENT/ or /RUN; the run is called as the script is by default
+        h: a named resource of TorchX; takes precedence over cpu, gpu and memMB
+        cpu: CPUs of a node
+        gpu: GPUs of a node; 0 trains on CPUs
+        memMB: memory of a node in MB
+        env: KEY=VALUE,KEY=VALUE for the processes; on Slurm no value may hold a comma
+        mounts: type=bind,src=PATH,dst=PATH[,readonly] (volume, device): what a container sees of its machine
+        max_retries: how often the scheduler starts a job that failed again
+        max_restarts: how often torchrun starts failed workers again, within the job; -1: 100 times if -j is elastic,
+            else never
+        rdzv_port: port on the first node at which the nodes meet
+        rdzv_conf: KEY=VALUE,KEY=VALUE for the rendezvous of torchrun; an elastic job has shorter waits by default
+    """
+    smallest, nodes, procs = roles.parse_nodes(j)
+    roles.check_flags(recipe_args)
+    is_elastic = smallest < nodes
+    restarts = max_restarts if max_restarts >= 0 else roles.ELASTIC_RESTARTS * is_elastic
+    conf = rdzv_conf or (roles.ELASTIC_RENDEZVOUS if is_elastic else "")
+    app = dist.ddp(
+        *recipe_args,
+        script=script,
+        image=image,
+        name=name,
+        h=h,
+        cpu=cpu,
+        gpu=gpu,
+        memMB=memMB,
+        j=j,
+        env=env,
+        max_retries=max_retries,
+        rdzv_port=rdzv_port,
+        mounts=mounts,
+    )
+    roles.check_gpus(app.roles[0], procs)
+    app.roles[0].name = "trainer"
+    if restarts:
+        roles.add_to_torchrun(app, "--max_restarts", str(restarts))
+    if conf:
+        roles.check_rendezvous(conf)
+        roles.add_to_torchrun(app, "--rdzv_conf", conf)
+    return app
