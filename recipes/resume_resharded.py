@@ -110,7 +110,7 @@ def assemble(name: str, size: Sequence[int], shards: Sequence[tuple[Sequence[int
 
 def read_marker(args: argparse.Namespace, restored: Restored, folder: Path) -> State:
     """All tensors of a marker by name, through ``stream-ckpt export`` and plain ``dcp.load``."""
-    command = ["export", args.stream_ckpt, "--marker", str(restored.id), "--to", f"dcp://{folder / 'marker'}"]
+    command = ["export", *args.stream_ckpt, "--marker", str(restored.id), "--to", f"dcp://{folder / 'marker'}"]
     for flag in ("store", "store_options", "kafka_options", "commit_key_file"):
         value = getattr(args, flag)
         command += [f"--{flag.replace('_', '-')}", str(value)] if value is not None else []
@@ -188,7 +188,7 @@ def prove(recipe: ModuleType, args: argparse.Namespace, device: torch.device) ->
     with StreamCheckpointer(dmp, optimizer, config=args.stream, stateful={"loader": loader}) as checkpointer:
         restored = restore_from(args, checkpointer)
         if restored is None:
-            raise UserError(f"{args.stream_ckpt} has no committed marker to restore")
+            raise UserError(f"{args.stream_ckpt[0]} has no committed marker to restore")
         print(f"rank {dist.get_rank()} restored {restored.rows:,} rows from {restored.source}", flush=True)
         held = gather(dmp, optimizer)
         is_same = [False]
@@ -219,6 +219,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         args = recipe.parse_args(flags)
         if args.stream is None or args.restore == "none":
             fail("it restores: give --stream_ckpt URI, and --restore latest or GENERATION:MARKER")
+        if len(args.stream_ckpt) > 1:
+            fail("a proof is of one tier: give --stream_ckpt once")
         if "RANK" not in os.environ:
             fail("start it with torchrun: torchrun --standalone --nproc_per_node 3 recipes/resume_resharded.py ...")
         recipe.configure_logging(int(os.environ["RANK"]))

@@ -15,6 +15,7 @@ from torchrec_stream_ckpt import GlobalBatches
 
 OF_CLICKS = ("train_deepfm", "train_pnn", "train_dlrm_fsdp")
 OF_RATINGS = ("train_two_tower", "train_bert4rec")
+TWO_TIERS = ["--stream_ckpt", "file://near", "--stream_ckpt", "file://far"]
 RECIPES = (*OF_RATINGS, *OF_CLICKS)
 
 
@@ -183,6 +184,7 @@ def test_a_proof_needs_a_recipe_and_something_to_restore(capsys: pytest.CaptureF
         (["--recipe", "train_pnn"], "give --stream_ckpt URI, and --restore latest or GENERATION:MARKER"),
         (["--recipe", "train_pnn", "--stream_ckpt", "file://x", "--restore", "none"], "give --stream_ckpt URI"),
         (["--recipe", "train_pnn", "--batch_size", "0"], "0 is below 1"),
+        (["--recipe", "train_pnn", *TWO_TIERS], "a proof is of one tier: give --stream_ckpt once"),
     ):
         with pytest.raises(SystemExit) as error:
             resume.main(argv)
