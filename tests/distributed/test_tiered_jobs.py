@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import time
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests import jobs, ranks
 from tests.jobs import Truths, attach, settle
@@ -19,6 +22,7 @@ from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.layout import DATA_DIR
 from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.tiers import process
 from torchrec_stream_ckpt.tiers.service import standing_of
 from torchrec_stream_ckpt.tiers.tier import open_tiers
 
@@ -33,9 +37,6 @@ def newest(folder: Path) -> str:
 
 def train_and_hang(spec: Spec, settings: StreamConfig, steps: int, told: str) -> tuple[list[float], Truths]:
     """Train, write down the truth, and wait for SIGKILL: nothing is closed."""
-    import torch
-    import torch.distributed as dist
-
     job = trainer(spec)
     checkpointer = attach(job, settings)
     restored = checkpointer.restore()
@@ -51,8 +52,6 @@ def train_and_hang(spec: Spec, settings: StreamConfig, steps: int, told: str) ->
 
 def killed(world: int, spec: Spec, settings: StreamConfig, steps: int, told: Path) -> tuple[str | None, list[Truths]]:
     """A job that trained so far and was killed: where it had restored from, and the truth on each rank."""
-    import torch
-
     job = ranks.start(world, train_and_hang, spec, settings, steps, str(told))
     deadline = time.monotonic() + 90
     while not all(Path(f"{told}.done-{rank}").exists() for rank in range(world)):
@@ -136,10 +135,7 @@ def test_a_bit_that_flips_on_the_inner_tier_is_found_and_the_outer_one_serves(tm
 
 def train_while_relays_die(spec: Spec, settings: StreamConfig, steps: int, kills: int) -> tuple[Truths, int]:
     """A job whose relay gets SIGKILL again and again."""
-    import random
-
-    import torch.distributed as dist
-
+    process._RESTART_S = (0.1, 0.2)
     job = trainer(spec)
     checkpointer = attach(job, settings)
     checkpointer.restore()
