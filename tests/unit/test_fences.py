@@ -46,9 +46,22 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"loader", "format", "adapter", "capture", "log", "store", "commit", "restore", "cuts", "telemetry", "showing"},
     "planner": LEAVES | {"format", "log", "store", "commit", "restore"},
     "broker": {"errors", "broker"},
+    "reporting": LEAVES | {"format", "log", "store", "reporting"},
     "sizing": LEAVES | {"format"},
     "cli": LEAVES
-    | {"format", "log", "store", "commit", "restore", "materialize", "interchange", "broker", "sizing", "cli"},
+    | {
+        "format",
+        "log",
+        "store",
+        "commit",
+        "restore",
+        "materialize",
+        "interchange",
+        "broker",
+        "sizing",
+        "reporting",
+        "cli",
+    },
     "__init__": {"config", "errors", "types", "loader", "checkpointer", "planner"},
 }
 """Room or module -> what it may import of this package."""
