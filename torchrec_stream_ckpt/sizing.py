@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.format.frame import ALIGNMENT, HEADER_LEN
+from torchrec_stream_ckpt.format.frame import ALIGNMENT, HEADER_LEN, MAX_FRAME_BYTES
 from torchrec_stream_ckpt.format.rows import RowLayout
 from torchrec_stream_ckpt.types import StateSpec, TableSpec
 
@@ -212,6 +212,8 @@ class UnitCosts:
     """(m) A marker with nothing to send: votes, MARK, COMMIT and the reading back."""
     dense_s_per_byte: float = 2e-9
     """(m) One byte of dense state saved and digested by a rank."""
+    dense_read_s_per_byte: float = 2e-9
+    """(m) One byte of dense state fetched, digested and loaded; every rank reads all of it."""
     restore_s_per_byte: float = 4e-10
     """(m) A rank: one byte checked and placed from a store in the page cache."""
     head_s_per_byte: float = 2e-10
@@ -250,6 +252,10 @@ class Plan:
     rank_bytes_per_s: float
     publisher_use: float
     """Part of the busiest rank's publisher thread; above 1 the log lags and drains become coarser."""
+    frames_per_drain: float
+    """Of the busiest rank."""
+    ring_frames: int
+    """Frames that its ring takes: with more in a drain, the rest waits for the next one."""
     sweep_bytes: float
     sweep_s: float
     step_overhead_s: float
@@ -321,20 +327,32 @@ class RankMemory:
 # ----------------------------------------------------------------------------------------------------------- stream
 
 
-def drain_bytes(work: Workload) -> float:
-    """Bytes of the frames of one drain, all ranks: rows, and what frames add.
+def _drained(table: TableLoad, work: Workload) -> tuple[float, float]:
+    """(rows, frames) of one table in a drain, all ranks.
 
-    A frame adds 128 bytes and on average half an alignment for each section. A table is taken to lie on ranks in
-    proportion to its bytes, as a balanced plan has it; each shard sends ceil(rows / rows of a frame) frames.
+    A table is taken to lie on ranks in proportion to its bytes, as a balanced plan has it; each shard sends
+    ceil(rows / rows of a frame) frames.
     """
+    rows = table.touched.distinct(work.drain_s)
+    shards = max(1.0, min(work.ranks, round(work.ranks * table.num_bytes / max(1, work.table_bytes))))
+    max_rows = RowLayout.of(table.spec, table.spec.dim).max_rows
+    return rows, min(rows, max(shards, rows / max_rows + shards / 2))
+
+
+def drain_bytes(work: Workload) -> float:
+    """Bytes of the frames of one drain, all ranks: rows, and what frames add: 128 bytes, and on average half an
+    alignment for each section."""
     total = 0.0
     for table in work.tables:
-        rows = table.touched.distinct(work.drain_s)
-        layout = RowLayout.of(table.spec, table.spec.dim)
-        shards = max(1.0, min(work.ranks, round(work.ranks * table.num_bytes / max(1, work.table_bytes))))
-        frames = min(rows, max(shards, rows / layout.max_rows + shards / 2))
-        total += rows * layout.row_bytes + frames * (HEADER_LEN + len(layout.sections) * ALIGNMENT / 2)
+        rows, frames = _drained(table, work)
+        sections = len(table.spec.states) + 2
+        total += rows * table.row_bytes + frames * (HEADER_LEN + sections * ALIGNMENT / 2)
     return total
+
+
+def drain_frames(work: Workload) -> float:
+    """Frames of one drain, of a mean rank. The ring has one buffer of a whole frame for each, whatever it carries."""
+    return sum(_drained(table, work)[1] for table in work.tables) / work.ranks
 
 
 def stream_bytes_per_s(work: Workload) -> float:
@@ -376,6 +394,12 @@ def step_time(train_s: float, cost: StepCost, ranks: int, cores: float) -> float
     busy = train_s * min(ranks, cores)
     own = train_s + cost.training_s
     return max(own, (busy + ranks * (cost.training_s + cost.publisher_s)) / cores)
+
+
+def host_time(alone_s: float, processor_s: float, ranks: int, cores: float) -> float:
+    """Seconds of what takes a rank ``alone_s`` when it is alone, and ``processor_s`` of processor time, if all ranks of
+    a host do it at once: the longer of the two, one rank's own time and all work over all cores."""
+    return max(alone_s, processor_s * ranks / cores)
 
 
 # ------------------------------------------------------------------------------------------------- log and brokers
@@ -485,7 +509,7 @@ def restore_time(work: Workload, where: Deployment, costs: UnitCosts) -> Restore
     share = costs.imbalance / work.ranks
     stored = work.table_bytes + delta_bytes(work, where)
     tail = stream_bytes_per_s(work) * work.marker_s * share * costs.log_s_per_byte
-    fixed = costs.restore_s + tail + work.dense_bytes * costs.dense_s_per_byte
+    fixed = costs.restore_s + tail + work.dense_bytes * costs.dense_read_s_per_byte
     warm = stored * share * costs.restore_s_per_byte
     hosts = max(1.0, work.ranks / costs.ranks_per_host)
     pipe_of_hosts = hosts * costs.host_network_bytes_per_s * costs.use
@@ -542,6 +566,8 @@ def plan(work: Workload, where: Deployment | None = None, costs: UnitCosts | Non
         stream_bytes_per_s=rate,
         rank_bytes_per_s=rank_rate,
         publisher_use=rank_rate * costs.publish_s_per_byte,
+        frames_per_drain=drain_frames(work) * costs.imbalance,
+        ring_frames=max(2, where.ring_bytes // MAX_FRAME_BYTES),
         sweep_bytes=work.table_bytes,
         sweep_s=sweep_time(work, where, costs),
         step_overhead_s=step_cost(work, costs).training_s,

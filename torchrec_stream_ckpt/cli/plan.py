@@ -196,6 +196,9 @@ def _sections(work: Workload, where: Deployment, costs: UnitCosts, result: Plan)
 
 def _stream(work: Workload, result: Plan) -> Rows:
     late = "more than one publisher sends: drains become coarser" if result.publisher_use > 1 else ""
+    full = f"its ring takes {result.ring_frames}"
+    if result.frames_per_drain > result.ring_frames:
+        full += ": the rest waits for the next drain"
     return [
         ("rows", f"{result.rows_per_s:,.0f}/s", "distinct rows of a drain over the time between drains"),
         ("bytes", f"{size(round(result.stream_bytes_per_s))}/s", "rows with id and states, and what frames add"),
@@ -204,6 +207,7 @@ def _stream(work: Workload, result: Plan) -> Rows:
             f"{size(round(result.rank_bytes_per_s))}/s",
             late or f"{result.publisher_use:.0%} of a publisher",
         ),
+        ("frames of a drain", f"{result.frames_per_drain:,.0f}", f"of the busiest rank; {full}"),
         ("first sweep", span(result.sweep_s), f"{size(round(result.sweep_bytes))} before the first marker"),
     ]
 

@@ -60,8 +60,8 @@ class Target:
         merged: bool,
     ) -> None:
         self._shard = shard
-        self._weights = _Plane(weights)
-        self._states = [_Plane(state) for state in states]
+        self._weights = Plane(weights)
+        self._states = [Plane(state) for state in states]
         self._merged = merged
         self._cuts = sorted({edge for move in moves for edge in (move.col0, move.col0 + move.cols)})
         """Columns between two cuts always arrive together."""
@@ -167,7 +167,7 @@ class Target:
                 target.tensor.copy_(torch.from_numpy(mean))
 
 
-class _Plane:
+class Plane:
     """One live tensor, written by rows: on a CPU as strings of bytes, which is twice as fast as by numbers."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
