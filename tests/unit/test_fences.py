@@ -61,6 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "planner": LEAVES | {"format", "log", "store", "commit", "restore", "tiers"},
     "broker": {"errors", "broker"},
+    "reporting": LEAVES | {"format", "log", "store", "reporting"},
     "sizing": LEAVES | {"format"},
     "cli": LEAVES
     | {
@@ -74,6 +75,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "follower",
         "broker",
         "sizing",
+        "reporting",
         "tiers",
         "cli",
     },
