@@ -3,9 +3,9 @@
     python benchmarks/thesis/run.py [--workload synthetic criteo] [--ranks 1 2] [--rounds 3] [--out FILE.json]
 
 A run is six epochs of three steps, with a checkpoint behind every first, second or third epoch; it is over when its
-last checkpoint is durable. ``synthetic``: 8 tables x 80,000 x 64, global batch 2048, 20 uniform ids a lookup (the thesis has
-100: steps five times as long, behind which more hides). ``criteo``: 26 tables with the proportions of Criteo Kaggle, a
-million rows x 64, global batch 2048, one Zipf id each. Row-wise Adagrad, one thread a rank, gloo.
+last checkpoint is durable. ``synthetic``: 8 tables x 80,000 x 64, global batch 2048, 20 uniform ids a lookup (the
+thesis has 100: steps five times as long, behind which more hides). ``criteo``: 26 tables with the proportions of Criteo
+Kaggle, a million rows x 64, global batch 2048, one Zipf id each. Row-wise Adagrad, one thread a rank, gloo.
 
 ``none``         no checkpoints
 ``torch.save``   each rank saves its tables and states and the dense state, with fsync, while training waits
