@@ -209,7 +209,10 @@ class UnitCosts:
     publish_s_per_byte: float = 1.6e-9
     """(m) Publisher thread: one byte checksummed, written and synced or produced."""
     marker_s: float = 0.05
-    """(m) A marker with nothing to send: votes, MARK, COMMIT and the reading back."""
+    """(m) A marker of one rank with nothing to send: votes, MARK, COMMIT and the reading back."""
+    marker_doubling_s: float = 0.02
+    """(m) What each doubling of the ranks adds to it: collectives over log2(ranks) rounds (Thakur, Rabenseifner and
+    Gropp 2005, "Optimization of collective communication operations in MPICH")."""
     dense_s_per_byte: float = 2e-9
     """(m) One byte of dense state saved and digested by a rank."""
     dense_read_s_per_byte: float = 2e-9
@@ -221,7 +224,9 @@ class UnitCosts:
     log_s_per_byte: float = 1e-9
     """(m) A rank: one byte of the log's tail read, checked and placed."""
     restore_s: float = 0.3
-    """(m) A restore of nothing: control records, manifests, plan, collectives."""
+    """(m) A restore of nothing, one rank: control records, manifests, plan."""
+    restore_doubling_s: float = 0.03
+    """(m) What each doubling of the ranks adds to it."""
     fold_bytes_per_s: float = 300e6
     """A core of the materializer (docs/operations.md)."""
     disk_bytes_per_s: float = 500e6
@@ -484,7 +489,7 @@ def commit_time(work: Workload, costs: UnitCosts) -> float:
     rows_s = drain_bytes(work) / work.ranks * costs.imbalance * costs.publish_s_per_byte
     own_s = work.dense_bytes / work.ranks * costs.dense_s_per_byte
     dense_s = max(own_s, work.dense_bytes / (costs.store_bytes_per_s * costs.use))
-    return max(rows_s, dense_s) + costs.marker_s
+    return max(rows_s, dense_s) + costs.marker_s + costs.marker_doubling_s * math.log2(work.ranks)
 
 
 def loss_window(work: Workload, costs: UnitCosts) -> tuple[float, float, float]:
@@ -509,7 +514,8 @@ def restore_time(work: Workload, where: Deployment, costs: UnitCosts) -> Restore
     share = costs.imbalance / work.ranks
     stored = work.table_bytes + delta_bytes(work, where)
     tail = stream_bytes_per_s(work) * work.marker_s * share * costs.log_s_per_byte
-    fixed = costs.restore_s + tail + work.dense_bytes * costs.dense_read_s_per_byte
+    rounds_s = costs.restore_doubling_s * math.log2(work.ranks)
+    fixed = costs.restore_s + rounds_s + tail + work.dense_bytes * costs.dense_read_s_per_byte
     warm = stored * share * costs.restore_s_per_byte
     hosts = max(1.0, work.ranks / costs.ranks_per_host)
     pipe_of_hosts = hosts * costs.host_network_bytes_per_s * costs.use
@@ -531,14 +537,14 @@ def restore_time(work: Workload, where: Deployment, costs: UnitCosts) -> Restore
 
 
 def rank_memory(work: Workload, where: Deployment, costs: UnitCosts) -> RankMemory:
-    """Bytes of the busiest rank: ring (Kafka's client holds as much again), masks, the copy of the dense state, and
-    what a cut sends beyond the ring, within the budget."""
+    """Bytes of the busiest rank: ring (Kafka's client holds as much again), masks, its part of the dense state
+    (copied at a marker), and what a cut sends beyond the ring, within the budget."""
     share = costs.imbalance / work.ranks
     cut = drain_bytes(work) * share
     return RankMemory(
         ring_bytes=where.ring_bytes * (2 if where.log == "kafka" else 1),
         mask_bytes=MASK_BYTES_PER_ROW * work.rows * share,
-        dense_bytes=work.dense_bytes,
+        dense_bytes=work.dense_bytes / work.ranks,
         marker_bytes=min(where.marker_budget_bytes, max(0.0, cut - where.ring_bytes)),
         head_bytes=work.table_bytes - ID_BYTES * work.rows,
     )

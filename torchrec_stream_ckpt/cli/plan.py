@@ -261,7 +261,7 @@ def _rank(work: Workload, result: Plan) -> Rows:
         ("memory", size(round(memory.rank_bytes)), "beside training: the four below"),
         ("ring", size(round(memory.ring_bytes)), ring),
         ("masks", size(round(memory.mask_bytes)), "3 bytes a row, on the tables' device"),
-        ("dense copy", size(round(memory.dense_bytes)), "while a marker is in flight"),
+        ("dense copy", size(round(memory.dense_bytes)), "its part, copied at each marker"),
         ("marker budget", size(round(memory.marker_bytes)), "what a cut sends beyond the ring"),
         ("HEAD", size(round(memory.head_bytes)), "of each host, if it keeps one"),
         (
