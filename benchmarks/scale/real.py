@@ -17,6 +17,7 @@ from torchrec_stream_ckpt.sizing import (
     StepCost,
     UnitCosts,
     drain_bytes,
+    drain_frames,
     host_time,
     step_cost,
     step_time,
@@ -130,7 +131,9 @@ def predict(
         share = all_bytes / ranks
         return fixed_s + host_time(share * getattr(costs, name), share * cpu[name], ranks, cores)
 
-    # Every table was touched nearly whole behind the first marker's base: as many rows as lie in the store's delta.
+    frames = drain_frames(work) * log_bytes / num_bytes
+    frames_s = host_time(frames * costs.read_frame_s, frames * cpu["read_frame_s"], ranks, cores)
+    # What lies in the store behind its base: rows that changed in so many seconds, each once.
     delta = log_bytes / num_bytes * off_s
     stored = work.table_bytes + work.distinct_bytes(delta)
     return {
@@ -138,7 +141,7 @@ def predict(
         "step_s": max(step_s, publish_s),
         "added_s": max(step_s, publish_s) - off_s,
         "marker_s": max(publish_s, dense_s) + marker_s,
-        "log_restore_s": restore_s("log_s_per_byte", log_bytes),
+        "log_restore_s": restore_s("log_s_per_byte", log_bytes) + frames_s,
         "store_restore_s": restore_s("restore_s_per_byte", stored),
         "head_restore_s": restore_s("head_s_per_byte", work.table_bytes - 8.0 * work.rows),
     }

@@ -2,8 +2,8 @@
 
     python benchmarks/scale/run.py [--ranks 1 2 4] [--rounds 7] [--kafka] [--out PREFIX]
 
-Four probe jobs of one rank and one of two give the unit costs (units.py). The model of ``stream-ckpt plan``
-(torchrec_stream_ckpt/sizing.py) predicts other jobs from them, on 1, 2 and 4 ranks of this machine; those are run, and
+Probe jobs, five of one rank and one of two, give the unit costs (units.py). The model of ``stream-ckpt plan``
+(torchrec_stream_ckpt/sizing/) predicts other jobs from them, on 1, 2 and 4 ranks of this machine; those are run, and
 the error stands beside each value (real.py). Then the model is asked about clusters, and the pictures are drawn.
 """
 
@@ -65,11 +65,6 @@ def measure_units(
     if args.quick:
         small = {"narrow": (NARROW, 60_000), "wide": (WIDE, 20_000)}
         shapes |= {name: (1, dataclasses.replace(shape, rows=rows)) for name, (shape, rows) in small.items()}
-    samples = {}
-    for name, (ranks, shape) in shapes.items():
-        samples[name] = spawn(ranks, probe, shape, scratch / name, head / name)
-        print(f"probe {name}: done", file=sys.stderr, flush=True)
-    costs, processor = solve(samples)
     found: dict[str, Any] = parts(scratch)
     found["broker_produce_megabytes_a_second"] = None
     if args.kafka:
@@ -77,6 +72,11 @@ def measure_units(
             found["broker_produce_megabytes_a_second"] = broker_produce()
         except StreamCkptError as error:
             print(f"broker: not measured: {error}", file=sys.stderr)
+    samples = {}
+    for name, (ranks, shape) in shapes.items():
+        samples[name] = spawn(ranks, probe, shape, scratch / name, head / name)
+        print(f"probe {name}: done", file=sys.stderr, flush=True)
+    costs, processor = solve(samples)
     return costs, processor, found | {"probes": {name: dataclasses.asdict(each) for name, each in samples.items()}}
 
 

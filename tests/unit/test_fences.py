@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"loader", "format", "adapter", "capture", "log", "store", "commit", "restore", "cuts", "telemetry", "showing"},
     "planner": LEAVES | {"format", "log", "store", "commit", "restore"},
     "broker": {"errors", "broker"},
-    "sizing": LEAVES | {"format"},
+    "sizing": LEAVES | {"format", "sizing"},
     "cli": LEAVES
     | {
         "format",
