@@ -164,9 +164,10 @@ def _record(work: Workload) -> dict[str, Any]:
 
 def _print(work: Workload, where: Deployment, costs: UnitCosts, result: Plan) -> None:
     console = Console()
+    drains = "step" if work.drain_every == 1 else f"{work.drain_every} steps"
     console.print(
         f"{len(work.tables)} tables, {work.rows:,} rows, {size(round(work.table_bytes))} with states and ids; "
-        f"{work.ranks} ranks, {work.steps_per_s:g} steps a second, a drain every {work.drain_every} steps, "
+        f"{work.ranks} ranks, {work.steps_per_s:g} steps a second, a drain every {drains}, "
         f"a marker every {span(work.marker_s)}",
         soft_wrap=True,
     )
@@ -216,7 +217,7 @@ def _log(where: Deployment, result: Plan) -> Rows:
     trims = "without trims, after a day" if where.trim_s is None else f"sweep and {span(where.trim_s)} between trims"
     rows = [
         ("partitions", str(result.partitions), "one a rank, one for control"),
-        ("disk", size(round(result.log_bytes)), f"{trims}, {where.copies} copies"),
+        ("disk", size(round(result.log_bytes)), f"{trims}, {where.copies} {'copy' if where.copies == 1 else 'copies'}"),
         ("growth", f"{size(round(result.log_growth_bytes_per_day))}/day", "if nobody trims"),
     ]
     if (need := result.broker) is not None:
