@@ -25,6 +25,7 @@ from torchrec_stream_ckpt.types import Restored
 log = logging.getLogger(__name__)
 
 SETTINGS = (
+    "outer_every",
     "store",
     "store_options",
     "drain_every",
@@ -36,7 +37,7 @@ SETTINGS = (
     "tensorboard",
 )
 """Flags that are settings of ``StreamConfig``, under their names there."""
-DEFAULTS = {"restore": "latest", "drain_every": 1, "marker_every": 100, "paranoid": False}
+DEFAULTS = {"restore": "latest", "outer_every": 1, "drain_every": 1, "marker_every": 100, "paranoid": False}
 """What a flag stands for that is not given. Not argparse's own defaults: those hide whether a flag was given."""
 
 
@@ -76,7 +77,18 @@ def marker(text: str) -> str:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the group "streaming checkpoints": ``--stream_ckpt URI`` and what belongs to it."""
     group = parser.add_argument_group("streaming checkpoints")
-    group.add_argument("--stream_ckpt", metavar="URI", help="file://DIR or kafka://BROKERS/JOB")
+    group.add_argument(
+        "--stream_ckpt",
+        metavar="URI",
+        action="append",
+        help="file://DIR or kafka://BROKERS/JOB; twice for two tiers, the node's own file://DIR first",
+    )
+    group.add_argument(
+        "--outer_every",
+        metavar="N",
+        type=whole(1),
+        help="of two tiers, the outer one gets every Nth marker (default: 1)",
+    )
     group.add_argument("--store", metavar="URL", help="where dense state goes; required with kafka://")
     group.add_argument(
         "--store_options", metavar="FILE", type=Path, help="settings of an object store, key=value lines"
@@ -119,7 +131,10 @@ def config_from(args: argparse.Namespace) -> StreamConfig | None:
             setattr(args, flag, value)
     if args.stream_ckpt is None:
         return None
-    return StreamConfig(uri=args.stream_ckpt, **{name: getattr(args, name) for name in SETTINGS})
+    uris = args.stream_ckpt
+    return StreamConfig(
+        uri=uris[0] if len(uris) == 1 else tuple(uris), **{name: getattr(args, name) for name in SETTINGS}
+    )
 
 
 def _given_without_stream(args: argparse.Namespace) -> str | None:
@@ -128,9 +143,12 @@ def _given_without_stream(args: argparse.Namespace) -> str | None:
 
 
 def _wrong_together(args: argparse.Namespace) -> str | None:
-    uri, is_kafka = args.stream_ckpt, args.stream_ckpt.startswith("kafka://")
-    if not re.match(r"(file|kafka)://.", uri):
-        return f"--stream_ckpt '{uri}' is neither file://DIR nor kafka://BROKERS/JOB"
+    for uri in args.stream_ckpt:
+        if not re.match(r"(file|kafka)://.", uri):
+            return f"--stream_ckpt '{uri}' is neither file://DIR nor kafka://BROKERS/JOB"
+    is_kafka = args.stream_ckpt[-1].startswith("kafka://")
+    if problem := _wrong_tiers(args.stream_ckpt, args.outer_every):
+        return problem
     if is_kafka and args.store is None:
         return "--stream_ckpt kafka://... needs --store URL, for the dense state"
     if args.kafka_options is not None and not is_kafka:
@@ -142,6 +160,17 @@ def _wrong_together(args: argparse.Namespace) -> str | None:
         if path is not None and not path.is_file():
             return f"--{flag} {path}: no such file"
     return None
+
+
+def _wrong_tiers(uris: list[str], outer_every: int | None) -> str | None:
+    form = "--stream_ckpt file://LOCAL/DIR --stream_ckpt kafka://BROKERS/JOB"
+    if outer_every is not None and len(uris) == 1:
+        return f"--outer_every needs two tiers: {form}"
+    if len(uris) > 2:
+        return f"--stream_ckpt was given {len(uris)} times, a job has two tiers at most: {form}"
+    if len(uris) == 2 and not uris[0].startswith("file://"):
+        return f"the first of two --stream_ckpt is the near one, a folder: {form}"
+    return f"--stream_ckpt '{uris[0]}' was given twice: {form}" if len(set(uris)) < len(uris) else None
 
 
 class Restorable(Protocol):
@@ -165,5 +194,5 @@ def restore_from(args: argparse.Namespace, checkpointer: Restorable) -> Restored
         return checkpointer.restore(args.restore)
     restored = checkpointer.restore()
     if restored is None:
-        log.info("no committed marker in %s: starting afresh", args.stream_ckpt)
+        log.info("no committed marker in %s: starting afresh", " and ".join(args.stream_ckpt))
     return restored

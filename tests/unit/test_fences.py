@@ -39,13 +39,27 @@ MAY_IMPORT: dict[str, set[str]] = {
     "restore": LEAVES | {"format", "adapter", "log", "store", "restore"},
     "materialize": LEAVES | {"format", "log", "store", "materialize"},
     "interchange": LEAVES | {"format", "adapter", "log", "store", "commit", "restore", "materialize", "interchange"},
+    "tiers": LEAVES | {"format", "log", "store", "commit", "restore", "tiers"},
     "follower": LEAVES | {"format", "log", "store", "commit", "restore", "materialize", "interchange", "follower"},
     "cuts": LEAVES | {"format", "capture", "log", "commit"},
     "telemetry": LEAVES | {"format", "capture", "log"},
     "showing": LEAVES | {"commit", "telemetry"},
     "checkpointer": LEAVES
-    | {"loader", "format", "adapter", "capture", "log", "store", "commit", "restore", "cuts", "telemetry", "showing"},
-    "planner": LEAVES | {"format", "log", "store", "commit", "restore"},
+    | {
+        "loader",
+        "format",
+        "adapter",
+        "capture",
+        "log",
+        "store",
+        "commit",
+        "restore",
+        "cuts",
+        "telemetry",
+        "showing",
+        "tiers",
+    },
+    "planner": LEAVES | {"format", "log", "store", "commit", "restore", "tiers"},
     "broker": {"errors", "broker"},
     "sizing": LEAVES | {"format", "sizing"},
     "cli": LEAVES
@@ -60,6 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "follower",
         "broker",
         "sizing",
+        "tiers",
         "cli",
     },
     "__init__": {"config", "errors", "types", "loader", "checkpointer", "planner", "follower"},
@@ -98,6 +113,7 @@ WITH_TORCH = frozenset(
         "restore/target.py",
         "showing.py",
         "telemetry.py",
+        "tiers/job.py",
     }
 )
 

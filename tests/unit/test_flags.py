@@ -55,6 +55,14 @@ def test_every_setting_reaches_the_config(tmp_path: Path) -> None:
     )
 
 
+TWICE = ["--stream_ckpt", "file://x", "--stream_ckpt", "kafka://h:1/j"]
+
+
+def test_stream_ckpt_twice_is_two_tiers() -> None:
+    found = config_from(parse(*TWICE, "--outer_every", "4", "--store", "s3://b/p"))
+    assert found == StreamConfig(uri=("file://x", "kafka://h:1/j"), outer_every=4, store="s3://b/p")
+
+
 def test_flags_that_are_not_given_are_those_of_the_config() -> None:
     assert config_from(parse("--stream_ckpt", "file://x")) == StreamConfig(uri="file://x")
 
@@ -68,6 +76,11 @@ def test_flags_that_are_not_given_are_those_of_the_config() -> None:
         (["--stream_ckpt", "kafka://host/j", "--store", "x"], "names no broker as HOST:PORT"),
         (["--stream_ckpt", "file://x", "--commit_key_file", "no.key"], "--commit_key_file no.key: no such file"),
         (["--stream_ckpt", "file://x", "--store", "s3://a:b@c/d"], "must not hold a password"),
+        (["--stream_ckpt", "file://x", "--outer_every", "2"], "--outer_every needs two tiers: --stream_ckpt file://"),
+        ([*TWICE, "--stream_ckpt", "file://z"], "was given 3 times"),
+        (["--stream_ckpt", "kafka://h:1/a", "--stream_ckpt", "kafka://h:1/b", "--store", "x"], "is the near one"),
+        (["--stream_ckpt", "file://x", "--stream_ckpt", "file://x"], "'file://x' was given twice"),
+        (TWICE, "needs --store URL"),
     ],
 )
 def test_what_does_not_go_together_is_refused(argv: list[str], message: str) -> None:

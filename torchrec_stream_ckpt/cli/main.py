@@ -20,6 +20,7 @@ from torchrec_stream_ckpt.cli import (
     pin,
     plan,
     recover,
+    relay,
     show,
     trim,
     verify,
@@ -42,6 +43,7 @@ app.command("plan")(plan.plan_job)
 app.command("export")(export.export_marker)
 app.command("import")(import_.import_checkpoint)
 app.command("recover")(recover.recover_log)
+app.command("relay")(relay.relay_log)
 app.command("follow")(follow.follow_stream)
 app.command("fence")(fence.fence_trainer)
 app.command("trim")(trim.trim_job)
