@@ -62,7 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planner": LEAVES | {"format", "log", "store", "commit", "restore", "tiers"},
     "broker": {"errors", "broker"},
     "reporting": LEAVES | {"format", "log", "store", "reporting"},
-    "sizing": LEAVES | {"format"},
+    "sizing": LEAVES | {"format", "sizing"},
     "cli": LEAVES
     | {
         "format",
