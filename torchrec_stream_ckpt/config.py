@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,11 +19,16 @@ _MARKER_EVERY = 100
 class StreamConfig:
     """How a job streams its checkpoints."""
 
-    uri: str
-    """``file://DIR`` or ``kafka://HOST:PORT[,HOST:PORT...]/JOB``."""
+    uri: str | Sequence[str]
+    """``file://DIR`` or ``kafka://HOST:PORT[,HOST:PORT...]/JOB``; or two of them, nearest first, the first a ``file://``:
+    the job writes to that one, and a relay copies it to the other (docs/tiers.md)."""
+    outer_every: int = 1
+    """(two tiers) Which markers the outer one gets: those whose number is a multiple of this. Rows go there in any
+    case; of the other markers, dense state and COMMIT stay on the inner one."""
     store: str | None = None
     """Where dense state goes, and where a restore looks for rows that a materializer has put there: ``file://DIR`` or
-    ``s3://BUCKET/PREFIX``. Default: inside the file log's folder; required with Kafka."""
+    ``s3://BUCKET/PREFIX``. Default: inside the file log's folder; required with Kafka. With two tiers it is the outer
+    one's; that of the inner one is inside its folder."""
     store_options: Options = field(default=None, repr=False)
     """Settings of an object store, credentials included (fsspec's, for S3 those of s3fs), or a file of ``key=value``
     lines (docs/operations.md)."""
@@ -77,12 +83,17 @@ class StreamConfig:
     assumption, by the log's scheme (docs/observability.md)."""
 
     def __post_init__(self) -> None:
-        parsed = parse_uri(self.uri)
+        check_tiers(self.uris, self.outer_every)
         if self.store is not None:
             check_store_url(self.store)
-        elif isinstance(parsed, KafkaUri):
+        elif isinstance(parse_uri(self.uris[-1]), KafkaUri):
             raise ConfigError(
                 "store is required with Kafka", hint="say where dense state goes: store='file:///...' or 's3://...'"
+            )
+        if len(self.uris) > 1 and self.store_url == str(parse_uri(self.uris[0])):
+            raise ConfigError(
+                "store is the inner tier's folder: what it holds would be lost with this node",
+                hint="name a place that outlives the node: store='file:///SHARED/...' or 's3://...'",
             )
         for name in ("drain_every", "marker_every", "ring_bytes", "sweep_bytes"):
             value = getattr(self, name)
@@ -123,17 +134,75 @@ class StreamConfig:
             )
 
     @property
+    def uris(self) -> tuple[str, ...]:
+        """The tiers, nearest first."""
+        return (self.uri,) if isinstance(self.uri, str) else tuple(self.uri)
+
+    @property
+    def inner(self) -> StreamConfig:
+        """Of what the trainer writes to by itself: the nearest tier, as if it were the only one."""
+        if len(self.uris) == 1:
+            return replace(self, uri=self.uris[0])
+        return replace(self, uri=self.uris[0], outer_every=1, store=None, store_options=None, kafka_options=None)
+
+    @property
+    def outer(self) -> StreamConfig | None:
+        """Of the outer tier, as if it were the only one; None with a single tier."""
+        return replace(self, uri=self.uris[-1], outer_every=1) if len(self.uris) > 1 else None
+
+    @property
     def restore_bytes_per_s(self) -> float:
         """What one rank restores in a second, as far as is known."""
         if self.restore_mb_per_s is not None:
             return self.restore_mb_per_s * 1e6
-        return RESTORE_BYTES_PER_S["file" if isinstance(parse_uri(self.uri), FileUri) else "kafka"]
+        return RESTORE_BYTES_PER_S["file" if isinstance(parse_uri(self.uris[0]), FileUri) else "kafka"]
 
     @property
     def store_url(self) -> str:
         """URL of the store, in its one form."""
         if self.store is not None:
             return str(check_store_url(self.store))
-        parsed = parse_uri(self.uri)
+        parsed = parse_uri(self.uris[-1])
         assert isinstance(parsed, FileUri)
         return f"file://{parsed.directory}"
+
+
+def check_tiers(uris: Sequence[str], outer_every: int) -> None:
+    """Whether a job can write to these logs.
+
+    Raises:
+        ConfigError: not in this number, order or combination; says the right form.
+    """
+    hint = "name one log, or two, nearest first: file:///LOCAL/DIR, then kafka://HOST:PORT/JOB"
+    if not 1 <= len(uris) <= 2 or not all(isinstance(uri, str) for uri in uris):
+        raise ConfigError(f"a job has one log or two tiers of it, {len(uris)} were named", hint=hint)
+    parsed = [parse_uri(uri) for uri in uris]
+    if isinstance(outer_every, bool) or not isinstance(outer_every, int) or outer_every < 1:
+        raise ConfigError(f"outer_every must be a positive whole number, it is {outer_every!r}")
+    if len(parsed) == 1:
+        if outer_every != 1:
+            raise ConfigError("outer_every says which markers a second tier gets, and there is none", hint=hint)
+        return
+    if not isinstance(parsed[0], FileUri):
+        raise ConfigError(f"the nearest tier must be a folder, it is {parsed[0]}", hint=hint)
+    if parsed[0] == parsed[1]:
+        raise ConfigError(f"both tiers are {parsed[0]}", hint=hint)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Takeover:
+    """When a spare takes the job over. A false alarm is safe: the old trainer is fenced, and stops."""
+
+    after_s: float | None = 60.0
+    """Seconds without a sign of life: nothing new in the log, no rows and no record. Longer than the longest pause of
+    the trainer (evaluation, compilation). One that has come to its end is silent, too. None: never by itself."""
+    trigger: Path | str | None = None
+    """A file on rank 0's host: once it is there, the spare takes over."""
+    poll_s: float = 0.2
+    """Seconds between two looks at the log."""
+
+    def __post_init__(self) -> None:
+        if self.after_s is None and self.trigger is None:
+            raise ConfigError("nothing would ever make this spare take over", hint="give after_s, or trigger, or both")
+        if (self.after_s is not None and not self.after_s > 0) or not self.poll_s > 0:
+            raise ConfigError("after_s and poll_s must be positive")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,3 +97,11 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
         if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
             broken.append(target)
     assert broken == []
+
+
+def test_the_pictures_are_those_of_the_script(tmp_path: Path) -> None:
+    script = ROOT / "scripts" / "draw_architecture.py"
+    subprocess.run([sys.executable, str(script), "--to", str(tmp_path)], check=True, timeout=60)
+    drawn = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert drawn == {file.name: file.read_bytes() for file in (ROOT / "docs" / "img").glob("*.svg")}
+    assert len(drawn) == 4
