@@ -2,7 +2,7 @@
 
 The plain scan of a mask costs 0.1 to 1 ns a row, whatever is set in it (docs/performance.md). On a CPU a second mask
 therefore holds a flag for each block of rows. Setting rows sets the flags of their blocks, so a scan reads the flags
-and the blocks that they name: it grows with what was set, and with a 256th of the table. On a GPU a scan is one
+and the blocks that they name: it grows with what was set, and with a 64th of the table. On a GPU a scan is one
 kernel at memory bandwidth, and there is no second mask.
 
 A flag may stand over a block in which nothing is set; never the other way round.
@@ -13,13 +13,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-_SHIFT = 8
+_SHIFT = 6
 BLOCK = 1 << _SHIFT
-"""Rows of a block: four cache lines of the mask."""
+"""Rows of a block: a cache line of the mask."""
 _FEW = 16
 """A lookup of at most a 16th of a shard's rows flags its blocks one by one, a larger one flags the whole shard."""
-_MOSTLY = 4
-"""With a flag on more than a quarter of all blocks the whole mask is scanned."""
+_MANY = 16
+"""With a flag on more than a 16th of all blocks the whole mask is scanned: it costs a 16th a block, read in order."""
 
 
 class RowMask:
@@ -73,7 +73,7 @@ class RowMask:
 
     def clear(self, rows: torch.Tensor) -> None:
         """Clear linear rows. What the last ``find`` returned, handed back as it is, empties the mask at once."""
-        if rows is self._found and rows.numel() * _MOSTLY > self.total:
+        if rows is self._found and rows.numel() * 4 > self.total:
             self.bits[: self.total] = False
         else:
             self.bits.index_fill_(0, rows, False)
@@ -99,7 +99,7 @@ class RowMask:
         """(CPU) numpy finds what is set four to eight times as fast as torch's ``nonzero``."""
         assert self._flags is not None
         blocks = np.flatnonzero(self._flags.numpy())
-        if blocks.size * _MOSTLY > self._flags.numel():
+        if blocks.size * _MANY > self._flags.numel():
             return torch.from_numpy(np.flatnonzero(self.bits[: self.total].numpy()))
         hits = np.flatnonzero(self._padded.numpy().reshape(-1, BLOCK)[blocks])
         return torch.from_numpy((blocks[hits >> _SHIFT] << _SHIFT) + (hits & (BLOCK - 1)))
