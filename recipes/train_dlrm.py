@@ -706,12 +706,7 @@ def make_plan(
         planner = EmbeddingShardingPlanner(
             topology=Topology(world_size=world, compute_device=device.type),
             batch_size=args.batch_size // world,
-            constraints={
-                table: ParameterConstraints(
-                    compute_kernels=["fused"], sharding_types=["table_wise", "row_wise", "column_wise"]
-                )
-                for table in tables
-            },
+            constraints=make_constraints(args, tables),
         )
         return planner.collective_plan(model, [sharder], dist.group.WORLD)
     if args.sharding.endswith(".json"):
@@ -729,6 +724,17 @@ def make_plan(
     for parameter in plan.values():
         parameter.compute_kernel = "fused"
     return ShardingPlan(plan={EBC_PATH: plan})
+
+
+def make_constraints(args: argparse.Namespace, tables: Sequence[str]) -> dict[str, ParameterConstraints]:
+    """What the planner may choose from; where a marker will be restored, what keeps its column splits."""
+    kinds = ["table_wise", "row_wise", "column_wise"]
+    mine = {table: ParameterConstraints(compute_kernels=["fused"], sharding_types=kinds) for table in tables}
+    if args.stream is None or args.restore == "none" or dist.get_rank() != 0:  # rank 0's plan is the plan of all
+        return mine
+    from torchrec_stream_ckpt import planner_constraints
+
+    return planner_constraints(args.stream, args.restore, mine)
 
 
 def spread(kind: str, index: int, world: int) -> tuple[str, Any]:
