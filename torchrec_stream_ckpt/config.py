@@ -164,3 +164,22 @@ def check_tiers(uris: Sequence[str], outer_every: int) -> None:
         raise ConfigError(f"the nearest tier must be a folder, it is {parsed[0]}", hint=hint)
     if parsed[0] == parsed[1]:
         raise ConfigError(f"both tiers are {parsed[0]}", hint=hint)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Takeover:
+    """When a spare takes the job over. A false alarm is safe: the old trainer is fenced, and stops."""
+
+    after_s: float | None = 60.0
+    """Seconds without a sign of life: nothing new in the log, no rows and no record. Longer than the longest pause of
+    the trainer (evaluation, compilation). One that has come to its end is silent, too. None: never by itself."""
+    trigger: Path | str | None = None
+    """A file on rank 0's host: once it is there, the spare takes over."""
+    poll_s: float = 0.2
+    """Seconds between two looks at the log."""
+
+    def __post_init__(self) -> None:
+        if self.after_s is None and self.trigger is None:
+            raise ConfigError("nothing would ever make this spare take over", hint="give after_s, or trigger, or both")
+        if (self.after_s is not None and not self.after_s > 0) or not self.poll_s > 0:
+            raise ConfigError("after_s and poll_s must be positive")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests import jobs, ranks
-from tests.jobs import Truths, attach, settle
+from tests.jobs import Truths, attach
 from tests.model import PLAN_2, PLAN_3, Spec, differences, trainer, truth
 from tests.tiered import config
 from torchrec_stream_ckpt import StreamConfig
@@ -42,7 +42,7 @@ def victim(tmp_path: Path) -> Iterator[Broker]:
 
 
 def train_through_an_outage(spec: Spec, settings: StreamConfig, broker: int) -> tuple[Truths, list[int], float]:
-    """The broker stands still from step 3 to 6: truth, markers that the inner tier took meanwhile, slowest step."""
+    """The broker stands still from step 3 to 6: truth, markers that the inner tier had then, slowest marker."""
     job = trainer(spec)
     checkpointer = attach(job, settings)
     assert checkpointer.restore() is None
@@ -54,12 +54,11 @@ def train_through_an_outage(spec: Spec, settings: StreamConfig, broker: int) -> 
         job.step()
         begin = time.monotonic()
         checkpointer.step()
+        checkpointer.mark().result(60)
         slowest = max(slowest, time.monotonic() - begin)
-        settle(checkpointer)
         truths[job.step_number] = truth(job)
-        if 3 <= step <= 6:
-            lineage = checkpointer._control.refresh()
-            committed = [marker.marker for marker in lineage.commits]
+        if step == 6:
+            committed = [marker.marker for marker in checkpointer._control.refresh().commits]
     checkpointer.close()
     return truths, committed, slowest
 
@@ -85,11 +84,13 @@ def test_training_goes_on_through_an_outage_and_the_relay_catches_up(victim: Bro
     status = victim.status()
     assert status.pid is not None
     inner = tmp_path / "inner"
-    settings = config(inner, status.uri(f"job-{uuid.uuid4().hex[:8]}"), marker_every=1, store=str(tmp_path / "store"))
+    settings = config(
+        inner, status.uri(f"job-{uuid.uuid4().hex[:8]}"), marker_every=None, store=str(tmp_path / "store")
+    )
     results = ranks.run(2, train_through_an_outage, PLAN_2, settings, status.pid)
     truths = [each for each, _, _ in results]
     assert results[0][1] == [1, 2, 3, 4, 5, 6]
-    assert max(slowest for _, _, slowest in results) < 2.0
+    assert max(slowest for _, _, slowest in results) < 5.0  # none waited for the broker
     tiers = open_tiers(settings)
     assert standing_of(tiers)["outer_newest"] == f"1:{STEPS}"
     for found in ranks.run(2, restore_without_reading_the_outer_tier, PLAN_2, settings):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrec_stream_ckpt import Restored, StreamConfig
+from torchrec_stream_ckpt import Restored, StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.flags import add_flags, config_from, restore_from
 
@@ -122,3 +122,39 @@ def test_the_flags_alone_load_nothing_heavy() -> None:
     loaded = set(done.stdout.split())
     assert "torchrec_stream_ckpt.flags" in loaded
     assert loaded & {"torch", "torchrec", "confluent_kafka", "fsspec", "numpy"} == set()
+
+
+class Spare:
+    """Notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.asked: object = None
+
+    def restore(self, marker: str | None = None) -> Restored | None:
+        self.asked = marker
+        return None
+
+    def standby(self, takeover: Takeover | None = None) -> Restored | None:
+        self.asked = takeover
+        return None
+
+
+def test_a_spare_stands_by_instead_of_restoring() -> None:
+    args, spare = parse("--stream_ckpt", "file://x", "--standby", "7.5"), Spare()
+    config_from(args)
+    assert restore_from(args, spare) is None
+    assert spare.asked == Takeover(after_s=7.5)
+
+
+def test_a_spare_takes_no_other_marker_and_needs_a_stream() -> None:
+    with pytest.raises(ConfigError, match="leave --restore away"):
+        config_from(parse("--stream_ckpt", "file://x", "--standby", "7.5", "--restore", "1:2"))
+    with pytest.raises(ConfigError, match="--standby needs --stream_ckpt"):
+        config_from(parse("--standby", "7.5"))
+
+
+def test_a_spare_that_would_never_take_over_is_refused() -> None:
+    with pytest.raises(ConfigError, match="nothing would ever make"):
+        Takeover(after_s=None)
+    with pytest.raises(ConfigError, match="must be positive"):
+        Takeover(after_s=0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -10,14 +11,24 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from tests import tiered
 from tests.synthetic import Image, image_of_log
 from tests.tiered import TieredJob, lose, relay
+from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.config import StreamConfig
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, FencedError, MarkerNotFoundError, TrimmedError
+from torchrec_stream_ckpt.errors import (
+    ConfigError,
+    CorruptionError,
+    FencedError,
+    MarkerNotFoundError,
+    StreamCkptError,
+    TrimmedError,
+)
 from torchrec_stream_ckpt.layout import CONTROL_FILE, DATA_DIR, DENSE_DIR, dense_name
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.restore.verify import verify_marker
@@ -176,11 +187,8 @@ def test_damage_of_the_inner_tier_is_named_and_the_outer_one_serves(
     assert found.choice.skipped[0].startswith("1:3: ")
     assert "the inner tier cannot give marker 1:3" in caplog.text
     assert "p00001" in caplog.text
-    with pytest.raises(StreamError, match="only the inner tier has marker 1:3, and not whole"):
+    with pytest.raises(StreamCkptError, match="only the inner tier has marker 1:3, and not whole"):
         find(job, "1:3")
-
-
-StreamError = (CorruptionError, MarkerNotFoundError, TrimmedError, Exception)
 
 
 def test_dense_state_that_is_gone_on_the_inner_tier_comes_from_the_outer_one(job: TieredJob) -> None:
@@ -317,6 +325,44 @@ def test_logs_that_do_not_belong_together_are_refused(job: TieredJob, tmp_path: 
     empty = replace(job.settings, uri=(job.settings.uris[0], f"file://{tmp_path}/nothing"))
     with pytest.raises(CorruptionError, match="the outer log is empty, and the inner one holds 3 markers"):
         Standing.read(tiered.open_tiers(empty))
+
+
+def call(*arguments: str) -> Any:
+    done = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    return json.loads(done.stdout) if lines[0] in ("{", "[") else [json.loads(line) for line in lines]
+
+
+def test_the_command_copies_and_says_how_far_behind_the_outer_tier_is(job: TieredJob) -> None:
+    inner, outer = job.settings.uris
+    before = call("relay", inner, outer, "--status")
+    assert (before["lag_markers"], before["inner_newest"], before["outer_newest"]) == (3, "1:3", None)
+    assert before["lag_bytes"] == sum(end.num_bytes for end in Standing.read(job.tiers).unrelayed[-1].ranks)
+    events = call("relay", inner, outer, "--once", "--every", "2")
+    assert [(each["event"], each.get("marker")) for each in events] == [
+        ("marker", "1:2"),
+        ("marker", "1:3"),
+        ("stop", None),
+    ]
+    assert events[-1]["frames_bytes"] == before["lag_bytes"]
+    assert call("relay", inner, outer, "--status")["lag_markers"] == 0
+    assert [each["restorable"] for each in call("list", outer)["markers"]] == [True, True]
+    for uris, error in (((inner, f"{outer}-nowhere"), MarkerNotFoundError), ((outer, outer), ConfigError)):
+        with pytest.raises(error):
+            call("relay", *uris)
+
+
+def test_an_inner_log_that_stands_on_the_outer_one_is_listed(job: TieredJob) -> None:
+    relay(job.tiers)
+    node = another_node(job, "second")
+    node.begin("1:3")
+    node.markers(1)
+    listed = {each["marker"]: each for each in call("list", str(node.settings.uris[0]))["markers"]}
+    assert listed["2:4"]["trimmed"] == job.settings.uris[1]
+    assert not listed["2:4"]["restorable"]
+    relay(node.tiers)
+    assert all(each["restorable"] for each in call("list", job.settings.uris[1])["markers"])
 
 
 FORMS = [

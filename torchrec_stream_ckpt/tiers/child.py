@@ -44,7 +44,7 @@ def main() -> int:
         return 1
     if not done:
         log.warning("the trainer is gone, and the outer tier does not have all that it committed")
-    return 0
+    return 0 if done else 1
 
 
 def _gone(parent: int) -> Callable[[], bool]:

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Sequence
 
 from torchrec_stream_ckpt.commit.generation import claim_generation
-from torchrec_stream_ckpt.errors import FencedError
+from torchrec_stream_ckpt.errors import CorruptionError, FencedError, MarkerFailedError
 from torchrec_stream_ckpt.format.control import Claim, Commit, Schema, Trim
 from torchrec_stream_ckpt.tiers.lock import RelayLock
 from torchrec_stream_ckpt.tiers.relay import LOCK_TIMEOUT_S, Relay
@@ -78,12 +78,16 @@ def claim_both(
 
 
 def relay_parent(tiers: Tiers, parent: MarkerId) -> None:
-    """Copy a marker of the inner log to the outer one, if that can still be."""
+    """Copy a marker of the inner log to the outer one, if that can still be.
+
+    Raises:
+        LogUnavailableError, StoreUnavailableError, CommitUnknownError: a tier does not answer: try again.
+    """
     relay = Relay(tiers)
     try:
         for commit in relay.catch_up(upto=parent):
             log.info("marker %s was copied to the outer tier", commit.id)
-    except FencedError as error:
+    except (FencedError, MarkerFailedError, CorruptionError) as error:
         log.warning("marker %s cannot be copied to the outer tier: %s", parent, error.headline)
     finally:
         relay.close()

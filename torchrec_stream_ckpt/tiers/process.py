@@ -42,6 +42,7 @@ class RelayProcess:
             default=str,
         ).encode()
         self._closing = threading.Event()
+        self._starting = threading.Lock()
         self._process = self._spawn()
         self._thread = threading.Thread(target=self._watch, name="stream-ckpt-relay", daemon=True)
         self._thread.start()
@@ -52,23 +53,27 @@ class RelayProcess:
         return self._process.pid
 
     def close(self, timeout_s: float) -> bool:
-        """Let it copy what is there, and end; whether it has in ``timeout_s``. Else it goes on by itself, bounded."""
-        self._closing.set()
+        """Let it copy what is there, and end; whether it has, in ``timeout_s``. Else it goes on by itself, bounded."""
+        with self._starting:
+            self._closing.set()
+            if self._process.poll() not in (None, 0, FENCED):
+                self._process = self._spawn()  # it died, and what it had not copied yet would stay here
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            self._process.wait(max(0.0, timeout_s))
+            code = self._process.wait(max(0.0, timeout_s))
         except subprocess.TimeoutExpired:
             _left.append(self._process)
             return False
         self._thread.join(1.0)
-        return True
+        return code == 0
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         # Fail points that a test arms in the trainer are not meant for its relay.
         environment = {key: value for key, value in os.environ.items() if not key.startswith("STREAM_CKPT_FAILPOINTS")}
         process = subprocess.Popen(
             [sys.executable, "-m", "torchrec_stream_ckpt.tiers.child"],
+            bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=environment,
@@ -89,16 +94,18 @@ class RelayProcess:
             if self._closing.wait(pause_s):
                 return
             pause_s = min(2 * pause_s, _RESTART_S[1])
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            self._process = self._spawn()
+            with self._starting:
+                if self._closing.is_set():
+                    return
+                assert self._process.stdin is not None
+                self._process.stdin.close()
+                self._process = self._spawn()
 
 
 def _say(pipe: IO[bytes] | None, order: bytes) -> None:
     assert pipe is not None
     try:
         pipe.write(order + b"\n")
-        pipe.flush()
     except BrokenPipeError:
         return  # it has ended already: whoever watches it sees that
 

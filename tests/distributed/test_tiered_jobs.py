@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import time
@@ -10,15 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests import jobs, ranks
-from tests.jobs import Truths, attach, settle
-from tests.model import PLAN_2, PLAN_3, PLAN_3_OTHER, Spec, differences, trainer, truth
+from tests.jobs import Truths, attach
+from tests.model import PLAN_1, PLAN_2, PLAN_3, PLAN_3_OTHER, Spec, differences, trainer, truth
 from tests.tiered import config
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.errors import FencedError
 from torchrec_stream_ckpt.layout import DATA_DIR
 from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.tiers import process
 from torchrec_stream_ckpt.tiers.service import standing_of
 from torchrec_stream_ckpt.tiers.tier import open_tiers
 
@@ -33,9 +38,6 @@ def newest(folder: Path) -> str:
 
 def train_and_hang(spec: Spec, settings: StreamConfig, steps: int, told: str) -> tuple[list[float], Truths]:
     """Train, write down the truth, and wait for SIGKILL: nothing is closed."""
-    import torch
-    import torch.distributed as dist
-
     job = trainer(spec)
     checkpointer = attach(job, settings)
     restored = checkpointer.restore()
@@ -51,8 +53,6 @@ def train_and_hang(spec: Spec, settings: StreamConfig, steps: int, told: str) ->
 
 def killed(world: int, spec: Spec, settings: StreamConfig, steps: int, told: Path) -> tuple[str | None, list[Truths]]:
     """A job that trained so far and was killed: where it had restored from, and the truth on each rank."""
-    import torch
-
     job = ranks.start(world, train_and_hang, spec, settings, steps, str(told))
     deadline = time.monotonic() + 90
     while not all(Path(f"{told}.done-{rank}").exists() for rank in range(world)):
@@ -126,20 +126,21 @@ def flip(folder: Path, generation: int) -> None:
 
 def test_a_bit_that_flips_on_the_inner_tier_is_found_and_the_outer_one_serves(tmp_path: Path) -> None:
     inner, outer = tmp_path / "inner", tmp_path / "outer"
-    settings = config(inner, outer, marker_every=2)
+    key = tmp_path / "commit.key"
+    key.write_bytes(bytes(range(32)))
+    key.chmod(0o600)
+    settings = config(inner, outer, marker_every=2, commit_key_file=key)
     trained = ranks.run(2, jobs.train_with, PLAN_2, settings, 4, {})
     truths = [each for _, each in trained]
     assert newest(inner) == newest(outer) == "1:3"  # close() has waited for the relay
+    assert all(commit.mac for commit in Control(FileLog(outer), key).refresh().commits.values())
     flip(inner, 1)
     check(ranks.run(2, jobs.restore_once, PLAN_2, settings, None, {}), truths, 4, "outer: log")
 
 
 def train_while_relays_die(spec: Spec, settings: StreamConfig, steps: int, kills: int) -> tuple[Truths, int]:
     """A job whose relay gets SIGKILL again and again."""
-    import random
-
-    import torch.distributed as dist
-
+    process._RESTART_S = (0.1, 0.2)
     job = trainer(spec)
     checkpointer = attach(job, settings)
     checkpointer.restore()
@@ -148,7 +149,7 @@ def train_while_relays_die(spec: Spec, settings: StreamConfig, steps: int, kills
     for _ in range(steps):
         job.step()
         checkpointer.step()
-        settle(checkpointer)
+        checkpointer.mark().result(60)
         truths[job.step_number] = truth(job)
         if dist.get_rank() == 0 and len(done) < kills:
             assert checkpointer._tiers is not None
@@ -167,7 +168,7 @@ def train_while_relays_die(spec: Spec, settings: StreamConfig, steps: int, kills
 
 def test_relays_that_are_killed_at_random_leave_an_outer_log_that_is_whole(tmp_path: Path) -> None:
     inner, outer = tmp_path / "inner", tmp_path / "outer"
-    settings = config(inner, outer, marker_every=1)
+    settings = config(inner, outer, marker_every=None)
     results = ranks.run(2, train_while_relays_die, PLAN_2, settings, 10, 6)
     assert results[0][1] == 6
     truths = [each for each, _ in results]
@@ -176,3 +177,42 @@ def test_relays_that_are_killed_at_random_leave_an_outer_log_that_is_whole(tmp_p
     check(ranks.run(3, jobs.restore_once, PLAN_3, settings, None, {}), truths, 10, "outer: log")
     shutil.rmtree(inner)
     check(ranks.run(2, jobs.restore_once, PLAN_2, settings, "1:4", {}), truths, 4, "outer: log")
+
+
+def train_until_fenced(spec: Spec, settings: StreamConfig, told: str) -> tuple[Truths, str]:
+    """A job that does not know yet that another node has taken over: what it is told in the end."""
+    job = trainer(spec)
+    checkpointer = attach(job, settings)
+    checkpointer.restore()
+    truths: Truths = {}
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        job.step()
+        try:
+            checkpointer.step()
+            checkpointer.mark().result(60)
+        except FencedError as error:
+            checkpointer.close()
+            return truths, error.message
+        truths[job.step_number] = truth(job)
+        Path(told).touch()
+    raise AssertionError("nobody told it")
+
+
+def test_a_trainer_whose_job_another_node_took_over_is_told_and_offers_nothing_newer(tmp_path: Path) -> None:
+    settings = config(tmp_path / "first", tmp_path / "outer", marker_every=None)
+    zombie = ranks.start(1, train_until_fenced, PLAN_1, settings, str(tmp_path / "told"))
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "told").exists() or settled(settings, 0.0)["outer_newest"] is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    other = config(tmp_path / "second", tmp_path / "outer", marker_every=None)
+    ((state, step, source),) = ranks.run(1, jobs.restore_once, PLAN_1, other, None, {})
+    assert source == "outer: log"
+    ((truths, message),) = zombie.join()
+    assert "generation 2 has taken over this job" in message
+    assert differences(truths[step], state) == []
+    # Whatever its own disk has behind that, the newest one there is what the other node stands on.
+    ((state, again, source),) = ranks.run(1, jobs.restore_once, PLAN_1, settings, None, {})
+    assert (again, source) == (step, "inner: log")
+    assert differences(truths[step], state) == []
