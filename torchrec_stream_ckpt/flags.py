@@ -31,6 +31,7 @@ SETTINGS = (
     "drain_every",
     "marker_every",
     "marker_every_s",
+    "max_overhead",
     "kafka_options",
     "commit_key_file",
     "metrics_port",
@@ -67,6 +68,11 @@ def positive(text: str) -> float:
     return value
 
 
+def steps_or_auto(text: str) -> int | str:
+    """An argparse type: ``auto``, or a whole number above zero."""
+    return text if text == "auto" else whole(1)(text)
+
+
 def marker(text: str) -> str:
     """An argparse type: ``latest``, ``none`` or ``GENERATION:MARKER``."""
     if text not in ("latest", "none") and not re.fullmatch(r"\d{1,9}:\d{1,18}", text):
@@ -101,9 +107,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="be a hot spare of the job at --stream_ckpt, instead of training: keep its newest marker loaded, and take "
         "over once its trainer has shown no sign of life for so long",
     )
-    group.add_argument("--drain_every", metavar="STEPS", type=whole(1), help="default: 1")
+    group.add_argument("--drain_every", metavar="STEPS", type=steps_or_auto, help="or 'auto' (default: 1)")
     group.add_argument("--marker_every", metavar="STEPS", type=whole(1), help="default: 100")
     group.add_argument("--marker_every_s", metavar="SECONDS", type=positive, help="also a marker every so many seconds")
+    group.add_argument(
+        "--max_overhead",
+        metavar="SHARE",
+        type=positive,
+        help="0.01: as many markers as cost at most 1%% of the training time, instead of --marker_every",
+    )
     group.add_argument("--kafka_options", metavar="FILE", type=Path, help="client options, security included")
     group.add_argument("--commit_key_file", metavar="FILE", type=Path, help="sign markers; only signed ones count")
     group.add_argument(
