@@ -3,37 +3,50 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchrec_stream_ckpt.config import StreamConfig
+from torchrec_stream_ckpt.config import StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import StreamCkptError
-from torchrec_stream_ckpt.loader import TrackedLoader
+from torchrec_stream_ckpt.loader import GlobalBatches, TrackedLoader
 from torchrec_stream_ckpt.types import Committed, MarkerId, Restored
 
 if TYPE_CHECKING:
     from torchrec_stream_ckpt.checkpointer import StreamCheckpointer
+    from torchrec_stream_ckpt.follower.core import Follower, follow
+    from torchrec_stream_ckpt.follower.tables import FollowedTables
     from torchrec_stream_ckpt.planner import planner_constraints
 
 __all__ = [
     "Committed",
+    "FollowedTables",
+    "Follower",
+    "GlobalBatches",
     "MarkerId",
     "Restored",
     "StreamCheckpointer",
     "StreamCkptError",
     "StreamConfig",
+    "Takeover",
     "TrackedLoader",
+    "follow",
     "planner_constraints",
 ]
 
 __version__ = "0.1.0"
 
 
-# Only training needs torch: the command line and the materializer read logs without it.
-_WITH_TORCH = {"StreamCheckpointer": "checkpointer", "planner_constraints": "planner"}
+# Only training, and tables as tensors, need torch: the command line and the materializer read logs without it.
+_LAZY = {
+    "FollowedTables": "follower.tables",
+    "Follower": "follower.core",
+    "StreamCheckpointer": "checkpointer",
+    "follow": "follower.core",
+    "planner_constraints": "planner",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _WITH_TORCH:
+    if name in _LAZY:
         try:
-            return getattr(import_module(f"torchrec_stream_ckpt.{_WITH_TORCH[name]}"), name)
+            return getattr(import_module(f"torchrec_stream_ckpt.{_LAZY[name]}"), name)
         except ModuleNotFoundError as error:
             raise ImportError(
                 f"{name} needs {error.name}: install the extra 'cpu' or 'cuda' (see CONTRIBUTING.md)"

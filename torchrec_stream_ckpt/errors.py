@@ -91,6 +91,10 @@ class MarkerNotFoundError(StreamCkptError):
     """No such committed marker: list the markers and choose one."""
 
 
+class ReplicaNotReadyError(StreamCkptError):
+    """A replica has nothing to serve: nothing was loaded yet, or a change of it broke off half way. Let it go on."""
+
+
 class MarkerFailedError(StreamCkptError):
     """This marker was given up by all ranks; training and the stream go on, the next marker may commit."""
 

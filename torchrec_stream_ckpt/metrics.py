@@ -1,4 +1,4 @@
-"""Metrics of the materializer for Prometheus: their names, and the port at which they can be read.
+"""Metrics for Prometheus: the names of the trainer's and the materializer's, and the port at which they can be read.
 
 The only module that imports ``prometheus_client``, lazily: it is the extra ``metrics``.
 """
@@ -7,30 +7,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.stats import BUCKETS_S, Stats, Timing
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One value that goes up (a counter), or up and down (a gauge)."""
+    """One value that can be scraped."""
 
     name: str
-    """As scraped; that of a counter ends with ``_total``."""
+    """As scraped: that of a counter ends with ``_total``, that of a histogram has ``_bucket``, ``_sum`` and ``_count``
+    behind it."""
     help: str
-    counter: bool = False
+    kind: Literal["counter", "gauge", "histogram"] = "gauge"
+
+    @property
+    def series(self) -> tuple[str, ...]:
+        """Names that a query can ask for."""
+        if self.kind != "histogram":
+            return (self.name,)
+        return tuple(f"{self.name}_{part}" for part in ("bucket", "sum", "count"))
 
 
 _PREFIX = "stream_ckpt_materializer"
 METRICS: Mapping[str, Metric] = {
-    "markers": Metric(f"{_PREFIX}_markers_total", "Markers put into the store by this process.", True),
-    "frames_bytes": Metric(f"{_PREFIX}_frames_read_bytes_total", "Bytes of frames read from the log.", True),
-    "segment_bytes": Metric(f"{_PREFIX}_segments_written_bytes_total", "Bytes of segments written.", True),
-    "fold_bytes_read": Metric(f"{_PREFIX}_folds_read_bytes_total", "Bytes read for bases and spans.", True),
-    "fold_bytes": Metric(f"{_PREFIX}_folds_written_bytes_total", "Bytes of bases and spans written.", True),
-    "dense_bytes": Metric(f"{_PREFIX}_dense_written_bytes_total", "Bytes of dense state copied.", True),
-    "errors": Metric(f"{_PREFIX}_errors_total", "Outages outlasted and markers passed over.", True),
+    "markers": Metric(f"{_PREFIX}_markers_total", "Markers put into the store by this process.", "counter"),
+    "frames_bytes": Metric(f"{_PREFIX}_frames_read_bytes_total", "Bytes of frames read from the log.", "counter"),
+    "segment_bytes": Metric(f"{_PREFIX}_segments_written_bytes_total", "Bytes of segments written.", "counter"),
+    "fold_bytes_read": Metric(f"{_PREFIX}_folds_read_bytes_total", "Bytes read for bases and spans.", "counter"),
+    "fold_bytes": Metric(f"{_PREFIX}_folds_written_bytes_total", "Bytes of bases and spans written.", "counter"),
+    "dense_bytes": Metric(f"{_PREFIX}_dense_written_bytes_total", "Bytes of dense state copied.", "counter"),
+    "errors": Metric(f"{_PREFIX}_errors_total", "Outages outlasted and markers passed over.", "counter"),
     "lag_markers": Metric(f"{_PREFIX}_lag_markers", "Committed markers that are not in the store."),
     "lag_bytes": Metric(f"{_PREFIX}_lag_bytes", "Bytes of frames that lead to them."),
     "lag_s": Metric(f"{_PREFIX}_lag_seconds", "Age of the oldest of them, by the trainer's wall clock."),
@@ -40,30 +49,110 @@ METRICS: Mapping[str, Metric] = {
     "head_marker": Metric(f"{_PREFIX}_head_marker", "Its number in that generation."),
     "workers": Metric(f"{_PREFIX}_workers", "Materializers of this job that are alive."),
 }
-"""By the name of the value that :func:`serve_metrics` reads."""
+"""The materializer's, by the name of the value that :func:`serve_metrics` reads."""
+
+_OURS = "stream_ckpt"
+TRAINER_METRICS: Mapping[str, Metric] = {
+    "rows": Metric(f"{_OURS}_rows_captured_total", "Row records drained, those of the sweep among them.", "counter"),
+    "num_bytes": Metric(f"{_OURS}_frames_bytes_total", "Bytes of frames handed to the publisher.", "counter"),
+    "dirty_rows": Metric(
+        f"{_OURS}_dirty_rows", "Changed rows that the last look at the masks left behind for want of space."
+    ),
+    "sweep_ratio": Metric(f"{_OURS}_sweep_ratio", "How much of the sweep is done, 0 to 1."),
+    "ring_used_bytes": Metric(f"{_OURS}_ring_used_bytes", "Memory of frames that are not acknowledged."),
+    "ring_limit_bytes": Metric(f"{_OURS}_ring_limit_bytes", "Memory of the ring, without a marker's budget."),
+    "ring_waits": Metric(f"{_OURS}_ring_waits_total", "How often mark() or close() waited for space.", "counter"),
+    "unacknowledged_frames": Metric(f"{_OURS}_unacknowledged_frames", "Frames that the publisher is behind."),
+    "unacknowledged_bytes": Metric(f"{_OURS}_unacknowledged_bytes", "Bytes that the publisher is behind."),
+    "log_up": Metric(f"{_OURS}_log_up", "1 while the log takes frames."),
+    "markers_committed": Metric(f"{_OURS}_markers_committed_total", "Markers committed.", "counter"),
+    "markers_failed": Metric(f"{_OURS}_markers_failed_total", "Markers given up, fenced or unknown.", "counter"),
+    "marker_in_flight": Metric(f"{_OURS}_marker_in_flight", "1 from a cut until it is settled."),
+    "generation": Metric(f"{_OURS}_generation", "This job's generation; 0 until it is open."),
+    "step": Metric(f"{_OURS}_step", "Steps of the job, those before a restored marker counted."),
+    "newest_marker": Metric(f"{_OURS}_newest_marker", "Number of the last committed or restored marker; 0: none."),
+    "newest_step": Metric(f"{_OURS}_newest_marker_step", "Step of that marker."),
+    "loss_s": Metric(
+        f"{_OURS}_data_loss_seconds", "Lost if the job died now: seconds since the cut of the last committed marker."
+    ),
+    "loss_steps": Metric(f"{_OURS}_data_loss_steps", "Lost if the job died now: steps since that marker."),
+    "restore_bytes": Metric(
+        f"{_OURS}_restore_bytes", "This rank's share of what a restore would read from the log alone."
+    ),
+    "restore_s": Metric(f"{_OURS}_restore_estimate_seconds", "Seconds that takes at the rate that was assumed."),
+    "blocked": Metric(f"{_OURS}_step_blocked_seconds", "Time of the training thread in step().", "histogram"),
+    "drain": Metric(f"{_OURS}_drain_seconds", "Part of it: drains and sweeps.", "histogram"),
+    "cut": Metric(f"{_OURS}_cut_seconds", "Part of it, or of mark(): cuts at their step boundary.", "histogram"),
+    "commit": Metric(f"{_OURS}_commit_seconds", "From a cut to its COMMIT, of committed markers.", "histogram"),
+}
+"""The trainer's, each with the label ``rank``; by the name of the value in :func:`trainer_values`."""
+
+Value = float | Timing
+Read = Callable[[], Mapping[str, Value]]
+
+
+def trainer_values(stats: Stats) -> Mapping[str, Value]:
+    """A rank's values by the names of :data:`TRAINER_METRICS`."""
+    values: dict[str, Value] = {"newest_marker": stats.newest.marker if stats.newest is not None else 0}
+    for key in TRAINER_METRICS.keys() - values.keys():
+        value = getattr(stats, key)
+        values[key] = value if isinstance(value, Timing) else float(value)
+    return values
 
 
 class _Collector:
     """Reads all values anew at each scrape, so that ages are those of now."""
 
-    def __init__(self, read: Callable[[], Mapping[str, float]], core: Any) -> None:
+    def __init__(self, read: Read, core: Any, metrics: Mapping[str, Metric], labels: Mapping[str, str]) -> None:
         self._read = read
         self._core = core
+        self._metrics = metrics
+        self._labels = labels
 
     def collect(self) -> Iterator[Any]:
         values = self._read()
-        for key, metric in METRICS.items():
-            family = self._core.CounterMetricFamily if metric.counter else self._core.GaugeMetricFamily
-            yield family(metric.name, metric.help, value=values[key])
+        for key, metric in self._metrics.items():
+            yield self._family(metric, values[key])
+
+    def _family(self, metric: Metric, value: Value) -> Any:
+        names, labels = list(self._labels), list(self._labels.values())
+        if isinstance(value, Timing):
+            family = self._core.HistogramMetricFamily(metric.name, metric.help, labels=names)
+            classes = [(str(bound), count) for bound, count in zip(BUCKETS_S, value.classes, strict=True)]
+            family.add_metric(labels, [*classes, ("+Inf", value.count)], value.total_s)
+            return family
+        kind = self._core.CounterMetricFamily if metric.kind == "counter" else self._core.GaugeMetricFamily
+        family = kind(metric.name, metric.help, labels=names)
+        family.add_metric(labels, value)
+        return family
 
 
-def serve_metrics(host: str, port: int, read: Callable[[], Mapping[str, float]]) -> Callable[[], None]:
-    """Answer ``GET http://host:port/metrics`` from a thread of its own; returns what ends it.
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where metrics can be read."""
+
+    port: int
+    close: Callable[[], None]
+    """Ends it."""
+
+
+def serve_metrics(
+    host: str,
+    port: int,
+    read: Read,
+    metrics: Mapping[str, Metric] = METRICS,
+    labels: Mapping[str, str] | None = None,
+    flag: str = "--metrics-port",
+) -> Endpoint:
+    """Answer ``GET http://host:port/metrics`` from a thread of its own.
 
     Args:
         host: Where to listen.
         port: 0 takes a free one.
-        read: Values by the names of :data:`METRICS`; called on another thread.
+        read: Values by the names of ``metrics``; called on another thread.
+        metrics: What is served.
+        labels: Of all of them.
+        flag: What the user has asked for it with, for errors.
 
     Raises:
         ConfigError: ``prometheus_client`` is not installed, or it cannot listen there.
@@ -74,17 +163,17 @@ def serve_metrics(host: str, port: int, read: Callable[[], Mapping[str, float]])
     except ImportError:
         raise ConfigError(
             "metrics need prometheus_client, which is not installed",
-            hint="pip install 'torchrec_stream_ckpt[metrics]', or leave --metrics-port away",
+            hint=f"pip install 'torchrec_stream_ckpt[metrics]', or leave {flag} away",
         ) from None
     registry = core.CollectorRegistry()
-    registry.register(_Collector(read, core))
+    registry.register(_Collector(read, core, metrics, labels or {}))
     try:
         server, thread = prometheus_client.start_http_server(port, host, registry)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
             f"cannot serve metrics at {host}:{port}: {reason}",
-            hint="choose another --metrics-port, or an address of this machine as --metrics-host",
+            hint=f"choose another {flag}, or an address of this machine as {flag.replace('port', 'host')}",
         ) from None
 
     def close() -> None:
@@ -92,4 +181,4 @@ def serve_metrics(host: str, port: int, read: Callable[[], Mapping[str, float]])
         server.server_close()
         thread.join()
 
-    return close
+    return Endpoint(server.server_port, close)

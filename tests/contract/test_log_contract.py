@@ -120,6 +120,14 @@ def test_frames_come_back_whole_and_in_order(log: Log) -> None:
     assert read == [(ack.offset, bytes(data)) for ack, data in zip(acks, frames, strict=True)]
 
 
+def test_ends_are_where_what_was_acknowledged_ends(log: Log) -> None:
+    assert log.ends(1, [0, 1]) == {0: 0, 1: 0}
+    acks = write(log, [frame(seq) for seq in range(3)])
+    assert log.ends(1, [0, 1]) == {0: acks[-1].end, 1: 0}
+    more = write(log, [frame(3)], resume_at=acks[-1].end)
+    assert log.ends(1, {0}) == {0: more[-1].end}
+
+
 def test_largest_frame_fits(log: Log) -> None:
     payload = bytes(range(256)) * ((MAX_FRAME_BYTES - HEADER_LEN) // 64 * 64 // 256)
     largest = frame(0, payload)

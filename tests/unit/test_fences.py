@@ -18,14 +18,15 @@ ROOT = Path(torchrec_stream_ckpt.__file__).parent
 PACKAGE = "torchrec_stream_ckpt"
 SOURCES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
 
-LEAVES = {"errors", "types", "layout", "options", "config", "metrics", "failpoints"}
+LEAVES = {"errors", "types", "layout", "options", "stats", "config", "metrics", "failpoints"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": {"errors"},
     "layout": {"errors", "types"},
-    "config": {"errors", "types", "layout", "options"},
+    "config": {"errors", "types", "layout", "options", "stats"},
     "options": {"errors"},
-    "metrics": {"errors", "types"},
+    "stats": {"types"},
+    "metrics": {"errors", "types", "stats"},
     "loader": {"errors"},
     "flags": {"errors", "types", "config"},
     "failpoints": {"errors"},
@@ -38,12 +39,49 @@ MAY_IMPORT: dict[str, set[str]] = {
     "restore": LEAVES | {"format", "adapter", "log", "store", "restore"},
     "materialize": LEAVES | {"format", "log", "store", "materialize"},
     "interchange": LEAVES | {"format", "adapter", "log", "store", "commit", "restore", "materialize", "interchange"},
+    "tiers": LEAVES | {"format", "log", "store", "commit", "restore", "tiers"},
+    "follower": LEAVES | {"format", "log", "store", "commit", "restore", "materialize", "interchange", "follower"},
     "cuts": LEAVES | {"format", "capture", "log", "commit"},
-    "checkpointer": LEAVES | {"loader", "format", "adapter", "capture", "log", "store", "commit", "restore", "cuts"},
-    "planner": LEAVES | {"format", "log", "store", "commit", "restore"},
+    "telemetry": LEAVES | {"format", "capture", "log"},
+    "showing": LEAVES | {"commit", "telemetry"},
+    "checkpointer": LEAVES
+    | {
+        "loader",
+        "format",
+        "adapter",
+        "capture",
+        "log",
+        "store",
+        "commit",
+        "restore",
+        "cuts",
+        "telemetry",
+        "showing",
+        "tiers",
+        "standby",
+    },
+    "standby": LEAVES | {"format", "log", "commit", "restore"},
+    "planner": LEAVES | {"format", "log", "store", "commit", "restore", "tiers"},
     "broker": {"errors", "broker"},
-    "cli": LEAVES | {"format", "log", "store", "commit", "restore", "materialize", "interchange", "broker", "cli"},
-    "__init__": {"config", "errors", "types", "loader", "checkpointer", "planner"},
+    "reporting": LEAVES | {"format", "log", "store", "reporting"},
+    "sizing": LEAVES | {"format", "sizing"},
+    "cli": LEAVES
+    | {
+        "format",
+        "log",
+        "store",
+        "commit",
+        "restore",
+        "materialize",
+        "interchange",
+        "follower",
+        "broker",
+        "sizing",
+        "reporting",
+        "tiers",
+        "cli",
+    },
+    "__init__": {"config", "errors", "types", "loader", "checkpointer", "planner", "follower"},
 }
 """Room or module -> what it may import of this package."""
 
@@ -53,6 +91,7 @@ WITH_TORCH = frozenset(
         *(source for source in SOURCES if source.startswith("adapter/")),
         "capture/hook.py",
         "capture/oracle.py",
+        "capture/rowmask.py",
         "capture/shards.py",
         "capture/staging.py",
         "capture/touched.py",
@@ -64,7 +103,9 @@ WITH_TORCH = frozenset(
         "commit/dense.py",
         "commit/id_maps.py",
         "commit/random_state.py",
+        "commit/replicas.py",
         "cuts.py",
+        "follower/tables.py",
         "interchange/dcp.py",
         "interchange/dcp_contents.py",
         "interchange/dcp_import.py",
@@ -73,7 +114,12 @@ WITH_TORCH = frozenset(
         "restore/apply.py",
         "restore/from_head.py",
         "restore/from_store.py",
+        "restore/straight.py",
         "restore/target.py",
+        "standby.py",
+        "showing.py",
+        "telemetry.py",
+        "tiers/job.py",
     }
 )
 
@@ -155,6 +201,10 @@ def test_fsspec_stays_in_its_module_and_no_file_system_of_it_is_imported_by_name
 
 def test_the_client_of_prometheus_stays_in_its_module() -> None:
     assert importers("prometheus_client") == {"metrics.py"}
+
+
+def test_tensorboard_is_imported_where_scalars_are_written() -> None:
+    assert importers("torch.utils.tensorboard") == {"showing.py"}
 
 
 def test_process_groups_stay_where_ranks_talk() -> None:

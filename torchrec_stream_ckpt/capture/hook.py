@@ -69,10 +69,15 @@ class Capture:
         self._ring: FrameRing | None = None
         self._submit: Callable[[FrameBuffer], int] | None = None
         self._cut: FrozenCut | None = None
+        self._begun: Drain | None = None
         self._quota = 0
         """Frames that the drain in progress may still fill: acknowledgements that come meanwhile do not prolong it."""
+        self._left, self._left_frozen = [0] * len(kernels), [0] * len(kernels)
+        """Rows, by kernel, that the last look at the touched and at the frozen ones has left behind."""
         self.saved_rows = 0
         """Rows of cuts that were sent in front of a write."""
+        self.saving_s = 0.0
+        """How long that took."""
         self.written_in_place = False
         """Whether ``mark_all`` was called: somebody writes where no hook can send frozen rows first."""
         self._removers: list[Callable[[], None]] = [
@@ -106,12 +111,20 @@ class Capture:
         Not while a cut is being sent: newer values in front of its MARK would be taken for its own.
         """
         assert self._cut is None
+        if not self._may_send(drain):
+            return False
         for position, (kernel, mask) in enumerate(zip(self._kernels, self._masks, strict=True)):
             with kernel.reading():
                 mask.check_ids()
-                if not self._send(position, mask.touched(), drain, mask.sent):
+                rows = mask.touched()
+                self._left[position] = rows.numel()
+                if not self._send(position, rows, drain, partial(self._drained, position)):
                     return False
         return True
+
+    def _drained(self, position: int, rows: torch.Tensor) -> None:
+        self._left[position] -= rows.numel()
+        self._masks[position].sent(rows)
 
     def sweep(self, drain: Drain, max_bytes: int) -> bool:
         """Send up to about ``max_bytes`` of rows that were never sent. Whether all that was looked at found space."""
@@ -132,6 +145,16 @@ class Capture:
     def swept(self) -> bool:
         return all(mask.swept for mask in self._masks)
 
+    @property
+    def sweep_progress(self) -> tuple[int, int]:
+        """(rows that the sweep has behind it, all rows), without a scan; on any thread."""
+        return sum(mask.swept_rows for mask in self._masks), sum(mask.total for mask in self._masks)
+
+    @property
+    def dirty_rows(self) -> int:
+        """Changed rows that were left behind when their masks were last looked at; on any thread."""
+        return sum(self._left) + sum(self._left_frozen)
+
     # A cut.
 
     def freeze(self, drain: Drain, on_give_up: Callable[[str], object]) -> None:
@@ -146,6 +169,7 @@ class Capture:
                 mask.check_ids()
         for mask in self._masks:
             mask.freeze()
+        self._left, self._left_frozen = [0] * len(self._masks), self._left
         self._cut = FrozenCut(drain, on_give_up)
 
     def push(self, drain: Drain) -> bool:
@@ -154,13 +178,22 @@ class Capture:
             return False
         for position, (kernel, mask) in enumerate(zip(self._kernels, self._masks, strict=True)):
             with kernel.reading():
-                if self._cut is None or not self._send(position, mask.frozen(), drain, mask.frozen_sent):
+                if self._cut is None:
+                    return False
+                rows = mask.frozen()
+                self._left_frozen[position] = rows.numel()
+                if not self._send(position, rows, drain, partial(self._pushed, position)):
                     return False
         return self._cut is not None
+
+    def _pushed(self, position: int, rows: torch.Tensor) -> None:
+        self._left_frozen[position] -= rows.numel()
+        self._masks[position].frozen_sent(rows)
 
     def finish(self) -> None:
         """The cut is in the ring to its last row, and so is its MARK."""
         self._cut = None
+        self._left_frozen = [0] * len(self._masks)
 
     def give_up(self, reason: str) -> None:
         """The cut, if one is open, is none: its rows that were not sent are touched rows again."""
@@ -168,6 +201,8 @@ class Capture:
         if cut is not None:
             for mask in self._masks:
                 mask.thaw()
+            self._left = [sum(left) for left in zip(self._left, self._left_frozen, strict=True)]
+            self._left_frozen = [0] * len(self._masks)
             cut.on_give_up(reason)
 
     def _before_update(self, position: int, lookup: Lookup) -> None:
@@ -203,6 +238,7 @@ class Capture:
     def _save(self, cut: FrozenCut, position: int, find: Callable[[], torch.Tensor]) -> None:
         """Send frozen rows in front of a write, within the marker's budget; a write neither waits nor fails."""
         drain = replace(cut.drain, saving=True)
+        begin = time.perf_counter()
         try:
             with self._kernels[position].reading():
                 rows = find()
@@ -214,6 +250,8 @@ class Capture:
         except Exception as error:  # the publisher has died, or memory is short
             log.exception("the rows of marker %d cannot be sent on this rank", drain.marker)
             self.give_up(f"{type(error).__name__}: {error}")
+        finally:
+            self.saving_s += time.perf_counter() - begin
 
     def scalars(self) -> tuple[TableScalars, ...]:
         """The kernels' own state, a record a shard; the iteration is that of the trained batches."""
@@ -271,9 +309,10 @@ class Capture:
         return True
 
     def _may_send(self, drain: Drain) -> bool:
-        """A drain begins: whether a look at the masks is worth it. While the log takes nothing it is not."""
+        """A drain begins or goes on: whether a look at the masks is worth it. While the log takes nothing it is not."""
         assert self._ring is not None
-        self._quota = self._ring.capacity
+        if drain is not self._begun:
+            self._begun, self._quota = drain, self._ring.capacity
         return drain.extra or drain.wait_s > 0 or self._ring.has_room
 
     def _buffer(self, drain: Drain, num_bytes: int) -> FrameBuffer | None:

@@ -216,7 +216,11 @@ def plain(text: str) -> str:
 
 def age(time_s: float) -> str:
     """How long ago, for people."""
-    seconds = max(0.0, time.time() - time_s)
+    return age_text(max(0.0, time.time() - time_s))
+
+
+def age_text(seconds: float) -> str:
+    """A length of time for people."""
     for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.1f} {unit}"

@@ -200,7 +200,8 @@ def materialize_log(
         )
         service = Service(setup.read, lambda lineage: setup.open(lineage, service))
         if metrics_port is not None:
-            closing.callback(serve_metrics(metrics_host, metrics_port, lambda: _values(service, setup.crew)))
+            endpoint = serve_metrics(metrics_host, metrics_port, lambda: _values(service, setup.crew))
+            closing.callback(endpoint.close)
         service.report = closing.enter_context(reporter(service, lambda: setup.where, as_json=json))
         service.report(Event("start", {"uri": uri, "store": store, "once": once}))
         with _stopping(service):

@@ -4,8 +4,8 @@ Call order of a marker, as DCP writes it down:
 
 1. (each rank, training thread) touched rows frozen, dense state staged, rows into the ring as far as they find space:
    all of it local
-2. (all ranks, commit thread) every rank says which cut it has made; unless all have made the same one, the marker
-   is given up here
+2. (all ranks, commit thread) every rank says which cut it has made, and what dense state it holds; unless all have made
+   the same cut of the same state, the marker is given up here
 3. (all ranks, commit thread) DCP saves what was staged, over a gloo group of its own; each rank digests its files, and
    puts them into the store when that is no folder
 4. (each rank, commit thread) wait until the training thread has put the last row and the MARK into the ring, at a
@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import zlib
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from typing import Any
 from torchrec_stream_ckpt.commit.collective import Team
 from torchrec_stream_ckpt.commit.dense import DenseState, written_by
 from torchrec_stream_ckpt.commit.generation import Generation
+from torchrec_stream_ckpt.commit.replicas import check_same
 from torchrec_stream_ckpt.commit.seal import Seal
 from torchrec_stream_ckpt.errors import FencedError, MarkerFailedError, StreamCkptError
 from torchrec_stream_ckpt.failpoints import failpoint
@@ -60,6 +62,8 @@ class Vote:
     marker: int
     step: int
     reason: str
+    listing: int = 0
+    """Checksum over what the ranks must hold alike of the dense state."""
     end: RankEnd | None = None
     files: tuple[DenseFile, ...] = ()
 
@@ -148,7 +152,11 @@ class Coordinator:
 
     def _decide_together(self, cut: Cut) -> None:
         """Return when the marker is committed, else raise why not; the same on every rank."""
-        self._check(self._team.gather(Vote(cut.marker, cut.step, cut.seal.reason)))
+        listing = zlib.crc32("\n".join(self._dense.listing).encode())
+        votes = self._team.gather(Vote(cut.marker, cut.step, cut.seal.reason, listing))
+        self._check(votes)
+        if len({vote.listing for vote in votes}) > 1:
+            check_same(self._team.gather(self._dense.listing))
         failpoint("cut.agreed")
         votes = self._team.gather(self._prepare(cut))
         failpoint("votes.gathered")
@@ -191,7 +199,7 @@ class Coordinator:
             sealed.rows,
             sealed.num_bytes,
         )
-        return Vote(cut.marker, cut.step, "", end, files)
+        return Vote(cut.marker, cut.step, "", end=end, files=files)
 
     def _save(self, staged: dict[str, Any], number: int) -> tuple[DenseFile, ...]:
         """Save the dense state together with the other ranks; returns what this one wrote, which is durable then."""

@@ -49,6 +49,7 @@ from torchrec_stream_ckpt.adapter import (
 from torchrec_stream_ckpt.commit.data_parallel import at_rest, check_fully_sharded, check_replicas, optimizer_state
 from torchrec_stream_ckpt.commit.id_maps import PREFIX, State, empty_pieces, merge_pieces, read_pieces
 from torchrec_stream_ckpt.commit.random_state import random_state, seed_new_rank, set_random_state
+from torchrec_stream_ckpt.commit.replicas import Copies, Place, listing, owners
 from torchrec_stream_ckpt.errors import ConfigError, SchemaMismatchError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.layout import fsync_dir
@@ -92,6 +93,9 @@ class DenseState:
         self._per_rank = dict(per_rank)
         self._group = group
         self._rank = dist.get_rank()
+        self._copies = Copies()
+        self.listing: tuple[str, ...] = ()
+        """What the last :meth:`stage` has found on this rank of what all ranks must hold alike."""
         for name, item in {**self._shared, **self._per_rank}.items():
             if not isinstance(item, Stateful):
                 raise ConfigError(f"'{name}' ({type(item).__name__}) has no state_dict() and load_state_dict()")
@@ -102,8 +106,9 @@ class DenseState:
         check_replicas(dmp, self._view())
 
     def stage(self) -> dict[str, Any]:
-        """(training thread) A copy on the CPU of the dense state as it is now. Local: no collectives.
+        """(training thread) This rank's part of the dense state as it is now, copied. Local: no collectives.
 
+        The copy is this marker's until the next call. Of what all ranks hold alike, a rank copies what it will save.
         On a GPU the host waits for the whole device: buffers and id maps may be written on other streams.
         """
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -111,34 +116,46 @@ class DenseState:
         view = self._view()
         parameters = _parameter_names(view)
         model = view.state_dict()
+        optim = {key: optimizer_state(each, parameters) for key, each in self._optimizers.items()}
+        alike, apart = _split(
+            {"model": {name: value for name, value in model.items() if name in parameters.values()}, "optim": optim}
+        )
+        self.listing = listing(alike)
+        owner = owners(alike, dist.get_world_size())
+        mine = {place: tensor for place, tensor in alike.items() if owner[place] == self._rank}
+        staged: dict[str, Any] = BlockingAsyncStager().stage(_pruned({**apart, PREFIX: read_pieces(self._id_maps)}))
+        for place, copy in self._copies.copy(mine).items():
+            _put(staged, place, copy)
+        buffers = {name: value for name, value in model.items() if name not in parameters.values()}
+        return staged | _pruned(self._blobs(buffers, parameters))
+
+    def _blobs(self, buffers: dict[str, Any], parameters: Mapping[int, str]) -> dict[str, Any]:
+        """What is no tensor of the model or of an optimizer, as bytes of their own."""
         state: dict[str, Any] = {
-            "model": {name: value for name, value in model.items() if name in parameters.values()},
-            "optim": {},
-            PREFIX: read_pieces(self._id_maps),
             f"rank{self._rank}": {
                 "random": _blob(random_state()),
-                "buffers": _blob({name: value for name, value in model.items() if name not in parameters.values()}),
+                "buffers": _blob(buffers),
                 "stateful": {name: _blob(item.state_dict()) for name, item in self._per_rank.items()},
             },
         }
-        optimizers: dict[str, Any] = {}
-        for key, optimizer in self._optimizers.items():
-            state["optim"][key] = optimizer_state(optimizer, parameters)
-            optimizers[key] = {
-                "class": type(optimizer).__name__,
-                "param_groups": [
-                    {**group, "params": [parameters[id(p)] for p in group["params"]]}
-                    for group in optimizer.param_groups
-                ],
-            }
         if self._rank == 0:
+            optimizers = {
+                key: {
+                    "class": type(optimizer).__name__,
+                    "param_groups": [
+                        {**group, "params": [parameters[id(p)] for p in group["params"]]}
+                        for group in optimizer.param_groups
+                    ],
+                }
+                for key, optimizer in self._optimizers.items()
+            }
             state["shared"] = {
                 "seed": _blob(torch.initial_seed()),
                 "optimizers": _blob(optimizers),
                 "wrappers": _blob(wrapper_states(self._optimizer)),
                 "stateful": {name: _blob(item.state_dict()) for name, item in self._shared.items()},
             }
-        return BlockingAsyncStager().stage(_pruned(state))
+        return state
 
     def save(self, staged: dict[str, Any], path: Path) -> None:
         """(all ranks, commit thread) Write what :meth:`stage` returned; returns when it is durable. Collective."""
@@ -349,6 +366,27 @@ def _pruned(state: dict[str, Any]) -> dict[str, Any]:
     """Without empty mappings: DCP would take them for values of their own. The tensors are the same."""
     pruned = {key: _pruned(value) if isinstance(value, dict) else value for key, value in state.items()}
     return {key: value for key, value in pruned.items() if value != {} or not isinstance(value, dict)}
+
+
+def _split(state: dict[str, Any]) -> tuple[dict[Place, torch.Tensor], dict[str, Any]]:
+    """(plain tensors, the rest): plain ones are replicas, a DTensor is a part of its own on each rank."""
+    alike: dict[Place, torch.Tensor] = {}
+    apart: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, dict):
+            below, apart[key] = _split(value)
+            alike |= {(key, *place): tensor for place, tensor in below.items()}
+        elif isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            alike[key,] = value
+        else:
+            apart[key] = value
+    return alike, apart
+
+
+def _put(state: dict[str, Any], place: Place, tensor: torch.Tensor) -> None:
+    for key in place[:-1]:
+        state = state.setdefault(key, {})
+    state[place[-1]] = tensor
 
 
 def _parameter_names(view: nn.Module) -> dict[int, str]:

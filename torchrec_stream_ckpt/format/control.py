@@ -10,7 +10,9 @@ import json
 import math
 import re
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from functools import cache, cached_property
 from typing import Any, TypeAlias, TypeVar, get_type_hints
 
 from crc32c import crc32c
@@ -41,7 +43,7 @@ def canonical(value: object) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schema:
     """All tables of a job, sorted by name; a table's index here is its id in frames."""
 
@@ -57,7 +59,7 @@ class Schema:
         table = self.tables[shard.table]
         return shard.row0 + shard.rows <= table.rows and shard.col0 + shard.cols <= table.dim
 
-    @property
+    @cached_property
     def crc(self) -> int:
         return crc32c(canonical([asdict(table) for table in self.tables]))
 
@@ -463,10 +465,13 @@ def _typed(value: object, kind: type[T], what: str) -> T:
     return value
 
 
+_hints: Callable[[type], dict[str, Any]] = cache(get_type_hints)
+
+
 def _record(item: object, kind: type[T], what: str, **given: object) -> T:
     """An instance of the dataclass ``kind`` from a JSON object with just its fields, less those ``given``."""
     raw = _typed(item, dict, what)
-    hints = {name: hint for name, hint in get_type_hints(kind).items() if name not in given}
+    hints = {name: hint for name, hint in _hints(kind).items() if name not in given}
     _exactly(raw, set(hints), what)
     return kind(**{name: _typed(raw[name], hint, f"{what}.{name}") for name, hint in hints.items()}, **given)
 

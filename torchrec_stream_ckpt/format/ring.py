@@ -128,6 +128,16 @@ class FrameRing:
         return self._capacity
 
     @property
+    def ring_bytes(self) -> int:
+        """Memory of the ring, without the marker's budget."""
+        return self._capacity * MAX_FRAME_BYTES
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory of the frames that are in use now."""
+        return self._taken * MAX_FRAME_BYTES + self._borrowed_bytes
+
+    @property
     def limit_bytes(self) -> int:
         """Memory that frames may take at most."""
         return self._capacity * MAX_FRAME_BYTES + self._extra_bytes

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -95,6 +96,16 @@ class Entry(NamedTuple):
 def entries_of(directory: Directory) -> list[Entry]:
     """All entries: an array gives single ones away slowly."""
     return [Entry._make(values) for values in directory.tolist()]
+
+
+def slices_of(directory: Directory) -> dict[tuple[int, int, int], slice]:
+    """(table, col0, cols) -> where its chunks stand: side by side."""
+    columns = directory[["table", "col0", "cols"]]
+    names = columns.dtype.names or ()
+    changes = np.logical_or.reduce([columns[name][1:] != columns[name][:-1] for name in names])
+    edges = [0, *(np.flatnonzero(changes) + 1).tolist(), len(directory)]
+    begins = edges[:-1] if len(directory) else []
+    return {place: slice(*edge) for place, edge in zip(columns[begins].tolist(), pairwise(edges), strict=False)}
 
 
 def chunk_rows(layout: RowLayout) -> int:
@@ -310,7 +321,7 @@ def check_tables(front: Front, schema: Schema, where: str) -> None:
     """
     if front.schema_crc != schema.crc:
         raise CorruptionError("segment has another schema than the CLAIM of its generation", name=where)
-    for table, col0, cols in np.unique(front.directory[["table", "col0", "cols"]]).tolist():
+    for table, col0, cols in slices_of(front.directory):
         if table >= len(schema.tables) or not 0 < cols <= schema.tables[table].dim - col0:
             raise CorruptionError(
                 f"segment has columns [{col0}, +{cols}) of table {table}, which the schema does not have", name=where
@@ -333,6 +344,23 @@ def decode_chunk(entry: Entry, data: memoryview, schema: Schema, where: str) -> 
     Raises:
         CorruptionError: it does not fit the schema or its directory.
     """
+    layout = chunk_layout(entry, schema, where)
+    place = {"name": where, "offset": str(entry.offset)}
+    if len(data) != entry.num_bytes:
+        raise CorruptionError("chunk does not have the length that its rows take", **place)
+    view = view_rows(layout, entry.rows, data)
+    ids = view.ids
+    if not (entry.first == ids[0] and ids[-1] == entry.last) or not bool((ids[1:] > ids[:-1]).all()):
+        raise CorruptionError("chunk's ids are not those that the directory names", **place)
+    return view
+
+
+def chunk_layout(entry: Entry, schema: Schema, where: str) -> RowLayout:
+    """How a chunk lies, after holding its entry against the schema.
+
+    Raises:
+        CorruptionError: it does not fit.
+    """
     place = {"name": where, "offset": str(entry.offset)}
     if entry.table >= len(schema.tables):
         raise CorruptionError(f"table {entry.table} is not in the schema", **place)
@@ -343,11 +371,8 @@ def decode_chunk(entry: Entry, data: memoryview, schema: Schema, where: str) -> 
         layout = RowLayout.of(table, entry.cols)
     except ValueError as error:
         raise CorruptionError(str(error), **place) from None
-    if layout.offsets(entry.rows)[1] != len(data):
+    if layout.offsets(entry.rows)[1] != entry.num_bytes:
         raise CorruptionError("chunk does not have the length that its rows take", **place)
-    view = view_rows(layout, entry.rows, data)
-    ids = view.ids
-    in_range = 0 <= entry.first == ids[0] and ids[-1] == entry.last < table.rows
-    if not in_range or not bool((ids[1:] > ids[:-1]).all()):
+    if not 0 <= entry.first <= entry.last < table.rows:
         raise CorruptionError("chunk's ids are not those that the directory names", **place)
-    return view
+    return layout

@@ -57,7 +57,7 @@ def open_sources(
     log: Log,
     lineage: Lineage,
     marker: MarkerId,
-    objects: Objects,
+    objects: Objects | None,
     scratch: Path,
     *,
     since: MarkerId | None = None,
@@ -69,7 +69,7 @@ def open_sources(
         log: The job's log.
         lineage: Its control partition.
         marker: A committed marker.
-        objects: The store; one that nobody has written to serves nothing.
+        objects: The store; None, or one that nobody has written to, serves nothing.
         scratch: A folder with room for what only the log has; left as it was found.
         since: Begin behind this marker.
         progress: Called with the bytes of each frame that is folded.
@@ -91,10 +91,12 @@ def open_sources(
     check_not_trimmed(log, lineage, marker, start)
     check_incarnation(log, lineage, marker, start)
     with ThreadPoolExecutor(_READERS) as pool, _scratch(scratch) as folder:
+        pieces = held.pieces if held is not None else ()
         stored = [
             Source(objects, picked, piece.generation)
-            for piece in (held.pieces if held is not None else ())
+            for piece in pieces
             for picked in piece.segments
+            if objects is not None  # else there are no pieces
         ]
         tail = list(_fold_tail(log, lineage, marker, start, FolderObjects(folder), pool, progress))
         yield Sources(

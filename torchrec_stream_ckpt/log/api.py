@@ -5,7 +5,7 @@ Frames go in and come out whole; a log knows nothing of what is in them but wher
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -101,24 +101,11 @@ class DataWriter(Protocol):
         """Let go of files and connections; does not wait for what is not acknowledged."""
 
 
-class Log(Protocol):
-    """A log as its users see it. Safe to call from several threads."""
-
-    def prepare(self, partitions: int) -> Incarnation:
-        """(rank 0) Make the log, or add what is missing for ``partitions``; never takes anything away."""
-
-    def preflight(self) -> None:
-        """(rank 0) Whether a trainer could use the log: it answers, lets us in and allows what is needed.
-
-        Raises:
-            LogUnavailableError: it does not; names the true cause.
-        """
+class LogReader(Protocol):
+    """What a restore needs of a log. Safe to call from several threads."""
 
     def incarnation(self) -> Incarnation | None:
         """The log as it is now, or None when there is none yet."""
-
-    def open_writer(self, generation: int, partition: int, resume_at: int) -> DataWriter:
-        """(each rank) ``resume_at``: end of the last acknowledged frame, 0 in a new generation."""
 
     def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
         """(offset, frame) of everything in ``span``, in order. A frame is valid until the next one is asked for.
@@ -133,6 +120,35 @@ class Log(Protocol):
 
         Raises:
             CorruptionError: something took a part of one away.
+            LogUnavailableError: the log does not answer.
+        """
+
+
+class Log(LogReader, Protocol):
+    """A log as its users see it. Safe to call from several threads."""
+
+    def prepare(self, partitions: int) -> Incarnation:
+        """(rank 0) Make the log, or add what is missing for ``partitions``; never takes anything away."""
+
+    def preflight(self) -> None:
+        """(rank 0) Whether a trainer could use the log: it answers, lets us in and allows what is needed.
+
+        Raises:
+            LogUnavailableError: it does not; names the true cause.
+        """
+
+    def open_writer(self, generation: int, partition: int, resume_at: int) -> DataWriter:
+        """(each rank) ``resume_at``: end of the last acknowledged frame, 0 in a new generation.
+
+        What a writer of this very stream has left behind that offset counts as never sent.
+        """
+
+    def ends(self, generation: int, partitions: Collection[int]) -> dict[int, int]:
+        """Where what a generation may have sent ends now, by data partition; 0 where there is nothing yet.
+
+        For who reads what no marker has: a log of files may end inside a frame that is being written.
+
+        Raises:
             LogUnavailableError: the log does not answer.
         """
 

@@ -126,6 +126,13 @@ class FileLog:
             )
         return pieces
 
+    def ends(self, generation: int, partitions: Collection[int]) -> dict[int, int]:
+        folders = {partition: partition_dir(self._root, partition) for partition in partitions}
+        return {
+            partition: max((end for _, _, end in _segments(folder, generation)), default=0) if folder.is_dir() else 0
+            for partition, folder in folders.items()
+        }
+
     def check_there(self, spans: Sequence[LogSpan]) -> None:
         for span in spans:
             self._pieces(span)
@@ -249,7 +256,24 @@ class FileWriter:
         self._sent: list[memoryview] = []
         self._fd = -1
         self._room = 0
+        self._forget_beyond()
         self._roll()
+
+    def _forget_beyond(self) -> None:
+        """A relay goes on behind what was committed: a segment further on would hide what is sent again in front of it.
+
+        Newest first: a kill in between leaves no hole.
+        """
+        if not self._folder.is_dir():
+            return
+        try:
+            beyond = [path for path, base, _ in _segments(self._folder, self._generation) if base > self._end]
+            for path in reversed(beyond):
+                path.unlink()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise _unavailable("cannot clear a partition", self._folder, error) from None
 
     def _roll(self) -> None:
         path = self._folder / segment_name(self._generation, self._end)

@@ -154,6 +154,9 @@ class KafkaLog:
         records = self._read(self._uri.data_topic, span.partition, span.begin, span.end)
         return ((offset, memoryview(value)) for offset, value in records)
 
+    def ends(self, generation: int, partitions: Collection[int]) -> dict[int, int]:
+        return self._edges(partitions, ck_admin.OffsetSpec.latest())
+
     def check_there(self, spans: Sequence[LogSpan]) -> None:
         """One question for all partitions: what a retention eats, it eats from the front."""
         topic, lows = self._uri.data_topic, self._begins({span.partition for span in spans})
@@ -192,8 +195,11 @@ class KafkaLog:
 
     def _begins(self, partitions: Collection[int]) -> dict[int, int]:
         """First offset that is still there, by partition of the data topic."""
+        return self._edges(partitions, ck_admin.OffsetSpec.earliest())
+
+    def _edges(self, partitions: Collection[int], spec: Any) -> dict[int, int]:
         topic = self._uri.data_topic
-        request = {ck.TopicPartition(topic, partition): ck_admin.OffsetSpec.earliest() for partition in partitions}
+        request = {ck.TopicPartition(topic, partition): spec for partition in partitions}
         answers = self._answers(f"find the ends of {topic}", lambda admin: admin.list_offsets(request))
         return {place.partition: int(answer.offset) for place, answer in answers.items()}
 

@@ -57,6 +57,7 @@ class Publisher:
         self.failure: str | None = None
         """Why the log does not take frames now; None while it does."""
         self._submitted = 0
+        self._acked_bytes = 0
         self._chain = 0
         self._acked = StreamEnd(0, 0, 0, 0)
         self._marks: dict[int, StreamEnd] = {}
@@ -106,6 +107,12 @@ class Publisher:
     def pending(self) -> int:
         """Frames that are not acknowledged."""
         return self._submitted - self._acked.frames
+
+    @property
+    def backlog(self) -> tuple[int, int]:
+        """(frames, bytes of frames) that are not acknowledged."""
+        with self._changed:
+            return self._submitted - self._acked.frames, self.num_bytes - self._acked_bytes
 
     def close(self, timeout_s: float) -> bool:
         """Send what is queued, for at most ``timeout_s``; whether everything was acknowledged."""
@@ -199,6 +206,7 @@ class Publisher:
             begin = ack.offset if header.seq == 0 else self._acked.begin
             with self._changed:
                 self._acked = StreamEnd(header.seq + 1, begin, ack.end, header.header_crc)
+                self._acked_bytes += HEADER_LEN + header.payload_len
                 if header.kind is Kind.MARK:
                     self._marks[header.seq] = self._acked
             self._ring.release(buffer)

@@ -14,12 +14,12 @@ from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import TableScalars
 from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.rows import decode_rows
-from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import checked_payload, read_mark, read_stream
 from torchrec_stream_ckpt.restore.from_head import apply_head
 from torchrec_stream_ckpt.restore.from_store import apply_store
 from torchrec_stream_ckpt.restore.plan import RestorePlan, StreamRead
-from torchrec_stream_ckpt.restore.reshard import intersect
+from torchrec_stream_ckpt.restore.reshard import Move, intersect
 from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.head import Head
@@ -39,7 +39,7 @@ class StoreSource:
 
 @torch.no_grad()
 def apply_rows(
-    log: Log,
+    log: LogReader,
     plan: RestorePlan,
     kernels: list[FusedKernel],
     store: StoreSource | None = None,
@@ -84,7 +84,8 @@ def apply_rows(
             elif header.seq == read.end.frames - 1 and read.commit.id == plan.marker:
                 scalars += read_mark(header, frame, read.commit, read.end).scalars
     for shard, target in targets.items():
-        target.finish(plan.schema.tables[shard.table].name)
+        if plan.live is None:  # else every row was there before
+            target.finish(plan.schema.tables[shard.table].name)
     for kernel in kernels:
         kernel.finish_write()
     _set_scalars(plan, kernels, scalars)
@@ -98,14 +99,15 @@ def _concerns(record: TableScalars, targets: Sequence[TableShard]) -> bool:
 
 def _targets(plan: RestorePlan, kernels: list[FusedKernel]) -> dict[TableShard, Target]:
     index = plan.schema.index()
-    moves = plan.moves
+    moves: dict[TableShard, list[Move]] = {}
+    for move in plan.moves:
+        moves.setdefault(move.target, []).append(move)
     targets = {}
     for kernel in kernels:
         for shard, weights, states in zip(kernel.shards, kernel.weights(), kernel.states(), strict=True):
             key = TableShard(index[shard.table.name], shard.row0, shard.rows, shard.col0, shard.cols)
             if key in plan.targets:
-                mine = [move for move in moves if move.target == key]
-                targets[key] = Target(key, weights, states, mine, merged=key.table in plan.merged)
+                targets[key] = Target(key, weights, states, moves.get(key, ()), merged=key.table in plan.merged)
     return targets
 
 

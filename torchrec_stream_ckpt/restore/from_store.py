@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import groupby
 
 import torch
@@ -18,8 +18,9 @@ from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.segment import decode_chunk
 from torchrec_stream_ckpt.restore.plan import RestorePlan, StoreRead, pick
 from torchrec_stream_ckpt.restore.reshard import Move
+from torchrec_stream_ckpt.restore.straight import read_runs
 from torchrec_stream_ckpt.restore.target import Scratch, Target
-from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.api import Objects, ReadsInto
 from torchrec_stream_ckpt.store.reader import read_chunks
 from torchrec_stream_ckpt.types import TableShard
 
@@ -53,6 +54,10 @@ def apply_store(plan: RestorePlan, objects: Objects, targets: Mapping[TableShard
     Raises:
         CorruptionError: the store is damaged.
     """
+    straight = 0
+    if isinstance(objects, ReadsInto):
+        straight, rest = read_runs(plan, objects, targets)
+        plan = replace(plan, stored=rest)
     lanes = _lanes(plan, max(1, torch.get_num_threads() // THREADS_A_LANE))
     ahead = max(2, objects.reads_ahead // max(1, len(lanes)))
     with (
@@ -60,7 +65,7 @@ def apply_store(plan: RestorePlan, objects: Objects, targets: Mapping[TableShard
         ThreadPoolExecutor(max(1, len(lanes)), "stream-ckpt-restore") as pool,
         ThreadPoolExecutor(ahead * max(1, len(lanes)), "stream-ckpt-read") as readers,
     ):
-        return sum(pool.map(partial(_write, plan, objects, targets, readers, ahead), lanes))
+        return straight + sum(pool.map(partial(_write, plan, objects, targets, readers, ahead), lanes))
 
 
 def _lanes(plan: RestorePlan, threads: int) -> list[list[_Window]]:
@@ -92,11 +97,18 @@ def _write(
     mine: dict[TableShard, list[_Window]] = {}
     for window in windows:
         mine.setdefault(window.target, []).append(window)
-    reads = [part for read in plan.stored if (part := _within(read, mine)) is not None]
+    within = cache(partial(_within, mine))  # most pieces have the same moves
+    by_slice = cache(_by_slice)
+    reads = []
+    for read in plan.stored:
+        parts = within(read.moves)
+        picked = pick(read.picked, parts)
+        if len(picked.chunks):
+            reads.append(StoreRead(picked, parts, read.is_base))
     base = [read for read in reads if read.is_base]
     reads = [*base, *(read for read in reversed(reads) if not read.is_base)]
     straight = {read.picked.ref.name for read in base}
-    moves = {read.picked.ref.name: _by_slice(read.moves) for read in reads}
+    moves = {read.picked.ref.name: by_slice(read.moves) for read in reads}
     scratch, rows = Scratch(), 0
     for picked, entry, data in read_chunks(objects, [read.picked for read in reads], readers, ahead):
         chunk = decode_chunk(entry, data, plan.schema, picked.ref.name)
@@ -108,16 +120,14 @@ def _write(
     return rows
 
 
-def _within(read: StoreRead, mine: Mapping[TableShard, Sequence[_Window]]) -> StoreRead | None:
-    """What of a read concerns these windows, given by target; None: nothing."""
-    moves = tuple(
+def _within(mine: Mapping[TableShard, Sequence[_Window]], moves: Sequence[Move]) -> tuple[Move, ...]:
+    """What of some moves concerns these windows, given by target."""
+    return tuple(
         part
-        for move in read.moves
+        for move in moves
         for window in mine.get(move.target, ())
         if (part := move.between(window.row0, window.row0 + window.rows)) is not None
     )
-    picked = pick(read.picked, moves)
-    return StoreRead(picked, moves, read.is_base) if len(picked.chunks) else None
 
 
 def _by_slice(moves: Sequence[Move]) -> dict[tuple[int, int, int], list[Move]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +13,7 @@ from torchrec_stream_ckpt.errors import ColumnResplitError, CorruptionError, Sch
 from torchrec_stream_ckpt.format.control import Commit, Hello, Schema
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.segment import check_tables, entries_of
+from torchrec_stream_ckpt.format.segment import check_tables, slices_of
 from torchrec_stream_ckpt.restore.reshard import Move, intersect
 from torchrec_stream_ckpt.store.reader import Held, Picked
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, TableShard, TableSpec
@@ -60,19 +61,23 @@ class RestorePlan:
     """The marker that HEAD gives, if it is used."""
     warm: tuple[Move, ...] = ()
     """What is copied from HEAD; their sources are its column slices."""
+    live: MarkerId | None = None
+    """The marker that the targets hold already: only what was sent behind it is read."""
 
     @property
     def moves(self) -> list[Move]:
-        """All of them, in no order."""
-        return [*self.warm, *(move for reads in (self.stored, self.reads) for read in reads for move in read.moves)]
+        """All of them once, in no order."""
+        of_reads = (move for reads in (self.stored, self.reads) for read in reads for move in read.moves)
+        return list(dict.fromkeys((*self.warm, *of_reads)))
 
     @property
     def source(self) -> str:
         """Where rows come from, the oldest first: ``head 1:40``, ``store 1:40 + log``, ``log``."""
-        parts = [f"head {self.head}"] if self.head is not None else []
+        parts = [f"live {self.live}"] if self.live is not None else []
+        parts += [f"head {self.head}"] if self.head is not None else []
         if self.reach != self.head:
             parts.append(f"store {self.reach}")
-        if self.reach != self.marker:
+        if self.marker not in (self.reach, self.live):
             parts.append("log")
         return " + ".join(parts)
 
@@ -155,7 +160,7 @@ def plan_reads(
         )
         for ancestor, end, after in streams(lineage, marker, held.reach if held is not None else None)
     ]
-    moves = [*warm, *(move for each in (stored, reads) for read in each for move in read.moves)]
+    moves = list(dict.fromkeys((*warm, *(move for each in (stored, reads) for read in each for move in read.moves))))
     _check_cover(schema, targets, moves)
     return RestorePlan(
         marker,
@@ -183,25 +188,66 @@ def streams(
             yield from ((ancestor, end, lineage.find(reach).ranks[end.rank]) for end in ancestor.ranks)
 
 
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """What the log holds behind one marker, up to another one that stands on it."""
+
+    since: MarkerId
+    commit: Commit
+    schema: Schema
+    streams: tuple[tuple[Commit, RankEnd, RankEnd | None], ...]
+    hellos: Hellos
+    bases: Mapping[int, int]
+
+
+def plan_behind(behind: Behind, schema: Schema, targets: Sequence[TableShard]) -> RestorePlan:
+    """Plan what brings targets that hold the one marker to the other. Pure: reads and writes nothing.
+
+    Raises:
+        SchemaMismatchError: a table is missing or differs.
+        ColumnResplitError: row-wise state has no exact answer under the new columns.
+    """
+    check_schema(behind.schema, schema)
+    reads = tuple(
+        StreamRead(ancestor, end, moves, after)
+        for ancestor, end, after in behind.streams
+        if (moves := _moves(behind.hellos[ancestor.generation, end.rank], targets, behind.bases, ancestor.generation))
+    )
+    plan = RestorePlan(
+        behind.commit.id,
+        behind.commit.step,
+        len(behind.commit.ranks),
+        schema,
+        tuple(targets),
+        reads,
+        _resplit_tables(schema, [move for read in reads for move in read.moves]),
+        live=behind.since,
+    )
+    _check_resplit(plan, merge=False)
+    return plan
+
+
 def _store_reads(
     schema: Schema, held: Held, targets: Sequence[TableShard], bases: Mapping[int, int]
 ) -> Iterator[StoreRead]:
     by_table: dict[int, list[TableShard]] = {}
     for target in targets:
         by_table.setdefault(target.table, []).append(target)
+
+    @cache  # most pieces have the same columns
+    def moves_of(slices: tuple[tuple[int, int, int], ...]) -> tuple[Move, ...]:
+        return tuple(
+            move
+            for table, col0, cols in slices
+            for target in by_table.get(table, ())
+            if (move := intersect(TableShard(table, 0, schema.tables[table].rows, col0, cols), target)) is not None
+        )
+
     for number, piece in enumerate(held.pieces):
         for picked in piece.segments:
             check_tables(picked.front, schema, picked.ref.name)
-            slices = dict.fromkeys(
-                (entry.table, entry.col0, entry.cols) for entry in entries_of(picked.front.directory)
-            )
-            moves = tuple(
-                move
-                for table, col0, cols in slices
-                if piece.generation >= bases.get(table, 0)
-                for target in by_table.get(table, ())
-                if (move := intersect(TableShard(table, 0, schema.tables[table].rows, col0, cols), target)) is not None
-            )
+            slices = slices_of(picked.front.directory)
+            moves = moves_of(tuple(each for each in slices if piece.generation >= bases.get(each[0], 0)))
             yield StoreRead(pick(picked, moves), moves, is_base=held.head is None and not number)
 
 
@@ -218,16 +264,13 @@ def _head_moves(
 
 def pick(picked: Picked, moves: Sequence[Move]) -> Picked:
     """The chunks that may hold rows of one of the moves."""
-    entries = picked.front.directory
-    chosen = np.zeros(len(entries), np.bool_)
+    directory = picked.front.directory
+    first, last, slices = directory["first"], directory["last"], slices_of(directory)
+    chosen = np.zeros(len(directory), np.bool_)
     for move in moves:
-        chosen |= (
-            (entries["table"] == move.source.table)
-            & (entries["col0"] == move.source.col0)
-            & (entries["cols"] == move.source.cols)
-            & (entries["first"] < move.row0 + move.rows)
-            & (entries["last"] >= move.row0)
-        )
+        source = move.source
+        if (place := slices.get((source.table, source.col0, source.cols))) is not None:
+            chosen[place] |= (first[place] < move.row0 + move.rows) & (last[place] >= move.row0)
     return Picked(picked.ref, picked.front, np.flatnonzero(chosen))
 
 
@@ -297,8 +340,10 @@ def _check_resplit(plan: RestorePlan, *, merge: bool) -> None:
 
 def _check_cover(schema: Schema, targets: Sequence[TableShard], moves: Sequence[Move]) -> None:
     """Every cell of every target has a source. (That each row was really sent is checked when it is read.)"""
-    for target in targets:
-        cells = {(move.row0, move.rows, move.col0, move.cols) for move in moves if move.target == target}
+    cells_of: dict[TableShard, set[tuple[int, int, int, int]]] = {target: set() for target in targets}
+    for move in moves:
+        cells_of[move.target].add((move.row0, move.rows, move.col0, move.cols))
+    for target, cells in cells_of.items():
         if sum(rows * cols for _, rows, _, cols in _disjoint(cells)) < target.rows * target.cols:
             raise CorruptionError(
                 "no source holds all of this shard", table=schema.tables[target.table].name, row0=target.row0

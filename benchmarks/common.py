@@ -1,0 +1,259 @@
+"""What the cases share: the machine, variants that take turns, goals, and how results are filed.
+
+A case measures *variants* of one task in rounds: in each round every variant runs once, in random order, so that what
+disturbs the machine disturbs all of them. ``ratio`` is baseline / variant in the same round: how many times less it
+took. A variant that cannot run says why, and has no figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Times = dict[str, list[float]]
+
+
+class UnavailableError(Exception):
+    """Something cannot be measured here: a peer is not installed, memory is short, there is no broker."""
+
+
+def machine() -> dict[str, Any]:
+    """Of this run, for the filed result."""
+    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
+    memory = next(line for line in Path("/proc/meminfo").read_text().splitlines() if "MemTotal" in line)
+    return {
+        "cpu": model.partition(":")[2].strip() or platform.machine(),
+        "cores": os.cpu_count(),
+        "memory": memory.split(maxsplit=1)[1],
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def check_memory(num_bytes: int, what: str) -> None:
+    """Rather no figures than those of a machine that swaps."""
+    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in line)
+    free = int(line.split()[1]) * 1024
+    if free < num_bytes:
+        raise UnavailableError(f"{what} needs {num_bytes / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free")
+
+
+@dataclass
+class Measured:
+    """Seconds (or whatever the case measures) of each round, by variant, and why others have none."""
+
+    times: Times = field(default_factory=dict)
+    unavailable: dict[str, str] = field(default_factory=dict)
+
+
+def take_turns(variants: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1) -> Measured:
+    """Run each variant once a round, in random order; the first ``warm_up`` rounds do not count.
+
+    Among ranks, all of them come to the same order.
+    """
+    found = Measured({name: [] for name in variants})
+    order = random.Random(0)
+    for number in range(-warm_up, rounds):
+        names = [name for name in variants if name not in found.unavailable]
+        order.shuffle(names)
+        for name in names:
+            try:
+                taken = variants[name]()
+            except UnavailableError as error:
+                found.unavailable[name] = str(error)
+                del found.times[name]
+                continue
+            if number >= 0:
+                found.times[name].append(taken)
+        tell(f"round {number + 1} of {rounds}")
+    return found
+
+
+def ratios(base: Sequence[float], own: Sequence[float]) -> list[float]:
+    """baseline / own, round by round."""
+    return [theirs / mine for theirs, mine in zip(base, own, strict=True)]
+
+
+@dataclass
+class Goal:
+    """What was to be reached, and what was."""
+
+    what: str
+    wanted: str
+    found: str = ""
+    """Empty: not measured."""
+    met: bool | None = None
+
+    @classmethod
+    def at_least(cls, what: str, least: float, found: float | None, unit: str = "x") -> Goal:
+        """``found`` is None where something could not run."""
+        if found is None:
+            return cls(what, f">= {least:g} {unit}")
+        return cls(what, f">= {least:g} {unit}", f"{found:.3g} {unit}", found >= least)
+
+    @classmethod
+    def at_most(cls, what: str, most: float, found: float | None, unit: str) -> Goal:
+        if found is None:
+            return cls(what, f"<= {most:g} {unit}")
+        return cls(what, f"<= {most:g} {unit}", f"{found:.3g} {unit}", found <= most)
+
+
+@dataclass
+class Report:
+    """One run of a case."""
+
+    case: str
+    args: argparse.Namespace
+    machine: dict[str, Any] = field(default_factory=machine)
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Sizes and whatever else belongs to the figures."""
+    points: dict[str, dict[str, Any]] = field(default_factory=dict)
+    goals: list[Goal] = field(default_factory=list)
+
+    def add(self, point: str, measured: Measured, base: str, *, unit: str = "ms", scale: float = 1e3) -> None:
+        """One point: all its variants against ``base``.
+
+        Args:
+            point: Its name.
+            measured: In seconds, or in whatever ``scale`` makes the unit of.
+            base: The baseline.
+            unit: Of the figures.
+            scale: What a measured value is multiplied by.
+        """
+        rows: dict[str, Any] = {name: {"unavailable": why} for name, why in measured.unavailable.items()}
+        for name, own in measured.times.items():
+            rows[name] = {
+                "median": _rounded(scale * statistics.median(own)),
+                "min": _rounded(scale * min(own)),
+                "max": _rounded(scale * max(own)),
+                "rounds": [_rounded(scale * each) for each in own],
+            }
+            if base in measured.times:
+                found = ratios(measured.times[base], own)
+                rows[name]["ratio"] = _rounded(statistics.median(found))
+                rows[name]["ratio_range"] = [_rounded(min(found)), _rounded(max(found))]
+        self.points[point] = {"unit": unit, "baseline": base, "variants": rows}
+
+    def median(self, point: str, variant: str) -> float | None:
+        found: float | None = self.points.get(point, {}).get("variants", {}).get(variant, {}).get("median")
+        return found
+
+    def ratio(self, point: str, variant: str) -> float | None:
+        """Median over rounds of baseline / variant."""
+        found: float | None = self.points.get(point, {}).get("variants", {}).get(variant, {}).get("ratio")
+        return found
+
+    def paired(self, point: str, base: str, variant: str) -> float | None:
+        """The same against another variant than the point's baseline."""
+        rows = self.points.get(point, {}).get("variants", {})
+        if any("rounds" not in rows.get(name, {}) for name in (base, variant)):
+            return None
+        return statistics.median(ratios(rows[base]["rounds"], rows[variant]["rounds"]))
+
+    def finish(self) -> None:
+        """Print, and file where ``--out`` says."""
+        print("\n".join(self.lines()))
+        if self.args.out is not None:
+            self.args.out.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @property
+    def command(self) -> str:
+        """Without where results go."""
+        words, skip = [], False
+        for word in sys.argv[1:]:
+            if word != "--out" and not word.startswith("--out=") and not skip:
+                words.append(word)
+            skip = word == "--out"
+        return " ".join([f"python benchmarks/{self.case}/run.py", *words])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "case": self.case,
+            "date": time.strftime("%Y-%m-%d"),
+            "command": self.command,
+            "machine": self.machine,
+            "facts": self.facts,
+            "points": self.points,
+            "goals": [asdict(goal) for goal in self.goals],
+        }
+
+    def lines(self) -> Iterator[str]:
+        yield self.command
+        yield str(self.machine)
+        for name, value in self.facts.items():
+            yield f"{name}: {value}"
+        for point, found in self.points.items():
+            yield f"\n{point}: {found['unit']}; times as fast as {found['baseline']}, median of rounds"
+            yield f"  {'variant':36}{'median':>11}{'min':>11}{'max':>11}{'ratio':>9}  range"
+            for name, row in found["variants"].items():
+                yield f"  {name:36}{_cells(row)}"
+        if self.goals:
+            yield ""
+        for goal in self.goals:
+            verdict = {True: "reached", False: "MISSED", None: "not measured"}[goal.met]
+            yield f"{verdict:13}{goal.what}: {goal.found or '-'} (goal {goal.wanted})"
+
+
+def _cells(row: Mapping[str, Any]) -> str:
+    if "unavailable" in row:
+        return f"  not measured: {row['unavailable']}"
+    text = f"{row['median']:>11g}{row['min']:>11g}{row['max']:>11g}"
+    return text + (f"{row['ratio']:>9g}  {row['ratio_range'][0]:g}-{row['ratio_range'][1]:g}" if "ratio" in row else "")
+
+
+def _rounded(value: float) -> float:
+    """To four digits."""
+    return float(f"{value:.4g}")
+
+
+def arguments(doc: str | None, *, rounds: int = 7) -> argparse.ArgumentParser:
+    """What every case takes."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--out", type=Path, help="file the result as JSON")
+    return parser
+
+
+@contextlib.contextmanager
+def scratch(case: str) -> Iterator[Path]:
+    """A folder on the disk to be measured (``BENCH_DIR``); removed again."""
+    with tempfile.TemporaryDirectory(prefix=f"{case}-", dir=os.environ.get("BENCH_DIR")) as folder:
+        yield Path(folder)
+
+
+def synced(path: Path) -> None:
+    """Have the disk hold what was written to ``path``."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Seconds."""
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
+def tell(text: str) -> None:
+    """To whoever waits; rank 0 only."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{time.strftime('%H:%M:%S')} {text} (load {os.getloadavg()[0]:.2f})", file=sys.stderr, flush=True)

@@ -1,0 +1,165 @@
+"""A small TorchRec job for the cases: tables of one size, row-wise Adagrad, dense layers of any size."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+warnings.filterwarnings("ignore")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a job."""
+
+    rows: tuple[int, ...]
+    """Of each table."""
+    dim: int = 64
+    dense_bytes: int = 0
+    """Parameters of the dense layers, roughly; they are float32."""
+    sharding: str = "table_wise"
+    """Or ``row_wise``, over all ranks."""
+    dense_optimizer: str = "sgd"
+
+    @property
+    def features(self) -> list[str]:
+        return [f"f{number}" for number in range(len(self.rows))]
+
+    @property
+    def table_bytes(self) -> int:
+        """Of all tables and their optimizer states."""
+        return sum(self.rows) * 4 * (self.dim + 1)
+
+
+class Net(nn.Module):
+    """Dense layers on an EmbeddingBagCollection."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        configs = [
+            EmbeddingBagConfig(name=f"t{n:02d}", num_embeddings=rows, embedding_dim=shape.dim, feature_names=[f"f{n}"])
+            for n, rows in enumerate(shape.rows)
+        ]
+        self.ebc = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+        self.features = shape.features
+        width = len(configs) * shape.dim
+        side = 1024
+        layers = [nn.Linear(side, side) for _ in range(max(0, round(shape.dense_bytes / (4 * side * side))))]
+        self.top = nn.Sequential(nn.Linear(width, side if layers else 16), *layers)
+
+    def forward(self, ids: KeyedJaggedTensor) -> torch.Tensor:
+        found = self.ebc(ids)
+        loss: torch.Tensor = self.top(torch.cat([found[name] for name in self.features], 1)).square().mean()
+        return loss
+
+
+@dataclass
+class Job:
+    """A live job, and all tensors of its tables here: views of what it trains."""
+
+    shape: Shape
+    model: DistributedModelParallel
+    optimizer: CombinedOptimizer
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def train(self, ids: list[torch.Tensor], bags: int = 1) -> None:
+        """One step, on ids of each table; every ``len(ids[n]) / bags`` of them make a bag."""
+        self.optimizer.zero_grad()
+        self.model(features(self.shape, ids, bags)).backward()
+        self.optimizer.step()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def sharded(self) -> dict[str, Any]:
+        """Tables and optimizer states as TorchRec hands them out: sharded tensors, by name."""
+        found = {**self.model.state_dict(), **states(self.model.fused_optimizer.state_dict()["state"])}
+        return {name: value for name, value in found.items() if hasattr(value, "local_shards")}
+
+
+def features(shape: Shape, ids: list[torch.Tensor], bags: int) -> KeyedJaggedTensor:
+    """The ids of one step, in bags of one size a table."""
+    lengths = [torch.full((bags,), len(each) // bags, dtype=torch.int32) for each in ids]
+    return KeyedJaggedTensor(shape.features, torch.cat(ids), lengths=torch.cat(lengths))
+
+
+def states(by_table: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {f"optim.{name}": value for found in by_table.values() for name, value in found.items()}
+
+
+def build(shape: Shape) -> Job:
+    """(all ranks) A job whose first state is the same on every run."""
+    torch.manual_seed(0)
+    net = Net(shape)
+    world = dist.get_world_size()
+    sharder = EmbeddingBagCollectionSharder(
+        fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
+    )
+    makers: dict[str, Callable[[int], Any]] = {
+        "table_wise": lambda number: table_wise(rank=number % world, compute_kernel="fused"),
+        "row_wise": lambda _: row_wise(compute_kernel="fused"),
+    }
+    placement = {f"t{number:02d}": makers[shape.sharding](number) for number in range(len(shape.rows))}
+    plan = construct_module_sharding_plan(net.ebc, placement, sharder, world, world, "cpu")
+    model = DistributedModelParallel(
+        net,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=torch.device("cpu"),
+        plan=ShardingPlan({"ebc": plan}),
+        sharders=[sharder],
+    )
+    dense_optimizers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "sgd": lambda params: torch.optim.SGD(params, lr=0.01),
+        "adam": lambda params: torch.optim.Adam(params, lr=0.001),
+    }
+    dense = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(model.named_parameters())), dense_optimizers[shape.dense_optimizer]
+    )
+    job = Job(shape, model, CombinedOptimizer([model.fused_optimizer, dense]))
+    for name, value in job.sharded().items():
+        job.tensors |= {f"{name}.{number}": shard.tensor for number, shard in enumerate(value.local_shards())}
+    return job
+
+
+def join_group(folder: Path, rank: int, world: int) -> None:
+    """Make this process a rank."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group-{world}", rank=rank, world_size=world)
+
+
+def spread(body: Callable[..., Any], world: int, folder: Path, *args: Any) -> Any:
+    """Run ``body(*args)`` on ``world`` fresh ranks of one gloo group; what rank 0 returns."""
+    results = mp.get_context("spawn").SimpleQueue()
+    (folder / f"group-{world}").unlink(missing_ok=True)
+    mp.spawn(_rank, (body, world, folder, args, results), nprocs=world)
+    return results.get()
+
+
+def _rank(rank: int, body: Callable[..., Any], world: int, folder: Path, args: tuple[Any, ...], results: Any) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+    join_group(folder, rank, world)
+    result = body(*args)
+    if rank == 0:
+        results.put(result)
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,156 @@
+"""How long one marker keeps training from going on, and what else costs as long: paired, interleaved.
+
+    python benchmarks/marker/run.py [--rows 5000000] [--touched 0.01] [--rounds 5] [--out FILE.json]
+
+One table of 5,000,000 x 64 float32 with row-wise Adagrad, 1.3 GB, one rank. Before each call one step touches 1% of the
+rows, none of which has been drained; the call is timed until it returns, then what goes on behind it is waited for.
+
+``ours``                            ``mark()``: 1% of the rows into the ring; the future must resolve to a commit
+``torch.save``                      of the tables and states, with fsync
+``dcp.async_save, fresh copy``      plain tensors, ``DefaultStager`` with no option, made anew each time (DCP's default)
+``dcp.async_save, kept copy``       the same stager kept: it copies over its last copy
+``torchsnapshot async_take``        of plain tensors
+
+Then once more with twice the table and the same number of touched rows: a marker must not grow with the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from common import Goal, Report, UnavailableError, arguments, check_memory, scratch, synced, take_turns, timed  # noqa: E402
+from job import Job, Shape, build, join_group  # noqa: E402
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions  # noqa: E402
+
+from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
+
+PLAIN = StagingOptions(
+    use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+)
+OURS, SAVE, KEPT = "ours", "torch.save", "dcp.async_save, kept copy"
+FRESH, SNAPSHOT = "dcp.async_save, fresh copy", "torchsnapshot async_take"
+
+
+class Markers:
+    """The variants on one job."""
+
+    def __init__(self, job: Job, checkpointer: StreamCheckpointer, touched: int, folder: Path) -> None:
+        self._job, self._checkpointer, self._touched, self._folder = job, checkpointer, touched, folder
+        self._stager = DefaultStager(PLAIN)
+        self._ids = torch.randperm(job.shape.rows[0])
+        self._at = 0
+
+    def variants(self) -> dict[str, Callable[[], float]]:
+        return {
+            OURS: self.ours,
+            SAVE: self.save,
+            FRESH: lambda: self.dcp(DefaultStager(PLAIN)),
+            KEPT: lambda: self.dcp(self._stager),
+            SNAPSHOT: self.snapshot,
+        }
+
+    def _train(self) -> None:
+        """Touch so many rows; what a variant leaves marked, the next one of ours would have to send."""
+        if self._at + self._touched > len(self._ids):
+            self._at = 0
+        ids = self._ids[self._at : self._at + self._touched]
+        self._at += self._touched
+        self._job.train([ids], bags=len(ids) // 10)
+        self._checkpointer.step()
+
+    def ours(self) -> float:
+        self._settle()
+        self._train()
+        futures: list[Any] = []
+        taken = timed(lambda: futures.append(self._checkpointer.mark()))
+        futures[0].result(120)
+        return taken
+
+    def _settle(self) -> None:
+        """What other variants have touched goes with a marker that is not timed."""
+        self._checkpointer.mark().result(120)
+
+    def save(self) -> float:
+        self._train()
+        path = self._folder / "tables.pt"
+        return timed(lambda: (torch.save(self._job.tensors, path), synced(path)))
+
+    def dcp(self, stager: DefaultStager) -> float:
+        self._train()
+        path = self._folder / "dcp"
+        shutil.rmtree(path, ignore_errors=True)
+        futures: list[Any] = []
+        save = lambda: dcp.async_save(dict(self._job.tensors), checkpoint_id=path, async_stager=stager)  # noqa: E731
+        taken = timed(lambda: futures.append(save()))
+        futures[0].result()
+        return taken
+
+    def snapshot(self) -> float:
+        try:
+            from torchsnapshot import Snapshot, StateDict
+        except ImportError as error:
+            raise UnavailableError(f"torchsnapshot is not installed ({error})") from None
+        self._train()
+        path = self._folder / "snapshot"
+        shutil.rmtree(path, ignore_errors=True)
+        pending: list[Any] = []
+        state = {"tables": StateDict(**{name.replace(".", "_"): each for name, each in self._job.tensors.items()})}
+        taken = timed(lambda: pending.append(Snapshot.async_take(str(path), state)))
+        pending[0].wait()
+        return taken
+
+
+def measure(args: argparse.Namespace, rows: int, touched: int, folder: Path, only: tuple[str, ...] = ()) -> Any:
+    shape = Shape((rows,), args.dim)
+    check_memory(int(3.5 * shape.table_bytes), f"a table of {shape.table_bytes / 1e9:.1f} GB and two copies")
+    job = build(shape)
+    config = StreamConfig(uri=f"file://{folder}/log", marker_every=None, drain_every=1 << 30, head=None)
+    with StreamCheckpointer(job.model, job.optimizer, config=config) as checkpointer:
+        markers = Markers(job, checkpointer, touched, folder)
+        checkpointer.mark().result(600)  # the base: every row once
+        variants = {name: run for name, run in markers.variants().items() if not only or name in only}
+        measured = take_turns(variants, args.rounds)
+    return measured, job.num_bytes
+
+
+def main() -> None:
+    parser = arguments(__doc__, rounds=5)
+    parser.add_argument("--rows", type=int, default=5_000_000)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--touched", type=float, default=0.01, help="share of the rows")
+    args = parser.parse_args()
+    report = Report("marker", args)
+    touched = round(args.rows * args.touched) // 10 * 10
+    report.facts["rows touched"] = touched
+    names = {"table": args.rows, "twice the table": 2 * args.rows, "a tenth of the rows": args.rows}
+    for point, rows in names.items():
+        few = touched // 10 if point == "a tenth of the rows" else touched
+        with scratch("marker") as folder:
+            join_group(folder, 0, 1)
+            try:
+                measured, num_bytes = measure(args, rows, few, folder, () if point == "table" else (OURS,))
+                report.add(point, measured, SAVE)
+                report.facts[f"bytes, {point}"] = num_bytes
+            except UnavailableError as error:
+                report.facts[f"{point} is not measured"] = str(error)
+            finally:
+                dist.destroy_process_group()
+    report.goals.append(Goal.at_most("blocked by a marker, 1% touched", 10, report.median("table", OURS), "ms"))
+    one, two = report.median("table", OURS), report.median("twice the table", OURS)
+    growth = two / one if one and two else None
+    report.goals.append(Goal.at_most("twice the table, the same rows: times as long", 1.25, growth, "x"))
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()

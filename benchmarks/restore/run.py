@@ -1,0 +1,170 @@
+"""The newest marker against ``torch.load`` and ``dcp.load`` of the same tables: paired, interleaved, in the page cache.
+
+    python benchmarks/restore/run.py [--rows 2500000] [--rounds 5] [--out FILE.json]
+
+Two tables of 2,500,000 x 64 float32 with row-wise Adagrad, 1.3 GB, sharded by rows. One job of one rank streams them
+all, trains some steps on a tenth of the rows, commits a marker, and saves the same state by ``torch.save`` and by DCP
+(sharded tensors, as TorchRec hands them out). Another job with the same tables then restores, on one rank and on two:
+
+``torch.load + copy``  read the whole file, and copy into the live tables (this rank's rows of them)
+``dcp.load``           in place, into sharded tensors of the live tables
+``ours, log``          ``StreamCheckpointer.restore()``: lineage, plan, rows, dense state, a new generation
+``ours, store``        the same once a materializer has folded the log into a store in a local folder
+
+Every restore is compared with the saved tables, bit for bit. The time is that of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from common import Goal, Measured, Report, UnavailableError, arguments, check_memory, scratch, take_turns, timed  # noqa: E402
+from job import Job, Shape, build, spread  # noqa: E402
+
+from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
+from torchrec_stream_ckpt.commit.control import Control  # noqa: E402
+from torchrec_stream_ckpt.log.files import FileLog  # noqa: E402
+from torchrec_stream_ckpt.materialize.materializer import Materializer  # noqa: E402
+from torchrec_stream_ckpt.store.api import open_store  # noqa: E402
+from torchrec_stream_ckpt.store.dense import open_dense  # noqa: E402
+from torchrec_stream_ckpt.types import Restored  # noqa: E402
+
+LOAD, DCP, LOG, STORE = "torch.load + copy", "dcp.load", "ours, log", "ours, store"
+
+
+def attach(job: Job, log: Path, store: Path) -> StreamCheckpointer:
+    config = StreamConfig(uri=f"file://{log}", store=f"file://{store}", marker_every=None, head=None)
+    return StreamCheckpointer(job.model, job.optimizer, config=config)
+
+
+def slowest(action: Callable[[], object]) -> float:
+    """(all ranks) Seconds that the slowest rank takes."""
+    dist.barrier()
+    taken = torch.tensor(timed(action))
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return float(taken)
+
+
+def train(shape: Shape, folder: Path, steps: int) -> dict[str, Any]:
+    """(one rank) Make everything that is restored from."""
+    job = build(shape)
+    touched = max(shape.rows) // 10 // steps // 10 * 10
+    with attach(job, folder / "log", folder / "store") as checkpointer:
+        checkpointer.mark().result(600)
+        for _ in range(steps):
+            job.train([torch.randint(0, rows, (touched,)) for rows in shape.rows], bags=touched // 10)
+            checkpointer.step()
+        checkpointer.mark().result(600)
+    torch.save({name: value.local_shards()[0].tensor for name, value in job.sharded().items()}, folder / "tables.pt")
+    dcp.save(job.sharded(), checkpoint_id=folder / "dcp")
+    log_bytes = sum(path.stat().st_size for path in (folder / "log").rglob("*.seg*") if path.is_file())
+    return {"bytes of tables and states": job.num_bytes, "bytes of the log / tables": log_bytes / job.num_bytes}
+
+
+def fold(folder: Path) -> None:
+    """What a materializer does beside training: the log into the store."""
+    log, store = FileLog(folder / "log"), f"file://{folder / 'store'}"
+    objects, dense = open_store(store), open_dense(store)
+    with ThreadPoolExecutor(2) as pool:
+        list(Materializer(log, objects, lambda _: dense, pool).catch_up(Control(log).refresh()))
+
+
+class Restores:
+    """The variants of one rank."""
+
+    def __init__(self, shape: Shape, folder: Path) -> None:
+        self._job, self._folder = build(shape), folder
+        saved = torch.load(folder / "tables.pt", mmap=True)
+        self._truth = {name: self._mine(name, value).clone() for name, value in saved.items()}
+
+    def _mine(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        shard = self._job.sharded()[name].local_shards()[0]
+        begin = shard.metadata.shard_offsets[0]
+        return whole[begin : begin + len(shard.tensor)]
+
+    def variants(self, ours: str, log: str) -> dict[str, Callable[[], float]]:
+        return {
+            LOAD: partial(self._run, partial(slowest, self._load)),
+            DCP: partial(self._run, partial(slowest, self._dcp)),
+            ours: partial(self._run, partial(self._ours, log)),
+        }
+
+    def _run(self, action: Callable[[], float]) -> float:
+        for tensor in self._job.tensors.values():
+            tensor.zero_()
+        taken = action()
+        for name, truth in self._truth.items():
+            if not torch.equal(self._job.sharded()[name].local_shards()[0].tensor, truth):
+                raise RuntimeError(f"{name} was restored wrongly")
+        return taken
+
+    @torch.no_grad()
+    def _load(self) -> None:
+        loaded = torch.load(self._folder / "tables.pt")
+        for name, value in self._job.sharded().items():
+            value.local_shards()[0].tensor.copy_(self._mine(name, loaded[name]))
+
+    @torch.no_grad()
+    def _dcp(self) -> None:
+        dcp.load(self._job.sharded(), checkpoint_id=self._folder / "dcp")
+
+    def _ours(self, wanted: str) -> float:
+        found: list[Restored | None] = []
+        with contextlib.closing(attach(self._job, self._folder / "log", self._folder / "store")) as checkpointer:
+            taken = slowest(lambda: found.append(checkpointer.restore()))
+        if found[0] is None or not found[0].source.startswith(wanted):
+            raise RuntimeError(f"restored {found[0]}, not from the {wanted}")
+        return taken
+
+
+def measure(shape: Shape, folder: Path, rounds: int, ours: str, source: str) -> Measured:
+    """(all ranks)"""
+    return take_turns(Restores(shape, folder).variants(ours, source), rounds)
+
+
+def main() -> None:
+    parser = arguments(__doc__, rounds=5)
+    parser.add_argument("--rows", type=int, default=2_500_000)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    args = parser.parse_args()
+    report = Report("restore", args)
+    try:
+        _measure_all(args, report)
+    except UnavailableError as error:
+        report.facts["not measured"] = str(error)
+    for ranks in args.ranks:
+        for ours in (LOG, STORE):
+            point = f"{ours.partition(', ')[2]}, on {ranks}"
+            report.goals.append(Goal.at_least(f"{point}: dcp.load / ours", 1, report.paired(point, DCP, ours)))
+    report.finish()
+
+
+def _measure_all(args: argparse.Namespace, report: Report) -> None:
+    shape = Shape((args.rows, args.rows), args.dim, sharding="row_wise")
+    check_memory(5 * shape.table_bytes, f"tables of {shape.table_bytes / 1e9:.1f} GB, the truth and what is loaded")
+    with scratch("restore") as folder:
+        report.facts |= spread(train, 1, folder, shape, folder, args.steps)
+        for ours, source in ((LOG, "log"), (STORE, "store")):
+            if ours == STORE:
+                fold(folder)
+            for ranks in args.ranks:
+                measured = spread(measure, ranks, folder, shape, folder, args.rounds, ours, source)
+                report.add(f"{source}, on {ranks}", measured, LOAD)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""One publisher's throughput against a raw append, and a raw produce, of the same bytes: paired, interleaved.
+
+    python benchmarks/stream/run.py [--megabytes 512] [--log file kafka] [--rounds 5] [--out FILE.json]
+
+Frames of 1 MB whose rows lie in memory already are submitted as the ring gives space, until all are acknowledged. Ours
+numbers, chains and checksums them and hands them to the log.
+
+``file``   raw: the same buffers by ``writev``, ``fdatasync`` every 64 of them (as many as the publisher makes durable
+           at once), into one file
+``kafka``  raw: the same buffers by an idempotent producer of the same settings, to one partition of the same broker
+           (the library's own, a single node that does not sync), acknowledged by all replicas
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
+
+import numpy as np  # noqa: E402
+from common import Goal, Report, UnavailableError, arguments, scratch, take_turns, timed  # noqa: E402
+
+from torchrec_stream_ckpt.errors import StreamCkptError  # noqa: E402
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind  # noqa: E402
+from torchrec_stream_ckpt.format.ring import FrameRing  # noqa: E402
+from torchrec_stream_ckpt.format.rows import RowLayout  # noqa: E402
+from torchrec_stream_ckpt.log.api import Log, open_log  # noqa: E402
+from torchrec_stream_ckpt.log.publisher import Publisher  # noqa: E402
+from torchrec_stream_ckpt.types import StateSpec, TableSpec  # noqa: E402
+
+OURS, RAW = "ours", "raw"
+TABLE = TableSpec("t", 10_000_000, 64, "float32", "exact_rowwise_adagrad", (StateSpec("sum", "float32", True),))
+LAYOUT = RowLayout.of(TABLE, TABLE.dim)
+OFFSETS, LENGTH = LAYOUT.offsets(LAYOUT.max_rows)
+RING_BYTES = 64 << 20
+BATCH = 64
+
+
+def header() -> Header:
+    codes = tuple(section.code for section in LAYOUT.sections)
+    rows = LAYOUT.max_rows
+    return Header(
+        Kind.ROWS, bytes(16), 1, table=0, rows=rows, cols=64, dtypes=codes, section_offsets=OFFSETS, payload_len=LENGTH
+    )
+
+
+class Stream:
+    """Ours: ring, publisher and log, kept from round to round."""
+
+    def __init__(self, log: Log, generation: int) -> None:
+        log.prepare(1)
+        random = np.random.default_rng(0)
+        self._ring = FrameRing(RING_BYTES, 0, lambda size: random.integers(0, 256, size, np.uint8))
+        self._publisher = Publisher(lambda resume_at: log.open_writer(generation, 0, resume_at), self._ring)
+        self.push(BATCH)  # a first answer of the log, and pages of the ring
+
+    def push(self, frames: int) -> float:
+        def run() -> None:
+            for _ in range(frames):
+                buffer = self._ring.acquire(wait_s=60)
+                if buffer is None:
+                    raise UnavailableError(f"the log takes no frames ({self._publisher.failure})")
+                buffer.header = header()
+                self._publisher.submit(buffer)
+            while self._publisher.pending:
+                time.sleep(0.0005)
+
+        return timed(run)
+
+    def close(self) -> None:
+        self._publisher.close(10)
+
+
+def raw_append(path: Path, frames: list[Any], count: int) -> float:
+    """Into a new file each time."""
+    path.unlink(missing_ok=True)
+
+    def run() -> None:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT)
+        for begin in range(0, count, BATCH):
+            pending = [frames[number % BATCH] for number in range(begin, min(begin + BATCH, count))]
+            while pending:
+                written = os.writev(fd, pending)
+                while pending and written >= len(pending[0]):
+                    written -= len(pending.pop(0))
+                if written:
+                    pending[0] = pending[0][written:]
+            os.fdatasync(fd)
+        os.close(fd)
+
+    return timed(run)
+
+
+def raw_produce(producer: Any, topic: str, frames: list[Any], count: int) -> float:
+    failed: list[Any] = []
+
+    def run() -> None:
+        for number in range(count):
+            while True:
+                try:
+                    report = lambda error, _: failed.append(error) if error else None  # noqa: E731
+                    producer.produce(topic, frames[number % BATCH], partition=0, on_delivery=report)
+                    break
+                except BufferError:
+                    producer.poll(0.05)
+            producer.poll(0)
+        producer.flush()
+
+    taken = timed(run)
+    if failed:
+        raise UnavailableError(f"the broker has not taken {len(failed)} records ({failed[0]})")
+    return taken
+
+
+def files(args: Any, count: int, frames: list[Any]) -> Any:
+    with scratch("stream") as folder:
+        generations = iter(range(1, 1000))
+
+        def ours() -> float:
+            """Into a log of its own each time, so that the disk never holds many."""
+            stream = Stream(open_log(f"file://{folder}/log"), next(generations))
+            try:
+                return stream.push(count)
+            finally:
+                stream.close()
+                shutil.rmtree(folder / "log")
+
+        variants: dict[str, Callable[[], float]] = {
+            RAW: lambda: raw_append(folder / "raw", [each.data for each in frames], count),
+            OURS: ours,
+        }
+        return take_turns(variants, args.rounds)
+
+
+def kafka(args: Any, count: int, frames: list[Any]) -> Any:
+    from torchrec_stream_ckpt.broker.kraft import Broker
+
+    with scratch("stream") as folder, ExitStack() as stack:
+        try:
+            broker = Broker(folder / "broker")
+            bootstrap = broker.start(die_with=os.getpid()).bootstrap
+        except (StreamCkptError, OSError) as error:
+            raise UnavailableError(f"no broker: {error}") from None
+        stack.callback(broker.stop)
+        import confluent_kafka
+        from confluent_kafka.admin import AdminClient, NewTopic
+
+        from torchrec_stream_ckpt.layout import parse_uri
+        from torchrec_stream_ckpt.log.kafka_setup import data_settings
+
+        uri = f"kafka://{bootstrap}/bench"
+        stream = Stream(open_log(uri), 1)
+        stack.callback(stream.close)
+        admin = AdminClient({"bootstrap.servers": bootstrap})
+        admin.create_topics([NewTopic("raw", 1, 1)])["raw"].result()
+        producer = confluent_kafka.Producer(data_settings(parse_uri(uri), {}))
+        raw_produce(producer, "raw", frames, BATCH)  # its id, half a second, and the topic's leader
+        variants: dict[str, Callable[[], float]] = {
+            RAW: lambda: raw_produce(producer, "raw", frames, count),
+            OURS: lambda: stream.push(count),
+        }
+        return take_turns(variants, args.rounds)
+
+
+def main() -> None:
+    parser = arguments(__doc__, rounds=5)
+    parser.add_argument("--megabytes", type=int, default=512)
+    parser.add_argument("--log", nargs="+", choices=("file", "kafka"), default=["file", "kafka"])
+    args = parser.parse_args()
+    report = Report("stream", args)
+    size = HEADER_LEN + LENGTH
+    random = np.random.default_rng(1)
+    frames = [random.integers(0, 256, size, np.uint8) for _ in range(BATCH)]
+    count = max(BATCH, args.megabytes * 1_000_000 // size)
+    report.facts |= {"frames": count, "bytes": count * size}
+    for name, run in {"file": files, "kafka": kafka}.items():
+        if name not in args.log:
+            continue
+        try:
+            measured = run(args, count, frames)
+        except UnavailableError as error:
+            report.facts[f"{name} is not measured"] = str(error)
+            report.goals.append(Goal.at_least(f"{name}: share of raw", 65, None, "%"))
+            continue
+        report.add(name, measured, RAW)
+        speeds = {key: [count * size / each / 1e6 for each in own] for key, own in measured.times.items()}
+        measured.times = speeds
+        report.add(f"{name}, speed", measured, "none", unit="MB/s", scale=1)
+        share = report.ratio(name, OURS)
+        report.goals.append(Goal.at_least(f"{name}: share of raw", 65, 100 * share if share else None, "%"))
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()

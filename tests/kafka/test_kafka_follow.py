@@ -1,0 +1,68 @@
+"""A stream on a real broker is followed: markers, rows ahead of them, a trimmed log, a broker that goes away."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.synthetic import SCHEMA, Image, Job, image_of_log
+from torchrec_stream_ckpt import follow
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.errors import LogUnavailableError
+from torchrec_stream_ckpt.follower.core import Follower
+from torchrec_stream_ckpt.follower.updates import UpdateKind
+from torchrec_stream_ckpt.format.rows import RowsView
+from torchrec_stream_ckpt.log.api import open_log
+
+pytestmark = pytest.mark.kafka
+
+
+def apply(follower: Follower, image: Image) -> list[UpdateKind]:
+    came = []
+    for update in follower.updates(0):
+        for each in update.changes():
+            image.put(SCHEMA.tables.index(each.table), each.col0, RowsView(each.ids, each.weights, each.states))
+        came.append(update.kind)
+    return came
+
+
+def test_markers_and_rows_on_a_broker(bootstrap: str, tmp_path: Path) -> None:
+    uri = f"kafka://{bootstrap}/follow-{uuid.uuid4().hex}"
+    log = open_log(uri)
+    job = Job(tmp_path, log=log)
+    job.begin()
+    job.commit()
+    exact, eager = (follow(uri, mode=mode, states=True, scratch=tmp_path) for mode in ("markers", "rows"))
+    with exact, eager:
+        images = {exact: Image(SCHEMA), eager: Image(SCHEMA)}
+        for follower, image in images.items():
+            assert apply(follower, image) == [UpdateKind.LOAD]
+        job.touch()
+        assert apply(exact, images[exact]) == []
+        assert apply(eager, images[eager]) == [UpdateKind.ROWS]
+        marker = job.commit()
+        assert apply(exact, images[exact]) == [UpdateKind.MARKER]
+        assert apply(eager, images[eager])[-1] == UpdateKind.MARKER
+        expected = image_of_log(log, Control(log).refresh(), marker.id)
+        assert images[exact] == images[eager] == expected
+        job.touch()
+        assert apply(eager, images[eager]) == [UpdateKind.ROWS]
+        job.begin(marker.id, world=3)
+        assert apply(eager, images[eager]) == [UpdateKind.ROLLBACK]
+        assert images[eager] == expected
+        job.touch()
+        last = job.commit()
+        for follower, image in images.items():
+            assert apply(follower, image) == [UpdateKind.MARKER]
+            assert image == image_of_log(log, Control(log).refresh(), last.id)
+    log.close()
+
+
+def test_a_broker_that_is_not_there_is_waited_for_so_long_and_no_longer(tmp_path: Path) -> None:
+    with (
+        follow("kafka://127.0.0.1:1/nobody", outage_s=0.0, scratch=tmp_path) as follower,
+        pytest.raises(LogUnavailableError, match="connection refused"),
+    ):
+        list(follower.updates())

@@ -1,0 +1,175 @@
+"""``stream-ckpt plan``: what can be asked, how it answers, and the right form for each mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.builders import claim, commit
+from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
+from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.types import RankEnd
+
+TABLES = ["--tables", "26", "--rows", "4e7", "--dim", "128"]
+RATE = ["--touched-rows-per-second", "2e6"]
+BATCH = ["--batch-size", "65536", "--ids", "20"]
+
+
+def run(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "200"})
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def asked(*arguments: str) -> dict[str, Any]:
+    found = json.loads(run(*arguments, "--json"))
+    assert isinstance(found, dict)
+    return found
+
+
+def test_the_table_names_every_need_and_every_assumption() -> None:
+    said = run(*TABLES, *RATE, "--ranks", "64")
+    for piece in ("26 tables, 1,040,000,000 rows", "brokers", "partitions", "65", "lost, mean", "restore, HEAD"):
+        assert piece in said
+    for piece in ("disk_bytes_per_s=5e+08", "imbalance=1.2", "a model, not a measurement", "after 30.0 d"):
+        assert piece in said
+
+
+def test_bytes_are_rows_times_what_a_row_takes() -> None:
+    found = asked(*TABLES, *RATE, "--ranks", "64")
+    assert found["workload"]["table_bytes"] == 26 * 40_000_000 * (8 + 512 + 4)
+    assert found["rows_per_s"] == pytest.approx(2e6)
+    assert found["stream_bytes_per_s"] == pytest.approx(2e6 * 524, rel=0.02)
+    assert found["broker"]["disk_write_bytes_per_s"] == pytest.approx(3 * found["stream_bytes_per_s"])
+
+
+def test_a_file_may_give_each_table_its_own_ids(tmp_path: Path) -> None:
+    file = tmp_path / "tables.json"
+    file.write_text(
+        json.dumps(
+            [
+                {"name": "item", "rows": 1e6, "dim": 64, "optimizer": "adam", "ids": 10, "zipf": 0.0},
+                {"rows": 100, "dim": 8, "optimizer": "sgd", "dtype": "float16", "count": 3},
+            ]
+        )
+    )
+    found = asked("--tables", str(file), "--batch-size", "1000", "--steps-per-second", "1")
+    item, *small = found["workload"]["tables"]
+    assert (item["name"], item["row_bytes"], item["touched"]["ids_per_s"]) == ("item", 8 + 3 * 256, 10_000)
+    assert [(table["name"], table["rows"], table["row_bytes"]) for table in small] == [("t1", 100, 24)] * 3
+    assert 9900 < found["rows_per_s"] - 3 * 100 < 9960, "uniform ids: 10,000 draws of a million rows"
+
+
+def test_an_assumption_gives_way() -> None:
+    slow = asked(*TABLES, *RATE, "--assume", "disk_bytes_per_s=50MB", "--assume", "use=1.0")
+    assert slow["assumptions"]["disk_bytes_per_s"] == 50e6
+    assert slow["broker"]["bound"] == "disk speed"
+    assert slow["broker"]["brokers"] == -(-slow["broker"]["disk_write_bytes_per_s"] // 50e6)
+
+
+def test_a_file_log_needs_no_brokers() -> None:
+    found = asked(*TABLES, *RATE, "--log", "file")
+    assert found["broker"] is None
+    assert found["memory"]["ring_bytes"] == 64 * 2**20
+    assert "brokers" not in run(*TABLES, *RATE, "--log", "file")
+
+
+@pytest.fixture
+def uri(tmp_path: Path) -> str:
+    """A job of two ranks with three markers, ten seconds and a hundred steps apart."""
+    log = FileLog(tmp_path / "job")
+    log.prepare(2)
+    log.append_control(claim(1, world=2, partitions=2).to_frame())
+    for marker in (1, 2, 3):
+        ends = [RankEnd(rank, rank, 0, marker, 2 * marker, 0, 500 * marker, 40_000 * marker) for rank in (0, 1)]
+        log.append_control(commit(1, marker, ends, step=100 * marker, time_s=1e9 + 10.0 * marker).to_frame())
+    log.close()
+    return f"file://{tmp_path}/job"
+
+
+def test_a_job_says_its_tables_and_rates_itself(uri: str) -> None:
+    found = asked(uri)
+    work = found["workload"]
+    assert found["rows_per_s"] == pytest.approx(min(100.0, 10 * 14)), "1000 rows of both ranks in ten seconds"
+    assert (work["ranks"], work["steps_per_s"], work["marker_s"]) == (2, 10.0, 10.0)
+    assert [table["name"] for table in work["tables"]] == ["t_item", "t_user"]
+    other = asked(uri, "--ranks", "8", "--marker-every-s", "60", "--steps-per-second", "20")["workload"]
+    assert (other["ranks"], other["steps_per_s"], other["marker_s"]) == (8, 20.0, 60.0)
+
+
+def test_a_job_without_two_markers_says_no_rate(tmp_path: Path) -> None:
+    log = FileLog(tmp_path)
+    log.prepare(1)
+    log.append_control(claim(1).to_frame())
+    log.append_control(commit(1, 1).to_frame())
+    log.close()
+    with pytest.raises(ConfigError, match="no generation of this log has two markers") as caught:
+        run(f"file://{tmp_path}")
+    assert "--tables" in caught.value.hint
+
+
+WRONG = [
+    ([], "say which tables the job has", "--tables 26 --rows 4e7 --dim 128"),
+    (["--rows", "100"], "say which tables the job has", "--dim"),
+    (TABLES, "in one way", "--batch-size 65536"),
+    ([*TABLES, *RATE, *BATCH], "in one way", "--touched-rows-per-second 2e6"),
+    ([*TABLES, "--touched-rows-per-second", "many"], "'many' is no positive number", "4e7"),
+    ([*TABLES, "--touched-rows-per-second", "-1"], "'-1' is no positive number", "4e7"),
+    ([*TABLES, *RATE, "--growth", "1.5"], "at most 1", "0.8"),
+    ([*TABLES, *RATE, "--growth", "0"], "--growth must be positive", ""),
+    ([*TABLES, *RATE, "--steps-per-second", "0"], "--steps-per-second must be positive", ""),
+    ([*TABLES, *RATE, "--optimizer", "quick"], "'quick' is no optimizer", "rowwise_adagrad"),
+    ([*TABLES, *RATE, "--dtype", "float8"], "dtype 'float8' is not known", "float16"),
+    ([*TABLES, *RATE, "--log", "pulsar"], "--log is 'pulsar'", "kafka or file"),
+    ([*TABLES, *RATE, "--trim-every", "often"], "'often' is no duration", "24h"),
+    ([*TABLES, *RATE, "--then-every", "10"], "wants a time here", "1d"),
+    ([*TABLES, *RATE, "--dense", "big"], "'big' is not a size", "800MB"),
+    ([*TABLES, *RATE, "--assume", "disk=1"], "no assumption 'disk'", "disk_bytes_per_s"),
+    ([*TABLES, *RATE, "--assume", "disk_bytes_per_s=0"], "is no value for it", "2GB"),
+    ([*TABLES, *RATE, "--assume", "mark_s_per_id"], "is no value for it", "2e-9"),
+    ([*TABLES, *RATE, "--assume", "use=1.5"], "use is a part of 1", "0.6"),
+    ([*TABLES, *RATE, "--assume", "imbalance=0.5"], "at least 1", "1.2"),
+    (["--tables", "26", "--rows", "1.5", "--dim", "4", *RATE], "a table needs rows", ""),
+    (["--tables", "0", "--rows", "9", "--dim", "4", *RATE], "count must be from 1", ""),
+    (["--tables", "1", "--rows", "9", "--dim", "400000", *RATE], "does not fit a frame", "split its columns"),
+    (["--tables", "none.json", *RATE], "cannot read the tables", "a number or a JSON file"),
+    (["--tables", "none.json", "--rows", "9", *RATE], "the file says rows", "leave --rows"),
+    (["file:///nowhere", *TABLES], "says which tables it has", "leave --tables"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said", "hint"), WRONG)
+def test_mistakes_are_answered_with_the_right_form(arguments: list[str], said: str, hint: str) -> None:
+    with pytest.raises(StreamCkptError) as caught:
+        run(*arguments)
+    assert said in caught.value.headline
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[", "this is no JSON"),
+        ('{"rows": 5}', "a list of tables is expected"),
+        ("[]", "a list of tables is expected"),
+        ('[{"rows": 5}]', "a table needs dim"),
+        ('[{"rows": 5, "dim": 4, "colour": "red"}]', "colour='red' is not known"),
+        ('[{"rows": true, "dim": 4}]', "rows=True is not known"),
+        ('[{"rows": 5, "dim": 4, "zipf": -1}]', "zipf must not be negative"),
+        ('[{"rows": 5, "dim": 4, "ids": 0}]', "ids must be positive"),
+        ('[{"rows": 5, "dim": 4, "count": 1000000}]', "count must be from 1"),
+    ],
+)
+def test_a_bad_file_is_answered_with_an_example(content: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "tables.json"
+    file.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        run("--tables", str(file), *BATCH)
+    assert said in caught.value.headline

@@ -1,0 +1,108 @@
+"""What the docs tell people to type exists, and what they link to is there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from torchrec_stream_ckpt.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*/README.md")])
+ROOT_COMMAND = typer.main.get_command(app)
+_TOOL = re.compile(r"^(?:\$ )?(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?stream-ckpt(?= )")
+_INLINE = re.compile(r"`stream-ckpt ([^`]+)`")
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#{1,6} (.+)$", re.M)
+
+
+def commands(page: str) -> Iterator[list[str]]:
+    """The arguments of every ``stream-ckpt`` in a code block (indented or fenced) or between backticks."""
+    joined = page.replace("\\\n", " ")
+    fenced = False
+    for line in joined.splitlines():
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        elif (fenced or line.startswith("    ")) and _TOOL.match(line.strip()):
+            ours = line.partition(" | ")[0]  # what it is piped into is another tool's
+            yield shlex.split(_TOOL.sub("", ours.strip()), comments=True)
+    for words in _INLINE.findall(joined.replace("\n", " ")):
+        yield words.split()
+
+
+def problems(arguments: list[str]) -> list[str]:
+    """What of one command line the tool does not have: a verb, or an option of it."""
+    command, rest = ROOT_COMMAND, list(arguments)
+    while hasattr(command, "commands"):
+        verbs = command.commands
+        if not rest or rest[0].startswith("-"):
+            break
+        name = rest.pop(0)
+        if missing := [verb for verb in name.split("|") if verb not in verbs]:
+            return [f"no verb {verb!r}" for verb in missing]
+        if "|" in name:  # several verbs named at once, as in a list of features
+            return []
+        command = verbs[name]
+    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    return [
+        f"no option {word!r}"
+        for word in (argument.split("=")[0] for argument in rest)
+        if re.match(r"--?[a-z]", word) and word not in {*known, "--help"}
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_name_verbs_and_options_that_exist(page: Path) -> None:
+    wrong = {" ".join(line): found for line in commands(page.read_text()) if (found := problems(line))}
+    assert wrong == {}
+
+
+def test_commands_are_found_and_stale_ones_noticed() -> None:
+    text = (
+        "    .venv/bin/stream-ckpt list URI --tree   # look\n\nsee `stream-ckpt\ntrim URI --gone`\n"
+        "```\nstream-ckpt gc URI \\\n  --newest 3\n```\n    python stream-ckpt.py\n"
+    )
+    found = list(commands(text))
+    assert found == [["list", "URI", "--tree"], ["gc", "URI", "--newest", "3"], ["trim", "URI", "--gone"]]
+    assert [problems(line) for line in found] == [[], [], ["no option '--gone'"]]
+    assert problems(["compress", "URI"]) == ["no verb 'compress'"]
+    assert problems(["broker", "start", "--dir", "x", "--rapid"]) == ["no option '--rapid'"]
+    assert sum(1 for page in PAGES for _ in commands(page.read_text())) > 60
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    found = set()
+    for heading in _HEADING.findall(text):
+        plain = re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        found.add(re.sub(r"[^\w\- ]", "", plain).replace(" ", "-"))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    broken = []
+    for target in _LINK.findall(re.sub(r"```.*?```", "", page.read_text(), flags=re.S)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
+            broken.append(target)
+    assert broken == []
+
+
+def test_the_pictures_are_those_of_the_script(tmp_path: Path) -> None:
+    script = ROOT / "scripts" / "draw_architecture.py"
+    subprocess.run([sys.executable, str(script), "--to", str(tmp_path)], check=True, timeout=60)
+    drawn = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert drawn == {file.name: file.read_bytes() for file in (ROOT / "docs" / "img").glob("*.svg")}
+    assert len(drawn) == 4

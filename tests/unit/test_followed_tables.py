@@ -1,0 +1,179 @@
+"""A replica's tensors: whole or a block of rows, never half an update."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from tests.synthetic import PLAIN, ROWWISE, SCHEMA, WIDE, Job, image_of_log
+from torchrec_stream_ckpt import FollowedTables, follow
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, ReplicaNotReadyError, SchemaMismatchError
+from torchrec_stream_ckpt.follower.source import Source
+from torchrec_stream_ckpt.follower.tables import weights_of
+from torchrec_stream_ckpt.follower.updates import Changed
+from torchrec_stream_ckpt.types import MarkerId
+
+NAMES = [table.name for table in SCHEMA.tables]
+
+
+def truth(job: Job, marker: MarkerId) -> dict[str, bytes]:
+    """The weights of each table at a marker, as bytes."""
+    image = image_of_log(job.log, Control(job.log).refresh(), marker)
+    return {NAMES[table]: image.arrays[table, 0][:, :, :-1].tobytes() for table in (PLAIN, ROWWISE, WIDE)}
+
+
+def held(tables: FollowedTables) -> dict[str, bytes]:
+    with tables.reading() as served:
+        return {name: tensor.numpy().tobytes() for name, tensor in served.tables.items()}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    job = Job(tmp_path / "log")
+    job.begin()
+    job.commit(time_s=0.0)
+    return job
+
+
+@pytest.fixture
+def tables(job: Job, tmp_path: Path) -> Iterator[FollowedTables]:
+    with FollowedTables(follow(f"file://{job.root}", scratch=tmp_path, poll_s=0.01)) as tables:
+        yield tables
+
+
+def test_tables_are_those_of_the_marker_they_say(job: Job, tables: FollowedTables) -> None:
+    for number in range(1, 4):
+        (update,) = tables.advance(30.0 if number % 2 else 0.0)
+        with tables.reading() as served:
+            assert served.marker == update.marker == MarkerId(1, number)
+            assert (served.step, served.provisional) == (10 * number, False)
+            assert served.age_s > 1e9 if number == 1 else served.age_s < 1e10
+            assert [tensor.dtype for tensor in served.tables.values()] == [torch.float32, torch.float32, torch.float16]
+        assert held(tables) == truth(job, update.marker)
+        job.touch()
+        job.commit()
+
+
+def test_blocks_of_rows_make_up_the_table(job: Job, tmp_path: Path) -> None:
+    parts = [FollowedTables(follow(f"file://{job.root}", scratch=tmp_path), shard=(number, 3)) for number in range(3)]
+    for part in parts:
+        part.advance()
+    job.touch()
+    marker = job.commit()
+    for part in parts:
+        part.advance()
+    expected = truth(job, marker.id)
+    assert {name: b"".join(held(part)[name] for part in parts) for name in NAMES} == expected
+    for part in parts:
+        part.close()
+
+
+def test_weights_of_a_module_are_written_in_place(job: Job, tmp_path: Path) -> None:
+    configs = [
+        EmbeddingBagConfig(
+            name=table.name, num_embeddings=table.rows, embedding_dim=table.dim, feature_names=[table.name]
+        )
+        for table in SCHEMA.tables[:2]
+    ]
+    model = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=configs)})
+    named = weights_of(model)
+    assert sorted(named) == ["ebc.t_plain", "ebc.t_rowwise"]
+    into = {name.removeprefix("ebc."): weight for name, weight in named.items()}
+    follower = follow(f"file://{job.root}", tables=["t_plain", "t_rowwise"], scratch=tmp_path)
+    with FollowedTables(follower, into) as tables:
+        (update,) = tables.advance()
+    weights = model["ebc"].embedding_bags["t_rowwise"].weight.detach()
+    assert weights.numpy().tobytes() == truth(job, update.marker)["t_rowwise"]
+
+
+@pytest.mark.parametrize(
+    ("into", "message"),
+    [
+        ({"t_plain": torch.zeros(40, 4)}, "only the job has this table"),
+        ({name: torch.zeros(40, 4) for name in NAMES}, r"the job's rows are torch.float32 \(60, 8\)"),
+        ({**{name: torch.zeros(40, 4) for name in NAMES}, "t_x": torch.zeros(1)}, "only the tensors"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(
+    job: Job, into: dict[str, torch.Tensor], message: str, tmp_path: Path
+) -> None:
+    with (
+        FollowedTables(follow(f"file://{job.root}", scratch=tmp_path), into) as tables,
+        pytest.raises(SchemaMismatchError, match=message),
+    ):
+        tables.advance()
+
+
+def test_there_is_no_such_shard(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="shard 2 of 2"):
+        FollowedTables(follow(f"file://{tmp_path}"), shard=(2, 2))
+
+
+def test_an_update_waits_for_readers(job: Job, tables: FollowedTables) -> None:
+    tables.advance()
+    before = held(tables)
+    job.touch()
+    marker = job.commit()
+    thread = threading.Thread(target=tables.advance)
+    with tables.reading() as served:
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive()
+        assert {name: tensor.numpy().tobytes() for name, tensor in served.tables.items()} == before
+    thread.join(30)
+    assert not thread.is_alive()
+    assert held(tables) == truth(job, marker.id)
+
+
+def test_half_an_update_is_never_served_and_the_next_one_mends_it(
+    job: Job, tables: FollowedTables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ReplicaNotReadyError, match="no marker was loaded"):
+        held(tables)
+    tables.advance()
+    job.touch()
+    marker = job.commit()
+    chunks = Source._chunks
+
+    def breaking(source: Source, sources: object) -> Iterator[Changed]:
+        yield next(chunks(source, sources))  # type: ignore[arg-type]
+        raise CorruptionError("the disk has failed")
+
+    monkeypatch.setattr(Source, "_chunks", breaking)
+    with pytest.raises(CorruptionError, match="the disk has failed"):
+        tables.advance()
+    with pytest.raises(ReplicaNotReadyError, match="half way"):
+        held(tables)
+    monkeypatch.undo()
+    tables.advance()
+    assert held(tables) == truth(job, marker.id)
+
+
+def test_a_thread_of_its_own_follows_and_says_why_it_ended(job: Job, tables: FollowedTables) -> None:
+    tables.start()
+    job.touch()
+    marker = job.commit()
+    wait_for(lambda: tables.follower.marker == marker.id)
+    assert held(tables) == truth(job, marker.id)
+    shutil.rmtree(job.root)
+    wait_for(lambda: tables.failure is not None)
+    assert isinstance(tables.failure, CorruptionError)
+    with tables.reading() as served:  # what it had is still there
+        assert served.marker == marker.id
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -1,0 +1,373 @@
+"""A follower's updates, applied one after the other, are the marker's tables, bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import builders, stores
+from tests.synthetic import SCHEMA, Image, Job, image_of_log
+from torchrec_stream_ckpt import follow
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.commit.trim import trim_log
+from torchrec_stream_ckpt.errors import (
+    ConfigError,
+    CorruptionError,
+    LogUnavailableError,
+    MarkerNotFoundError,
+    SchemaMismatchError,
+)
+from torchrec_stream_ckpt.follower.core import Follower
+from torchrec_stream_ckpt.follower.updates import Update, UpdateKind
+from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.format.rows import RowsView
+from torchrec_stream_ckpt.layout import DATA_DIR, SEGMENTS_DIR
+from torchrec_stream_ckpt.materialize.materializer import Policy
+from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.types import MarkerId
+
+LOAD, MARKER, ROWS, ROLLBACK = UpdateKind.LOAD, UpdateKind.MARKER, UpdateKind.ROWS, UpdateKind.ROLLBACK
+
+
+class Replica:
+    """Tables that hold what a follower says."""
+
+    def __init__(self, follower: Follower) -> None:
+        self.follower = follower
+        self.image = Image(SCHEMA)
+
+    def put(self, update: Update) -> None:
+        if update.kind is LOAD:
+            self.image = Image(SCHEMA)
+        for each in update.changes():
+            table = SCHEMA.tables.index(each.table)
+            self.image.put(table, each.col0, RowsView(each.ids, each.weights, each.states))
+
+    def catch_up(self) -> list[tuple[UpdateKind, str]]:
+        """Apply all that is there; what came."""
+        came = []
+        for update in self.follower.updates(0):
+            self.put(update)
+            came.append((update.kind, str(update.marker)))
+        return came
+
+
+def truth(job: Job, marker: MarkerId) -> Image:
+    return image_of_log(job.log, Control(job.log).refresh(), marker)
+
+
+def lose_frames(job: Job) -> None:
+    """What a trim takes away, the last segment too."""
+    for segment in (job.root / DATA_DIR).rglob("*.seg"):
+        segment.unlink()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    job = Job(tmp_path / "log")
+    job.begin()
+    return job
+
+
+@pytest.fixture
+def replica(job: Job, tmp_path: Path) -> Iterator[Replica]:
+    with follow(f"file://{job.root}", states=True, scratch=tmp_path) as follower:
+        yield Replica(follower)
+
+
+def test_each_marker_is_reached_by_what_changed_alone(job: Job, replica: Replica) -> None:
+    first = job.commit()
+    assert replica.catch_up() == [(LOAD, "1:1")]
+    assert replica.image == truth(job, first.id)
+    for number in (2, 3):
+        job.touch(1)
+        before = replica.follower.stats.rows
+        marker = job.commit()
+        assert replica.catch_up() == [(MARKER, f"1:{number}")]
+        assert replica.image == truth(job, marker.id)
+        assert 0 < replica.follower.stats.rows - before < 2 * sum(table.rows for table in SCHEMA.tables)
+    assert replica.catch_up() == []
+
+
+def test_rows_that_no_marker_has_are_not_seen(job: Job, replica: Replica) -> None:
+    first = job.commit()
+    replica.catch_up()
+    job.touch()
+    job.give_up()
+    assert replica.catch_up() == []
+    assert replica.image == truth(job, first.id)
+
+
+def test_who_is_behind_goes_to_the_newest_marker_at_once(job: Job, replica: Replica) -> None:
+    job.commit()
+    replica.catch_up()
+    for _ in range(3):
+        job.touch()
+        marker = job.commit()
+    assert replica.catch_up() == [(MARKER, "1:4")]
+    assert replica.image == truth(job, marker.id)
+
+
+def test_a_restarted_trainer_is_followed_under_another_world_size_and_column_split(tmp_path: Path) -> None:
+    job = Job(tmp_path / "log")
+    job.begin(splits=[1, 1, 2])
+    parent = job.commit()
+    with follow(f"file://{job.root}", scratch=tmp_path) as follower:
+        replica = Replica(follower)
+        replica.catch_up()
+        job.touch()  # never committed: what the next generation does not stand on
+        job.begin(parent.id, world=3, splits=[2, 1, 4])
+        job.touch()
+        marker = job.commit()
+        assert replica.catch_up() == [(MARKER, "2:1")]
+    weights = {key: array for key, array in truth(job, marker.id).arrays.items() if key[1] == 0}
+    assert {key: array.tobytes() for key, array in replica.image.arrays.items()} == {
+        key: array.tobytes() for key, array in weights.items()
+    }
+
+
+def test_tables_that_a_generation_sends_whole_are_taken_whole(job: Job, replica: Replica) -> None:
+    parent = job.commit()
+    replica.catch_up()
+    job.begin(parent.id, swept=[1])
+    job.touch()
+    marker = job.commit()
+    assert replica.catch_up() == [(MARKER, "2:1")]
+    assert replica.image == truth(job, marker.id)
+
+
+def test_a_branch_from_an_older_marker_loads_all_rows_again(job: Job, replica: Replica) -> None:
+    older = job.commit()
+    job.touch()
+    job.commit()
+    replica.catch_up()
+    job.begin(older.id)
+    assert replica.catch_up() == []
+    job.touch()
+    marker = job.commit()
+    (update,) = [(update, replica.put(update))[0] for update in replica.follower.updates(0)]
+    assert update.kind is LOAD
+    assert "1:2 is on an abandoned branch" in update.why
+    assert replica.image == truth(job, marker.id)
+    assert replica.follower.stats.reloads == 1
+
+
+def test_what_was_left_half_way_comes_again(job: Job, replica: Replica) -> None:
+    job.commit()
+    replica.catch_up()
+    job.touch()
+    marker = job.commit()
+    for update in replica.follower.updates(0):
+        next(iter(update.changes()))
+        break
+    assert replica.follower.marker == MarkerId(1, 1)
+    assert replica.catch_up() == [(MARKER, "1:2")]
+    assert replica.image == truth(job, marker.id)
+
+
+def test_the_store_serves_what_was_trimmed(job: Job, replica: Replica, tmp_path: Path) -> None:
+    job.commit()
+    replica.catch_up()
+    for _ in range(2):
+        job.touch()
+        marker = job.commit()
+    expected = truth(job, marker.id)
+    stores.fold(job.root, Policy(rebase=0))
+    objects = open_store(str(job.root))
+    trim_log(job.log, Control(job.log), marker, objects.url)
+    lose_frames(job)
+    assert replica.catch_up() == [(MARKER, "1:3")]
+    assert replica.image == expected
+    # A new one has nothing but the store to begin with.
+    with follow(f"file://{job.root}", states=True, scratch=tmp_path) as follower:
+        late = Replica(follower)
+        assert late.catch_up() == [(LOAD, "1:3")]
+        assert late.image == expected
+
+
+def test_a_trim_that_overtook_it_and_a_store_without_the_steps_between_load_all_again(
+    job: Job, replica: Replica, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.commit()
+    replica.catch_up()
+    for _ in range(3):
+        job.touch()
+        marker = job.commit()
+    expected = truth(job, marker.id)
+    stores.fold(job.root, Policy(rebase=1e-9))
+    trim_log(job.log, Control(job.log), marker, open_store(str(job.root)).url)
+    lose_frames(job)
+    for path in (job.root / SEGMENTS_DIR).rglob("g*-m0000000[23]-*"):
+        path.unlink()  # the intervals that a base has made needless
+    assert replica.catch_up() == [(LOAD, "1:4")]
+    assert replica.image == expected
+    assert "all rows are loaded again" in caplog.text
+
+
+def test_only_the_tables_that_are_asked_for_are_read(job: Job, tmp_path: Path) -> None:
+    job.commit()
+    job.touch()
+    with follow(f"file://{job.root}", tables=["t_w*"], scratch=tmp_path) as follower:
+        assert {each.table.name for update in follower.updates(0) for each in update.changes()} == {"t_wide"}
+    with (
+        follow(f"file://{job.root}", tables=["no_*"], scratch=tmp_path) as follower,
+        pytest.raises(ConfigError, match="no table has such a name"),
+    ):
+        list(follower.updates(0))
+
+
+def test_other_tables_are_refused(job: Job, replica: Replica) -> None:
+    job.commit()
+    replica.catch_up()
+    other = Job(job.root, schema=Schema((builders.table("t_new", 10, 4),)), generation=1)
+    other.begin()
+    other.commit()
+    with pytest.raises(SchemaMismatchError):
+        replica.catch_up()
+
+
+def test_a_log_that_was_made_again_is_refused(job: Job, replica: Replica) -> None:
+    job.commit()
+    replica.catch_up()
+    shutil.rmtree(job.root)
+    again = Job(job.root)
+    again.begin()
+    again.commit()
+    with pytest.raises(CorruptionError, match="deleted, or made again"):
+        replica.catch_up()
+
+
+def test_without_a_marker_there_is_nothing_to_follow(job: Job, replica: Replica) -> None:
+    with pytest.raises(MarkerNotFoundError):
+        replica.catch_up()
+    assert list(replica.follower.updates(0.05)) == []
+    marker = job.commit()
+    assert next(replica.follower.updates(5)).marker == marker.id
+
+
+def test_an_outage_is_outlasted_for_a_while(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.commit()
+    with follow(f"file://{job.root}", scratch=tmp_path, poll_s=0.01, outage_s=30) as follower:
+        replica = Replica(follower)
+        replica.catch_up()
+        read, failures = job.log.read_control, iter([True, True, False])
+
+        def failing(start: int = 0) -> Iterator[tuple[int, bytes]]:
+            if next(failures, False):
+                raise LogUnavailableError("nobody answers")
+            return read(start)
+
+        monkeypatch.setattr(follower._source.log, "read_control", failing)
+        job.touch()
+        marker = job.commit()
+        update = next(follower.updates(30))
+        assert update.marker == marker.id
+        assert follower.stats.outages == 1
+    assert "nobody answers" in caplog.text
+
+
+def test_an_outage_that_lasts_is_raised(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.commit()
+
+    def failing(start: int = 0) -> Iterator[tuple[int, bytes]]:
+        raise LogUnavailableError("nobody answers")
+
+    with follow(f"file://{job.root}", scratch=tmp_path, poll_s=0.01, outage_s=0.05) as follower:
+        monkeypatch.setattr(follower._source.log, "read_control", failing)
+        with pytest.raises(LogUnavailableError, match="nobody answers"):
+            list(follower.updates())
+
+
+def test_the_age_is_that_of_the_applied_marker(job: Job, replica: Replica) -> None:
+    assert replica.follower.stats.age_s == float("inf")
+    job.commit(time_s=0.0)
+    replica.catch_up()
+    assert replica.follower.stats.age_s > 1e9
+    assert replica.follower.stats.marker == MarkerId(1, 1)
+    assert replica.follower.stats.rows_per_s > 0
+
+
+# Rows that no marker has.
+
+
+@pytest.fixture
+def eager(job: Job, tmp_path: Path) -> Iterator[Replica]:
+    with follow(f"file://{job.root}", mode="rows", states=True, scratch=tmp_path) as follower:
+        yield Replica(follower)
+
+
+def test_rows_are_seen_before_their_marker_which_then_costs_nothing(job: Job, eager: Replica) -> None:
+    job.commit()
+    assert [kind for kind, _ in eager.catch_up()] == [LOAD]
+    job.touch()
+    assert eager.catch_up() == [(ROWS, "1:1")]
+    rows, image = eager.follower.stats.rows, eager.image.copy()
+    marker = job.commit()
+    assert [kind for kind, _ in eager.catch_up()] == [ROWS, MARKER]  # the MARK frames, which hold no rows
+    assert eager.follower.stats.rows == rows
+    assert eager.image == image == truth(job, marker.id)
+
+
+def test_rows_of_a_dead_generation_are_taken_back(job: Job, eager: Replica) -> None:
+    parent = job.commit()
+    eager.catch_up()
+    job.touch()
+    job.give_up()
+    job.touch()
+    assert [kind for kind, _ in eager.catch_up()] == [ROWS]
+    assert eager.image != truth(job, parent.id)
+    job.begin(parent.id)
+    assert eager.catch_up() == [(ROLLBACK, "1:1")]
+    assert eager.image == truth(job, parent.id)
+    job.touch()
+    marker = job.commit()
+    assert [kind for kind, _ in eager.catch_up()] == [MARKER]
+    job.touch()
+    assert [kind for kind, _ in eager.catch_up()] == [ROWS]
+    assert truth(job, marker.id) != eager.image
+
+
+def test_a_marker_and_the_end_of_its_generation_in_one_look(job: Job, eager: Replica) -> None:
+    job.commit()
+    eager.catch_up()
+    job.touch()
+    eager.catch_up()
+    job.touch()
+    last = job.commit()
+    job.touch()
+    job.begin(last.id)
+    came = eager.catch_up()
+    assert came[-1] == (ROLLBACK, "1:2")
+    assert (MARKER, "1:2") in came
+    assert eager.image == truth(job, last.id)
+
+
+def test_a_torn_frame_is_waited_for(job: Job, eager: Replica) -> None:
+    job.commit()
+    eager.catch_up()
+    job.touch()
+    segment = sorted((job.root / DATA_DIR / "p00001").iterdir())[-1]
+    whole = segment.read_bytes()
+    segment.write_bytes(whole[:-100])
+    eager.catch_up()
+    segment.write_bytes(whole)
+    eager.catch_up()
+    marker = job.commit()
+    eager.catch_up()
+    assert eager.image == truth(job, marker.id)
+
+
+def test_a_frame_that_was_sent_twice_comes_once(job: Job, eager: Replica) -> None:
+    job.commit()
+    eager.catch_up()
+    job.flush(twice=True)
+    job.touch()
+    eager.catch_up()
+    marker = job.commit()
+    eager.catch_up()
+    assert eager.image == truth(job, marker.id)

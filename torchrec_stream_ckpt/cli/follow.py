@@ -1,0 +1,137 @@
+"""``stream-ckpt follow``: watch what a stream changes, marker by marker, as a replica would get it."""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from torchrec_stream_ckpt.cli.common import CommitKeyFile, KafkaOptions, Store, StoreOptions, Uri, plain
+from torchrec_stream_ckpt.errors import printable
+from torchrec_stream_ckpt.follower.core import Follower, follow
+from torchrec_stream_ckpt.follower.updates import Update, UpdateKind
+
+_DAY_S = 86_400
+
+
+def follow_stream(
+    uri: Uri,
+    mode: Annotated[
+        Literal["markers", "rows"],
+        typer.Option(help="rows: also those that no marker has yet, and that may never be in one."),
+    ] = "markers",
+    tables: Annotated[list[str] | None, typer.Option(help="Only tables of this name.", metavar="GLOB")] = None,
+    once: Annotated[bool, typer.Option("--once", help="End when all that is there now has been read.")] = False,
+    poll_s: Annotated[float, typer.Option(min=0.01, max=_DAY_S, help="Seconds between two looks at the log.")] = 0.5,
+    outage_s: Annotated[
+        float, typer.Option(min=0.0, help="Give up when log or store has not answered for so many seconds.")
+    ] = 300.0,
+    scratch: Annotated[
+        Path | None, typer.Option(help="A folder with room for what only the log has (default: that of the system).")
+    ] = None,
+    store: Store = None,
+    store_options: StoreOptions = None,
+    kafka_options: KafkaOptions = None,
+    commit_key_file: CommitKeyFile = None,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON line for each update.")] = False,
+) -> None:
+    """Follow a stream: load its newest marker, then read only what changes, and say what that was, table by table.
+
+    Reads as an inference replica does (torchrec_stream_ckpt.follow), keeps nothing and changes nothing. Needs no torch.
+    """
+    follower = follow(
+        uri,
+        store=store,
+        mode=mode,
+        tables=tables or ("*",),
+        poll_s=poll_s,
+        outage_s=outage_s,
+        scratch=scratch,
+        store_options=store_options,
+        kafka_options=kafka_options,
+        commit_key_file=commit_key_file,
+    )
+    with follower, _stopping(follower), _reporter(follower, as_json=json) as report:
+        for update in follower.updates(0 if once else None):
+            record = _read(update)
+            if record["rows"] or update.kind is not UpdateKind.ROWS:
+                report(record)
+
+
+def _read(update: Update) -> dict[str, Any]:
+    """Read an update to its end, and say what it was. Names of fields are stable: ``--json`` prints them."""
+    begin = time.monotonic()
+    rows: dict[str, int] = {}
+    for each in update.changes():
+        rows[each.table.name] = rows.get(each.table.name, 0) + len(each.ids)
+    took_s = time.monotonic() - begin
+    return {
+        "kind": update.kind.value,
+        "marker": str(update.marker),
+        "step": update.step,
+        "age_s": round(max(0.0, time.time() - update.commit.time_s), 3),
+        "rows": sum(rows.values()),
+        "took_s": round(took_s, 3),
+        "tables": rows,
+        "why": update.why,
+    }
+
+
+@contextlib.contextmanager
+def _reporter(follower: Follower, *, as_json: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
+    console = Console(stderr=True)
+    if as_json:
+        yield lambda record: print(json_.dumps(record), flush=True)
+    elif not console.is_terminal:
+        yield lambda record: print(_line(record), file=sys.stderr, flush=True)
+    else:
+        with Live(get_renderable=lambda: _now(follower), console=console, refresh_per_second=4):
+            yield lambda record: console.print(plain(_line(record)), highlight=False)
+
+
+def _now(follower: Follower) -> Text:
+    """The live line."""
+    stats = follower.stats
+    if stats.marker is None:
+        return Text("waiting for the first marker")
+    behind = "" if stats.newest in (None, stats.marker) else f", {stats.newest} is committed"
+    return Text(f"at marker {stats.marker}, {stats.age_s:.0f} s old{behind}; {stats.rows_per_s:,.0f} rows/s")
+
+
+def _line(record: dict[str, Any]) -> str:
+    said = {
+        UpdateKind.LOAD.value: f"loaded marker {record['marker']} ({record['why']})",
+        UpdateKind.MARKER.value: f"marker {record['marker']}",
+        UpdateKind.ROWS.value: f"rows behind marker {record['marker']}",
+        UpdateKind.ROLLBACK.value: f"back to marker {record['marker']} ({record['why']})",
+    }[record["kind"]]
+    tables = ", ".join(f"{name} {rows:,}" for name, rows in record["tables"].items())
+    text = f"{said}, step {record['step']}, {record['age_s']:.1f} s old: "
+    text += f"{record['rows']:,} rows in {record['took_s']:.2f} s"
+    return printable(f"{text} ({tables})" if tables else text)
+
+
+@contextlib.contextmanager
+def _stopping(follower: Follower) -> Iterator[None]:
+    """SIGTERM and SIGINT end it behind the update at hand; a second one ends the process."""
+
+    def stop(number: int, _: object) -> None:
+        follower.stop()
+        signal.signal(number, signal.SIG_DFL)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,278 @@
+"""``stream-ckpt plan``: what a job will need, from its tables and its rate, or from the log of one that runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from torchrec_stream_ckpt.cli.common import (
+    CommitKeyFile,
+    Json,
+    KafkaOptions,
+    Store,
+    StoreOptions,
+    age_text,
+    open_job,
+    print_json,
+    size,
+)
+from torchrec_stream_ckpt.cli.export import parse_size
+from torchrec_stream_ckpt.cli.plan_input import Asked, Rates, parse_assumptions, parse_tables, workload_of_job
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.materialize.retention import parse_duration
+from torchrec_stream_ckpt.sizing import Deployment, Plan, UnitCosts, Workload, plan
+
+LOGS = ("kafka", "file")
+
+
+def plan_job(
+    uri: Annotated[
+        str | None, typer.Argument(help="A job's log: take tables and rates from there.", metavar="[URI]")
+    ] = None,
+    tables: Annotated[
+        str | None,
+        typer.Option(help="How many tables of --rows x --dim, or a JSON file that lists them.", metavar="N|FILE"),
+    ] = None,
+    rows: Annotated[str | None, typer.Option(help="Rows of each table: 40000000 or 4e7.", metavar="N")] = None,
+    dim: Annotated[int | None, typer.Option(help="Columns of each table.", min=1)] = None,
+    dtype: Annotated[str, typer.Option(help="Of the weights.")] = "float32",
+    optimizer: Annotated[str, typer.Option(help="Fused optimizer of the tables.", metavar="NAME")] = "rowwise_adagrad",
+    touched_rows_per_second: Annotated[
+        str | None, typer.Option(help="Rows that drains send a second, all tables and ranks.", metavar="N")
+    ] = None,
+    growth: Annotated[
+        float, typer.Option(help="(with it) m drains touch m**GROWTH times the rows of one; 1: none comes twice.")
+    ] = 1.0,
+    batch_size: Annotated[int | None, typer.Option(help="Global batch, in samples.", min=1)] = None,
+    ids: Annotated[float, typer.Option(help="Ids of one sample and table.")] = 1.0,
+    zipf: Annotated[float, typer.Option(help="Exponent of the ids' Zipf law; 0: uniform.", min=0.0)] = 1.05,
+    steps_per_second: Annotated[float | None, typer.Option(help="Default: 10, or as in the log.", min=0.0)] = None,
+    ranks: Annotated[int | None, typer.Option(help="Trainer ranks. Default: 8, or as in the log.", min=1)] = None,
+    dense: Annotated[
+        str | None, typer.Option(help="Dense model and optimizer: 200MB. Default: 0, or as in the log.", metavar="SIZE")
+    ] = None,
+    drain_every: Annotated[int, typer.Option(help="Steps between drains.", min=1)] = 1,
+    marker_every_s: Annotated[
+        float | None, typer.Option(help="Seconds between markers. Default: 60, or as in the log.", min=0.0)
+    ] = None,
+    log: Annotated[str, typer.Option(help="kafka or file.")] = "kafka",
+    replication: Annotated[int, typer.Option(help="(Kafka) Copies of each record.", min=1)] = 3,
+    trim_every: Annotated[str, typer.Option(help="How often the log is trimmed, or never.", metavar="TIME")] = "1h",
+    rebase: Annotated[float, typer.Option(help="As given to materialize.", min=0.0)] = 1.0,
+    keep_all_for: Annotated[str, typer.Option(help="As given to gc, or ever.", metavar="TIME")] = "1d",
+    then_every: Annotated[
+        str | None, typer.Option(help="As given to gc, as a time. Default: keep no older marker.", metavar="TIME")
+    ] = None,
+    assume: Annotated[
+        list[str] | None,
+        typer.Option(help="Another value for an assumption, as it is printed: disk_bytes_per_s=2GB.", metavar="NAME=X"),
+    ] = None,
+    store: Store = None,
+    store_options: StoreOptions = None,
+    kafka_options: KafkaOptions = None,
+    commit_key_file: CommitKeyFile = None,
+    json: Json = False,
+) -> None:
+    """Say what a job needs: network, brokers, disks, memory, and what a failure costs. A model, not a measurement.
+
+    Give tables and a rate, or the URI of a job that has committed two markers. docs/sizing.md has examples.
+    """
+    rates = Rates(
+        touched_rows_per_s=None if touched_rows_per_second is None else number(touched_rows_per_second),
+        growth=growth,
+        batch_size=batch_size,
+        ids=ids,
+        zipf=zipf,
+    )
+    asked = Asked(
+        rates=rates,
+        steps_per_s=steps_per_second,
+        ranks=ranks,
+        dense_bytes=None if dense is None else parse_size(dense),
+        drain_every=drain_every,
+        marker_s=marker_every_s,
+    )
+    where = _deployment(log, replication, trim_every, rebase, keep_all_for, then_every)
+    costs = parse_assumptions(assume or [])
+    if uri is not None:
+        if tables or rows or dim or batch_size or touched_rows_per_second:
+            raise ConfigError(
+                "a job's log says which tables it has and how fast they change",
+                hint="leave --tables, --rows, --dim, --batch-size and --touched-rows-per-second away, or URI",
+            )
+        with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
+            work = workload_of_job(job, asked)
+    else:
+        specs = parse_tables(tables, None if rows is None else number(rows), dim, dtype, optimizer)
+        work = asked.workload(specs)
+    result = plan(work, where, costs)
+    if json:
+        print_json(
+            {"workload": _record(work), "deployment": asdict(where), "assumptions": asdict(costs)} | asdict(result)
+        )
+    else:
+        _print(work, where, costs, result)
+
+
+def number(text: str) -> float:
+    """``40000000``, ``4e7`` or ``40_000_000``."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{text!r} is no positive number", hint="write it as 40000000 or 4e7")
+    return value
+
+
+def _deployment(
+    log: str, replication: int, trim_every: str, rebase: float, keep_all_for: str, then_every: str | None
+) -> Deployment:
+    if log not in LOGS:
+        raise ConfigError(f"--log is {log!r}", hint="use kafka or file")
+    if then_every is not None and then_every.isdigit():
+        raise ConfigError("--then-every wants a time here, not a count", hint="write --then-every 1d")
+    keep_all_s = None if keep_all_for == "ever" else parse_duration(keep_all_for)
+    return Deployment(
+        log="kafka" if log == "kafka" else "file",
+        replication=replication,
+        trim_s=None if trim_every == "never" else parse_duration(trim_every),
+        rebase=rebase,
+        keep_all_s=keep_all_s,
+        then_every_s=None if then_every is None else parse_duration(then_every),
+    )
+
+
+def _record(work: Workload) -> dict[str, Any]:
+    return {
+        "tables": [
+            asdict(load.spec) | {"row_bytes": load.row_bytes, "touched": asdict(load.touched)}  # type: ignore[call-overload]
+            for load in work.tables
+        ],
+        "table_bytes": work.table_bytes,
+        **{field.name: getattr(work, field.name) for field in dataclasses.fields(work) if field.name != "tables"},
+    }
+
+
+# -------------------------------------------------------------------------------------------------------- for people
+
+
+def _print(work: Workload, where: Deployment, costs: UnitCosts, result: Plan) -> None:
+    console = Console()
+    drains = "step" if work.drain_every == 1 else f"{work.drain_every} steps"
+    console.print(
+        f"{len(work.tables)} tables, {work.rows:,} rows, {size(round(work.table_bytes))} with states and ids; "
+        f"{work.ranks} ranks, {work.steps_per_s:g} steps a second, a drain every {drains}, "
+        f"a marker every {span(work.marker_s)}",
+        soft_wrap=True,
+    )
+    table = Table("", "needs", "how", title="plan: a model, not a measurement", title_justify="left")
+    for section, rows in _sections(work, where, costs, result).items():
+        table.add_section()
+        for name, value, how in rows:
+            table.add_row(f"{section}: {name}", value, how)
+    console.print(table)
+    console.print("assumptions (another value: --assume NAME=X; those marked m are measured by benchmarks/scale):")
+    for field in dataclasses.fields(costs):
+        console.print(f"  {field.name}={getattr(costs, field.name):g}", highlight=False)
+
+
+Rows = list[tuple[str, str, str]]
+
+
+def _sections(work: Workload, where: Deployment, costs: UnitCosts, result: Plan) -> dict[str, Rows]:
+    return {
+        "stream": _stream(work, result),
+        "log": _log(where, result),
+        "store": _store(work, where, result),
+        "failure": _failure(result),
+        "a rank": _rank(work, result),
+    }
+
+
+def _stream(work: Workload, result: Plan) -> Rows:
+    late = "more than one publisher sends: drains become coarser" if result.publisher_use > 1 else ""
+    full = f"its ring takes {result.ring_frames}"
+    if result.frames_per_drain > result.ring_frames:
+        full += ": the rest waits for the next drain"
+    return [
+        ("rows", f"{result.rows_per_s:,.0f}/s", "distinct rows of a drain over the time between drains"),
+        ("bytes", f"{size(round(result.stream_bytes_per_s))}/s", "rows with id and states, and what frames add"),
+        (
+            "busiest rank",
+            f"{size(round(result.rank_bytes_per_s))}/s",
+            late or f"{result.publisher_use:.0%} of a publisher",
+        ),
+        ("frames of a drain", f"{result.frames_per_drain:,.0f}", f"of the busiest rank; {full}"),
+        ("first sweep", span(result.sweep_s), f"{size(round(result.sweep_bytes))} before the first marker"),
+    ]
+
+
+def _log(where: Deployment, result: Plan) -> Rows:
+    trims = "without trims, after a day" if where.trim_s is None else f"sweep and {span(where.trim_s)} between trims"
+    rows = [
+        ("partitions", str(result.partitions), "one a rank, one for control"),
+        ("disk", size(round(result.log_bytes)), f"{trims}, {where.copies} {'copy' if where.copies == 1 else 'copies'}"),
+        ("growth", f"{size(round(result.log_growth_bytes_per_day))}/day", "if nobody trims"),
+    ]
+    if (need := result.broker) is not None:
+        rows += [
+            ("brokers", str(need.brokers), f"decided by {need.bound}"),
+            ("a broker's disk", size(round(need.broker_disk_bytes)), ""),
+            ("network in = out", f"{size(round(need.network_in_bytes_per_s))}/s", "all brokers, replication included"),
+        ]
+    return rows
+
+
+def _store(work: Workload, where: Deployment, result: Plan) -> Rows:
+    kept = "every marker kept" if where.keep_all_s is None else f"all markers for {span(where.keep_all_s)}"
+    if where.then_every_s is not None:
+        kept += f", then one each {span(where.then_every_s)}"
+    rows = [
+        ("a marker", size(round(result.store_interval_bytes + work.dense_bytes)), "rows that changed, once, and dense"),
+        ("written", f"{size(round(result.store_write_bytes_per_s))}/s", f"bases included (--rebase {where.rebase:g})"),
+        ("materializers", str(result.materializers), "workers"),
+    ]
+    return rows + [(f"after {span(age_s)}", size(round(held)), kept) for age_s, held in result.store_bytes]
+
+
+def _failure(result: Plan) -> Rows:
+    restore = result.restore
+    return [
+        ("commit", span(result.commit_s), "from the cut to the COMMIT"),
+        ("lost, mean", span(result.loss_mean_s), f"half of {span(result.marker_s)} between markers, and a commit"),
+        ("lost, worst", span(result.loss_worst_s), "training that is done again; no row that was committed"),
+        ("restore, cold", span(restore.cold_s), "from the store, nothing cached, delta as large as it gets"),
+        ("restore, warm", span(restore.warm_s), "from the page cache"),
+        ("restore, HEAD", span(restore.head_s), "from the host's memory"),
+        ("restore, log alone", span(restore.log_s), "without a materializer, when the job is a day old"),
+        ("restart", span(restore.restart_s), "comes on top: processes, model"),
+    ]
+
+
+def _rank(work: Workload, result: Plan) -> Rows:
+    memory = result.memory
+    ring = "frames that are not acknowledged"
+    return [
+        ("memory", size(round(memory.rank_bytes)), "beside training: the four below"),
+        ("ring", size(round(memory.ring_bytes)), ring),
+        ("masks", size(round(memory.mask_bytes)), "3 bytes a row, on the tables' device"),
+        ("dense copy", size(round(memory.dense_bytes)), "its part, copied at each marker"),
+        ("marker budget", size(round(memory.marker_bytes)), "what a cut sends beyond the ring"),
+        ("HEAD", size(round(memory.head_bytes)), "of each host, if it keeps one"),
+        (
+            "step",
+            f"{1000 * result.step_overhead_s:.2f} ms",
+            f"{result.step_overhead_s * work.steps_per_s:.1%} of a step, on a CPU; a GPU is not measured",
+        ),
+    ]
+
+
+def span(seconds: float) -> str:
+    """A length of time for people."""
+    return f"{1000 * seconds:.0f} ms" if seconds < 1 else age_text(seconds)

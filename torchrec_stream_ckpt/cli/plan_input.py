@@ -1,0 +1,274 @@
+"""What ``stream-ckpt plan`` is asked: tables from options, from a file, or from a job's log."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchrec_stream_ckpt.cli.common import Job
+from torchrec_stream_ckpt.cli.export import parse_size
+from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
+from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
+from torchrec_stream_ckpt.format.rows import RowLayout
+from torchrec_stream_ckpt.sizing import (
+    RateTouched,
+    TableLoad,
+    UnitCosts,
+    Workload,
+    ZipfTouched,
+    optimizer_states,
+)
+from torchrec_stream_ckpt.types import TableSpec
+
+EXAMPLE = '[{"rows": 40000000, "dim": 128, "optimizer": "rowwise_adagrad", "ids": 20, "zipf": 1.05, "count": 4}]'
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "name": str,
+    "rows": (int, float),
+    "dim": int,
+    "dtype": str,
+    "optimizer": str,
+    "ids": (int, float),
+    "zipf": (int, float),
+    "count": int,
+}
+_MAX_FILE_BYTES = 16 * 2**20
+_MAX_TABLES = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTable:
+    """One table of the plan; ids and zipf where the file says them for this one."""
+
+    spec: TableSpec
+    ids: float | None = None
+    zipf: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """How fast rows change: so many a second, or ids that are drawn."""
+
+    touched_rows_per_s: float | None = None
+    growth: float = 1.0
+    batch_size: int | None = None
+    ids: float = 1.0
+    zipf: float = 1.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the options say of the job; None: take what is usual, or what the log says."""
+
+    rates: Rates
+    steps_per_s: float | None
+    ranks: int | None
+    dense_bytes: int | None
+    drain_every: int
+    marker_s: float | None
+
+    def workload(self, tables: Sequence[PlannedTable]) -> Workload:
+        """The job that the options describe.
+
+        Raises:
+            ConfigError: no rate, or two.
+        """
+        steps_per_s = _or(self.steps_per_s, 10.0)
+        drain_s = self.drain_every / _positive("--steps-per-second", steps_per_s)
+        return Workload(
+            tables=tuple(self._loads(tables, steps_per_s, drain_s)),
+            ranks=_or(self.ranks, 8),
+            steps_per_s=steps_per_s,
+            drain_every=self.drain_every,
+            marker_s=_positive("--marker-every-s", _or(self.marker_s, 60.0)),
+            dense_bytes=_or(self.dense_bytes, 0),
+        )
+
+    def _loads(self, tables: Sequence[PlannedTable], steps_per_s: float, drain_s: float) -> list[TableLoad]:
+        rates = self.rates
+        if (rates.touched_rows_per_s is None) == (rates.batch_size is None):
+            raise ConfigError(
+                "say how fast rows change, in one way",
+                hint="--touched-rows-per-second 2e6, or --batch-size 65536 --ids 20 --zipf 1.05 --steps-per-second 10",
+            )
+        if rates.touched_rows_per_s is not None:
+            _positive("--growth", rates.growth)
+            if rates.growth > 1:
+                raise ConfigError("--growth is at most 1", hint="1: no row is touched twice; Zipf ids: about 0.8")
+            return spread(tables, rates.touched_rows_per_s, drain_s, rates.growth)
+        assert rates.batch_size is not None
+        loads = []
+        for table in tables:
+            drawn = rates.batch_size * _positive("ids", _or(table.ids, rates.ids))
+            touched = ZipfTouched(table.spec.rows, drawn * steps_per_s, _or(table.zipf, rates.zipf))
+            loads.append(TableLoad(table.spec, touched, drawn))
+        return loads
+
+
+def spread(tables: Sequence[PlannedTable], rows_per_s: float, drain_s: float, growth: float) -> list[TableLoad]:
+    """Give each table its part of a rate that is known for all together, in proportion to its rows."""
+    total = sum(table.spec.rows for table in tables)
+    return [
+        TableLoad(table.spec, RateTouched(table.spec.rows, rows_per_s * table.spec.rows / total, drain_s, growth))
+        for table in tables
+    ]
+
+
+def workload_of_job(job: Job, asked: Asked) -> Workload:
+    """Tables of the newest generation with two committed markers, and its rates between the first and the last one:
+    the sweep is in front of the first.
+
+    Raises:
+        ConfigError: no generation has committed two markers, or they bear the same time.
+    """
+    by_generation: dict[int, list[Any]] = {}
+    for commit in job.lineage.commits.values():
+        by_generation.setdefault(commit.generation, []).append(commit)
+    commits = next((found for _, found in sorted(by_generation.items(), reverse=True) if len(found) > 1), None)
+    if commits is None:
+        raise ConfigError(
+            "no generation of this log has two markers, so it says no rate",
+            hint="let the job run on, or give --tables, --rows, --dim and a rate instead of the URI",
+            uri=job.uri,
+        )
+    first, last = commits[0], commits[-1]
+    seconds = last.time_s - first.time_s
+    if seconds <= 0 or last.step <= first.step:
+        raise ConfigError(f"markers {first.id} and {last.id} are no time apart", hint="let the job run on", uri=job.uri)
+    sent = sum(end.rows for end in last.ranks) - sum(end.rows for end in first.ranks)
+    steps_per_s = _or(asked.steps_per_s, (last.step - first.step) / seconds)
+    schema = job.lineage.claims[last.generation].schema
+    tables = [PlannedTable(spec) for spec in schema.tables]
+    drain_s = asked.drain_every / _positive("--steps-per-second", steps_per_s)
+    return Workload(
+        tables=tuple(spread(tables, max(sent, 1) / seconds, drain_s, asked.rates.growth)),
+        ranks=_or(asked.ranks, len(last.ranks)),
+        steps_per_s=steps_per_s,
+        drain_every=asked.drain_every,
+        marker_s=_positive("--marker-every-s", _or(asked.marker_s, seconds / (len(commits) - 1))),
+        dense_bytes=_or(asked.dense_bytes, sum(file.num_bytes for file in last.dense_files)),
+    )
+
+
+def parse_tables(
+    tables: str | None, rows: float | None, dim: int | None, dtype: str, optimizer: str
+) -> list[PlannedTable]:
+    """Like tables, so many, or those of a JSON file.
+
+    Raises:
+        ConfigError: it is neither, with the right form.
+    """
+    if tables is not None and not tables.isdigit():
+        if rows is not None or dim is not None:
+            raise ConfigError("the file says rows and dim of each table", hint="leave --rows and --dim away")
+        return _read_tables(Path(tables), dtype, optimizer)
+    if rows is None or dim is None:
+        raise ConfigError(
+            "say which tables the job has",
+            hint="--tables 26 --rows 4e7 --dim 128 --optimizer rowwise_adagrad, or --tables FILE.json, or a job's URI",
+        )
+    count = 1 if tables is None else int(tables)
+    return _planned({"rows": rows, "dim": dim, "dtype": dtype, "optimizer": optimizer, "count": count}, "t", "--tables")
+
+
+def _read_tables(path: Path, dtype: str, optimizer: str) -> list[PlannedTable]:
+    try:
+        with path.open("rb") as file:
+            raw = json.loads(file.read(_MAX_FILE_BYTES))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the tables: {error.strerror}", hint="--tables wants a number or a JSON file", path=path
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"this is no JSON: {error}", hint=f"write it as {EXAMPLE}", path=path) from None
+    if not isinstance(raw, list) or not raw or not all(isinstance(entry, dict) for entry in raw):
+        raise ConfigError("a list of tables is expected", hint=f"write it as {EXAMPLE}", path=path)
+    found = []
+    for position, entry in enumerate(raw):
+        found += _planned({"dtype": dtype, "optimizer": optimizer} | entry, f"t{position}", f"{path}, table {position}")
+        if len(found) > _MAX_TABLES:
+            raise ConfigError(f"more than {_MAX_TABLES:,} tables", hint="group like ones: a larger dim", path=path)
+    return found
+
+
+def _planned(entry: dict[str, Any], name: str, where: str) -> list[PlannedTable]:
+    """One entry, ``count`` times."""
+    for key, value in entry.items():
+        kinds = _FIELDS.get(key)
+        if kinds is None or not isinstance(value, kinds) or isinstance(value, bool):
+            raise ConfigError(f"{key}={value!r} is not known of a table", hint=f"write it as {EXAMPLE}", where=where)
+    for key in ("rows", "dim"):
+        if key not in entry or not 1 <= entry[key] <= 2**62 or entry[key] != int(entry[key]):
+            raise ConfigError(f"a table needs {key}, a positive whole number", hint=f"as in {EXAMPLE}", where=where)
+    count = entry.get("count", 1)
+    if not 1 <= count <= _MAX_TABLES:
+        raise ConfigError(f"count must be from 1 to {_MAX_TABLES:,}, it is {count}", where=where)
+    if entry["dtype"] not in DTYPE_BYTES:
+        raise ConfigError(
+            f"dtype {entry['dtype']!r} is not known", hint=f"use one of {', '.join(DTYPE_BYTES)}", where=where
+        )
+    optimizer = str(entry["optimizer"])
+    spec = TableSpec(
+        str(entry.get("name", name)),
+        int(entry["rows"]),
+        int(entry["dim"]),
+        str(entry["dtype"]),
+        optimizer,
+        optimizer_states(optimizer),
+    )
+    try:
+        RowLayout.of(spec, spec.dim)
+    except ValueError as error:
+        raise ConfigError(str(error), hint="split its columns", where=where) from None
+    if entry.get("zipf", 0.0) < 0:
+        raise ConfigError("zipf must not be negative", where=where)
+    return [PlannedTable(spec, entry.get("ids"), entry.get("zipf"))] * count
+
+
+def parse_assumptions(pairs: Sequence[str]) -> UnitCosts:
+    """The unit costs, with ``NAME=VALUE`` put over them; bytes may be written as sizes: ``2GB``.
+
+    Raises:
+        ConfigError: no such name, or no positive number.
+    """
+    names = [field.name for field in dataclasses.fields(UnitCosts)]
+    changed = {}
+    for pair in pairs:
+        name, _, text = pair.partition("=")
+        if name not in names:
+            raise ConfigError(f"there is no assumption {name!r}", hint=f"use one of {', '.join(names)}")
+        changed[name] = _value(name, text)
+    costs = UnitCosts(**changed)
+    if costs.use > 1:
+        raise ConfigError("use is a part of 1", hint="--assume use=0.6")
+    if costs.imbalance < 1:
+        raise ConfigError("imbalance is at least 1: the busiest rank over the mean", hint="--assume imbalance=1.2")
+    return costs
+
+
+def _value(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        try:
+            value = float(parse_size(text)) if "bytes" in name else -1.0
+        except StreamCkptError:
+            value = -1.0
+    may_be_zero = "bytes_per_s" not in name and name.endswith(("_s", "_per_row", "_per_byte", "_per_id"))
+    if value < 0 or value == float("inf") or (value == 0 and not may_be_zero):
+        form = "2GB or 2e9" if "bytes" in name and "per_byte" not in name else "a number, such as 2e-9"
+        raise ConfigError(f"--assume {name}={text!r} is no value for it", hint=f"write {form}")
+    return value
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _positive(name: str, value: float) -> float:
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{name} must be positive, it is {value}")
+    return value

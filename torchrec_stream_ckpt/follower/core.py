@@ -1,0 +1,404 @@
+"""Follow a job's stream: from its newest marker on, only what changed. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from torchrec_stream_ckpt.errors import (
+    ConfigError,
+    CorruptionError,
+    LogUnavailableError,
+    MarkerNotFoundError,
+    StoreUnavailableError,
+    StreamCkptError,
+    TrimmedError,
+)
+from torchrec_stream_ckpt.follower.source import Source
+from torchrec_stream_ckpt.follower.tail import Tail
+from torchrec_stream_ckpt.follower.updates import Changed, Update, UpdateKind
+from torchrec_stream_ckpt.format.control import Commit, Schema
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.options import Options
+from torchrec_stream_ckpt.restore.choose import load_catalog
+from torchrec_stream_ckpt.restore.plan import check_schema
+from torchrec_stream_ckpt.types import MarkerId, TableSpec
+
+log = logging.getLogger(__name__)
+
+FollowMode = Literal["markers", "rows"]
+RATE_S = 10.0
+"""Seconds over which rates are taken."""
+
+
+@dataclass(slots=True)
+class FollowStats:
+    """Where a replica stands. Written by the thread that follows, read by any."""
+
+    marker: MarkerId | None = None
+    """The newest marker that is wholly applied."""
+    step: int = 0
+    committed_s: float = 0.0
+    """When it was committed, by the trainer's wall clock."""
+    newest: MarkerId | None = None
+    """The newest one that is committed, as of the last look."""
+    rows: int = 0
+    """Row records handed out."""
+    markers: int = 0
+    """Updates of kind LOAD and MARKER."""
+    reloads: int = 0
+    """LOADs behind the first one."""
+    rollbacks: int = 0
+    outages: int = 0
+    """Times that log or store did not answer."""
+    heard_s: float = field(default_factory=time.time)
+    """When the log last answered."""
+    _recent: deque[tuple[float, int]] = field(default_factory=deque)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the applied marker was committed: what a reader sees is no older. Infinite without one."""
+        return max(0.0, time.time() - self.committed_s) if self.marker is not None else float("inf")
+
+    @property
+    def rows_per_s(self) -> float:
+        """Row records a second over the last :data:`RATE_S` seconds."""
+        now = time.monotonic()
+        return sum(rows for when, rows in list(self._recent) if now - when <= RATE_S) / RATE_S
+
+    def count(self, rows: int) -> None:
+        """Some rows were handed out."""
+        self.rows += rows
+        now = time.monotonic()
+        self._recent.append((now, rows))
+        while now - self._recent[0][0] > RATE_S:
+            self._recent.popleft()
+
+
+class Follower:
+    """Follows one job's stream; see :func:`follow`. For one thread, but for :meth:`stop` and ``stats``."""
+
+    def __init__(self, source: Source, mode: FollowMode, poll_s: float, outage_s: float) -> None:
+        self._source = source
+        self._mode = mode
+        self._poll_s = poll_s
+        self._outage_s = outage_s
+        self._stop = threading.Event()
+        self._at: Commit | None = None
+        self._schema: Schema | None = None
+        self._incarnation: str | None = None
+        self._tail: Tail | None = None
+        self._trouble: float | None = None
+        """Since when nobody answers, on the monotonic clock."""
+        self._said: MarkerId | None = None
+        self.stats = FollowStats()
+
+    def __enter__(self) -> Follower:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def mode(self) -> FollowMode:
+        return self._mode
+
+    @property
+    def marker(self) -> MarkerId | None:
+        """The newest marker whose updates have all been handed out."""
+        return self._at.id if self._at is not None else None
+
+    def wants(self, table: TableSpec) -> bool:
+        """Whether a table is one of those that were asked for."""
+        return self._source.wants(table)
+
+    def stop(self) -> None:
+        """End :meth:`updates` soon; safe on any thread and in a signal handler."""
+        self._stop.set()
+
+    def close(self) -> None:
+        """Let go of log and store."""
+        self._stop.set()
+        self._source.close()
+
+    def updates(self, timeout_s: float | None = None, *, once: bool = False) -> Iterator[Update]:
+        """What changes, one update after the other. An update counts as applied once the next one is asked for; one
+        at which the loop was left, or that could not be read, comes again, as a whole.
+
+        Args:
+            timeout_s: End when nothing has come for so long; 0: when all that is there now has come. None: never.
+            once: Once something has come, end when all that is there then has come.
+
+        Raises:
+            SchemaMismatchError: a new generation has other tables.
+            CorruptionError: what is needed is damaged or missing, in the log and in the store; or the log was deleted
+                and made again, or is another job's now.
+            LogUnavailableError, StoreUnavailableError: nobody has answered for ``outage_s``; with a timeout of 0 at
+                once.
+            MarkerNotFoundError: (a timeout of 0) nothing is committed yet.
+        """
+        idle, came = time.monotonic(), False
+        while not self._stop.is_set():
+            found = False
+            try:
+                for update in self._round():
+                    found = True
+                    yield update
+                    self._took(update)
+                self._answered()
+            except (LogUnavailableError, StoreUnavailableError) as error:
+                self._outlast(error, at_once=timeout_s == 0)
+            if found:
+                idle, came = time.monotonic(), True
+                continue
+            if once and came:
+                return
+            if timeout_s is not None and time.monotonic() - idle >= timeout_s:
+                if self._at is None and timeout_s == 0:
+                    raise MarkerNotFoundError("no marker is committed yet", hint="let the job run on")
+                return
+            self._stop.wait(self._poll_s)
+
+    # One look at the log.
+
+    def _round(self) -> Iterator[Update]:
+        lineage = self._look()
+        newest = self._newest(lineage)
+        if self._tail is not None and self._at is not None and self._tail.is_over(lineage):
+            yield from self._end_generation(lineage, self._at)
+        if newest is not None:
+            self.stats.newest = newest.id
+            if self._at is None or newest.id != self._at.id:
+                yield from self._move(lineage, newest)
+        if self._mode == "rows" and self._at is not None:
+            yield from self._follow_rows(lineage, self._at)
+
+    def _look(self) -> Lineage:
+        now = self._source.log.incarnation()
+        if now is None and self._incarnation is None:
+            return Lineage()
+        if self._incarnation is not None and (now is None or now.id != self._incarnation):
+            raise CorruptionError(
+                "the log was deleted, or made again, while it was followed",
+                hint="bring it back, or follow the new one with a new replica",
+            )
+        lineage = self._source.control.refresh()
+        if now is not None and lineage.claims:
+            self._incarnation = now.id
+        return lineage
+
+    def _newest(self, lineage: Lineage) -> Commit | None:
+        """The newest marker that can be followed: where none is applied yet, not one that was given up."""
+        newest = lineage.newest
+        if self._at is not None or newest is None:
+            return newest
+        catalog = load_catalog(self._source.objects(newest), lineage)
+        if catalog is None:
+            return newest
+        return next((each for each in reversed(lineage.commits.values()) if not catalog.is_dropped(each)), None)
+
+    def _move(self, lineage: Lineage, target: Commit) -> Iterator[Update]:
+        """From where the replica stands to a marker."""
+        schema = lineage.claims[target.generation].schema
+        if self._schema is None:
+            self._check_wanted(schema)
+        else:
+            check_schema(self._schema, schema)
+        why = "the first marker"
+        if self._at is not None:
+            if self._at.id in {commit.id for commit in lineage.chain(target.id)}:
+                if (yield from self._reach(lineage, self._at, target, schema)):
+                    return
+                why = yield from self._go_on(lineage, self._at.id, target, schema)
+                if not why:
+                    return
+            else:
+                why = f"marker {self._at.id} is on an abandoned branch: the trainer went on from an older one"
+            log.warning("all rows are loaded again: %s", why)
+        with self._source.whole(lineage, target) as changes:
+            yield self._update(UpdateKind.LOAD, target, schema, changes, why)
+
+    def _check_wanted(self, schema: Schema) -> None:
+        if not any(self._source.wants(table) for table in schema.tables):
+            raise ConfigError(
+                "no table has such a name", hint=f"the job has {', '.join(table.name for table in schema.tables)}"
+            )
+
+    def _go_on(self, lineage: Lineage, start: MarkerId, target: Commit, schema: Schema) -> Generator[Update, None, str]:
+        """What was sent between two markers: from the log, else from a store. Returns why not, empty when it did."""
+        why = ""
+        for stored in (False, True):
+            with contextlib.ExitStack() as stack:
+                try:
+                    changes = stack.enter_context(self._source.since(lineage, start, target, stored=stored))
+                except (TrimmedError, CorruptionError) as error:
+                    why = error.headline
+                    continue
+                yield self._update(UpdateKind.MARKER, target, schema, changes)
+                return ""
+        return why
+
+    # Rows that no marker has.
+
+    def _follow_rows(self, lineage: Lineage, at: Commit) -> Iterator[Update]:
+        if at.generation != lineage.newest_generation:
+            return  # its trainer is gone; the next one's rows come with its first marker
+        if self._tail is None or not self._tail.stands_on(at):
+            self._tail = Tail(self._source.log, lineage.claims[at.generation], at)
+        update = self._read_on(lineage, at)
+        if update is not None:
+            yield update
+
+    def _read_on(self, lineage: Lineage, at: Commit) -> Update | None:
+        """What the tail has to give now."""
+        assert self._tail is not None
+        rows = self._tail.read()
+        schema = lineage.claims[at.generation].schema
+
+        def changes() -> Iterator[Changed]:
+            for table, col0, view in rows:
+                if self._source.wants(schema.tables[table]):
+                    yield self._source.changed(schema.tables[table], col0, view)
+
+        return self._update(UpdateKind.ROWS, at, schema, changes) if self._tail.has_read else None
+
+    def _reach(self, lineage: Lineage, at: Commit, target: Commit, schema: Schema) -> Generator[Update, None, bool]:
+        """(``rows`` mode) Hand out the rest of a marker's rows as they came; else take back what no marker has."""
+        if self._tail is None:
+            return False
+        if target.generation == at.generation:
+            while not self._tail.reaches(target) and (update := self._read_on(lineage, at)) is not None:
+                yield update
+            if self._tail.reaches(target):
+                yield self._update(UpdateKind.MARKER, target, schema, lambda: iter(()))
+                return True
+        yield from self._take_back(lineage, at)
+        return False
+
+    def _end_generation(self, lineage: Lineage, at: Commit) -> Iterator[Update]:
+        """A newer generation was claimed: what no marker of the old one has will be in none."""
+        mine = [commit for commit in lineage.commits.values() if commit.generation == at.generation]
+        if mine[-1].id != at.id:
+            yield from self._move(lineage, mine[-1])
+        if self._tail is not None and self._at is not None:
+            yield from self._take_back(lineage, self._at)
+
+    def _take_back(self, lineage: Lineage, at: Commit) -> Iterator[Update]:
+        """Rows that no marker has become again what the newest marker says of them."""
+        assert self._tail is not None
+        schema = lineage.claims[at.generation].schema
+        ids = {
+            table: rows for table, rows in self._tail.provisional().items() if self._source.wants(schema.tables[table])
+        }
+        if ids:
+            why = f"rows behind marker {at.id} are taken back: its trainer has ended"
+            log.warning("%s", why)
+            with self._source.some(lineage, at, ids) as changes:
+                yield self._update(UpdateKind.ROLLBACK, at, schema, changes, why)
+        self._tail = None
+
+    # Book-keeping.
+
+    def _update(
+        self,
+        kind: UpdateKind,
+        commit: Commit,
+        schema: Schema,
+        changes: Callable[[], Iterator[Changed]],
+        why: str = "",
+    ) -> Update:
+        def counted() -> Iterator[Changed]:
+            for each in changes():
+                self.stats.count(len(each.ids))
+                yield each
+
+        def dense() -> Path:
+            return self._source.dense(commit)
+
+        return Update(kind, commit, schema, why, counted, dense)
+
+    def _took(self, update: Update) -> None:
+        """The caller has applied it."""
+        stats = self.stats
+        if update.kind is UpdateKind.ROWS:
+            assert self._tail is not None
+            self._tail.taken()
+            return
+        if update.kind is UpdateKind.ROLLBACK:
+            stats.rollbacks += 1
+            return
+        if update.kind is UpdateKind.LOAD:
+            stats.reloads += self._at is not None
+            self._tail = None
+        elif self._tail is not None:
+            if self._tail.reaches(update.commit):
+                self._tail.committed(update.commit)
+            else:
+                self._tail = None
+        stats.markers += 1
+        self._at, self._schema = update.commit, update.schema
+        stats.marker, stats.step, stats.committed_s = update.marker, update.step, update.commit.time_s
+
+    def _answered(self) -> None:
+        if self._trouble is not None:
+            log.warning("the log and the store answer again")
+        self._trouble = None
+        self.stats.heard_s = time.time()
+
+    def _outlast(self, error: StreamCkptError, *, at_once: bool) -> None:
+        now = time.monotonic()
+        if self._trouble is None:
+            self._trouble = now
+            self.stats.outages += 1
+            log.warning("waiting up to %.0f s: %s", self._outage_s, error.headline)
+        if at_once or now - self._trouble >= self._outage_s:
+            raise error
+
+
+def follow(
+    uri: str,
+    *,
+    store: str | None = None,
+    mode: FollowMode = "markers",
+    tables: Sequence[str] = ("*",),
+    states: bool = False,
+    poll_s: float = 0.5,
+    outage_s: float = 300.0,
+    scratch: Path | str | None = None,
+    store_options: Options = None,
+    kafka_options: Options = None,
+    commit_key_file: Path | str | None = None,
+) -> Follower:
+    """Follow a job's stream; reads only, touches nothing until :meth:`Follower.updates` is used.
+
+    Args:
+        uri: ``file://DIR`` or ``kafka://HOST:PORT/JOB``. The log need not be there yet.
+        store: The job's store, as of ``StreamConfig``. None: where the job says that it keeps it.
+        mode: ``markers``: behind each update the tables are those of a committed marker, bit for bit. ``rows``: rows
+            as they come, also those that no marker has yet and that may never be in one (read uncommitted).
+        tables: Globs of the tables that are wanted, such as ``sparse.ebc.t_*``.
+        states: Hand out optimizer states, too.
+        poll_s: Seconds between two looks at the log.
+        outage_s: How long log or store may not answer before :meth:`Follower.updates` raises.
+        scratch: A folder for what only the log has, while it is handed out; default: that of the system.
+        store_options, kafka_options, commit_key_file: As of ``StreamConfig``.
+
+    Raises:
+        ConfigError: the URI, the store or an option is wrong.
+    """
+    if mode not in ("markers", "rows"):
+        raise ConfigError(f"mode must be 'markers' or 'rows', it is {mode!r}")
+    if not poll_s > 0 or not outage_s >= 0:
+        raise ConfigError("poll_s must be positive, and outage_s not negative")
+    source = Source(uri, store, store_options, kafka_options, commit_key_file, tables, scratch, states=states)
+    return Follower(source, mode, poll_s, outage_s)

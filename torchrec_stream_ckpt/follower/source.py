@@ -1,0 +1,209 @@
+"""Where a follower's rows come from: the log, a store behind it, and the dense state of markers."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.follower.updates import Changed
+from torchrec_stream_ckpt.format.control import Commit, Schema
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.rows import RowsView
+from torchrec_stream_ckpt.format.segment import decode_chunk
+from torchrec_stream_ckpt.interchange.sources import Sources, open_sources
+from torchrec_stream_ckpt.interchange.tables import TableReader, Window
+from torchrec_stream_ckpt.layout import FileUri, check_store_url, parse_uri
+from torchrec_stream_ckpt.log.api import Log, open_log
+from torchrec_stream_ckpt.options import Options
+from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.store.dense import DenseStore, open_dense
+from torchrec_stream_ckpt.store.reader import read_chunks
+from torchrec_stream_ckpt.types import MarkerId, TableSpec
+
+Ids = Mapping[int, npt.NDArray[np.int64]]
+"""Rows by table."""
+
+
+class Source:
+    """One job's log, its store and its dense state, as one replica reads them. For one thread.
+
+    Args:
+        uri: The job's log.
+        store: Its store; None: where the job kept the marker, else inside the file log.
+        store_options, kafka_options, commit_key_file: As of ``StreamConfig``.
+        tables: Globs of the tables that are wanted.
+        states: Whether optimizer states are wanted.
+        scratch: A folder with room for what only the log has; None: that of the system.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        store: str | None,
+        store_options: Options,
+        kafka_options: Options,
+        commit_key_file: Path | str | None,
+        tables: Sequence[str],
+        scratch: Path | str | None,
+        *,
+        states: bool,
+    ) -> None:
+        self._uri = parse_uri(uri)
+        self._store = str(check_store_url(store)) if store is not None else None
+        self._store_options = store_options
+        self._globs = tuple(tables)
+        self._states = states
+        self._scratch = Path(scratch) if scratch is not None else Path(tempfile.gettempdir())
+        self.log: Log = open_log(uri, kafka_options)
+        self.control = Control(self.log, commit_key_file)
+        self._objects: dict[str, Objects] = {}
+        self._dense: dict[str, DenseStore] = {}
+
+    def close(self) -> None:
+        for objects in self._objects.values():
+            objects.close()
+        for dense in self._dense.values():
+            dense.close()
+        self.log.close()
+
+    # Which tables, and where they lie.
+
+    def wants(self, table: TableSpec) -> bool:
+        return any(fnmatch.fnmatchcase(table.name, glob) for glob in self._globs)
+
+    def _wanted(self, schema: Schema) -> list[int]:
+        return [index for index, table in enumerate(schema.tables) if self.wants(table)]
+
+    def objects(self, commit: Commit) -> Objects | None:
+        """The store that may hold a marker's rows; None if nobody has said where there is one."""
+        url = self._url(commit)
+        if url is None:
+            return None
+        if url not in self._objects:
+            self._objects[url] = open_store(url, self._options_of(url))
+        return self._objects[url]
+
+    def _url(self, commit: Commit) -> str | None:
+        inside = str(self._uri) if isinstance(self._uri, FileUri) else None
+        return self._store or commit.store or inside
+
+    def _options_of(self, url: str) -> Options:
+        return None if check_store_url(url).folder is not None else self._store_options
+
+    def dense(self, commit: Commit) -> Path:
+        """A folder with the marker's dense files, their digests compared.
+
+        They are pickles: a place that nobody but the log has named is not opened.
+
+        Raises:
+            ConfigError: neither the caller nor the commit key vouches for the place.
+            CorruptionError: a file is missing or altered.
+            StoreUnavailableError: the store does not answer.
+        """
+        if self._store is None and commit.store and not self.control.signs:
+            raise ConfigError(
+                f"the log says that dense state, which is a pickle, lies in {commit.store}, and nobody vouches for it",
+                hint="name the place yourself, as the store, or give the commit key",
+                marker=commit.id,
+            )
+        url = self._url(commit)
+        if url is None:
+            raise ConfigError("nobody says where the dense state lies", hint="name the store", marker=commit.id)
+        if url not in self._dense:
+            self._dense[url] = open_dense(url, self._options_of(url))
+        dense = self._dense[url]
+        dense.release()
+        dense.verify(commit)
+        return dense.local(commit)
+
+    # Rows.
+
+    @contextlib.contextmanager
+    def whole(self, lineage: Lineage, commit: Commit) -> Iterator[Callable[[], Iterator[Changed]]]:
+        """Every row of a marker, from the store and the log behind it; raises as :func:`open_sources`."""
+        with self._open(lineage, commit, self.objects(commit)) as sources:
+            yield lambda: self._windows(sources)
+
+    @contextlib.contextmanager
+    def since(
+        self, lineage: Lineage, start: MarkerId, commit: Commit, *, stored: bool
+    ) -> Iterator[Callable[[], Iterator[Changed]]]:
+        """What was sent behind a marker on the path to another one. The log is read, and checked, before it yields.
+
+        Args:
+            lineage: The control partition.
+            start: Where the replica stands.
+            commit: Where it shall stand.
+            stored: Let a store serve what it has, too.
+        """
+        objects = self.objects(commit) if stored else None
+        with self._open(lineage, commit, objects, start) as sources:
+            yield lambda: self._chunks(sources)
+
+    @contextlib.contextmanager
+    def some(self, lineage: Lineage, commit: Commit, ids: Ids) -> Iterator[Callable[[], Iterator[Changed]]]:
+        """Some rows as a marker has them: for when newer ones are taken back."""
+        with self._open(lineage, commit, self.objects(commit)) as sources:
+            yield lambda: self._picked(sources, ids)
+
+    def _open(
+        self, lineage: Lineage, commit: Commit, objects: Objects | None, since: MarkerId | None = None
+    ) -> contextlib.AbstractContextManager[Sources]:
+        return open_sources(self.log, lineage, commit.id, objects, self._scratch, since=since)
+
+    def _windows(self, sources: Sources) -> Iterator[Changed]:
+        for index in self._wanted(sources.schema):
+            reader = TableReader(sources, index)
+            for row0, rows in reader.windows():
+                window = reader.read(row0, rows)
+                yield from self._parts(reader, window, np.arange(row0, row0 + rows), slice(None))
+
+    def _picked(self, sources: Sources, ids: Ids) -> Iterator[Changed]:
+        for index, wanted in ids.items():
+            reader = TableReader(sources, index)
+            for row0, rows in reader.windows():
+                here = wanted[(wanted >= row0) & (wanted < row0 + rows)]
+                if len(here):
+                    yield from self._parts(reader, reader.read(row0, rows), here, here - row0)
+
+    def _parts(
+        self, reader: TableReader, window: Window, ids: npt.NDArray[np.int64], places: npt.NDArray[np.int64] | slice
+    ) -> Iterator[Changed]:
+        """Rows of a window; with states of one value a row, by the column slices that these belong to."""
+        if not (self._states and reader.slices):
+            states = tuple(state[places] for state in window.states) if self._states else ()
+            yield Changed(reader.spec, 0, ids, window.weights[places], states)
+            return
+        for position, (col0, cols) in enumerate(reader.slices):
+            columns = slice(col0, col0 + cols)
+            states = tuple(
+                state[position, places] if spec.per_row else state[places, columns]
+                for spec, state in zip(reader.spec.states, window.states, strict=True)
+            )
+            yield Changed(reader.spec, col0, ids, window.weights[places, columns], states)
+
+    def _chunks(self, sources: Sources) -> Iterator[Changed]:
+        """What was sent, oldest first. What older generations sent of a table that was sent whole later is left out."""
+        wanted = np.array(self._wanted(sources.schema), np.int64)
+        for objects, group in groupby(sources.newest_first[::-1], key=lambda source: source.objects):
+            for source in group:
+                directory = source.picked.front.directory["table"][source.picked.chunks]
+                picked = replace(source.picked, chunks=source.picked.chunks[np.isin(directory, wanted)])
+                for each, entry, data in read_chunks(objects, [picked], sources.pool):
+                    if source.generation >= sources.bases.get(entry.table, 0):
+                        view = decode_chunk(entry, data, sources.schema, each.ref.name)
+                        yield self.changed(sources.schema.tables[entry.table], entry.col0, view)
+
+    def changed(self, table: TableSpec, col0: int, view: RowsView) -> Changed:
+        """Decoded rows as they are handed out."""
+        return Changed(table, col0, view.ids, view.weights, view.states if self._states else ())

@@ -1,0 +1,301 @@
+"""Tables of a replica as plain torch tensors, and a gate that lets nobody see half of an update."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchrec_stream_ckpt.errors import ConfigError, ReplicaNotReadyError, SchemaMismatchError
+from torchrec_stream_ckpt.follower.core import Follower
+from torchrec_stream_ckpt.follower.updates import Changed, Update
+from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.interchange.dense_state import DenseTensors, read_dense
+from torchrec_stream_ckpt.interchange.names import TorchRecName
+from torchrec_stream_ckpt.restore.target import Plane
+from torchrec_stream_ckpt.types import MarkerId, TableSpec
+
+_JOIN_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What readers see, for as long as they read."""
+
+    marker: MarkerId
+    """The newest marker that is wholly there."""
+    step: int
+    committed_s: float
+    """When it was committed, by the trainer's wall clock."""
+    provisional: bool
+    """(``rows`` mode) Whether there are rows that no marker has."""
+    tables: Mapping[str, torch.Tensor]
+    """Weights by ``TableSpec.name``, shape (rows that are held, dim). Only to be read."""
+
+    @property
+    def age_s(self) -> float:
+        return max(0.0, time.time() - self.committed_s)
+
+
+class Gate:
+    """Many readers or one writer; a writer that waits goes before new readers."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._readers = 0
+        self._writers = 0
+        self._writing = False
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Not to be entered twice by one thread: a writer may wait in between."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._writers)
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._readers -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        with self._changed:
+            self._writers += 1
+            self._changed.wait_for(lambda: not self._readers and not self._writing)
+            self._writing = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._writing = False
+                self._writers -= 1
+                self._changed.notify_all()
+
+
+class FollowedTables:
+    """The tables of a replica: weights alone, as the job's logical tables or as a block of their rows.
+
+    Call :meth:`advance` where it suits, or :meth:`start` a thread; and read within :meth:`reading`.
+
+    Args:
+        follower: Whose updates are applied; closed by :meth:`close`.
+        into: Tensors to write, by table name (``TableSpec.name``, such as ``sparse.ebc.t_user``), for instance
+            :func:`weights_of` a module; None: new ones on ``device``.
+        shard: (number, count): hold block ``number`` of ``count`` of the rows of each table.
+        device: Of new tensors. A GPU was never tried.
+    """
+
+    def __init__(
+        self,
+        follower: Follower,
+        into: Mapping[str, torch.Tensor] | None = None,
+        *,
+        shard: tuple[int, int] = (0, 1),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        number, count = shard
+        if not 0 <= number < count:
+            raise ConfigError(f"shard {number} of {count} does not exist", hint="count shards from 0")
+        self._follower = follower
+        self._into = dict(into) if into is not None else None
+        self._shard = shard
+        self._device = torch.device(device)
+        self._gate = Gate()
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._planes: dict[str, Plane] = {}
+        self._newest: Update | None = None
+        self._half = False
+        """An update was not applied to its end."""
+        self._thread: threading.Thread | None = None
+        self.failure: BaseException | None = None
+        """What has ended the thread of :meth:`start`. What was applied before can still be read."""
+
+    @property
+    def follower(self) -> Follower:
+        return self._follower
+
+    def rows_of(self, table: TableSpec) -> tuple[int, int]:
+        """(first row, rows) of a table that are held."""
+        number, count = self._shard
+        first, last = (table.rows * each // count for each in (number, number + 1))
+        return first, last - first
+
+    def advance(self, timeout_s: float = 0.0) -> list[Update]:
+        """Apply what there is, waiting for the first of it at most ``timeout_s``. Raises as :meth:`Follower.updates`.
+
+        Readers are held off while one update is applied, never between two.
+
+        Returns:
+            What was applied, in order; their rows cannot be read any more.
+        """
+        applied = []
+        for update in self._follower.updates(timeout_s, once=True):
+            self._apply(update)
+            applied.append(update)
+        return applied
+
+    def start(self) -> None:
+        """Apply updates on a thread of its own, until :meth:`close`; see :attr:`failure`."""
+        if self._thread is not None:
+            raise ConfigError("these tables follow already")
+        self._thread = threading.Thread(target=self._run, name="stream-ckpt-follow", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            for update in self._follower.updates():
+                self._apply(update)
+        except BaseException as error:
+            self.failure = error
+
+    def close(self) -> None:
+        """End the thread, and the follower. What was applied can still be read."""
+        self._follower.stop()
+        if self._thread is not None:
+            self._thread.join(_JOIN_S)
+        self._follower.close()
+
+    def __enter__(self) -> FollowedTables:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Served]:
+        """The tables, which stay as they are inside. Keep it short: an update waits for it.
+
+        Raises:
+            ReplicaNotReadyError: nothing was loaded yet, or the last update broke off half way.
+        """
+        with self._gate.reading():
+            update = self._newest
+            if update is None or self._half:
+                raise ReplicaNotReadyError(
+                    "an update of this replica broke off half way" if self._half else "no marker was loaded yet",
+                    hint="advance() again: it makes the tables whole"
+                    if self._half
+                    else "advance() first, and let the trainer commit a marker",
+                )
+            commit = update.commit
+            yield Served(commit.id, commit.step, commit.time_s, update.is_provisional, self._tensors)
+
+    def dense(self) -> DenseTensors:
+        """The dense state of the marker that is applied, and opens its files only now. On the thread of ``advance``.
+
+        Raises:
+            ReplicaNotReadyError: no marker was loaded yet.
+            ConfigError, CorruptionError, StoreUnavailableError: as :meth:`Update.dense`.
+        """
+        if self._newest is None:
+            raise ReplicaNotReadyError("no marker was loaded yet", hint="advance() first")
+        return read_dense(self._newest.dense())
+
+    # Writing.
+
+    def _apply(self, update: Update) -> None:
+        if not self._planes:
+            self._allocate(update.schema)
+        with self._gate.writing(), torch.no_grad():
+            self._half = True
+            for changed in update.changes():
+                self._put(changed)
+            self._newest = update
+            self._half = False
+
+    def _put(self, changed: Changed) -> None:
+        plane = self._planes.get(changed.table.name)
+        if plane is None:
+            return
+        first, rows = self.rows_of(changed.table)
+        local = changed.ids - first
+        weights = changed.weights
+        if rows < changed.table.rows:
+            mine = np.flatnonzero((local >= 0) & (local < rows))
+            local, weights = local[mine], weights[mine]
+        if len(local):
+            plane.put(local, np.ascontiguousarray(weights), changed.col0)
+
+    def _allocate(self, schema: Schema) -> None:
+        named = {table.name: table for table in schema.tables if self._follower.wants(table)}
+        if self._into is None:
+            for name, table in named.items():
+                shape = (self.rows_of(table)[1], table.dim)
+                self._tensors[name] = torch.empty(shape, dtype=_dtype(table), device=self._device)
+        else:
+            self._check_given(self._into, named)
+            self._tensors = self._into
+        self._planes = {name: Plane(tensor) for name, tensor in self._tensors.items()}
+
+    def _check_given(self, given: Mapping[str, torch.Tensor], named: Mapping[str, TableSpec]) -> None:
+        unknown = sorted(given.keys() ^ named.keys())
+        if unknown:
+            side = "the tensors that were given have" if unknown[0] in given else "the job has"
+            raise SchemaMismatchError(
+                f"only {side} this table",
+                hint="name tables by module path and table, or choose them: tables=[...]",
+                table=unknown[0],
+            )
+        for name, tensor in given.items():
+            wanted = (self.rows_of(named[name])[1], named[name].dim)
+            if tuple(tensor.shape) != wanted or tensor.dtype != _dtype(named[name]):
+                raise SchemaMismatchError(
+                    f"the tensor is {tensor.dtype} {tuple(tensor.shape)}, the job's rows are {_dtype(named[name])} "
+                    f"{wanted}",
+                    hint="build the replica's model with the tables of the trainer's",
+                    table=name,
+                )
+
+
+def _dtype(table: TableSpec) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, table.dtype)
+    return dtype
+
+
+def weights_of(module: torch.nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
+    """The weights of all embedding collections in an unsharded module, by the names that tables have in a log.
+
+    Args:
+        module: Built as the trainer's model was, before sharding.
+        prefix: Path of ``module`` in that model, where it is a part of it.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for key, parameter in module.named_parameters(prefix=prefix):
+        name = TorchRecName.parse(key)
+        if name is not None:
+            found[name.spec_name] = parameter.detach()
+    return found
+
+
+def load_dense(module: torch.nn.Module, dense: DenseTensors) -> None:
+    """Put a marker's dense parameters and buffers into an unsharded module, whose tables are followed.
+
+    Raises:
+        SchemaMismatchError: the marker lacks an entry of the module, or has another shape for it.
+    """
+    state: dict[str, Any] = module.state_dict()
+    with torch.no_grad():
+        for key, target in state.items():
+            if key in dense.model:
+                value = dense.model[key]
+                if value.shape != target.shape:
+                    raise SchemaMismatchError(
+                        f"the shape is {tuple(value.shape)} in the marker and {tuple(target.shape)} in this model",
+                        entry=key,
+                    )
+                target.copy_(value)
+            elif TorchRecName.parse(key) is None:
+                raise SchemaMismatchError(
+                    "the marker has no dense state of this name", hint="build the trainer's model", entry=key
+                )

@@ -1,0 +1,169 @@
+"""Rows of one generation behind a committed marker, as the log takes them: nobody has vouched for them yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.control import Claim, Commit
+from torchrec_stream_ckpt.format.frame import Header, Kind, parse_header, payload_of
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
+from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.types import LogSpan
+
+BATCH_BYTES = 64 * 2**20
+"""Frames that one :meth:`Tail.read` hands out at most."""
+
+Rows = tuple[int, int, RowsView]
+"""Table, first column, rows."""
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One rank's stream, as far as it was read."""
+
+    partition: int
+    offset: int
+    """Where reading goes on: at a frame that was read, or at the first one that was not."""
+    seq: int
+    """The next one."""
+    chain: int
+    marks: dict[int, int] = field(default_factory=dict)
+    """seq -> header_crc of each MARK that was read."""
+    sent: list[tuple[int, int, npt.NDArray[np.int64]]] = field(default_factory=list)
+    """(seq, table, ids) of rows that no marker has."""
+
+
+class Tail:
+    """Reads on behind a marker. A frame counts once it is there whole; what is torn is looked at again.
+
+    Args:
+        log: The job's log.
+        claim: Of the generation.
+        at: A committed marker of it.
+    """
+
+    def __init__(self, log: Log, claim: Claim, at: Commit) -> None:
+        self._log = log
+        self._claim = claim
+        self._at = at
+        self._streams = {end.rank: _Stream(end.partition, end.end, end.frames, end.chain) for end in at.ranks}
+        self._pending: list[tuple[int, Header, RowsView | None]] = []
+        self._offsets: dict[int, int] = {}
+
+    def stands_on(self, commit: Commit) -> bool:
+        return self._at.id == commit.id
+
+    def is_over(self, lineage: Lineage) -> bool:
+        """Whether a newer generation has been claimed: nothing more of this one will be committed."""
+        return lineage.newest_generation != self._claim.generation
+
+    def reaches(self, commit: Commit) -> bool:
+        """Whether all rows of a marker have been handed out by this tail, and are those that it commits."""
+        return commit.generation == self._claim.generation and all(
+            self._streams[end.rank].marks.get(end.frames - 1) == end.chain for end in commit.ranks
+        )
+
+    def committed(self, commit: Commit) -> None:
+        """A marker that this tail reaches exists: its rows are not provisional any more."""
+        self._at = commit
+        for end in commit.ranks:
+            stream = self._streams[end.rank]
+            stream.sent = [each for each in stream.sent if each[0] >= end.frames]
+            stream.marks = {seq: crc for seq, crc in stream.marks.items() if seq >= end.frames}
+
+    def provisional(self) -> dict[int, npt.NDArray[np.int64]]:
+        """Rows that were handed out and that no marker has, by table; each once."""
+        found: dict[int, list[npt.NDArray[np.int64]]] = {}
+        for stream in self._streams.values():
+            for _, table, ids in stream.sent:
+                found.setdefault(table, []).append(ids)
+        return {table: np.unique(np.concatenate(ids)) for table, ids in found.items()}
+
+    def read(self) -> list[Rows]:
+        """Rows that have come since those that were :meth:`taken`, in order; the same again until they are.
+
+        Raises:
+            CorruptionError: frames are out of order, or of another job or schema.
+            LogUnavailableError: the log does not answer.
+        """
+        self._pending, self._offsets = [], {}
+        partitions = {stream.partition for stream in self._streams.values()}
+        ends = self._log.ends(self._claim.generation, partitions)
+        for partition in sorted(partitions):
+            mine = {rank: stream for rank, stream in self._streams.items() if stream.partition == partition}
+            begin = min(stream.offset for stream in mine.values())
+            if ends[partition] > begin:
+                self._read_partition(LogSpan(self._claim.generation, partition, begin, ends[partition]), mine)
+        return [(header.table, header.col0, view) for _, header, view in self._pending if view is not None]
+
+    @property
+    def has_read(self) -> bool:
+        """Whether the last :meth:`read` has found frames, of rows or not."""
+        return bool(self._pending)
+
+    def taken(self) -> None:
+        """What :meth:`read` has given is applied."""
+        for rank, header, view in self._pending:
+            stream = self._streams[rank]
+            stream.seq, stream.chain = header.seq + 1, header.header_crc
+            if view is not None:
+                stream.sent.append((header.seq, header.table, view.ids.copy()))
+            elif header.kind is Kind.MARK:
+                stream.marks[header.seq] = header.header_crc
+        for stream in self._streams.values():
+            stream.offset = max(stream.offset, self._offsets.get(stream.partition, 0))
+        self._pending, self._offsets = [], {}
+
+    def _read_partition(self, span: LogSpan, streams: dict[int, _Stream]) -> None:
+        state = {rank: (stream.seq, stream.chain) for rank, stream in streams.items()}
+        taken = 0
+        try:
+            for offset, frame in self._log.read(span):
+                header = parse_header(frame)
+                self._offsets[span.partition] = offset
+                if (header.generation, header.rank in state) != (self._claim.generation, True):
+                    continue
+                seq, chain = state[header.rank]
+                if header.seq < seq:
+                    continue
+                self._check(header, seq, chain)
+                view = self._decode(header, frame)
+                state[header.rank] = (seq + 1, header.header_crc)
+                self._pending.append((header.rank, header, view))
+                taken += len(frame)
+                if taken >= BATCH_BYTES:
+                    break
+        except _OutOfOrderError:
+            raise
+        except CorruptionError:
+            # A frame that is being written looks like one that is damaged. A damaged one ends in no marker that a
+            # reader applies: reading that marker says where.
+            return
+
+    def _decode(self, header: Header, frame: memoryview) -> RowsView | None:
+        payload = payload_of(header, frame)
+        if header.kind is not Kind.ROWS:
+            return None
+        if header.table >= len(self._claim.schema.tables):
+            raise _OutOfOrderError(f"table {header.table} is not in the schema", **header.place())
+        # A copy: a frame is good until the next one only.
+        return decode_rows(header, memoryview(bytes(payload)), self._claim.schema.tables[header.table])
+
+    def _check(self, header: Header, seq: int, chain: int) -> None:
+        claim = self._claim
+        if header.job != claim.job or header.schema_crc != claim.schema.crc:
+            raise _OutOfOrderError("frame of another job or schema", **header.place())
+        if header.seq != seq or header.chain != chain:
+            raise _OutOfOrderError(
+                f"found seq {header.seq} behind {header.chain:08x}, expected seq {seq} behind {chain:08x}",
+                **header.place(),
+            )
+
+
+class _OutOfOrderError(CorruptionError):
+    """What no half-written frame looks like."""

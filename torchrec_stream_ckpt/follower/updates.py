@@ -1,0 +1,73 @@
+"""What a follower hands out: one update after the other, each with the rows that it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_stream_ckpt.format.control import Commit, Schema
+from torchrec_stream_ckpt.format.rows import Array
+from torchrec_stream_ckpt.types import MarkerId, TableSpec
+
+
+class UpdateKind(StrEnum):
+    """What an update makes of the tables."""
+
+    LOAD = "load"
+    """Every row of a marker: the first one, or again because what lies between is gone or on an abandoned branch."""
+    MARKER = "marker"
+    """What changed since the marker before: behind it the tables are those of the marker, bit for bit."""
+    ROWS = "rows"
+    """(``rows`` mode) Rows that no marker has yet. Some of them, or none, may never be in one."""
+    ROLLBACK = "rollback"
+    """(``rows`` mode) The trainer that sent such rows is gone: they are what the newest marker says again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """Rows of one table, or of a slice of its columns. Arrays are good until the next ones are asked for."""
+
+    table: TableSpec
+    col0: int
+    """First column of ``weights`` in the table."""
+    ids: npt.NDArray[np.int64]
+    """Rows of the logical table, shape (n,)."""
+    weights: Array
+    """Shape (n, cols). bfloat16 is there as its bits, uint16."""
+    states: tuple[Array, ...] = ()
+    """(``states=True``) In the order of ``table.states``: (n,) or (n, cols)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One step of a replica. Apply all of :meth:`changes` before readers see any of it."""
+
+    kind: UpdateKind
+    commit: Commit
+    """The newest marker that is wholly applied behind this update."""
+    schema: Schema
+    why: str
+    """LOAD, ROLLBACK: the reason, for people; else empty."""
+    changes: Callable[[], Iterator[Changed]]
+    """In order: of a row that comes more than once the last one counts. To be read while the update is the newest."""
+    dense: Callable[[], Path]
+    """A folder with the marker's dense state, a DCP checkpoint, digests compared. Raises as a restore would."""
+
+    @property
+    def marker(self) -> MarkerId:
+        return self.commit.id
+
+    @property
+    def step(self) -> int:
+        """Steps that the trainer had done at the marker."""
+        return self.commit.step
+
+    @property
+    def is_provisional(self) -> bool:
+        """Whether behind this update the tables hold rows that no marker has."""
+        return self.kind is UpdateKind.ROWS
