@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -23,7 +24,8 @@ from torchrec_stream_ckpt.commit.collective import Team, new_group
 from torchrec_stream_ckpt.commit.coordinator import Coordinator
 from torchrec_stream_ckpt.commit.dense import DenseState, Stateful
 from torchrec_stream_ckpt.commit.generation import Generation, check_same_log, claim_generation
-from torchrec_stream_ckpt.config import StreamConfig
+from torchrec_stream_ckpt.commit.pace import Pace
+from torchrec_stream_ckpt.config import StreamConfig, Takeover
 from torchrec_stream_ckpt.cuts import Cuts
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, FencedError, MarkerNotFoundError
 from torchrec_stream_ckpt.failpoints import failpoint
@@ -36,10 +38,11 @@ from torchrec_stream_ckpt.layout import parse_uri
 from torchrec_stream_ckpt.loader import TrackedLoader
 from torchrec_stream_ckpt.log.publisher import Publisher
 from torchrec_stream_ckpt.restore.apply import StoreSource, apply_rows
-from torchrec_stream_ckpt.restore.choose import Choice, choose
+from torchrec_stream_ckpt.restore.choose import Choice, choose, stay_at
 from torchrec_stream_ckpt.restore.lost import check_not_lost
-from torchrec_stream_ckpt.restore.plan import RestorePlan, check_schema, plan_restore
+from torchrec_stream_ckpt.restore.plan import Behind, RestorePlan, check_schema, plan_behind, plan_restore
 from torchrec_stream_ckpt.showing import Showing
+from torchrec_stream_ckpt.standby import Standby
 from torchrec_stream_ckpt.stats import Stats
 from torchrec_stream_ckpt.store.head import Head, HeadDamagedError, head_root
 from torchrec_stream_ckpt.telemetry import Telemetry
@@ -120,7 +123,13 @@ class StreamCheckpointer:
         self._ring = FrameRing(
             config.ring_bytes, config.marker_budget_bytes, lambda num_bytes: allocate(device, num_bytes)
         )
-        self._cadence = Cadence(config.marker_every, config.marker_every_s, step_group)
+        self._pace = Pace(config.drain_every, config.max_overhead)
+        self._cadence = Cadence(
+            config.marker_every if self._pace.account is None else None,
+            config.marker_every_s,
+            step_group,
+            self._pace.account.marker_affordable if self._pace.account is not None else None,
+        )
         self._stream: Generation | None = None
         self._coordinator: Coordinator | None = None
         self._cuts: Cuts | None = None
@@ -199,12 +208,79 @@ class StreamCheckpointer:
             failpoint("restore.planned")
             plan, choice, rows = self._restore_rows(plan, choice, wanted)
             failpoint("restore.rows")
-            self._team.together(lambda: self._dense.load(self._source.dense.local(choice.commit), plan.world))
         except BaseException as error:
             self._broken = error
             raise
         finally:
             self._close_head()
+        return self._go_on_from(plan, choice, rows)
+
+    def standby(self, takeover: Takeover | None = None) -> Restored | None:
+        """Stand by as a hot spare of the trainer of this job, then take over as :meth:`restore` does.
+
+        Instead of ``restore()``, on ranks of their own, any number of them and under any plan of the trainer's column
+        split. Loads the newest marker, keeps it up to date in the live tables, and when it is time fences the trainer
+        and goes on from its last marker. Returns only then. See docs/follow.md.
+
+        Args:
+            takeover: When; default: after 60 s without a sign of life.
+
+        Returns:
+            What was taken over; None when nothing was ever committed.
+
+        Raises:
+            FencedError: another trainer, or spare, was first.
+            ColumnResplitError: this plan splits columns of a row-wise optimizer otherwise; a spare merges nothing.
+        """
+        self._check_open()
+        if self._stream is not None:
+            raise ConfigError("standby() comes before the first step() and mark()")
+        if self._tiers is not None:
+            raise ConfigError("a spare follows one log", hint="give it the outer one alone; it goes on without a tee")
+        takeover = takeover or Takeover()
+        load, advance, uri = self._load_newest, self._apply_behind, self._tier.uri
+        spare = Standby(self._team, self._log, self._control, load, advance, takeover, uri)
+        try:
+            marker = spare.wait()
+        except BaseException as error:
+            self._broken = error if spare.touched else None
+            raise
+        if marker is None:
+            return self.restore()
+        try:
+            choice = self._team.on_rank0(lambda: self._taken_over(marker))
+        except CorruptionError as error:  # of its dense state: an older marker may be whole
+            log.warning("marker %s cannot be taken over: %s", marker, error.headline)
+            return self.restore()
+        plan = self._team.together(lambda: plan_behind(stay_at(choice), self._schema, self._shards))
+        return self._go_on_from(plan, choice, spare.rows)
+
+    def _load_newest(self) -> tuple[RestorePlan, Choice, int] | None:
+        """(all ranks) Write the newest marker into the live tables; None while nothing is committed."""
+        chosen = self._choose(None)
+        try:
+            return self._restore_rows(*chosen, None) if chosen is not None else None
+        finally:
+            self._close_head()
+            self._source.dense.release()
+
+    def _apply_behind(self, behind: Behind) -> int:
+        return apply_rows(self._log, plan_behind(behind, self._schema, self._shards), self._kernels)
+
+    def _taken_over(self, marker: MarkerId) -> Choice:
+        """(rank 0) The marker that the live tables hold, its dense state compared."""
+        lineage = self._control.refresh()
+        commit = lineage.find(marker)
+        self._tier.dense.verify(commit)
+        return Choice(lineage, commit, {}, (), None)
+
+    def _go_on_from(self, plan: RestorePlan, choice: Choice, rows: int) -> Restored:
+        """(all ranks) The rows of a marker are in the live tables: load the rest, and open a generation on it."""
+        try:
+            self._team.together(lambda: self._dense.load(self._source.dense.local(choice.commit), plan.world))
+        except BaseException as error:
+            self._broken = error
+            raise
         failpoint("restore.dense")
         self._source.dense.release()
         merged = {table for tables in self._team.gather(plan.merged) for table in tables}
@@ -288,6 +364,7 @@ class StreamCheckpointer:
         for loader in self._loaders:
             loader.trained(batches)
         self._step += 1
+        self._pace.step(self._capture.saving_s)
         ballot = self._cadence.decide()
         if not ballot.owner:
             raise self._fenced()
@@ -298,7 +375,8 @@ class StreamCheckpointer:
         if ballot.ready:
             self._cut(deadline_s=None)
         else:
-            self._cuts.go_on()
+            with self._pace.going_on() if self._cuts.open else nullcontext():
+                self._cuts.go_on()
         if not (ballot.ready or self._cuts.open):
             self._try_drain()
         self._vote()
@@ -327,8 +405,9 @@ class StreamCheckpointer:
         self._ensure_stream()
         assert self._coordinator is not None
         assert self._cuts is not None
-        self._cuts.complete(time.monotonic() + self._config.commit_timeout_s)
-        self._coordinator.settle()
+        with self._pace.waiting():
+            self._cuts.complete(time.monotonic() + self._config.commit_timeout_s)
+            self._coordinator.settle()
         if self._coordinator.fenced is not None:
             raise self._coordinator.fenced
         return self._cut(deadline_s=time.monotonic() + self._config.commit_timeout_s)
@@ -423,9 +502,20 @@ class StreamCheckpointer:
             # First, and at every step: where steps touch more than the ring takes, the sweep must go on all the same.
             self._capture.sweep(drain, self._config.sweep_bytes)
             failpoint("sweep.sent")
-        if self._step % self._config.drain_every == 0:
-            self._capture.drain(drain)
+        if self._pace.drain_due(self._step, self._ring.used_bytes / self._ring.ring_bytes):
+            self._drain_touched(drain)
             failpoint("drain.sent")
+
+    def _drain_touched(self, drain: Drain) -> None:
+        assert self._stream is not None
+        publisher = self._stream.publisher
+        rows, num_bytes = publisher.rows, publisher.num_bytes
+        with self._pace.draining():
+            self._capture.drain(drain)
+        changed = publisher.rows - rows + self._capture.dirty_rows
+        self._pace.drained(
+            (publisher.num_bytes - num_bytes) / self._ring.ring_bytes, changed / max(1, self._capture.sweep_progress[1])
+        )
 
     def _vote(self) -> None:
         """Say how this rank stands, for the decision at the end of the next step."""
@@ -441,7 +531,8 @@ class StreamCheckpointer:
         self._cadence.cut()
         assert self._stream is not None
         marker, self._next_marker = self._next_marker, self._next_marker + 1
-        with self._telemetry.cut.running():
+        # A marker that the user asks for is none that the cadence chose.
+        with self._telemetry.cut.running(), self._pace.cutting() if deadline_s is None else self._pace.waiting():
             future = self._cuts.begin(self._step, marker, deadline_s, self._finish_sweep)
         self._telemetry.follow(self._stream.marker(marker), self._step, future)
         return future

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from torchrec_stream_ckpt.config import StreamConfig
+from torchrec_stream_ckpt.config import StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.types import Restored
 
@@ -31,6 +31,7 @@ SETTINGS = (
     "drain_every",
     "marker_every",
     "marker_every_s",
+    "max_overhead",
     "kafka_options",
     "commit_key_file",
     "metrics_port",
@@ -67,6 +68,11 @@ def positive(text: str) -> float:
     return value
 
 
+def steps_or_auto(text: str) -> int | str:
+    """An argparse type: ``auto``, or a whole number above zero."""
+    return text if text == "auto" else whole(1)(text)
+
+
 def marker(text: str) -> str:
     """An argparse type: ``latest``, ``none`` or ``GENERATION:MARKER``."""
     if text not in ("latest", "none") and not re.fullmatch(r"\d{1,9}:\d{1,18}", text):
@@ -94,9 +100,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--store_options", metavar="FILE", type=Path, help="settings of an object store, key=value lines"
     )
     group.add_argument("--restore", type=marker, help="latest (default), none, or GENERATION:MARKER")
-    group.add_argument("--drain_every", metavar="STEPS", type=whole(1), help="default: 1")
+    group.add_argument(
+        "--standby",
+        metavar="SECONDS",
+        type=positive,
+        help="be a hot spare of the job at --stream_ckpt, instead of training: keep its newest marker loaded, and take "
+        "over once its trainer has shown no sign of life for so long",
+    )
+    group.add_argument("--drain_every", metavar="STEPS", type=steps_or_auto, help="or 'auto' (default: 1)")
     group.add_argument("--marker_every", metavar="STEPS", type=whole(1), help="default: 100")
     group.add_argument("--marker_every_s", metavar="SECONDS", type=positive, help="also a marker every so many seconds")
+    group.add_argument(
+        "--max_overhead",
+        metavar="SHARE",
+        type=positive,
+        help="0.01: as many markers as cost at most 1%% of the training time, instead of --marker_every",
+    )
     group.add_argument("--kafka_options", metavar="FILE", type=Path, help="client options, security included")
     group.add_argument("--commit_key_file", metavar="FILE", type=Path, help="sign markers; only signed ones count")
     group.add_argument(
@@ -138,7 +157,7 @@ def config_from(args: argparse.Namespace) -> StreamConfig | None:
 
 
 def _given_without_stream(args: argparse.Namespace) -> str | None:
-    given = [flag for flag in dict.fromkeys((*DEFAULTS, *SETTINGS)) if getattr(args, flag) is not None]
+    given = [flag for flag in dict.fromkeys((*DEFAULTS, *SETTINGS, "standby")) if getattr(args, flag) is not None]
     return f"--{given[0]} needs --stream_ckpt URI, file://DIR or kafka://BROKERS/JOB" if given else None
 
 
@@ -155,6 +174,8 @@ def _wrong_together(args: argparse.Namespace) -> str | None:
         return "--kafka_options needs --stream_ckpt kafka://..."
     if args.store_options is not None and "://" not in (args.store or ""):
         return "--store_options needs --store s3://..."
+    if args.standby is not None and args.restore is not None:
+        return "--standby takes over from the newest marker: leave --restore away"
     for flag in ("kafka_options", "store_options", "commit_key_file"):
         path = getattr(args, flag)
         if path is not None and not path.is_file():
@@ -178,16 +199,20 @@ class Restorable(Protocol):
 
     def restore(self, marker: str | None = None) -> Restored | None: ...
 
+    def standby(self, takeover: Takeover | None = None) -> Restored | None: ...
+
 
 def restore_from(args: argparse.Namespace, checkpointer: Restorable) -> Restored | None:
-    """Restore what ``--restore`` asks for; all ranks call it, in front of the first step.
+    """Restore what ``--restore`` asks for, or stand by for it; all ranks call it, in front of the first step.
 
     Returns:
-        What was restored; None for ``--restore none``, and where nothing was committed yet.
+        What was restored, or taken over; None for ``--restore none``, and where nothing was committed yet.
 
     Raises:
         StreamCkptError: as ``StreamCheckpointer.restore()``.
     """
+    if args.standby is not None:
+        return checkpointer.standby(Takeover(after_s=args.standby))
     if args.restore == "none":
         return None
     if args.restore != "latest":

@@ -21,9 +21,11 @@ from torchrec_stream_ckpt.cli import (
     plan,
     recover,
     relay,
+    report,
     show,
     trim,
     verify,
+    watch,
 )
 from torchrec_stream_ckpt.errors import StreamCkptError
 
@@ -37,6 +39,8 @@ app.command("list")(list_.list_markers)
 app.command("show")(show.show_marker)
 app.command("verify")(verify.verify_markers)
 app.command("doctor")(doctor.examine_job)
+app.command("watch")(watch.watch_job)
+app.command("report")(report.report_job)
 app.command("materialize")(materialize.materialize_log)
 app.command("diff")(diff.diff_markers)
 app.command("plan")(plan.plan_job)

@@ -6,11 +6,11 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.config import StreamConfig
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerFailedError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerFailedError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.control import Claim, Schema
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.layout import MAX_GENERATION, KafkaUri, parse_uri
@@ -155,6 +155,23 @@ def claim_generation(
     dense.prepare(claim.job)
     control.claim(claim)
     return claim
+
+
+def fence_of(lineage: Lineage, uri: str) -> Claim:
+    """A CLAIM that nobody will write rows for: it only fences all generations below it."""
+    if not lineage.claims:
+        raise MarkerNotFoundError("no trainer ever opened this log", hint="check the URI", uri=uri)
+    newest = lineage.claims[lineage.newest_generation]
+    return replace(
+        newest,
+        generation=lineage.next_generation,
+        nonce=uuid.uuid4().hex,
+        parent=lineage.newest.id if lineage.newest else None,
+        world=0,
+        swept=(),
+        mac="",
+        time_s=time.time(),
+    )
 
 
 def check_same_log(log_: Log, dense: DenseStore, config: StreamConfig, claim: Claim, rank: int) -> None:

@@ -84,7 +84,8 @@ def apply_rows(
             elif header.seq == read.end.frames - 1 and read.commit.id == plan.marker:
                 scalars += read_mark(header, frame, read.commit, read.end).scalars
     for shard, target in targets.items():
-        target.finish(plan.schema.tables[shard.table].name)
+        if plan.live is None:  # else every row was there before
+            target.finish(plan.schema.tables[shard.table].name)
     for kernel in kernels:
         kernel.finish_write()
     _set_scalars(plan, kernels, scalars)

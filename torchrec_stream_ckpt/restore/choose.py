@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -13,7 +13,7 @@ from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import read_hello
-from torchrec_stream_ckpt.restore.plan import streams
+from torchrec_stream_ckpt.restore.plan import Behind, Hellos, streams
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore
@@ -85,6 +85,57 @@ def choose(
     check_not_trimmed(log_, lineage, commit.id, reach)  # first: a log that was recovered is another one, too
     check_incarnation(log_, lineage, commit.id, reach)
     return Choice(lineage, commit, read_hellos(log_, lineage, commit.id, held), tuple(skipped), held)
+
+
+def look_behind(
+    log_: LogReader, lineage: Lineage, since: MarkerId, marker: MarkerId, known: Mapping[int, Hellos]
+) -> Behind:
+    """What the log holds behind ``since``, which is on the path to ``marker``.
+
+    Args:
+        log_: The job's log.
+        lineage: Its control partition.
+        since: Where the reader stands.
+        marker: Where it shall stand.
+        known: HELLOs that were read before, by generation: those of ``since`` may be trimmed.
+
+    Raises:
+        CorruptionError, TrimmedError: the log does not have it.
+    """
+    check_not_trimmed(log_, lineage, marker, since)
+    check_incarnation(log_, lineage, marker, since)
+    needed = tuple(streams(lineage, marker, since))
+    hellos: dict[tuple[int, int], Hello] = {}
+    for commit, end, _ in needed:
+        place = (commit.generation, end.rank)
+        hello = known.get(commit.generation, {}).get(place)
+        hellos[place] = hello or read_hello(log_, lineage.claims[commit.generation], commit, end)
+    schema = lineage.claims[marker.generation].schema
+    return Behind(since, lineage.find(marker), schema, needed, hellos, lineage.bases(marker))
+
+
+def stay_at(choice: Choice) -> Behind:
+    """Nothing is behind the marker that the live tables hold."""
+    lineage, commit = choice.lineage, choice.commit
+    schema = lineage.claims[commit.generation].schema
+    return Behind(commit.id, commit, schema, (), {}, lineage.bases(commit.id))
+
+
+def hellos_of(choice: Choice) -> dict[int, Hellos]:
+    """What a choice knows of the shards of each generation, its marker's own among them."""
+    found: dict[int, dict[tuple[int, int], Hello]] = {}
+    for (generation, rank), hello in choice.hellos.items():
+        found.setdefault(generation, {})[generation, rank] = hello
+    held, commit = choice.held, choice.commit
+    if held is not None and held.reach.generation == commit.generation and commit.generation not in found:
+        claim = choice.lineage.claims[commit.generation]
+        found[commit.generation] = {
+            (commit.generation, end.rank): Hello(
+                claim.world, claim.schema, _inside(claim.schema, held.shards[end.rank], commit, end)
+            )
+            for end in commit.ranks
+        }
+    return dict(found)
 
 
 def load_catalog(objects: Objects | None, lineage: Lineage) -> Catalog | None:
