@@ -69,7 +69,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     model.add_argument("--items", type=whole(1), default=10_000, help="rows; ids are taken modulo it (%(default)s)")
     model.add_argument("--embedding_dim", type=whole(4), default=32)
     model.add_argument("--learning_rate", type=positive, default=0.05)
-    model.add_argument("--sharding", choices=("auto", *SHARDINGS), default="auto", help="what the planner may use")
+    model.add_argument(
+        "--sharding", choices=("auto", *SHARDINGS), default="auto", help="column_wise: tables cut in two"
+    )
     model.add_argument("--seed", type=whole(0), default=0)
     parser.add_argument("--log_every", metavar="STEPS", type=whole(1), default=50)
     args = parser.parse_args(argv)
@@ -205,10 +207,12 @@ def make_plan(
 ) -> ShardingPlan:
     """A plan for these ranks, under which the marker to be restored can be restored."""
     world = dist.get_world_size()
-    kinds = list(SHARDINGS) if args.sharding == "auto" else [args.sharding]
-    constraints = {
-        name: ParameterConstraints(sharding_types=kinds, compute_kernels=["fused"]) for name in ("t_user", "t_item")
-    }
+    mine = ParameterConstraints(
+        sharding_types=list(SHARDINGS) if args.sharding == "auto" else [args.sharding],
+        compute_kernels=["fused"],
+        min_partition=-(-args.embedding_dim // 2) if args.sharding == "column_wise" else None,
+    )
+    constraints = {"t_user": mine, "t_item": mine}
     if args.stream is not None and args.restore != "none" and dist.get_rank() == 0:  # rank 0 makes the plan for all
         from torchrec_stream_ckpt import planner_constraints
 
@@ -217,7 +221,7 @@ def make_plan(
     planner = EmbeddingShardingPlanner(topology, batch_size=-(-args.batch_size // world), constraints=constraints)
     try:
         return planner.collective_plan(model, [sharder], dist.group.WORLD)
-    except PlannerError as error:
+    except (PlannerError, RuntimeError) as error:
         raise UserError(f"--sharding {args.sharding}: no plan for {world} ranks: {error}") from error
 
 

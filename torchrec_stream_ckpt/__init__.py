@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchrec_stream_ckpt.config import StreamConfig
+from torchrec_stream_ckpt.config import StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.loader import GlobalBatches, TrackedLoader
 from torchrec_stream_ckpt.types import Committed, MarkerId, Restored
@@ -24,6 +24,7 @@ __all__ = [
     "StreamCheckpointer",
     "StreamCkptError",
     "StreamConfig",
+    "Takeover",
     "TrackedLoader",
     "follow",
     "planner_constraints",

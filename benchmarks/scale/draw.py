@@ -28,7 +28,9 @@ def check(report: dict[str, Any], path: Path) -> None:
     for position, count in enumerate(ranks):
         rows = report["check"][count]
         xs = [index + (position - (len(ranks) - 1) / 2) * 0.25 for index in range(len(LABELS))]
-        axes.bar(xs, [rows[name]["ratio"] for name in LABELS], 0.23, label=f"{count} ranks")
+        axes.bar(
+            xs, [rows[name]["ratio"] for name in LABELS], 0.23, label=f"{count} {'rank' if count == '1' else 'ranks'}"
+        )
     axes.axhspan(0.75, 1.25, color="0.9", zorder=0)
     axes.axhline(1.0, color="0.5", lw=1, zorder=1)
     axes.set_xticks(range(len(LABELS)), list(LABELS.values()), rotation=20, ha="right")
@@ -67,12 +69,14 @@ def scale(report: dict[str, Any], path: Path) -> None:
         restore.plot(GPUS, [row["restore"][name] for row in rows], marker="o", ms=4, label=label)
     restore.set_ylabel("seconds")
     restore.set_yscale("log")
+    restore.set_ymargin(0.35)  # room for the legend
     restore.set_title("restore of the newest marker", fontsize=10)
     for axes in (step, loss, restore):
         axes.set_xscale("log", base=2)
         axes.set_xticks(GPUS, [str(count) for count in GPUS])
         axes.set_xlabel("GPUs")
-        axes.set_ylim(bottom=0 if axes is not restore else None)
+        if axes is not restore:
+            axes.set_ylim(bottom=0)
         axes.grid(color="0.9")
         axes.legend(fontsize=8)
     figure.suptitle("a model, not a measurement: " + report["scale_job"]["text"], fontsize=9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import statistics
@@ -10,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
-from job import Shape, attach, build, dense_bytes_of, fold, sent, settle, timed_restores
+from live import Shape, attach, build, dense_bytes_of, fold, sent, settle, timed_restores
 
 from torchrec_stream_ckpt.sizing import (
     StepCost,
     UnitCosts,
     drain_bytes,
+    drain_frames,
     host_time,
     step_cost,
     step_time,
@@ -46,8 +48,9 @@ class Measured:
 
 def measure(rank: int, ranks: int, shape: Shape, folder: Path, head: Path, rounds: int) -> Measured:
     """Runs on each rank."""
-    live = build(shape, rank, ranks)
+    plain, live = build(shape, rank, ranks), build(shape, rank, ranks)
     checkpointer = attach(live, folder)
+    plain.steps(BLOCK, None)
     for _ in range(3):
         live.steps(BLOCK, checkpointer)
         settle(checkpointer)
@@ -58,7 +61,10 @@ def measure(rank: int, ranks: int, shape: Shape, folder: Path, head: Path, round
         for streaming in order.sample([True, False], 2):
             settle(checkpointer)
             before, begin = sent(checkpointer), time.perf_counter()
-            live.steps(BLOCK, checkpointer if streaming else None)
+            if streaming:
+                live.steps(BLOCK, checkpointer)
+            else:
+                plain.steps(BLOCK, None)
             settle(checkpointer)
             (on if streaming else off).append((time.perf_counter() - begin) / BLOCK)
             if streaming:
@@ -116,19 +122,26 @@ def predict(
         dense_bytes * costs.dense_read_s_per_byte, dense_bytes * cpu["dense_read_s_per_byte"], ranks, cores
     )
 
+    rounds = math.log2(ranks)
+    fixed_s += host_time(costs.restore_doubling_s, cpu["restore_doubling_s"], ranks, cores) * rounds
+    marker_s = host_time(costs.marker_s, cpu["marker_s"], ranks, cores)
+    marker_s += host_time(costs.marker_doubling_s, cpu["marker_doubling_s"], ranks, cores) * rounds
+
     def restore_s(name: str, all_bytes: float) -> float:
         share = all_bytes / ranks
         return fixed_s + host_time(share * getattr(costs, name), share * cpu[name], ranks, cores)
 
-    # Every table was touched nearly whole behind the first marker's base: as many rows as lie in the store's delta.
+    frames = drain_frames(work) * log_bytes / num_bytes
+    frames_s = host_time(frames * costs.read_frame_s, frames * cpu["read_frame_s"], ranks, cores)
+    # What lies in the store behind its base: rows that changed in so many seconds, each once.
     delta = log_bytes / num_bytes * off_s
     stored = work.table_bytes + work.distinct_bytes(delta)
     return {
         "step_bytes": num_bytes,
         "step_s": max(step_s, publish_s),
         "added_s": max(step_s, publish_s) - off_s,
-        "marker_s": max(publish_s, dense_s) + host_time(costs.marker_s, cpu["marker_s"], ranks, cores),
-        "log_restore_s": restore_s("log_s_per_byte", log_bytes),
+        "marker_s": max(publish_s, dense_s) + marker_s,
+        "log_restore_s": restore_s("log_s_per_byte", log_bytes) + frames_s,
         "store_restore_s": restore_s("restore_s_per_byte", stored),
         "head_restore_s": restore_s("head_s_per_byte", work.table_bytes - 8.0 * work.rows),
     }

@@ -2,8 +2,8 @@
 
     python benchmarks/scale/run.py [--ranks 1 2 4] [--rounds 7] [--kafka] [--out PREFIX]
 
-Four probe jobs of one rank give the unit costs (units.py). The model of ``stream-ckpt plan``
-(torchrec_stream_ckpt/sizing.py) predicts other jobs from them, on 1, 2 and 4 ranks of this machine; those are run, and
+Probe jobs, five of one rank and one of two, give the unit costs (units.py). The model of ``stream-ckpt plan``
+(torchrec_stream_ckpt/sizing/) predicts other jobs from them, on 1, 2 and 4 ranks of this machine; those are run, and
 the error stands beside each value (real.py). Then the model is asked about clusters, and the pictures are drawn.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from job import Shape, options, spawn
+from live import Shape, options, spawn
 from real import measure, predict
 from units import NARROW, PROBES, WIDE, broker_produce, parts, probe, solve
 
@@ -40,8 +40,9 @@ from torchrec_stream_ckpt.sizing import (
 from torchrec_stream_ckpt.types import TableSpec
 
 MARKERS_S = (10, 30, 120)
-GPU_TABLES, GPU_ROWS, GPU_DIM, GPU_BATCH, GPU_IDS, STEPS_PER_S = 26, 800_000, 128, 4096, 4, 10.0
+GPU_TABLES, GPU_ROWS, GPU_DIM, GPU_BATCH, GPU_IDS, STEPS_PER_S = 26, 800_000, 128, 4096, 1, 5.0
 DENSE_BYTES = 400_000_000
+STORE_BYTES_PER_S_A_HOST = 1e9
 
 
 def machine() -> dict[str, Any]:
@@ -62,12 +63,8 @@ def measure_units(
 ) -> tuple[UnitCosts, dict[str, float], dict[str, Any]]:
     shapes = dict(PROBES)
     if args.quick:
-        shapes |= {"narrow": dataclasses.replace(NARROW, rows=60_000), "wide": dataclasses.replace(WIDE, rows=20_000)}
-    samples = {}
-    for name, shape in shapes.items():
-        samples[name] = spawn(1, probe, shape, scratch / name, head / name)
-        print(f"probe {name}: done", file=sys.stderr, flush=True)
-    costs, processor = solve(samples)
+        small = {"narrow": (NARROW, 60_000), "wide": (WIDE, 20_000)}
+        shapes |= {name: (1, dataclasses.replace(shape, rows=rows)) for name, (shape, rows) in small.items()}
     found: dict[str, Any] = parts(scratch)
     found["broker_produce_megabytes_a_second"] = None
     if args.kafka:
@@ -75,6 +72,11 @@ def measure_units(
             found["broker_produce_megabytes_a_second"] = broker_produce()
         except StreamCkptError as error:
             print(f"broker: not measured: {error}", file=sys.stderr)
+    samples = {}
+    for name, (ranks, shape) in shapes.items():
+        samples[name] = spawn(ranks, probe, shape, scratch / name, head / name)
+        print(f"probe {name}: done", file=sys.stderr, flush=True)
+    costs, processor = solve(samples)
     return costs, processor, found | {"probes": {name: dataclasses.asdict(each) for name, each in samples.items()}}
 
 
@@ -120,7 +122,8 @@ def extrapolate(costs: UnitCosts) -> list[dict[str, Any]]:
     rows = []
     for gpus in GPUS:
         jobs = {every: cluster(gpus, every, 30.0) for every in (1, 10)}
-        times = restore_time(jobs[10], Deployment(), costs)
+        served = dataclasses.replace(costs, store_bytes_per_s=STORE_BYTES_PER_S_A_HOST * gpus / costs.ranks_per_host)
+        times = restore_time(jobs[10], Deployment(), served)
         rows.append(
             {
                 "gpus": gpus,
@@ -128,7 +131,7 @@ def extrapolate(costs: UnitCosts) -> list[dict[str, Any]]:
                 "overhead": {
                     f"drain_{every}": step_cost(job, costs).training_s * STEPS_PER_S for every, job in jobs.items()
                 },
-                "loss_mean_s": {str(each): loss_window(cluster(gpus, 10, each), costs)[1] for each in MARKERS_S},
+                "loss_mean_s": {str(each): loss_window(cluster(gpus, 10, each), served)[1] for each in MARKERS_S},
                 "restore": {
                     "cold_s": times.cold_s,
                     "warm_s": times.warm_s,
@@ -162,7 +165,8 @@ def main() -> None:
         "scale_job": {
             "marker_s": MARKERS_S,
             "text": f"{GPU_TABLES * GPU_ROWS / 1e6:.0f} million rows x {GPU_DIM} a GPU, row-wise Adagrad, batch "
-            f"{GPU_BATCH} x {GPU_TABLES * GPU_IDS} Zipf ids a GPU, {STEPS_PER_S:.0f} steps a second",
+            f"{GPU_BATCH} x {GPU_TABLES * GPU_IDS} Zipf ids a GPU, {STEPS_PER_S:.0f} steps a second;\n"
+            f"8 GPUs a host, the store gives {STORE_BYTES_PER_S_A_HOST / 1e9:.0f} GB/s a host; dense state of 400 MB",
         },
         "scale": extrapolate(costs),
     }

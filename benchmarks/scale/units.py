@@ -12,20 +12,31 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from crc32c import crc32c
-from job import ZIPF, Shape, attach, build, dense_bytes_of, fold, sent, settle, timed_markers, timed_restores
+from live import ZIPF, Shape, attach, build, dense_bytes_of, fold, sent, settle, timed_markers, timed_restores
 
 from torchrec_stream_ckpt.broker.kraft import Broker
+from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
 from torchrec_stream_ckpt.log.api import open_log
 from torchrec_stream_ckpt.sizing import UnitCosts
 
 TINY = Shape(tables=8, rows=64, dim=16, batch=64, ids=1, over=16)
+FRAMES = Shape(tables=8, rows=64, dim=16, batch=64, ids=1, over=16, more_drains=300)
 HEAVY = Shape(tables=8, rows=64, dim=16, batch=64, ids=1, over=2048)
 NARROW = Shape(tables=8, rows=200_000, dim=16, batch=64, ids=1, over=16)
 WIDE = Shape(tables=8, rows=100_000, dim=128, batch=64, ids=1, over=16)
-PROBES = {"tiny": TINY, "heavy": HEAVY, "narrow": NARROW, "wide": WIDE}
-DRAINED = {NARROW: 50_000, WIDE: 10_000}
-"""Rows of a table that a probe drains: no more frames than the ring takes."""
+PROBES = {
+    "tiny": (1, TINY),
+    "frames": (1, FRAMES),
+    "pair": (2, TINY),
+    "heavy": (1, HEAVY),
+    "narrow": (1, NARROW),
+    "wide": (1, WIDE),
+}
+"""Name -> ranks and job."""
+DRAINED = {NARROW.dim: 50_000, WIDE.dim: 10_000}
+"""By dim, rows of a table that a probe drains: no more frames than the ring takes."""
 REPEATS = 7
 MEGABYTE = 1_000_000
 
@@ -58,7 +69,7 @@ class Sample:
 
 
 def probe(rank: int, ranks: int, shape: Shape, folder: Path, head: Path) -> Sample:
-    """Measure one job; runs on a rank of its own."""
+    """Measure one job; runs on each of its ranks."""
     live = build(shape, rank, ranks)
     checkpointer = attach(live, folder)
     live.steps(1, checkpointer)
@@ -67,7 +78,7 @@ def probe(rank: int, ranks: int, shape: Shape, folder: Path, head: Path) -> Samp
     capture = checkpointer._capture
     scan_s = _median(lambda: [mask.touched() for mask in capture._masks])
     step_s = max(0.0, _median(checkpointer.step) - scan_s)
-    drained = DRAINED.get(shape, shape.rows) * shape.tables
+    drained = min(shape.rows, DRAINED[shape.dim]) * shape.tables
     walls, publish, cpus = [], [], []
     for _ in range(REPEATS + 2):
         _touch(capture, drained)
@@ -81,12 +92,18 @@ def probe(rank: int, ranks: int, shape: Shape, folder: Path, head: Path) -> Samp
         cpus.append(time.process_time() - cpu - min(own, walls[-1]))
         drained_bytes = sent(checkpointer) - before
         assert drained_bytes > drained * 4, "all of it fits the ring"
+    for _ in range(shape.more_drains):
+        _touch(capture, drained)
+        checkpointer.step()
+        settle(checkpointer)
     checkpointer.mark().result(600)
     marker_s, marker_cpu_s = (statistics.median(each[1:]) for each in timed_markers(live, checkpointer, REPEATS))
     log_bytes = sent(checkpointer)
     checkpointer.close()
     log_s, log_cpu_s = timed_restores(live, folder, None, "log", 3)
-    fold(folder, head)
+    if rank == 0:
+        fold(folder, head)
+    dist.barrier()
     store_s, store_cpu_s = timed_restores(live, folder, None, "store ", 5)
     head_s, head_cpu_s = timed_restores(live, folder, head, "head ", 5)
     return Sample(
@@ -191,12 +208,12 @@ def _produce(writer: Any, payload: Any, count: int) -> None:
 
 def solve(samples: dict[str, Sample]) -> tuple[UnitCosts, dict[str, float]]:
     """Unit costs out of the probes: what the tiny job takes is fixed, the heavy one has more dense state only, the
-    wide one more rows; rows and bytes of a drain are told apart by two widths.
+    wide one more rows, the pair two ranks; rows and bytes of a drain are told apart by two widths.
 
     Returns:
         The costs, and the processor seconds behind them: ranks share cores.
     """
-    tiny, heavy, narrow, wide = (samples[name] for name in PROBES)
+    tiny, frames, pair, heavy, narrow, wide = (samples[name] for name in PROBES)
     drain = np.linalg.solve(
         np.array([[each.drained, each.drained_bytes] for each in (narrow, wide)], float),
         np.array([narrow.drain_s, wide.drain_s]) - tiny.drain_s,
@@ -207,6 +224,7 @@ def solve(samples: dict[str, Sample]) -> tuple[UnitCosts, dict[str, float]]:
     def more(one: Sample, name: str, units: float) -> float:
         return max(0.0, getattr(one, name) - getattr(tiny, name)) / units
 
+    frame_s = more(frames, "log_s", FRAMES.more_drains * FRAMES.tables)
     costs = UnitCosts(
         mark_s_per_id=mark_s_per_id(),
         scan_s_per_row=wide.scan_s / wide.rows,
@@ -215,20 +233,26 @@ def solve(samples: dict[str, Sample]) -> tuple[UnitCosts, dict[str, float]]:
         step_s=tiny.step_s + tiny.drain_s,
         publish_s_per_byte=wide.publish_s / wide.drained_bytes,
         marker_s=tiny.marker_s,
+        marker_doubling_s=max(0.0, pair.marker_s - tiny.marker_s),
         dense_s_per_byte=more(heavy, "marker_s", dense),
         dense_read_s_per_byte=more(heavy, "log_s", dense),
         restore_s_per_byte=more(wide, "store_s", wide.store_bytes),
         head_s_per_byte=more(wide, "head_s", values),
-        log_s_per_byte=more(wide, "log_s", wide.log_bytes),
+        log_s_per_byte=max(0.0, more(wide, "log_s", wide.log_bytes) - frame_s / MAX_FRAME_BYTES),
+        read_frame_s=frame_s,
         restore_s=tiny.log_s,
+        restore_doubling_s=max(0.0, pair.log_s - tiny.log_s),
         imbalance=1.0,
     )
     processor = {
         "publish_s_per_byte": wide.publish_cpu_s / wide.drained_bytes,
         "marker_s": tiny.marker_cpu_s,
+        "marker_doubling_s": max(0.0, pair.marker_cpu_s - tiny.marker_cpu_s),
         "dense_s_per_byte": more(heavy, "marker_cpu_s", dense),
         "dense_read_s_per_byte": more(heavy, "log_cpu_s", dense),
+        "read_frame_s": more(frames, "log_cpu_s", FRAMES.more_drains * FRAMES.tables),
         "restore_s": tiny.log_cpu_s,
+        "restore_doubling_s": max(0.0, pair.log_cpu_s - tiny.log_cpu_s),
         "restore_s_per_byte": more(wide, "store_cpu_s", wide.store_bytes),
         "head_s_per_byte": more(wide, "head_cpu_s", values),
         "log_s_per_byte": more(wide, "log_cpu_s", wide.log_bytes),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrec_stream_ckpt import Restored, StreamConfig
+from torchrec_stream_ckpt import Restored, StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.flags import add_flags, config_from, restore_from
 
@@ -55,6 +55,19 @@ def test_every_setting_reaches_the_config(tmp_path: Path) -> None:
     )
 
 
+def test_the_pace_may_be_left_to_the_library() -> None:
+    found = config_from(parse("--stream_ckpt", "file://x", "--drain_every", "auto", "--max_overhead", "0.01"))
+    assert found == StreamConfig(uri="file://x", drain_every="auto", max_overhead=0.01)
+
+
+TWICE = ["--stream_ckpt", "file://x", "--stream_ckpt", "kafka://h:1/j"]
+
+
+def test_stream_ckpt_twice_is_two_tiers() -> None:
+    found = config_from(parse(*TWICE, "--outer_every", "4", "--store", "s3://b/p"))
+    assert found == StreamConfig(uri=("file://x", "kafka://h:1/j"), outer_every=4, store="s3://b/p")
+
+
 def test_flags_that_are_not_given_are_those_of_the_config() -> None:
     assert config_from(parse("--stream_ckpt", "file://x")) == StreamConfig(uri="file://x")
 
@@ -63,11 +76,18 @@ def test_flags_that_are_not_given_are_those_of_the_config() -> None:
     ("argv", "message"),
     [
         (["--commit_key_file", "x"], "--commit_key_file needs --stream_ckpt URI"),
+        (["--max_overhead", "0.01"], "--max_overhead needs --stream_ckpt URI"),
+        (["--stream_ckpt", "file://x", "--max_overhead", "1", "--marker_every", "5"], "says how often markers come"),
         (["--restore", "none"], "--restore needs --stream_ckpt URI, file://DIR or kafka://BROKERS/JOB"),
         (["--stream_ckpt", "file://"], "neither file://DIR nor kafka://BROKERS/JOB"),
         (["--stream_ckpt", "kafka://host/j", "--store", "x"], "names no broker as HOST:PORT"),
         (["--stream_ckpt", "file://x", "--commit_key_file", "no.key"], "--commit_key_file no.key: no such file"),
         (["--stream_ckpt", "file://x", "--store", "s3://a:b@c/d"], "must not hold a password"),
+        (["--stream_ckpt", "file://x", "--outer_every", "2"], "--outer_every needs two tiers: --stream_ckpt file://"),
+        ([*TWICE, "--stream_ckpt", "file://z"], "was given 3 times"),
+        (["--stream_ckpt", "kafka://h:1/a", "--stream_ckpt", "kafka://h:1/b", "--store", "x"], "is the near one"),
+        (["--stream_ckpt", "file://x", "--stream_ckpt", "file://x"], "'file://x' was given twice"),
+        (TWICE, "needs --store URL"),
     ],
 )
 def test_what_does_not_go_together_is_refused(argv: list[str], message: str) -> None:
@@ -109,3 +129,39 @@ def test_the_flags_alone_load_nothing_heavy() -> None:
     loaded = set(done.stdout.split())
     assert "torchrec_stream_ckpt.flags" in loaded
     assert loaded & {"torch", "torchrec", "confluent_kafka", "fsspec", "numpy"} == set()
+
+
+class Spare:
+    """Notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.asked: object = None
+
+    def restore(self, marker: str | None = None) -> Restored | None:
+        self.asked = marker
+        return None
+
+    def standby(self, takeover: Takeover | None = None) -> Restored | None:
+        self.asked = takeover
+        return None
+
+
+def test_a_spare_stands_by_instead_of_restoring() -> None:
+    args, spare = parse("--stream_ckpt", "file://x", "--standby", "7.5"), Spare()
+    config_from(args)
+    assert restore_from(args, spare) is None
+    assert spare.asked == Takeover(after_s=7.5)
+
+
+def test_a_spare_takes_no_other_marker_and_needs_a_stream() -> None:
+    with pytest.raises(ConfigError, match="leave --restore away"):
+        config_from(parse("--stream_ckpt", "file://x", "--standby", "7.5", "--restore", "1:2"))
+    with pytest.raises(ConfigError, match="--standby needs --stream_ckpt"):
+        config_from(parse("--standby", "7.5"))
+
+
+def test_a_spare_that_would_never_take_over_is_refused() -> None:
+    with pytest.raises(ConfigError, match="nothing would ever make"):
+        Takeover(after_s=None)
+    with pytest.raises(ConfigError, match="must be positive"):
+        Takeover(after_s=0.0)

@@ -53,7 +53,7 @@ def tables(job: Job, tmp_path: Path) -> Iterator[FollowedTables]:
 
 def test_tables_are_those_of_the_marker_they_say(job: Job, tables: FollowedTables) -> None:
     for number in range(1, 4):
-        (update,) = tables.advance()
+        (update,) = tables.advance(30.0 if number % 2 else 0.0)
         with tables.reading() as served:
             assert served.marker == update.marker == MarkerId(1, number)
             assert (served.step, served.provisional) == (10 * number, False)

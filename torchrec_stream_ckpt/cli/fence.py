@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import time
-import uuid
-from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from torchrec_stream_ckpt.cli.common import CommitKeyFile, Json, KafkaOptions, Uri, open_job, print_json
-from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError
-from torchrec_stream_ckpt.format.control import Claim
-from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.commit.generation import fence_of
+from torchrec_stream_ckpt.errors import ConfigError
 
 
 def fence_trainer(
@@ -45,21 +41,4 @@ def fence_trainer(
     typer.echo(
         f"generation {fenced} is fenced by generation {claim.generation}: its trainer stops at its next marker; "
         + (f"the next job restores marker {claim.parent}" if claim.parent else "no marker was ever committed")
-    )
-
-
-def fence_of(lineage: Lineage, uri: str) -> Claim:
-    """A CLAIM that nobody will write rows for: it only fences all generations below it."""
-    if not lineage.claims:
-        raise MarkerNotFoundError("no trainer ever opened this log", hint="check the URI", uri=uri)
-    newest = lineage.claims[lineage.newest_generation]
-    return replace(
-        newest,
-        generation=lineage.next_generation,
-        nonce=uuid.uuid4().hex,
-        parent=lineage.newest.id if lineage.newest else None,
-        world=0,
-        swept=(),
-        mac="",
-        time_s=time.time(),
     )

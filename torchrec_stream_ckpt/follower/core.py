@@ -131,12 +131,13 @@ class Follower:
         self._stop.set()
         self._source.close()
 
-    def updates(self, timeout_s: float | None = None) -> Iterator[Update]:
+    def updates(self, timeout_s: float | None = None, *, once: bool = False) -> Iterator[Update]:
         """What changes, one update after the other. An update counts as applied once the next one is asked for; one
         at which the loop was left, or that could not be read, comes again, as a whole.
 
         Args:
             timeout_s: End when nothing has come for so long; 0: when all that is there now has come. None: never.
+            once: Once something has come, end when all that is there then has come.
 
         Raises:
             SchemaMismatchError: a new generation has other tables.
@@ -146,7 +147,7 @@ class Follower:
                 once.
             MarkerNotFoundError: (a timeout of 0) nothing is committed yet.
         """
-        idle = time.monotonic()
+        idle, came = time.monotonic(), False
         while not self._stop.is_set():
             found = False
             try:
@@ -158,8 +159,10 @@ class Follower:
             except (LogUnavailableError, StoreUnavailableError) as error:
                 self._outlast(error, at_once=timeout_s == 0)
             if found:
-                idle = time.monotonic()
+                idle, came = time.monotonic(), True
                 continue
+            if once and came:
+                return
             if timeout_s is not None and time.monotonic() - idle >= timeout_s:
                 if self._at is None and timeout_s == 0:
                     raise MarkerNotFoundError("no marker is committed yet", hint="let the job run on")

@@ -130,7 +130,7 @@ class FollowedTables:
         return first, last - first
 
     def advance(self, timeout_s: float = 0.0) -> list[Update]:
-        """Apply what there is, waiting for it at most ``timeout_s``. Raises as :meth:`Follower.updates`.
+        """Apply what there is, waiting for the first of it at most ``timeout_s``. Raises as :meth:`Follower.updates`.
 
         Readers are held off while one update is applied, never between two.
 
@@ -138,11 +138,9 @@ class FollowedTables:
             What was applied, in order; their rows cannot be read any more.
         """
         applied = []
-        for update in self._follower.updates(timeout_s):
+        for update in self._follower.updates(timeout_s, once=True):
             self._apply(update)
             applied.append(update)
-            if timeout_s:
-                break  # the rest comes with the next call
         return applied
 
     def start(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -11,9 +11,9 @@ from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, Tr
 from torchrec_stream_ckpt.format.control import Commit, Hello, Schema
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import read_hello
-from torchrec_stream_ckpt.restore.plan import streams
+from torchrec_stream_ckpt.restore.plan import Behind, Hellos, streams
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore
@@ -41,12 +41,13 @@ class Choice:
 
 
 def choose(
-    log_: Log,
+    log_: LogReader,
     lineage: Lineage,
     dense: DenseStore,
     marker: MarkerId | None,
     objects: Objects | None = None,
     head: Callable[[bytes], HeadState | None] = lambda _: None,
+    stored_upto: int | None = None,
 ) -> Choice | None:
     """Look up ``marker``, or the newest one whose dense state is whole; None when nothing was ever committed.
 
@@ -57,6 +58,7 @@ def choose(
         marker: Which one; None for the newest.
         objects: The store, if rows may come from there.
         head: What the HEAD on this host holds of a job, if anything.
+        stored_upto: Ask the store for markers up to this generation; None: for all.
 
     Raises:
         MarkerNotFoundError: ``marker`` was never committed, or the store says that it was given up.
@@ -67,6 +69,8 @@ def choose(
     """
     skipped: list[str] = []
     catalog = load_catalog(objects, lineage)
+    if catalog is not None and stored_upto is not None:
+        catalog = catalog.upto(stored_upto)
     if marker is not None:
         commit = lineage.find(marker)
         if catalog is not None:
@@ -81,6 +85,57 @@ def choose(
     check_not_trimmed(log_, lineage, commit.id, reach)  # first: a log that was recovered is another one, too
     check_incarnation(log_, lineage, commit.id, reach)
     return Choice(lineage, commit, read_hellos(log_, lineage, commit.id, held), tuple(skipped), held)
+
+
+def look_behind(
+    log_: LogReader, lineage: Lineage, since: MarkerId, marker: MarkerId, known: Mapping[int, Hellos]
+) -> Behind:
+    """What the log holds behind ``since``, which is on the path to ``marker``.
+
+    Args:
+        log_: The job's log.
+        lineage: Its control partition.
+        since: Where the reader stands.
+        marker: Where it shall stand.
+        known: HELLOs that were read before, by generation: those of ``since`` may be trimmed.
+
+    Raises:
+        CorruptionError, TrimmedError: the log does not have it.
+    """
+    check_not_trimmed(log_, lineage, marker, since)
+    check_incarnation(log_, lineage, marker, since)
+    needed = tuple(streams(lineage, marker, since))
+    hellos: dict[tuple[int, int], Hello] = {}
+    for commit, end, _ in needed:
+        place = (commit.generation, end.rank)
+        hello = known.get(commit.generation, {}).get(place)
+        hellos[place] = hello or read_hello(log_, lineage.claims[commit.generation], commit, end)
+    schema = lineage.claims[marker.generation].schema
+    return Behind(since, lineage.find(marker), schema, needed, hellos, lineage.bases(marker))
+
+
+def stay_at(choice: Choice) -> Behind:
+    """Nothing is behind the marker that the live tables hold."""
+    lineage, commit = choice.lineage, choice.commit
+    schema = lineage.claims[commit.generation].schema
+    return Behind(commit.id, commit, schema, (), {}, lineage.bases(commit.id))
+
+
+def hellos_of(choice: Choice) -> dict[int, Hellos]:
+    """What a choice knows of the shards of each generation, its marker's own among them."""
+    found: dict[int, dict[tuple[int, int], Hello]] = {}
+    for (generation, rank), hello in choice.hellos.items():
+        found.setdefault(generation, {})[generation, rank] = hello
+    held, commit = choice.held, choice.commit
+    if held is not None and held.reach.generation == commit.generation and commit.generation not in found:
+        claim = choice.lineage.claims[commit.generation]
+        found[commit.generation] = {
+            (commit.generation, end.rank): Hello(
+                claim.world, claim.schema, _inside(claim.schema, held.shards[end.rank], commit, end)
+            )
+            for end in commit.ranks
+        }
+    return dict(found)
 
 
 def load_catalog(objects: Objects | None, lineage: Lineage) -> Catalog | None:
@@ -205,7 +260,7 @@ def load_all(
         return load_held(catalog.objects, catalog, cover, pool, head)
 
 
-def check_incarnation(log_: Log, lineage: Lineage, marker: MarkerId, reach: MarkerId | None = None) -> None:
+def check_incarnation(log_: LogReader, lineage: Lineage, marker: MarkerId, reach: MarkerId | None = None) -> None:
     """The log must be the very one that the marker's generations wrote to, those that the store serves left out.
 
     Raises:
@@ -223,7 +278,7 @@ def check_incarnation(log_: Log, lineage: Lineage, marker: MarkerId, reach: Mark
             )
 
 
-def check_not_trimmed(log_: Log, lineage: Lineage, marker: MarkerId, reach: MarkerId | None = None) -> None:
+def check_not_trimmed(log_: LogReader, lineage: Lineage, marker: MarkerId, reach: MarkerId | None = None) -> None:
     """What was trimmed on purpose must still be there, or be what a store serves: a trim deletes only what it can.
 
     Args:
@@ -253,7 +308,8 @@ def check_not_trimmed(log_: Log, lineage: Lineage, marker: MarkerId, reach: Mark
         log_.check_there([replace(span, begin=max(span.begin, _begin(end, after))) for end, after, span in untrimmed])
         raise TrimmedError(
             f"the log up to marker {trims[-1].id} was trimmed on {trims[-1].day}; the store {trims[-1].store} holds it",
-            hint="give that store: store=URL, on the command line --store URL",
+            hint="give that store: store=URL, on the command line --store URL; if it is the outer tier of this job, "
+            "give both tiers, or that one alone",
             marker=marker,
             store=trims[-1].store,
         ) from None
@@ -268,7 +324,7 @@ def _begin(end: RankEnd, after: RankEnd | None) -> int:
 
 
 def read_hellos(
-    log_: Log, lineage: Lineage, marker: MarkerId, held: Held | None = None
+    log_: LogReader, lineage: Lineage, marker: MarkerId, held: Held | None = None
 ) -> dict[tuple[int, int], Hello]:
     """HELLO by (generation, rank), for every generation that the log has to give something of."""
     hellos = {}

@@ -61,6 +61,8 @@ class RestorePlan:
     """The marker that HEAD gives, if it is used."""
     warm: tuple[Move, ...] = ()
     """What is copied from HEAD; their sources are its column slices."""
+    live: MarkerId | None = None
+    """The marker that the targets hold already: only what was sent behind it is read."""
 
     @property
     def moves(self) -> list[Move]:
@@ -71,10 +73,11 @@ class RestorePlan:
     @property
     def source(self) -> str:
         """Where rows come from, the oldest first: ``head 1:40``, ``store 1:40 + log``, ``log``."""
-        parts = [f"head {self.head}"] if self.head is not None else []
+        parts = [f"live {self.live}"] if self.live is not None else []
+        parts += [f"head {self.head}"] if self.head is not None else []
         if self.reach != self.head:
             parts.append(f"store {self.reach}")
-        if self.reach != self.marker:
+        if self.marker not in (self.reach, self.live):
             parts.append("log")
         return " + ".join(parts)
 
@@ -183,6 +186,45 @@ def streams(
             yield from ((ancestor, end, None) for end in ancestor.ranks)
         elif ancestor.generation == reach.generation and ancestor.id != reach:
             yield from ((ancestor, end, lineage.find(reach).ranks[end.rank]) for end in ancestor.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """What the log holds behind one marker, up to another one that stands on it."""
+
+    since: MarkerId
+    commit: Commit
+    schema: Schema
+    streams: tuple[tuple[Commit, RankEnd, RankEnd | None], ...]
+    hellos: Hellos
+    bases: Mapping[int, int]
+
+
+def plan_behind(behind: Behind, schema: Schema, targets: Sequence[TableShard]) -> RestorePlan:
+    """Plan what brings targets that hold the one marker to the other. Pure: reads and writes nothing.
+
+    Raises:
+        SchemaMismatchError: a table is missing or differs.
+        ColumnResplitError: row-wise state has no exact answer under the new columns.
+    """
+    check_schema(behind.schema, schema)
+    reads = tuple(
+        StreamRead(ancestor, end, moves, after)
+        for ancestor, end, after in behind.streams
+        if (moves := _moves(behind.hellos[ancestor.generation, end.rank], targets, behind.bases, ancestor.generation))
+    )
+    plan = RestorePlan(
+        behind.commit.id,
+        behind.commit.step,
+        len(behind.commit.ranks),
+        schema,
+        tuple(targets),
+        reads,
+        _resplit_tables(schema, [move for read in reads for move in read.moves]),
+        live=behind.since,
+    )
+    _check_resplit(plan, merge=False)
+    return plan
 
 
 def _store_reads(

@@ -45,6 +45,8 @@ class Shape:
     ids: int
     over: int
     """Width of the dense model's upper layers."""
+    more_drains: int = 0
+    """(probes) Small frames in the log, so many from each table."""
 
     def workload(self, ranks: int, step_s: float, dense_bytes: int) -> Workload:
         """The same for the model, draining every step."""

@@ -1,0 +1,110 @@
+"""A replica follows live trainers: what it serves is the tables of a committed marker, by plain TorchRec's word."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import jobs, ranks
+from tests.model import PLAN_2, PLAN_3, Spec
+from tests.unit.recipe_helper import RECIPES, load_recipe
+from torchrec_stream_ckpt import FollowedTables, StreamConfig, follow
+from torchrec_stream_ckpt.follower.tables import Served
+from torchrec_stream_ckpt.follower.updates import UpdateKind
+from torchrec_stream_ckpt.types import MarkerId
+
+pytestmark = pytest.mark.distributed
+
+Weights = dict[str, torch.Tensor]
+
+
+def weights_in(truth: dict[str, torch.Tensor]) -> Weights:
+    """Of sharded tables, by the names that they have in a log."""
+    prefix, suffix = "model.ebc.embedding_bags.", ".weight"
+    names = [name for name in truth if name.startswith(prefix) and not name.endswith("t_dp.weight")]
+    return {f"ebc.{name.removeprefix(prefix).removesuffix(suffix)}": truth[name] for name in names}
+
+
+def same(left: Weights, right: Weights) -> bool:
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name].view(torch.uint8), right[name].view(torch.uint8)) for name in left
+    )
+
+
+def go_on(spec: Spec, settings: StreamConfig, marker: str | None, steps: int) -> Any:
+    if marker is None:
+        return jobs.train_with(spec, settings, steps, {})[1]
+    return jobs.restore_with(spec, settings, marker, steps, {})[3]
+
+
+def test_each_marker_that_is_seen_is_the_one_that_live_ranks_cut(tmp_path: Path) -> None:
+    """Two ranks, then three under another plan, then a branch; the replica's thread runs beside them all."""
+    settings = StreamConfig(uri=f"file://{tmp_path / 'log'}", marker_every=2)
+    seen: dict[MarkerId, tuple[int, Weights]] = {}
+    kinds: list[UpdateKind] = []
+    truths: dict[int, dict[int, Weights]] = {}
+    with FollowedTables(follow(settings.uri, scratch=tmp_path, poll_s=0.05)) as tables:
+        for generation, (world, spec, marker) in enumerate(
+            ((2, PLAN_2, None), (3, PLAN_3, "1:3"), (2, PLAN_2, "1:1")), 1
+        ):
+            job = ranks.start(world, go_on, spec, settings, marker, 6)
+            while any(process.is_alive() for process in job.processes) and not job.pipes[0].poll(0):
+                kinds += _look(tables, seen)
+            truth = job.join()[0]
+            truths[generation] = {step: weights_in(state) for step, state in truth.items()}
+            kinds += _look(tables, seen)
+    assert {marker.generation for marker in seen} == {1, 2, 3}
+    assert kinds.count(UpdateKind.LOAD) == 2  # the first one, and the branch
+    assert UpdateKind.MARKER in kinds
+    for marker, (step, weights) in seen.items():
+        assert same(weights, truths[marker.generation][step]), marker
+
+
+def _look(tables: FollowedTables, seen: dict[MarkerId, tuple[int, Weights]]) -> list[UpdateKind]:
+    updates = tables.advance(0.1)
+    if updates:
+        with tables.reading() as served:
+            seen[served.marker] = served.step, {name: tensor.clone() for name, tensor in served.tables.items()}
+    return [update.kind for update in updates]
+
+
+def test_the_recipe_serves_a_live_trainer(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path / 'log'}"
+    trainer = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    trainer += [str(RECIPES / "train_dlrm.py"), "--synthetic", "small", "--num_embeddings", "300", "--batch_size", "16"]
+    trainer += ["--limit_train_batches", "100000", "--marker_every", "20", "--stream_ckpt", uri]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(trainer, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    seen: list[tuple[MarkerId, int]] = []
+
+    def on_marker(served: Served) -> None:
+        assert len(served.tables) == 8
+        seen.append((served.marker, served.step))
+
+    recipe = load_recipe("online_follow")
+    try:
+        flags = ["--stream_ckpt", uri, "--verify", "--markers", "3", "--batch_size", "32", "--idle_s", "90"]
+        assert recipe.main(flags, on_marker) == 3
+        assert process.poll() is None  # it was alive all the time
+    finally:
+        process.terminate()
+        process.wait(30)
+    assert len({marker for marker, _ in seen}) == 3
+    assert [step for _, step in seen] == [20 * marker.marker for marker, _ in seen]
+
+
+def test_the_recipe_refuses_flags_that_do_not_go_together(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = load_recipe("online_follow")
+    for flags, said in (
+        (["--stream_ckpt", "kafka://b/j"], "needs --store URL"),
+        (["--stream_ckpt", "file://x", "--verify", "--mode", "rows"], "--verify compares with markers"),
+    ):
+        with pytest.raises(SystemExit):
+            recipe.main(flags)
+        assert said in capsys.readouterr().err

@@ -1,0 +1,219 @@
+"""A hot spare: ranks that keep the newest marker in their live tables, and take the job over when its trainer dies.
+
+All ranks of the spare go through :meth:`Standby.wait` in step: rank 0 looks at the log and says what to do, all do it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from torchrec_stream_ckpt.commit.collective import Team
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.commit.generation import fence_of
+from torchrec_stream_ckpt.config import Takeover
+from torchrec_stream_ckpt.errors import (
+    ColumnResplitError,
+    CorruptionError,
+    LogUnavailableError,
+    StoreUnavailableError,
+    TrimmedError,
+)
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.restore.choose import Choice, hellos_of, look_behind
+from torchrec_stream_ckpt.restore.plan import Behind, Hellos, RestorePlan
+from torchrec_stream_ckpt.types import MarkerId
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Pulse:
+    """(rank 0) Whether the trainer shows signs of life."""
+
+    after_s: float | None
+    seen: object = None
+    beat_s: float = field(default_factory=time.monotonic)
+
+    def beat(self) -> None:
+        self.beat_s = time.monotonic()
+
+    def is_gone(self, now: object) -> bool:
+        """Whether nothing has changed for long enough."""
+        if now != self.seen:
+            self.seen = now
+            self.beat()
+        return self.after_s is not None and time.monotonic() - self.beat_s > self.after_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What rank 0 says."""
+
+    take_over: str = ""
+    """Why, if it is time."""
+    newest: MarkerId | None = None
+
+
+class Standby:
+    """The wait of a spare.
+
+    Args:
+        team: Of its ranks.
+        log_: The job's log.
+        control: Its control partition; used on rank 0 alone.
+        load: (all ranks) Writes the newest marker into the live tables: all of it; None when nothing is committed.
+        advance: (each rank) Writes what is behind the marker that the tables hold; returns the rows.
+        takeover: When it ends.
+        uri: Of the log, for messages.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        log_: Log,
+        control: Control,
+        load: Callable[[], tuple[RestorePlan, Choice, int] | None],
+        advance: Callable[[Behind], int],
+        takeover: Takeover,
+        uri: str,
+    ) -> None:
+        self._team = team
+        self._log = log_
+        self._control = control
+        self._load = load
+        self._advance = advance
+        self._takeover = takeover
+        self._uri = uri
+        self._pulse = _Pulse(takeover.after_s)
+        self._known: Mapping[int, Hellos] = {}
+        self._at: MarkerId | None = None
+        self.touched = False
+        """Whether rows of the live tables have been written."""
+        self.rows = 0
+
+    def wait(self) -> MarkerId | None:
+        """(all ranks) Keep the tables at the newest marker until it is time.
+
+        Returns:
+            The marker that the tables hold, behind which nothing can be committed any more by the trainer before; None
+            when none was ever committed.
+
+        Raises:
+            FencedError: another trainer, or spare, was first.
+            ColumnResplitError: this plan splits columns otherwise, and row-wise state would have to be merged.
+            CorruptionError, TrimmedError, SchemaMismatchError: as of a restore.
+        """
+        why = ""
+        while not why:
+            order = self._team.on_rank0(self._look)
+            why = order.take_over
+            if order.newest != self._at:
+                self._outlasting(self._follow)
+            if not why:
+                time.sleep(self._takeover.poll_s)
+        begin = time.monotonic()
+        self._team.on_rank0(self._fence)
+        self._follow()  # what was committed just before the fence
+        if self._team.rank == 0:
+            log.warning("taking over from marker %s: %s (ready in %.2f s)", self._at, why, time.monotonic() - begin)
+        return self._at
+
+    def _look(self) -> _Order:
+        """(rank 0)"""
+        takeover = self._takeover
+        if takeover.trigger is not None and Path(takeover.trigger).exists():
+            return _Order("it was told to", self._at)
+        try:
+            lineage = self._refresh()
+            sign = self._signs(lineage)
+        except LogUnavailableError as error:  # who cannot reach the log can neither judge nor take over
+            log.info("the log does not answer: %s", error.headline)
+            self._pulse.beat()
+            return _Order(newest=self._at)
+        silent = self._pulse.is_gone(sign) and bool(lineage.claims)
+        newest = lineage.newest.id if lineage.newest is not None else None
+        return _Order(f"no sign of life for {takeover.after_s:g} s" if silent else "", newest)
+
+    def _refresh(self) -> Lineage:
+        return self._control.refresh() if self._log.incarnation() is not None else Lineage()
+
+    def _signs(self, lineage: Lineage) -> object:
+        """What changes while a trainer lives."""
+        if not lineage.claims:
+            return None
+        claim = lineage.claims[lineage.newest_generation]
+        ends = self._log.ends(claim.generation, range(claim.partitions))
+        return claim.nonce, lineage.newest.id if lineage.newest else None, tuple(sorted(ends.items()))
+
+    def _fence(self) -> None:
+        """(rank 0) From here on the trainer before commits nothing: the newest marker is the last one."""
+        lineage = self._refresh()
+        if lineage.claims and lineage.claims[lineage.newest_generation].world:
+            self._control.claim(fence_of(lineage, self._uri))
+
+    def _outlasting(self, action: Callable[[], None]) -> None:
+        """What does not answer now is asked again at the next look."""
+        try:
+            action()
+        except (LogUnavailableError, StoreUnavailableError) as error:
+            if self._team.rank == 0:
+                log.warning("the spare stays behind for now: %s", error.headline)
+
+    def _follow(self) -> None:
+        """(all ranks) To the newest marker: by what changed, else as a whole."""
+        try:
+            behind = self._team.on_rank0(self._behind)
+            if behind is None:
+                self._load_all()
+            elif behind.commit.id != self._at:
+                self.touched = True
+                self.rows += self._team.together(lambda: self._advance(behind))
+                self._at = behind.commit.id
+        except (CorruptionError, TrimmedError) as error:
+            if self._team.rank == 0:
+                log.warning("the spare loads all rows again: %s", error.headline)
+            self._load_all()
+
+    def _behind(self) -> Behind | None:
+        """(rank 0) What leads from where the tables stand to the newest marker; None: nothing does."""
+        lineage = self._refresh()
+        newest = lineage.newest
+        if self._at is None or newest is None or self._at not in {each.id for each in lineage.chain(newest.id)}:
+            return None
+        behind = look_behind(self._log, lineage, self._at, newest.id, self._known)
+        known = {**self._known}
+        for (generation, rank), hello in behind.hellos.items():
+            known[generation] = {**known.get(generation, {}), (generation, rank): hello}
+        self._known = known
+        return behind
+
+    def _load_all(self) -> None:
+        """(all ranks)"""
+        before, self.touched, self._at = self.touched, True, None
+        loaded = self._load()
+        if loaded is None:
+            self.touched = before
+            return
+        plan, choice, rows = loaded
+        self._team.together(lambda: _refuse_merges(plan))
+        self._known, self._at = hellos_of(choice), plan.marker
+        self.rows = rows
+        if self._team.rank == 0:
+            log.info("standing by at marker %s, loaded from %s", plan.marker, plan.source)
+
+
+def _refuse_merges(plan: RestorePlan) -> None:
+    if plan.merged:
+        names = ", ".join(plan.schema.tables[table].name for table in sorted(plan.merged))
+        raise ColumnResplitError(
+            f"a spare cannot keep up with row-wise state that has to be merged: {names}",
+            hint="give the spare the trainer's column split: planner_constraints(uri) does",
+        )
