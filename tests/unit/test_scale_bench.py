@@ -1,4 +1,4 @@
-"""The scale benchmark without its measurements: unit costs come back out of what they explain."""
+"""The scale benchmark without its measurements: unit costs come back out of made-up probes, and pictures are drawn."""
 
 from __future__ import annotations
 
