@@ -16,8 +16,10 @@ import torch
 _SHIFT = 6
 BLOCK = 1 << _SHIFT
 """Rows of a block: a cache line of the mask."""
+_SMALL = 100_000
 _FEW = 16
-"""A lookup of at most a 16th of a shard's rows flags its blocks one by one, a larger one flags the whole shard."""
+"""A lookup flags its blocks one by one where a scan of the shard would cost more: with more rows than ``_SMALL`` and 16
+for each id. Else it flags the whole shard."""
 _MANY = 16
 """With a flag on more than a 16th of all blocks the whole mask is scanned: it costs a 16th a block, read in order."""
 
@@ -31,14 +33,14 @@ class RowMask:
         self._padded = torch.zeros(blocks * BLOCK, dtype=torch.bool, device=device)
         self.bits = self._padded[: total + 1]
         """One byte a row; to be read. Whoever sets one here says so to ``flag``."""
-        self._flags = torch.zeros(blocks, dtype=torch.bool) if device.type == "cpu" else None
+        self._flags = np.zeros(blocks, np.bool_) if device.type == "cpu" else None
         self._found: torch.Tensor | None = None
         """What the last scan returned, unless something was set since."""
 
     def fill(self, begin: int, end: int, ids: torch.Tensor) -> None:
         """(CPU) Set the rows ``begin`` + ``ids`` of the shard [``begin``, ``end``)."""
         self.bits[begin:end].index_fill_(0, ids, True)
-        if ids.numel() * _FEW > end - begin:
+        if end - begin <= _SMALL + _FEW * ids.numel():
             self.flag(begin, end)
         else:
             self._flag_rows(ids + begin)
@@ -61,14 +63,14 @@ class RowMask:
     def _flag_rows(self, rows: torch.Tensor) -> None:
         self._found = None
         if self._flags is not None:
-            self._flags.index_fill_(0, rows >> _SHIFT, True)
+            self._flags[(rows >> _SHIFT).numpy()] = True
 
     def merge(self, other: RowMask) -> None:
         """Set what is set in ``other``, and clear it there."""
         self.bits.logical_or_(other.bits)
         self._found = None
         if self._flags is not None and other._flags is not None:
-            self._flags.logical_or_(other._flags)
+            self._flags |= other._flags
         other.clear_all()
 
     def clear(self, rows: torch.Tensor) -> None:
@@ -78,28 +80,28 @@ class RowMask:
         else:
             self.bits.index_fill_(0, rows, False)
         if rows is self._found and self._flags is not None:
-            self._flags.zero_()
+            self._flags.fill(False)
         self._found = None
 
     def clear_all(self) -> None:
         self.bits.zero_()
         self._found = None
         if self._flags is not None:
-            self._flags.zero_()
+            self._flags.fill(False)
 
     def find(self) -> torch.Tensor:
         """The linear rows that are set, int64, ascending. On a GPU the host waits, to learn how many."""
         found = self._scan() if self._flags is not None else self.bits[: self.total].nonzero().flatten()
         self._found = found
         if self._flags is not None and not found.numel():
-            self._flags.zero_()
+            self._flags.fill(False)
         return found
 
     def _scan(self) -> torch.Tensor:
         """(CPU) numpy finds what is set four to eight times as fast as torch's ``nonzero``."""
         assert self._flags is not None
-        blocks = np.flatnonzero(self._flags.numpy())
-        if blocks.size * _MANY > self._flags.numel():
+        blocks = np.flatnonzero(self._flags)
+        if blocks.size * _MANY > self._flags.size:
             return torch.from_numpy(np.flatnonzero(self.bits[: self.total].numpy()))
         hits = np.flatnonzero(self._padded.numpy().reshape(-1, BLOCK)[blocks])
         return torch.from_numpy((blocks[hits >> _SHIFT] << _SHIFT) + (hits & (BLOCK - 1)))
