@@ -166,8 +166,11 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 def show(lines: dict[str, Line], restored: Restored) -> bool:
     """Print what was compared; whether all of it is the same."""
     console = Console(highlight=False, soft_wrap=True)
-    title = f"marker {restored.id}, step {restored.step}: written by {restored.world} ranks, held by "
-    table = Table(title=f"{title}{dist.get_world_size()} ranks under another plan")
+    world = dist.get_world_size()
+    console.print(
+        f"marker {restored.id}, step {restored.step}: written by {restored.world} ranks, held by {world} ranks"
+    )
+    table = Table()
     for column in ("what", "tensors", "values", "verdict"):
         table.add_column(column, justify="right" if column in ("tensors", "values") else "left")
     for part, line in lines.items():

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -23,6 +24,7 @@ from torchrec_stream_ckpt.commit.collective import Team, new_group
 from torchrec_stream_ckpt.commit.coordinator import Coordinator
 from torchrec_stream_ckpt.commit.dense import DenseState, Stateful
 from torchrec_stream_ckpt.commit.generation import Generation, check_same_log, claim_generation
+from torchrec_stream_ckpt.commit.pace import Pace
 from torchrec_stream_ckpt.config import StreamConfig, Takeover
 from torchrec_stream_ckpt.cuts import Cuts
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, FencedError, MarkerNotFoundError
@@ -121,7 +123,13 @@ class StreamCheckpointer:
         self._ring = FrameRing(
             config.ring_bytes, config.marker_budget_bytes, lambda num_bytes: allocate(device, num_bytes)
         )
-        self._cadence = Cadence(config.marker_every, config.marker_every_s, step_group)
+        self._pace = Pace(config.drain_every, config.max_overhead)
+        self._cadence = Cadence(
+            config.marker_every if self._pace.account is None else None,
+            config.marker_every_s,
+            step_group,
+            self._pace.account.marker_affordable if self._pace.account is not None else None,
+        )
         self._stream: Generation | None = None
         self._coordinator: Coordinator | None = None
         self._cuts: Cuts | None = None
@@ -356,6 +364,7 @@ class StreamCheckpointer:
         for loader in self._loaders:
             loader.trained(batches)
         self._step += 1
+        self._pace.step(self._capture.saving_s)
         ballot = self._cadence.decide()
         if not ballot.owner:
             raise self._fenced()
@@ -366,7 +375,8 @@ class StreamCheckpointer:
         if ballot.ready:
             self._cut(deadline_s=None)
         else:
-            self._cuts.go_on()
+            with self._pace.going_on() if self._cuts.open else nullcontext():
+                self._cuts.go_on()
         if not (ballot.ready or self._cuts.open):
             self._try_drain()
         self._vote()
@@ -395,8 +405,9 @@ class StreamCheckpointer:
         self._ensure_stream()
         assert self._coordinator is not None
         assert self._cuts is not None
-        self._cuts.complete(time.monotonic() + self._config.commit_timeout_s)
-        self._coordinator.settle()
+        with self._pace.waiting():
+            self._cuts.complete(time.monotonic() + self._config.commit_timeout_s)
+            self._coordinator.settle()
         if self._coordinator.fenced is not None:
             raise self._coordinator.fenced
         return self._cut(deadline_s=time.monotonic() + self._config.commit_timeout_s)
@@ -491,9 +502,20 @@ class StreamCheckpointer:
             # First, and at every step: where steps touch more than the ring takes, the sweep must go on all the same.
             self._capture.sweep(drain, self._config.sweep_bytes)
             failpoint("sweep.sent")
-        if self._step % self._config.drain_every == 0:
-            self._capture.drain(drain)
+        if self._pace.drain_due(self._step, self._ring.used_bytes / self._ring.ring_bytes):
+            self._drain_touched(drain)
             failpoint("drain.sent")
+
+    def _drain_touched(self, drain: Drain) -> None:
+        assert self._stream is not None
+        publisher = self._stream.publisher
+        rows, num_bytes = publisher.rows, publisher.num_bytes
+        with self._pace.draining():
+            self._capture.drain(drain)
+        changed = publisher.rows - rows + self._capture.dirty_rows
+        self._pace.drained(
+            (publisher.num_bytes - num_bytes) / self._ring.ring_bytes, changed / max(1, self._capture.sweep_progress[1])
+        )
 
     def _vote(self) -> None:
         """Say how this rank stands, for the decision at the end of the next step."""
@@ -509,7 +531,8 @@ class StreamCheckpointer:
         self._cadence.cut()
         assert self._stream is not None
         marker, self._next_marker = self._next_marker, self._next_marker + 1
-        with self._telemetry.cut.running():
+        # A marker that the user asks for is none that the cadence chose.
+        with self._telemetry.cut.running(), self._pace.cutting() if deadline_s is None else self._pace.waiting():
             future = self._cuts.begin(self._step, marker, deadline_s, self._finish_sweep)
         self._telemetry.follow(self._stream.marker(marker), self._step, future)
         return future

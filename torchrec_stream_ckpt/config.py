@@ -12,6 +12,8 @@ from torchrec_stream_ckpt.layout import FileUri, KafkaUri, check_store_url, pars
 from torchrec_stream_ckpt.options import Options
 from torchrec_stream_ckpt.stats import RESTORE_BYTES_PER_S
 
+_MARKER_EVERY = 100
+
 
 @dataclass(kw_only=True, slots=True)
 class StreamConfig:
@@ -30,12 +32,17 @@ class StreamConfig:
     store_options: Options = field(default=None, repr=False)
     """Settings of an object store, credentials included (fsspec's, for S3 those of s3fs), or a file of ``key=value``
     lines (docs/operations.md)."""
-    drain_every: int = 1
-    """Send the rows that changed every so many steps."""
-    marker_every: int | None = 100
+    drain_every: int | Literal["auto"] = 1
+    """Send the rows that changed every so many steps. ``auto``: about half a ring at a time, and not while the log is
+    behind."""
+    marker_every: int | None = _MARKER_EVERY
     """Cut a marker at every multiple of so many steps; None: not by steps."""
     marker_every_s: float | None = None
     """Cut a marker when so many seconds have passed since the last one; None: not by time."""
+    max_overhead: float | None = None
+    """Cut markers as often as drains and markers together take at most this part of the time that training takes by
+    itself on each rank (0.01: 1%), instead of by steps or seconds; ``drain_every`` then says how often a drain may come
+    at most. The marks in each update are not counted (docs/performance.md)."""
     kafka_options: Options = field(default=None, repr=False)
     """Kafka client settings, security included, or a file of ``key=value`` lines."""
     commit_key_file: str | Path | None = None
@@ -90,8 +97,12 @@ class StreamConfig:
             )
         for name in ("drain_every", "marker_every", "ring_bytes", "sweep_bytes"):
             value = getattr(self, name)
+            if name == "drain_every" and value == "auto":
+                continue
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} must be a positive whole number, it is {value!r}")
+                or_auto = " or 'auto'" if name == "drain_every" else ""
+                raise ConfigError(f"{name} must be a positive whole number{or_auto}, it is {value!r}")
+        self._check_overhead()
         for name in ("marker_every_s", "commit_timeout_s", "restore_mb_per_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -109,6 +120,18 @@ class StreamConfig:
             raise ConfigError(f"on_stream_failure must be 'continue' or 'raise', it is {self.on_stream_failure!r}")
         if self.on_column_resplit not in ("refuse", "merge"):
             raise ConfigError(f"on_column_resplit must be 'refuse' or 'merge', it is {self.on_column_resplit!r}")
+
+    def _check_overhead(self) -> None:
+        if self.max_overhead is None:
+            return
+        if not 0 < self.max_overhead <= 1:
+            raise ConfigError(
+                f"max_overhead must be above 0 and at most 1, it is {self.max_overhead!r}", hint="0.01 is 1%"
+            )
+        if self.marker_every not in (None, _MARKER_EVERY) or self.marker_every_s is not None:
+            raise ConfigError(
+                "max_overhead says how often markers come", hint="leave marker_every and marker_every_s away"
+            )
 
     @property
     def uris(self) -> tuple[str, ...]:

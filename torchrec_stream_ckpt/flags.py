@@ -31,13 +31,22 @@ SETTINGS = (
     "drain_every",
     "marker_every",
     "marker_every_s",
+    "max_overhead",
     "kafka_options",
     "commit_key_file",
     "metrics_port",
+    "metrics_host",
     "tensorboard",
 )
 """Flags that are settings of ``StreamConfig``, under their names there."""
-DEFAULTS = {"restore": "latest", "outer_every": 1, "drain_every": 1, "marker_every": 100, "paranoid": False}
+DEFAULTS = {
+    "restore": "latest",
+    "outer_every": 1,
+    "drain_every": 1,
+    "marker_every": 100,
+    "metrics_host": "127.0.0.1",
+    "paranoid": False,
+}
 """What a flag stands for that is not given. Not argparse's own defaults: those hide whether a flag was given."""
 
 
@@ -65,6 +74,11 @@ def positive(text: str) -> float:
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError(f"{text} is not above zero")
     return value
+
+
+def steps_or_auto(text: str) -> int | str:
+    """An argparse type: ``auto``, or a whole number above zero."""
+    return text if text == "auto" else whole(1)(text)
 
 
 def marker(text: str) -> str:
@@ -101,14 +115,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="be a hot spare of the job at --stream_ckpt, instead of training: keep its newest marker loaded, and take "
         "over once its trainer has shown no sign of life for so long",
     )
-    group.add_argument("--drain_every", metavar="STEPS", type=whole(1), help="default: 1")
+    group.add_argument("--drain_every", metavar="STEPS", type=steps_or_auto, help="or 'auto' (default: 1)")
     group.add_argument("--marker_every", metavar="STEPS", type=whole(1), help="default: 100")
     group.add_argument("--marker_every_s", metavar="SECONDS", type=positive, help="also a marker every so many seconds")
+    group.add_argument(
+        "--max_overhead",
+        metavar="SHARE",
+        type=positive,
+        help="0.01: as many markers as cost at most 1%% of the training time, instead of --marker_every",
+    )
     group.add_argument("--kafka_options", metavar="FILE", type=Path, help="client options, security included")
     group.add_argument("--commit_key_file", metavar="FILE", type=Path, help="sign markers; only signed ones count")
     group.add_argument(
         "--metrics_port", metavar="PORT", type=whole(0), help="for Prometheus: each rank's is PORT + its local rank"
     )
+    group.add_argument("--metrics_host", metavar="ADDRESS", help="where to serve them; default: 127.0.0.1")
     group.add_argument("--tensorboard", metavar="DIR", type=Path, help="scalars of what is streamed, by rank 0")
     group.add_argument(
         "--paranoid",

@@ -34,7 +34,8 @@ def commands(page: str) -> Iterator[list[str]]:
         if line.lstrip().startswith("```"):
             fenced = not fenced
         elif (fenced or line.startswith("    ")) and _TOOL.match(line.strip()):
-            yield shlex.split(_TOOL.sub("", line.strip()), comments=True)
+            ours = line.partition(" | ")[0]  # what it is piped into is another tool's
+            yield shlex.split(_TOOL.sub("", ours.strip()), comments=True)
     for words in _INLINE.findall(joined.replace("\n", " ")):
         yield words.split()
 

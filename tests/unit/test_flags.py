@@ -38,6 +38,7 @@ def test_every_setting_reaches_the_config(tmp_path: Path) -> None:
         "kafka_options": str(tmp_path / "kafka"),
         "commit_key_file": str(tmp_path / "key"),
         "metrics_port": "9400",
+        "metrics_host": "0.0.0.0",
         "tensorboard": "events",
     }
     argv = [word for name, value in flags.items() for word in (f"--{name}", value)]
@@ -51,8 +52,14 @@ def test_every_setting_reaches_the_config(tmp_path: Path) -> None:
         kafka_options=tmp_path / "kafka",
         commit_key_file=tmp_path / "key",
         metrics_port=9400,
+        metrics_host="0.0.0.0",
         tensorboard=Path("events"),
     )
+
+
+def test_the_pace_may_be_left_to_the_library() -> None:
+    found = config_from(parse("--stream_ckpt", "file://x", "--drain_every", "auto", "--max_overhead", "0.01"))
+    assert found == StreamConfig(uri="file://x", drain_every="auto", max_overhead=0.01)
 
 
 TWICE = ["--stream_ckpt", "file://x", "--stream_ckpt", "kafka://h:1/j"]
@@ -71,6 +78,8 @@ def test_flags_that_are_not_given_are_those_of_the_config() -> None:
     ("argv", "message"),
     [
         (["--commit_key_file", "x"], "--commit_key_file needs --stream_ckpt URI"),
+        (["--max_overhead", "0.01"], "--max_overhead needs --stream_ckpt URI"),
+        (["--stream_ckpt", "file://x", "--max_overhead", "1", "--marker_every", "5"], "says how often markers come"),
         (["--restore", "none"], "--restore needs --stream_ckpt URI, file://DIR or kafka://BROKERS/JOB"),
         (["--stream_ckpt", "file://"], "neither file://DIR nor kafka://BROKERS/JOB"),
         (["--stream_ckpt", "kafka://host/j", "--store", "x"], "names no broker as HOST:PORT"),

@@ -20,6 +20,7 @@ from tests import tiered
 from tests.synthetic import Image, image_of_log
 from tests.tiered import TieredJob, lose, relay
 from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.commit.generation import check_same_log
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import (
     ConfigError,
@@ -283,10 +284,9 @@ def test_a_zombie_on_another_node_has_nothing_to_say(job: TieredJob) -> None:
     # By name they are there; what goes on from one begins a new base, on both tiers.
     found = find(zombie, "1:6")
     assert where(found) == "1:6 inner"
-    truth = image(zombie, found)
+    assert image(zombie, found) == zombie.truth(MarkerId(1, 6))
     claim = zombie.begin("1:6")
     assert (claim.generation, claim.parent, len(claim.swept)) == (3, None, len(zombie.schema.tables))
-    assert truth is not None
 
 
 def test_a_restart_on_the_zombies_node_goes_on_with_the_outer_line(job: TieredJob) -> None:
@@ -314,6 +314,14 @@ def test_a_marker_that_others_have_gone_behind_begins_a_new_base(job: TieredJob)
     relay(job.tiers)
     lose(job.tiers)
     assert where(find(job)) == "2:2 outer"
+
+
+def test_a_rank_that_does_not_see_the_inner_folder_is_told_what_is_supported(job: TieredJob, tmp_path: Path) -> None:
+    inner = job.tiers.inner
+    check_same_log(inner.log, inner.dense, inner.config, job.claim, 1)
+    with pytest.raises(ConfigError, match="does not see the log") as caught:
+        check_same_log(FileLog(tmp_path / "its-own-disk"), inner.dense, inner.config, job.claim, 1)
+    assert "for jobs on one node, or in a folder that all nodes share" in caught.value.hint
 
 
 def test_logs_that_do_not_belong_together_are_refused(job: TieredJob, tmp_path: Path) -> None:

@@ -102,4 +102,4 @@ class RowMask:
         if blocks.size * _MOSTLY > self._flags.numel():
             return torch.from_numpy(np.flatnonzero(self.bits[: self.total].numpy()))
         hits = np.flatnonzero(self._padded.numpy().reshape(-1, BLOCK)[blocks])
-        return torch.from_numpy(blocks[hits // BLOCK] * BLOCK + hits % BLOCK)
+        return torch.from_numpy((blocks[hits >> _SHIFT] << _SHIFT) + (hits & (BLOCK - 1)))
