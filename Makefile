@@ -85,3 +85,4 @@ kafka-tools: $(STAMP)
 
 test-tools: $(STAMP)
 	@bash scripts/java_tools.sh kafka s3proxy
+	@command -v chromium chromium-browser google-chrome >/dev/null || bash scripts/apt_get.sh Chromium chromium

@@ -703,17 +703,7 @@ def make_plan(
     tables = [config.name for config in ebc.embedding_bag_configs()]
     world = dist.get_world_size()
     if args.sharding == "auto":
-        planner = EmbeddingShardingPlanner(
-            topology=Topology(world_size=world, compute_device=device.type),
-            batch_size=args.batch_size // world,
-            constraints={
-                table: ParameterConstraints(
-                    compute_kernels=["fused"], sharding_types=["table_wise", "row_wise", "column_wise"]
-                )
-                for table in tables
-            },
-        )
-        return planner.collective_plan(model, [sharder], dist.group.WORLD)
+        return ask_planner(args, model, sharder, device, tables)
     if args.sharding.endswith(".json"):
         wanted = read_sharding(Path(args.sharding), tables, world)
     else:
@@ -729,6 +719,22 @@ def make_plan(
     for parameter in plan.values():
         parameter.compute_kernel = "fused"
     return ShardingPlan(plan={EBC_PATH: plan})
+
+
+def ask_planner(
+    args: argparse.Namespace, model: DLRMTrain, sharder: ModuleSharder[Any], device: torch.device, tables: list[str]
+) -> ShardingPlan:
+    """TorchRec's planner decides, within what the marker that will be restored allows."""
+    world = dist.get_world_size()
+    mine = ParameterConstraints(compute_kernels=["fused"], sharding_types=["table_wise", "row_wise", "column_wise"])
+    constraints = dict.fromkeys(tables, mine)
+    if args.stream is not None and args.restore != "none" and dist.get_rank() == 0:  # rank 0 makes the plan for all
+        from torchrec_stream_ckpt import planner_constraints
+
+        constraints = planner_constraints(args.stream, args.restore, constraints)
+    topology = Topology(world_size=world, compute_device=device.type)
+    planner = EmbeddingShardingPlanner(topology, batch_size=args.batch_size // world, constraints=constraints)
+    return planner.collective_plan(model, [sharder], dist.group.WORLD)
 
 
 def spread(kind: str, index: int, world: int) -> tuple[str, Any]:
@@ -806,13 +812,12 @@ def open_checkpointer(
     return checkpointer, restore_from(args, checkpointer)
 
 
-def train(
-    args: argparse.Namespace,
-    loader: Loader,
-    device: torch.device,
-    on_step: Callable[[StepEvent], None] | None,
-) -> None:
+def build(
+    args: argparse.Namespace, device: torch.device, loader: Loader | None = None
+) -> tuple[DistributedModelParallel, CombinedOptimizer, Loader]:
+    """The job without its checkpoints: sharded model, optimizer, loader."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    loader = loader or open_loader(args, rank, world)
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(args.seed + rank)  # shards differ; DDP spreads rank 0's dense part
     dlrm = build_model(args, loader, device)
@@ -820,7 +825,17 @@ def train(
     sharder = EmbeddingBagCollectionSharder(fused_params=fused)
     plan = make_plan(args, dlrm, sharder, device)
     model = DistributedModelParallel(dlrm, device=device, plan=plan, sharders=[sharder])
-    optimizer = build_optimizer(args, model)
+    return model, build_optimizer(args, model), loader
+
+
+def train(
+    args: argparse.Namespace,
+    loader: Loader,
+    device: torch.device,
+    on_step: Callable[[StepEvent], None] | None,
+) -> None:
+    model, optimizer, loader = build(args, device, loader)
+    rank, world = dist.get_rank(), dist.get_world_size()
     log.info("training on %d ranks, %s, global batch %d", world, device.type, args.batch_size)
 
     checkpointer, restored = open_checkpointer(args, model, optimizer, loader)

@@ -98,11 +98,15 @@ class Job:
             for rank in range(self.world)
         ]
         self._written, self._begins, self._ends = ([0] * self.world for _ in range(3))
+        self._sweep(swept)
+        self.flush()
+
+    def _sweep(self, swept: Sequence[int]) -> None:
+        """Put all rows of these tables into the streams."""
         for stream in self.streams:
             for shard in stream.shards:
                 if shard.table in swept:
                     self._put(stream, shard, np.arange(shard.row0, shard.row0 + shard.rows))
-        self.flush()
 
     def _shards(self, rank: int) -> Iterator[TableShard]:
         for table, spec in enumerate(self.schema.tables):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrec_stream_ckpt.config import StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import StreamCkptError
-from torchrec_stream_ckpt.loader import TrackedLoader
+from torchrec_stream_ckpt.loader import GlobalBatches, TrackedLoader
 from torchrec_stream_ckpt.types import Committed, MarkerId, Restored
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ __all__ = [
     "Committed",
     "FollowedTables",
     "Follower",
+    "GlobalBatches",
     "MarkerId",
     "Restored",
     "StreamCheckpointer",

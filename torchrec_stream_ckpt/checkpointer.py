@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -20,22 +21,21 @@ from torchrec_stream_ckpt.capture.shards import local_shards, local_tables, merg
 from torchrec_stream_ckpt.capture.staging import StreamIdentity, allocate
 from torchrec_stream_ckpt.commit.cadence import NOTHING, Ballot, Cadence
 from torchrec_stream_ckpt.commit.collective import Team, new_group
-from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.commit.coordinator import Coordinator
 from torchrec_stream_ckpt.commit.dense import DenseState, Stateful
 from torchrec_stream_ckpt.commit.generation import Generation, check_same_log, claim_generation
+from torchrec_stream_ckpt.commit.pace import Pace
 from torchrec_stream_ckpt.config import StreamConfig, Takeover
 from torchrec_stream_ckpt.cuts import Cuts
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, FencedError, MarkerNotFoundError
 from torchrec_stream_ckpt.failpoints import failpoint
-from torchrec_stream_ckpt.format.control import Hello
+from torchrec_stream_ckpt.format.control import Claim, Hello
 from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.ring import FrameRing
 from torchrec_stream_ckpt.layout import parse_uri
 from torchrec_stream_ckpt.loader import TrackedLoader
-from torchrec_stream_ckpt.log.api import Log, open_log
 from torchrec_stream_ckpt.log.publisher import Publisher
 from torchrec_stream_ckpt.restore.apply import StoreSource, apply_rows
 from torchrec_stream_ckpt.restore.choose import Choice, choose, stay_at
@@ -44,10 +44,11 @@ from torchrec_stream_ckpt.restore.plan import Behind, RestorePlan, check_schema,
 from torchrec_stream_ckpt.showing import Showing
 from torchrec_stream_ckpt.standby import Standby
 from torchrec_stream_ckpt.stats import Stats
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.dense import dense_in
 from torchrec_stream_ckpt.store.head import Head, HeadDamagedError, head_root
 from torchrec_stream_ckpt.telemetry import Telemetry
+from torchrec_stream_ckpt.tiers.job import Tiered
+from torchrec_stream_ckpt.tiers.source import Source
+from torchrec_stream_ckpt.tiers.tier import open_tier
 from torchrec_stream_ckpt.types import Committed, MarkerId, Restored
 
 log = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class StreamCheckpointer:
     ) -> None:
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialized", hint="init_process_group() comes first")
-        self._config = config
+        self._config = config.inner
         # One group for each thread and purpose: calls on one group are in the same order on every rank.
         step_group, vote_group, dense_group = (new_group(2 * config.commit_timeout_s + 60) for _ in range(3))
         self._team, self._commit_team = Team(step_group), Team(vote_group)
@@ -105,12 +106,13 @@ class StreamCheckpointer:
         )
         handed = (*(stateful or {}).values(), *(stateful_per_rank or {}).values())
         self._loaders = [item for item in handed if isinstance(item, TrackedLoader)]
-        self._log: Log = self._team.together(lambda: open_log(config.uri, config.kafka_options))
-        self._objects = self._team.together(lambda: open_store(config.store_url, config.store_options))
-        self._dense_store = dense_in(self._objects)
-        self._team.on_rank0(self._dense_store.preflight)
-        self._team.on_rank0(self._log.preflight)  # a log that cannot be reached is said now, not at the first marker
-        self._control = self._open_control()
+        # What this job writes to: its only log, or the inner one of two tiers.
+        self._tier = self._team.together(lambda: open_tier(self._config, signs=self._team.rank == 0))
+        self._log, self._control = self._tier.log, self._tier.control
+        self._team.on_rank0(self._tier.preflight)  # a log that cannot be reached is said now, not at the first marker
+        self._tiers = Tiered.open(config, self._tier, self._team)
+        self._source = Source(self._log, self._tier.objects, self._tier.dense)
+        """(restore) Where the marker is read from."""
         self._hook()
         self._telemetry = Telemetry(self._team.rank, config.restore_bytes_per_s)
         device = self._kernels[0].device if self._kernels else torch.device("cpu")
@@ -121,7 +123,13 @@ class StreamCheckpointer:
         self._ring = FrameRing(
             config.ring_bytes, config.marker_budget_bytes, lambda num_bytes: allocate(device, num_bytes)
         )
-        self._cadence = Cadence(config.marker_every, config.marker_every_s, step_group)
+        self._pace = Pace(config.drain_every, config.max_overhead)
+        self._cadence = Cadence(
+            config.marker_every if self._pace.account is None else None,
+            config.marker_every_s,
+            step_group,
+            self._pace.account.marker_affordable if self._pace.account is not None else None,
+        )
         self._stream: Generation | None = None
         self._coordinator: Coordinator | None = None
         self._cuts: Cuts | None = None
@@ -138,11 +146,6 @@ class StreamCheckpointer:
             self._unwatch()
             self._capture.close()
             raise
-
-    def _open_control(self) -> Control:
-        """Only rank 0 reads and writes control records, so only there the commit key is read."""
-        key_file = self._config.commit_key_file if self._team.rank == 0 else None
-        return self._team.together(lambda: Control(self._log, key_file))
 
     def _describe(self) -> None:
         """Learn which rows this rank holds, and the schema of all ranks."""
@@ -195,14 +198,15 @@ class StreamCheckpointer:
         self._check_open()
         if self._stream is not None:
             raise ConfigError("restore() comes before the first step() and mark()")
-        chosen = self._choose(marker)
+        wanted = _marker_id(marker)
+        chosen = self._choose(wanted)
         if chosen is None:
             self._open_root()
             return None
         plan, choice = chosen
         try:
             failpoint("restore.planned")
-            plan, choice, rows = self._restore_rows(plan, choice)
+            plan, choice, rows = self._restore_rows(plan, choice, wanted)
             failpoint("restore.rows")
         except BaseException as error:
             self._broken = error
@@ -231,8 +235,10 @@ class StreamCheckpointer:
         self._check_open()
         if self._stream is not None:
             raise ConfigError("standby() comes before the first step() and mark()")
+        if self._tiers is not None:
+            raise ConfigError("a spare follows one log", hint="give it the outer one alone; it goes on without a tee")
         takeover = takeover or Takeover()
-        load, advance, uri = self._load_newest, self._apply_behind, self._config.uri
+        load, advance, uri = self._load_newest, self._apply_behind, self._tier.uri
         spare = Standby(self._team, self._log, self._control, load, advance, takeover, uri)
         try:
             marker = spare.wait()
@@ -253,10 +259,10 @@ class StreamCheckpointer:
         """(all ranks) Write the newest marker into the live tables; None while nothing is committed."""
         chosen = self._choose(None)
         try:
-            return self._restore_rows(*chosen) if chosen is not None else None
+            return self._restore_rows(*chosen, None) if chosen is not None else None
         finally:
             self._close_head()
-            self._dense_store.release()
+            self._source.dense.release()
 
     def _apply_behind(self, behind: Behind) -> int:
         return apply_rows(self._log, plan_behind(behind, self._schema, self._shards), self._kernels)
@@ -265,19 +271,20 @@ class StreamCheckpointer:
         """(rank 0) The marker that the live tables hold, its dense state compared."""
         lineage = self._control.refresh()
         commit = lineage.find(marker)
-        self._dense_store.verify(commit)
+        self._tier.dense.verify(commit)
         return Choice(lineage, commit, {}, (), None)
 
     def _go_on_from(self, plan: RestorePlan, choice: Choice, rows: int) -> Restored:
         """(all ranks) The rows of a marker are in the live tables: load the rest, and open a generation on it."""
         try:
-            self._team.together(lambda: self._dense.load(self._dense_store.local(choice.commit), plan.world))
+            self._team.together(lambda: self._dense.load(self._source.dense.local(choice.commit), plan.world))
         except BaseException as error:
             self._broken = error
             raise
         failpoint("restore.dense")
-        self._dense_store.release()
+        self._source.dense.release()
         merged = {table for tables in self._team.gather(plan.merged) for table in tables}
+        source = f"{self._tiers.place}: {plan.source}" if self._tiers is not None else plan.source
         self._step = plan.step
         self._next_marker = plan.marker.marker + 1
         path = choice.lineage.path(plan.marker)
@@ -289,37 +296,44 @@ class StreamCheckpointer:
                 plan.marker,
                 plan.step,
                 plan.world,
-                plan.source,
+                source,
             )
-        return Restored(
-            plan.marker.generation, plan.marker.marker, plan.step, plan.world, rows, choice.skipped, plan.source
-        )
+        return Restored(plan.marker.generation, plan.marker.marker, plan.step, plan.world, rows, choice.skipped, source)
 
     def plan(self, marker: MarkerId | str | tuple[int, int] | None = None) -> RestorePlan | None:
         """What ``restore(marker)`` would read and write on this rank; prints with ``describe()``. Writes nothing."""
         try:
-            chosen = self._choose(marker)
+            chosen = self._choose(_marker_id(marker))
         finally:
             self._close_head()
         return chosen[0] if chosen is not None else None
 
-    def _restore_rows(self, plan: RestorePlan, choice: Choice) -> tuple[RestorePlan, Choice, int]:
-        """Write all rows, from another source where HEAD turns out to be damaged; what was done in the end."""
+    def _restore_rows(
+        self, plan: RestorePlan, choice: Choice, wanted: MarkerId | None
+    ) -> tuple[RestorePlan, Choice, int]:
+        """Write all rows, from another source where one turns out to be damaged; what was done in the end."""
+        marker: MarkerId | None = choice.commit.id
         try:
             return plan, choice, self._team.together(lambda: self._apply(plan, choice))
         except HeadDamagedError as error:
             log.warning("HEAD is damaged, all is restored without it: %s", error.headline)
+        except CorruptionError as error:
+            if self._tiers is None or not self._tiers.try_elsewhere(choice.commit.id, error):
+                raise
+            marker = wanted
         self._close_head()
-        chosen = self._choose(choice.commit.id, use_head=False)
-        assert chosen is not None
+        chosen = self._choose(marker, use_head=False)
+        if chosen is None:
+            raise CorruptionError("no tier has a marker that is whole", hint="see the warnings in front of this")
         cold, again = chosen
-        rows = self._team.together(lambda: self._apply(cold, again))
-        return cold, replace(again, skipped=choice.skipped), rows
+        again = replace(again, skipped=tuple(dict.fromkeys((*choice.skipped, *again.skipped))))
+        return self._restore_rows(cold, again, wanted)
 
     def _apply(self, plan: RestorePlan, choice: Choice) -> int:
-        store = StoreSource(self._objects, choice.held.scalars) if choice.held is not None else None
+        source = self._source
+        store = StoreSource(source.objects, choice.held.scalars) if choice.held is not None else None
         try:
-            return apply_rows(self._log, plan, self._kernels, store, self._head)
+            return apply_rows(source.log, plan, self._kernels, store, self._head)
         except HeadDamagedError:
             assert self._head is not None
             self._head.drop()
@@ -350,6 +364,7 @@ class StreamCheckpointer:
         for loader in self._loaders:
             loader.trained(batches)
         self._step += 1
+        self._pace.step(self._capture.saving_s)
         ballot = self._cadence.decide()
         if not ballot.owner:
             raise self._fenced()
@@ -360,7 +375,8 @@ class StreamCheckpointer:
         if ballot.ready:
             self._cut(deadline_s=None)
         else:
-            self._cuts.go_on()
+            with self._pace.going_on() if self._cuts.open else nullcontext():
+                self._cuts.go_on()
         if not (ballot.ready or self._cuts.open):
             self._try_drain()
         self._vote()
@@ -389,8 +405,9 @@ class StreamCheckpointer:
         self._ensure_stream()
         assert self._coordinator is not None
         assert self._cuts is not None
-        self._cuts.complete(time.monotonic() + self._config.commit_timeout_s)
-        self._coordinator.settle()
+        with self._pace.waiting():
+            self._cuts.complete(time.monotonic() + self._config.commit_timeout_s)
+            self._coordinator.settle()
         if self._coordinator.fenced is not None:
             raise self._coordinator.fenced
         return self._cut(deadline_s=time.monotonic() + self._config.commit_timeout_s)
@@ -443,12 +460,14 @@ class StreamCheckpointer:
         if self._closed:
             return
         self._closed = True
+        deadline = time.monotonic() + timeout_s
         self._showing.close()
         self._unwatch()
         self._capture.close()
         self._close_stream(timeout_s)
-        self._log.close()
-        self._dense_store.close()
+        if self._tiers is not None:
+            self._tiers.close(max(_JOIN_S, deadline - time.monotonic()))
+        self._tier.close()
 
     def _close_stream(self, timeout_s: float) -> None:
         """End this generation on this rank."""
@@ -483,9 +502,20 @@ class StreamCheckpointer:
             # First, and at every step: where steps touch more than the ring takes, the sweep must go on all the same.
             self._capture.sweep(drain, self._config.sweep_bytes)
             failpoint("sweep.sent")
-        if self._step % self._config.drain_every == 0:
-            self._capture.drain(drain)
+        if self._pace.drain_due(self._step, self._ring.used_bytes / self._ring.ring_bytes):
+            self._drain_touched(drain)
             failpoint("drain.sent")
+
+    def _drain_touched(self, drain: Drain) -> None:
+        assert self._stream is not None
+        publisher = self._stream.publisher
+        rows, num_bytes = publisher.rows, publisher.num_bytes
+        with self._pace.draining():
+            self._capture.drain(drain)
+        changed = publisher.rows - rows + self._capture.dirty_rows
+        self._pace.drained(
+            (publisher.num_bytes - num_bytes) / self._ring.ring_bytes, changed / max(1, self._capture.sweep_progress[1])
+        )
 
     def _vote(self) -> None:
         """Say how this rank stands, for the decision at the end of the next step."""
@@ -501,7 +531,8 @@ class StreamCheckpointer:
         self._cadence.cut()
         assert self._stream is not None
         marker, self._next_marker = self._next_marker, self._next_marker + 1
-        with self._telemetry.cut.running():
+        # A marker that the user asks for is none that the cadence chose.
+        with self._telemetry.cut.running(), self._pace.cutting() if deadline_s is None else self._pace.waiting():
             future = self._cuts.begin(self._step, marker, deadline_s, self._finish_sweep)
         self._telemetry.follow(self._stream.marker(marker), self._step, future)
         return future
@@ -540,7 +571,7 @@ class StreamCheckpointer:
 
     def _check_schema(self) -> None:
         """(rank 0) A job that restores nothing must still be of the log's kind."""
-        claims = self._control.refresh().claims
+        claims = (self._control if self._tiers is None else self._tiers.control).refresh().claims
         if claims:
             check_schema(claims[max(claims)].schema, self._schema)
 
@@ -553,17 +584,14 @@ class StreamCheckpointer:
             parent_bytes: This rank's share of what a restore of the parent reads; None: what this process has sent.
         """
         config, team = self._config, self._team
-        dense, schema = self._dense_store, self._schema
-        claim = team.on_rank0(
-            lambda: claim_generation(self._log, self._control, dense, config, schema, team.world, parent, tuple(swept))
-        )
+        dense = self._tier.dense
+        claim = team.on_rank0(lambda: self._claim(parent, tuple(swept)))
         team.together(lambda: check_same_log(self._log, dense, config, claim, team.rank))
         partition = team.rank % claim.partitions
         publisher = Publisher(
             lambda resume_at: self._log.open_writer(claim.generation, partition, resume_at), self._ring
         )
-        store_url = config.store_url if config.store else ""
-        stream = Generation(self._log, self._control, claim, publisher, partition, dense, store_url)
+        stream = Generation(self._log, self._control, claim, publisher, partition, dense, self._tier.store_url)
         self._stream = stream
         self._coordinator = Coordinator(stream, self._dense, self._commit_team, config.commit_timeout_s)
         self._cuts = Cuts(
@@ -581,19 +609,22 @@ class StreamCheckpointer:
         if self._oracle is not None:
             team.together(partial(self._oracle.open, claim.swept))
         self._capture.open(identity, self._ring, self._cuts.submit, claim.swept)
+        if self._tiers is not None:
+            self._team.on_rank0(self._tiers.start_relay)
         self._telemetry.opened(claim.generation, publisher, parent, self._step, parent_bytes)
         self._vote()
 
+    def _claim(self, parent: MarkerId | None, swept: tuple[int, ...]) -> Claim:
+        """(rank 0) Own the next generation."""
+        world, tier = self._team.world, self._tier
+        if self._tiers is not None:
+            return self._tiers.claim(self._schema, world, parent, swept)
+        return claim_generation(tier.log, tier.control, tier.dense, tier.config, self._schema, world, parent, swept)
+
     # Choosing what to restore.
 
-    def _choose(
-        self, marker: MarkerId | str | tuple[int, int] | None, *, use_head: bool = True
-    ) -> tuple[RestorePlan, Choice] | None:
+    def _choose(self, marker: MarkerId | None, *, use_head: bool = True) -> tuple[RestorePlan, Choice] | None:
         """What this rank will do, and the marker behind it. A HEAD that it counts on stays open."""
-        if isinstance(marker, str):
-            marker = MarkerId.parse(marker)
-        elif isinstance(marker, tuple):
-            marker = MarkerId(*marker)
         try:
             return self._choose_for(marker, use_head=use_head)
         except BaseException:
@@ -601,7 +632,7 @@ class StreamCheckpointer:
             raise
 
     def _choose_for(self, marker: MarkerId | None, *, use_head: bool) -> tuple[RestorePlan, Choice] | None:
-        choice = self._team.on_rank0(lambda: self._look_up(marker, use_head=use_head))
+        choice = self._find(marker, use_head=use_head)
         if choice is not None and choice.held is not None and choice.held.head is not None:
             choice = self._everywhere(choice, choice.held.head)
         if choice is None or choice.held is None or choice.held.head is None:
@@ -615,7 +646,7 @@ class StreamCheckpointer:
                 choice.lineage, commit.id, choice.hellos, self._schema, self._shards, merge=merge, held=held
             )
         )
-        self._team.together(lambda: self._dense.check(self._dense_store.local(commit)))
+        self._team.together(lambda: self._dense.check(self._source.dense.local(commit)))
         return plan, choice
 
     def _everywhere(self, choice: Choice, head: HeadState) -> Choice:
@@ -624,7 +655,7 @@ class StreamCheckpointer:
             return choice
         if self._team.rank == 0:
             log.info("HEAD is not used: not every host of this job has marker %s", head.marker)
-        cold = self._team.on_rank0(lambda: self._look_up(choice.commit.id, use_head=False))
+        cold = self._find(choice.commit.id, use_head=False)
         assert cold is not None
         return replace(cold, skipped=choice.skipped)
 
@@ -648,13 +679,27 @@ class StreamCheckpointer:
             self._head.close()
             self._head = None
 
-    def _look_up(self, marker: MarkerId | None, *, use_head: bool) -> Choice | None:
+    def _find(self, marker: MarkerId | None, *, use_head: bool) -> Choice | None:
+        """The marker; behind it, all ranks know where to read it from."""
+        head = self._open_head if use_head else lambda _: None
+        if self._tiers is None:
+            return self._team.on_rank0(lambda: self._look_up(marker, head))
+        choice, self._source = self._tiers.find(marker, head)
+        return choice
+
+    def _look_up(self, marker: MarkerId | None, head: Callable[[bytes], HeadState | None]) -> Choice | None:
         """(rank 0)"""
+        objects = self._tier.objects
         lineage = self._control.refresh() if self._log.incarnation() is not None else Lineage()
         if not lineage.claims:
-            check_not_lost(parse_uri(self._config.uri), self._objects)
+            check_not_lost(parse_uri(self._tier.uri), objects)
             if marker is not None:
-                raise MarkerNotFoundError("there is no log yet", hint="check the URI", uri=self._config.uri)
+                raise MarkerNotFoundError("there is no log yet", hint="check the URI", uri=self._tier.uri)
             return None
-        head = self._open_head if use_head else lambda _: None
-        return choose(self._log, lineage, self._dense_store, marker, self._objects, head)
+        return choose(self._log, lineage, self._tier.dense, marker, objects, head)
+
+
+def _marker_id(marker: MarkerId | str | tuple[int, int] | None) -> MarkerId | None:
+    if isinstance(marker, str):
+        return MarkerId.parse(marker)
+    return MarkerId(*marker) if isinstance(marker, tuple) else marker

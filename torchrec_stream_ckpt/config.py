@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -11,25 +12,37 @@ from torchrec_stream_ckpt.layout import FileUri, KafkaUri, check_store_url, pars
 from torchrec_stream_ckpt.options import Options
 from torchrec_stream_ckpt.stats import RESTORE_BYTES_PER_S
 
+_MARKER_EVERY = 100
+
 
 @dataclass(kw_only=True, slots=True)
 class StreamConfig:
     """How a job streams its checkpoints."""
 
-    uri: str
-    """``file://DIR`` or ``kafka://HOST:PORT[,HOST:PORT...]/JOB``."""
+    uri: str | Sequence[str]
+    """``file://DIR`` or ``kafka://HOST:PORT[,HOST:PORT...]/JOB``; or two of them, nearest first, the first a ``file://``:
+    the job writes to that one, and a relay copies it to the other (docs/tiers.md)."""
+    outer_every: int = 1
+    """(two tiers) Which markers the outer one gets: those whose number is a multiple of this. Rows go there in any
+    case; of the other markers, dense state and COMMIT stay on the inner one."""
     store: str | None = None
     """Where dense state goes, and where a restore looks for rows that a materializer has put there: ``file://DIR`` or
-    ``s3://BUCKET/PREFIX``. Default: inside the file log's folder; required with Kafka."""
+    ``s3://BUCKET/PREFIX``. Default: inside the file log's folder; required with Kafka. With two tiers it is the outer
+    one's; that of the inner one is inside its folder."""
     store_options: Options = field(default=None, repr=False)
     """Settings of an object store, credentials included (fsspec's, for S3 those of s3fs), or a file of ``key=value``
     lines (docs/operations.md)."""
-    drain_every: int = 1
-    """Send the rows that changed every so many steps."""
-    marker_every: int | None = 100
+    drain_every: int | Literal["auto"] = 1
+    """Send the rows that changed every so many steps. ``auto``: about half a ring at a time, and not while the log is
+    behind."""
+    marker_every: int | None = _MARKER_EVERY
     """Cut a marker at every multiple of so many steps; None: not by steps."""
     marker_every_s: float | None = None
     """Cut a marker when so many seconds have passed since the last one; None: not by time."""
+    max_overhead: float | None = None
+    """Cut markers as often as drains and markers together take at most this part of the time that training takes by
+    itself on each rank (0.01: 1%), instead of by steps or seconds; ``drain_every`` then says how often a drain may come
+    at most. The marks in each update are not counted (docs/performance.md)."""
     kafka_options: Options = field(default=None, repr=False)
     """Kafka client settings, security included, or a file of ``key=value`` lines."""
     commit_key_file: str | Path | None = None
@@ -70,17 +83,26 @@ class StreamConfig:
     assumption, by the log's scheme (docs/observability.md)."""
 
     def __post_init__(self) -> None:
-        parsed = parse_uri(self.uri)
+        check_tiers(self.uris, self.outer_every)
         if self.store is not None:
             check_store_url(self.store)
-        elif isinstance(parsed, KafkaUri):
+        elif isinstance(parse_uri(self.uris[-1]), KafkaUri):
             raise ConfigError(
                 "store is required with Kafka", hint="say where dense state goes: store='file:///...' or 's3://...'"
             )
+        if len(self.uris) > 1 and self.store_url == str(parse_uri(self.uris[0])):
+            raise ConfigError(
+                "store is the inner tier's folder: what it holds would be lost with this node",
+                hint="name a place that outlives the node: store='file:///SHARED/...' or 's3://...'",
+            )
         for name in ("drain_every", "marker_every", "ring_bytes", "sweep_bytes"):
             value = getattr(self, name)
+            if name == "drain_every" and value == "auto":
+                continue
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} must be a positive whole number, it is {value!r}")
+                or_auto = " or 'auto'" if name == "drain_every" else ""
+                raise ConfigError(f"{name} must be a positive whole number{or_auto}, it is {value!r}")
+        self._check_overhead()
         for name in ("marker_every_s", "commit_timeout_s", "restore_mb_per_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -99,21 +121,72 @@ class StreamConfig:
         if self.on_column_resplit not in ("refuse", "merge"):
             raise ConfigError(f"on_column_resplit must be 'refuse' or 'merge', it is {self.on_column_resplit!r}")
 
+    def _check_overhead(self) -> None:
+        if self.max_overhead is None:
+            return
+        if not 0 < self.max_overhead <= 1:
+            raise ConfigError(
+                f"max_overhead must be above 0 and at most 1, it is {self.max_overhead!r}", hint="0.01 is 1%"
+            )
+        if self.marker_every not in (None, _MARKER_EVERY) or self.marker_every_s is not None:
+            raise ConfigError(
+                "max_overhead says how often markers come", hint="leave marker_every and marker_every_s away"
+            )
+
+    @property
+    def uris(self) -> tuple[str, ...]:
+        """The tiers, nearest first."""
+        return (self.uri,) if isinstance(self.uri, str) else tuple(self.uri)
+
+    @property
+    def inner(self) -> StreamConfig:
+        """Of what the trainer writes to by itself: the nearest tier, as if it were the only one."""
+        if len(self.uris) == 1:
+            return replace(self, uri=self.uris[0])
+        return replace(self, uri=self.uris[0], outer_every=1, store=None, store_options=None, kafka_options=None)
+
+    @property
+    def outer(self) -> StreamConfig | None:
+        """Of the outer tier, as if it were the only one; None with a single tier."""
+        return replace(self, uri=self.uris[-1], outer_every=1) if len(self.uris) > 1 else None
+
     @property
     def restore_bytes_per_s(self) -> float:
         """What one rank restores in a second, as far as is known."""
         if self.restore_mb_per_s is not None:
             return self.restore_mb_per_s * 1e6
-        return RESTORE_BYTES_PER_S["file" if isinstance(parse_uri(self.uri), FileUri) else "kafka"]
+        return RESTORE_BYTES_PER_S["file" if isinstance(parse_uri(self.uris[0]), FileUri) else "kafka"]
 
     @property
     def store_url(self) -> str:
         """URL of the store, in its one form."""
         if self.store is not None:
             return str(check_store_url(self.store))
-        parsed = parse_uri(self.uri)
+        parsed = parse_uri(self.uris[-1])
         assert isinstance(parsed, FileUri)
         return f"file://{parsed.directory}"
+
+
+def check_tiers(uris: Sequence[str], outer_every: int) -> None:
+    """Whether a job can write to these logs.
+
+    Raises:
+        ConfigError: not in this number, order or combination; says the right form.
+    """
+    hint = "name one log, or two, nearest first: file:///LOCAL/DIR, then kafka://HOST:PORT/JOB"
+    if not 1 <= len(uris) <= 2 or not all(isinstance(uri, str) for uri in uris):
+        raise ConfigError(f"a job has one log or two tiers of it, {len(uris)} were named", hint=hint)
+    parsed = [parse_uri(uri) for uri in uris]
+    if isinstance(outer_every, bool) or not isinstance(outer_every, int) or outer_every < 1:
+        raise ConfigError(f"outer_every must be a positive whole number, it is {outer_every!r}")
+    if len(parsed) == 1:
+        if outer_every != 1:
+            raise ConfigError("outer_every says which markers a second tier gets, and there is none", hint=hint)
+        return
+    if not isinstance(parsed[0], FileUri):
+        raise ConfigError(f"the nearest tier must be a folder, it is {parsed[0]}", hint=hint)
+    if parsed[0] == parsed[1]:
+        raise ConfigError(f"both tiers are {parsed[0]}", hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,16 +25,20 @@ from torchrec_stream_ckpt.types import Restored
 log = logging.getLogger(__name__)
 
 SETTINGS = (
+    "outer_every",
     "store",
     "store_options",
     "drain_every",
     "marker_every",
     "marker_every_s",
+    "max_overhead",
     "kafka_options",
     "commit_key_file",
+    "metrics_port",
+    "tensorboard",
 )
 """Flags that are settings of ``StreamConfig``, under their names there."""
-DEFAULTS = {"restore": "latest", "drain_every": 1, "marker_every": 100, "paranoid": False}
+DEFAULTS = {"restore": "latest", "outer_every": 1, "drain_every": 1, "marker_every": 100, "paranoid": False}
 """What a flag stands for that is not given. Not argparse's own defaults: those hide whether a flag was given."""
 
 
@@ -64,6 +68,11 @@ def positive(text: str) -> float:
     return value
 
 
+def steps_or_auto(text: str) -> int | str:
+    """An argparse type: ``auto``, or a whole number above zero."""
+    return text if text == "auto" else whole(1)(text)
+
+
 def marker(text: str) -> str:
     """An argparse type: ``latest``, ``none`` or ``GENERATION:MARKER``."""
     if text not in ("latest", "none") and not re.fullmatch(r"\d{1,9}:\d{1,18}", text):
@@ -74,7 +83,18 @@ def marker(text: str) -> str:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the group "streaming checkpoints": ``--stream_ckpt URI`` and what belongs to it."""
     group = parser.add_argument_group("streaming checkpoints")
-    group.add_argument("--stream_ckpt", metavar="URI", help="file://DIR or kafka://BROKERS/JOB")
+    group.add_argument(
+        "--stream_ckpt",
+        metavar="URI",
+        action="append",
+        help="file://DIR or kafka://BROKERS/JOB; twice for two tiers, the node's own file://DIR first",
+    )
+    group.add_argument(
+        "--outer_every",
+        metavar="N",
+        type=whole(1),
+        help="of two tiers, the outer one gets every Nth marker (default: 1)",
+    )
     group.add_argument("--store", metavar="URL", help="where dense state goes; required with kafka://")
     group.add_argument(
         "--store_options", metavar="FILE", type=Path, help="settings of an object store, key=value lines"
@@ -87,11 +107,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="be a hot spare of the job at --stream_ckpt, instead of training: keep its newest marker loaded, and take "
         "over once its trainer has shown no sign of life for so long",
     )
-    group.add_argument("--drain_every", metavar="STEPS", type=whole(1), help="default: 1")
+    group.add_argument("--drain_every", metavar="STEPS", type=steps_or_auto, help="or 'auto' (default: 1)")
     group.add_argument("--marker_every", metavar="STEPS", type=whole(1), help="default: 100")
     group.add_argument("--marker_every_s", metavar="SECONDS", type=positive, help="also a marker every so many seconds")
+    group.add_argument(
+        "--max_overhead",
+        metavar="SHARE",
+        type=positive,
+        help="0.01: as many markers as cost at most 1%% of the training time, instead of --marker_every",
+    )
     group.add_argument("--kafka_options", metavar="FILE", type=Path, help="client options, security included")
     group.add_argument("--commit_key_file", metavar="FILE", type=Path, help="sign markers; only signed ones count")
+    group.add_argument(
+        "--metrics_port", metavar="PORT", type=whole(0), help="for Prometheus: each rank's is PORT + its local rank"
+    )
+    group.add_argument("--tensorboard", metavar="DIR", type=Path, help="scalars of what is streamed, by rank 0")
     group.add_argument(
         "--paranoid",
         action="store_true",
@@ -120,7 +150,10 @@ def config_from(args: argparse.Namespace) -> StreamConfig | None:
             setattr(args, flag, value)
     if args.stream_ckpt is None:
         return None
-    return StreamConfig(uri=args.stream_ckpt, **{name: getattr(args, name) for name in SETTINGS})
+    uris = args.stream_ckpt
+    return StreamConfig(
+        uri=uris[0] if len(uris) == 1 else tuple(uris), **{name: getattr(args, name) for name in SETTINGS}
+    )
 
 
 def _given_without_stream(args: argparse.Namespace) -> str | None:
@@ -129,9 +162,12 @@ def _given_without_stream(args: argparse.Namespace) -> str | None:
 
 
 def _wrong_together(args: argparse.Namespace) -> str | None:
-    uri, is_kafka = args.stream_ckpt, args.stream_ckpt.startswith("kafka://")
-    if not re.match(r"(file|kafka)://.", uri):
-        return f"--stream_ckpt '{uri}' is neither file://DIR nor kafka://BROKERS/JOB"
+    for uri in args.stream_ckpt:
+        if not re.match(r"(file|kafka)://.", uri):
+            return f"--stream_ckpt '{uri}' is neither file://DIR nor kafka://BROKERS/JOB"
+    is_kafka = args.stream_ckpt[-1].startswith("kafka://")
+    if problem := _wrong_tiers(args.stream_ckpt, args.outer_every):
+        return problem
     if is_kafka and args.store is None:
         return "--stream_ckpt kafka://... needs --store URL, for the dense state"
     if args.kafka_options is not None and not is_kafka:
@@ -145,6 +181,17 @@ def _wrong_together(args: argparse.Namespace) -> str | None:
         if path is not None and not path.is_file():
             return f"--{flag} {path}: no such file"
     return None
+
+
+def _wrong_tiers(uris: list[str], outer_every: int | None) -> str | None:
+    form = "--stream_ckpt file://LOCAL/DIR --stream_ckpt kafka://BROKERS/JOB"
+    if outer_every is not None and len(uris) == 1:
+        return f"--outer_every needs two tiers: {form}"
+    if len(uris) > 2:
+        return f"--stream_ckpt was given {len(uris)} times, a job has two tiers at most: {form}"
+    if len(uris) == 2 and not uris[0].startswith("file://"):
+        return f"the first of two --stream_ckpt is the near one, a folder: {form}"
+    return f"--stream_ckpt '{uris[0]}' was given twice: {form}" if len(set(uris)) < len(uris) else None
 
 
 class Restorable(Protocol):
@@ -172,5 +219,5 @@ def restore_from(args: argparse.Namespace, checkpointer: Restorable) -> Restored
         return checkpointer.restore(args.restore)
     restored = checkpointer.restore()
     if restored is None:
-        log.info("no committed marker in %s: starting afresh", args.stream_ckpt)
+        log.info("no committed marker in %s: starting afresh", " and ".join(args.stream_ckpt))
     return restored

@@ -5,6 +5,7 @@ File log, under its folder DIR::
     LOG                                   identity of this incarnation of the log
     control.log                           CLAIM and COMMIT records, in commit order
     control.lock                          lock of the appenders
+    relay.lock                            lock of those who copy this log to an outer tier, and who did last
     data/p00000/g00000001-00000000000000000000.seg   frames: partition, generation, offset of its first byte
     dense/<job>/g00000001-m00000001/      dense state of a marker (default store)
 
@@ -44,6 +45,7 @@ from torchrec_stream_ckpt.types import MarkerId
 IDENTITY_FILE = "LOG"
 CONTROL_FILE = "control.log"
 CONTROL_LOCK = "control.lock"
+RELAY_LOCK = "relay.lock"
 DATA_DIR = "data"
 DENSE_DIR = "dense"
 STORE_FILE = "STORE"

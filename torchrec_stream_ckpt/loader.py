@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -189,3 +189,74 @@ class TrackedLoader(Generic[T]):
     def _position(self, batches: int) -> _Position:
         """Where the wrapped loader stands."""
         return _Position(copy.deepcopy(self._loader.state_dict()), self._epoch, batches)
+
+
+class GlobalBatches(Generic[T]):
+    """Global batches of numbered samples, cut over the ranks: any number of ranks trains the same batches.
+
+    The position counts samples, never batches of one rank, so it is one state for all ranks (``stateful={...}``) and
+    means the same to a job of another size. Where the ranks do not divide the batch, parts differ by one sample:
+    ``make`` fills them up to ``size`` with samples that weigh nothing, and the loss of a rank is its weighted sum times
+    ``world / batch_size``, whose mean over the ranks is that of the global batch::
+
+        loader = TrackedLoader(GlobalBatches(make, samples=len(data), batch_size=256, rank=rank, world=world))
+
+    Args:
+        make: Called as ``make(epoch, rows, size)``; returns this rank's batch: the samples ``rows`` of an epoch, a pure
+            function of both, filled up to ``size`` samples.
+        samples: How many an epoch has; an incomplete last batch is left out.
+        batch_size: Samples of a global batch.
+        rank: This rank.
+        world: Number of ranks.
+
+    Raises:
+        ConfigError: an epoch has less than one batch, or a batch has less than one sample a rank.
+    """
+
+    def __init__(
+        self, make: Callable[[int, range, int], T], *, samples: int, batch_size: int, rank: int, world: int
+    ) -> None:
+        if samples < batch_size:
+            raise ConfigError(
+                f"the data hold {samples} samples, less than one batch of {batch_size}", hint="take a smaller batch"
+            )
+        if batch_size < world:
+            raise ConfigError(
+                f"a global batch of {batch_size} leaves some of {world} ranks without a sample",
+                hint="take a larger batch, or fewer ranks",
+            )
+        self._make = make
+        self._count, self._batch_size = samples, batch_size
+        self._begin, self._end = batch_size * rank // world, batch_size * (rank + 1) // world
+        self._size = -(-batch_size // world)
+        self._epoch, self._samples = 0, 0
+
+    @property
+    def batches(self) -> int:
+        """In a whole epoch."""
+        return self._count // self._batch_size
+
+    def __iter__(self) -> Iterator[T]:
+        """One epoch, or what a loaded position leaves of it."""
+        while (first := self._samples) + self._batch_size <= self._count:
+            rows = range(first + self._begin, first + self._end)
+            batch = self._make(self._epoch, rows, self._size)
+            self._samples = first + self._batch_size
+            yield batch
+        self._epoch, self._samples = self._epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "samples": self._samples}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to a saved position.
+
+        Raises:
+            ConfigError: this data has not so many samples.
+        """
+        if state_dict["samples"] > self._count:
+            raise ConfigError(
+                f"the marker stands behind {state_dict['samples']} samples of its epoch, the data hold {self._count}",
+                hint="give the data that the job was trained on",
+            )
+        self._epoch, self._samples = state_dict["epoch"], state_dict["samples"]

@@ -16,6 +16,8 @@ from torchrec_stream_ckpt.log.api import open_log
 from torchrec_stream_ckpt.restore.choose import Choice, choose
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import dense_in
+from torchrec_stream_ckpt.tiers.source import look_up
+from torchrec_stream_ckpt.tiers.tier import open_tiers
 from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
 
 WHOLE = ("table_wise", "row_wise", "table_row_wise")
@@ -73,10 +75,17 @@ def planner_constraints(
 
 def _choose(config: StreamConfig, marker: MarkerId | None) -> Choice | None:
     with ExitStack() as stack:
-        log = stack.enter_context(closing(open_log(config.uri, config.kafka_options)))
+        if config.outer is not None:
+            tiers = open_tiers(config)
+            stack.callback(tiers.inner.close)
+            stack.callback(tiers.outer.close)
+            found = look_up(tiers, marker, lambda _: None)
+            return found.choice if found is not None else None
+        uri = config.uris[0]
+        log = stack.enter_context(closing(open_log(uri, config.kafka_options)))
         if log.incarnation() is None:
             if marker is not None:
-                raise MarkerNotFoundError("there is no log yet", hint="check the URI", uri=config.uri)
+                raise MarkerNotFoundError("there is no log yet", hint="check the URI", uri=uri)
             return None
         lineage = Control(log, config.commit_key_file).refresh()
         objects = stack.enter_context(closing(open_store(config.store_url, config.store_options)))

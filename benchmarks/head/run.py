@@ -21,7 +21,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import random
 import statistics
 import sys
@@ -29,100 +28,26 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import nn
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
-from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize.head import HeadWriter
-from torchrec_stream_ckpt.materialize.materializer import Materializer
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.dense import open_dense
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from common import machine  # noqa: E402
+from job import Job, Shape, build, join_group  # noqa: E402
+
+from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
+from torchrec_stream_ckpt.commit.control import Control  # noqa: E402
+from torchrec_stream_ckpt.log.files import FileLog  # noqa: E402
+from torchrec_stream_ckpt.materialize.head import HeadWriter  # noqa: E402
+from torchrec_stream_ckpt.materialize.materializer import Materializer  # noqa: E402
+from torchrec_stream_ckpt.store.api import open_store  # noqa: E402
+from torchrec_stream_ckpt.store.dense import open_dense  # noqa: E402
 
 VARIANTS = ("torch.load", "and copy", "store", "head", "unverified")
 BATCH = 512
-
-
-class Net(nn.Module):
-    """A dense layer on an EmbeddingBagCollection."""
-
-    def __init__(self, tables: int, rows: int, dim: int) -> None:
-        super().__init__()
-        configs = [
-            EmbeddingBagConfig(name=f"t{n:02d}", num_embeddings=rows, embedding_dim=dim, feature_names=[f"f{n}"])
-            for n in range(tables)
-        ]
-        self.ebc = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
-        self.top = nn.Linear(tables * dim, 1)
-
-    def forward(self, ids: KeyedJaggedTensor) -> torch.Tensor:
-        loss: torch.Tensor = self.top(self.ebc(ids).values()).square().mean()
-        return loss
-
-
-@dataclass
-class Job:
-    """A live job, and all tensors of its tables: views of what it trains."""
-
-    model: DistributedModelParallel
-    optimizer: CombinedOptimizer
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def step(self, args: argparse.Namespace) -> None:
-        ids = torch.randint(0, args.rows, (args.tables * BATCH,))
-        lengths = torch.ones(args.tables * BATCH, dtype=torch.int32)
-        self.optimizer.zero_grad()
-        self.model(KeyedJaggedTensor([f"f{n}" for n in range(args.tables)], ids, lengths=lengths)).backward()
-        self.optimizer.step()
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-
-def build(args: argparse.Namespace) -> Job:
-    torch.manual_seed(0)
-    net = Net(args.tables, args.rows, args.dim)
-    sharder = EmbeddingBagCollectionSharder(
-        fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
-    )
-    placement = {f"t{n:02d}": table_wise(rank=0, compute_kernel="fused") for n in range(args.tables)}
-    plan = construct_module_sharding_plan(net.ebc, placement, sharder, 1, 1, "cpu")
-    model = DistributedModelParallel(
-        net,
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=torch.device("cpu"),
-        plan=ShardingPlan({"ebc": plan}),
-        sharders=[sharder],
-    )
-    dense = KeyedOptimizerWrapper(
-        dict(in_backward_optimizer_filter(model.named_parameters())), lambda params: torch.optim.SGD(params, lr=0.1)
-    )
-    job = Job(model, CombinedOptimizer([model.fused_optimizer, dense]))
-    for name, value in {**model.state_dict(), **_states(model.fused_optimizer.state_dict()["state"])}.items():
-        if "t" in name and hasattr(value, "local_shards"):
-            job.tensors |= {f"{name}.{n}": shard.tensor for n, shard in enumerate(value.local_shards())}
-    return job
-
-
-def _states(by_table: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return {name: value for states in by_table.values() for name, value in states.items()}
 
 
 class Rounds:
@@ -133,7 +58,7 @@ class Rounds:
         self._file = folder / "tables.pt"
         with contextlib.closing(self._attach(None)) as checkpointer:
             for _ in range(args.steps):
-                job.step(args)
+                job.train([torch.randint(0, args.rows, (BATCH,)) for _ in range(args.tables)], bags=BATCH)
                 checkpointer.step()
             checkpointer.mark().result(600)
         torch.save(job.tensors, self._file)
@@ -201,19 +126,6 @@ def measure(args: argparse.Namespace, run: Callable[[str], float]) -> dict[str, 
     return times
 
 
-def machine() -> dict[str, Any]:
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
-    memory = next(line for line in Path("/proc/meminfo").read_text().splitlines() if "MemTotal" in line)
-    return {
-        "cpu": model.partition(":")[2].strip() or platform.machine(),
-        "cores": os.cpu_count(),
-        "memory": memory.split(maxsplit=1)[1],
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "load_average": os.getloadavg()[0],
-    }
-
-
 def summary(times: dict[str, list[float]], num_bytes: int) -> dict[str, Any]:
     base = times["torch.load"]
     rows = {}
@@ -241,13 +153,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file the result as JSON")
     args = parser.parse_args()
     here = machine()
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     with (
         tempfile.TemporaryDirectory(prefix="head-bench-", dir=os.environ.get("BENCH_DIR")) as scratch,
         tempfile.TemporaryDirectory(prefix="head-bench-", dir=args.head) as head,
     ):
-        dist.init_process_group("gloo", init_method=f"file://{scratch}/group", rank=0, world_size=1)
-        job = build(args)
+        join_group(Path(scratch), 0, 1)
+        job = build(Shape((args.rows,) * args.tables, args.dim))
         rounds = Rounds(args, job, Path(scratch), Path(head))
         times = measure(args, rounds.run)
         dist.destroy_process_group()

@@ -51,6 +51,7 @@ class Disk:
     def __init__(self, folder: Path) -> None:
         self._path = folder / "file"
         self._data = memoryview(np.random.default_rng(0).integers(0, 256, SIZE, np.uint8).data)
+        self.append(SIZE)
 
     def append(self, sync_bytes: int) -> float:
         """Write, and have the disk hold each ``sync_bytes`` before the next."""

@@ -1,6 +1,6 @@
 """How long one marker keeps training from going on, and what else costs as long: paired, interleaved.
 
-    python benchmarks/marker/run.py [--rows 5000000] [--touched 0.01] [--rounds 7] [--out FILE.json]
+    python benchmarks/marker/run.py [--rows 5000000] [--touched 0.01] [--rounds 5] [--out FILE.json]
 
 One table of 5,000,000 x 64 float32 with row-wise Adagrad, 1.3 GB, one rank. Before each call one step touches 1% of the
 rows, none of which has been drained; the call is timed until it returns, then what goes on behind it is waited for.
@@ -124,7 +124,7 @@ def measure(args: argparse.Namespace, rows: int, touched: int, folder: Path, onl
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, rounds=5)
     parser.add_argument("--rows", type=int, default=5_000_000)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--touched", type=float, default=0.01, help="share of the rows")

@@ -1,11 +1,13 @@
 """Step time with and without streaming, on the file log: paired blocks in one process group.
 
-    python benchmarks/step_time/run.py [--ranks 1] [--rounds 7] [--steps 10] [--out FILE.json]
+    python benchmarks/step_time/run.py [--ranks 1] [--rounds 7] [--steps 10] [--config thesis|criteo] [--out FILE.json]
 
-Every variant trains its own copy of the recipe's DLRM (thesis configuration: 8 tables x 80,000 x 64, global
-batch 2048, 100 ids a lookup) on the same batches. A round runs one block of steps of each variant, in random order;
-a block begins when no stream has anything left to send. The ratio of a variant is the median, over rounds, of its
-block time divided by the block time of ``off`` in the same round. ``off again`` is a second ``off``: the noise.
+Every variant trains its own copy of the recipe's DLRM on the same batches. ``thesis``: 8 tables x 80,000 x 64, global
+batch 2048, 100 ids a lookup. ``criteo``: 26 tables, a million rows in the proportions of Criteo Kaggle, x 128, global
+batch 4096, one id a lookup. A round runs one block of steps of each variant, in random order; a block begins when no
+stream has anything left to send. The ratio of a variant is the median, over rounds, of its block time divided by the
+block time of ``off`` in the same round. ``off again`` is a second ``off``: the noise. ``cpu`` is the same ratio of the
+training thread's CPU time, which says less of what else runs on the machine.
 """
 
 from __future__ import annotations
@@ -30,8 +32,29 @@ import torch.multiprocessing as mp
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "recipes"))
 
-# variant -> steps between drains; None: no streaming at all
-VARIANTS: dict[str, int | None] = {"off": None, "off again": None, "drain every 10": 10, "drain every step": 1}
+sys.path[1:1] = [str(ROOT / "benchmarks")]
+
+from data import CRITEO_ROWS  # noqa: E402
+
+# variant -> settings of its stream; None: no streaming at all
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    "off": None,
+    "off again": None,
+    "drain every 10": {"drain_every": 10},
+    "drain every step": {"drain_every": 1},
+    "marker every 10": {"drain_every": 1, "marker_every": 10},
+    "auto, max_overhead 1%": {"drain_every": "auto", "max_overhead": 0.01},
+}
+CONFIGS: dict[str, list[str]] = {
+    "thesis": ["--synthetic", "thesis"],
+    "small": ["--synthetic", "small"],
+    # The layers of MLPerf's DLRM.
+    "criteo": [
+        *("--num_embeddings_per_feature", ",".join(map(str, CRITEO_ROWS)), "--embedding_dim", "128"),
+        *("--batch_size", "4096", "--ids_per_lookup", "1", "--learning_rate", "0.05"),
+        *("--dense_arch_layer_sizes", "512,256,128", "--over_arch_layer_sizes", "1024,1024,512,256,1"),
+    ],
+}
 
 
 @dataclass
@@ -43,12 +66,19 @@ class Job:
     checkpointer: Any
     blocks_s: list[float] = field(default_factory=list)
     caught_up_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    """Of the training thread, which the backward runs on as well."""
     num_bytes: int = 0
+    markers: int = 0
+    pause: Any = None
+    """While other variants run, no time passes for ``max_overhead``."""
 
     def block(self, batches: list[Any], steps: int) -> None:
         """Train ``steps`` steps; then wait until the stream has sent all that it took."""
-        sent = self._sent()
-        begin = time.perf_counter()
+        sent, markers = self._sent(), self._markers()
+        if self.pause is not None:
+            self.pause.__exit__(None, None, None)
+        begin, cpu = time.perf_counter(), time.thread_time()
         for step in range(steps):
             self.optimizer.zero_grad()
             loss, _ = self.model(batches[step % len(batches)])
@@ -57,21 +87,38 @@ class Job:
             if self.checkpointer is not None:
                 self.checkpointer.step()
         end = time.perf_counter()
+        self.cpu_s.append(time.thread_time() - cpu)
         self.settle()
         self.blocks_s.append(end - begin)
         self.caught_up_s.append(time.perf_counter() - begin)
-        self.num_bytes = self._sent() - sent
+        self.num_bytes += self._sent() - sent
+        self.markers += self._markers() - markers
+        if self.checkpointer is not None:
+            self.pause = self.checkpointer._pace.waiting()
+            self.pause.__enter__()
+
+    def forget(self) -> None:
+        """What was done so far was warm-up."""
+        self.blocks_s.clear()
+        self.caught_up_s.clear()
+        self.cpu_s.clear()
+        self.num_bytes = self.markers = 0
 
     def settle(self) -> None:
         if self.checkpointer is not None:
             stream = self.checkpointer._stream
             while stream is not None and stream.publisher.pending:
                 time.sleep(0.005)
+            if self.checkpointer._coordinator is not None:
+                self.checkpointer._coordinator.settle()
         dist.barrier()
 
     def _sent(self) -> int:
         stream = self.checkpointer._stream if self.checkpointer is not None else None
         return stream.publisher.num_bytes if stream is not None else 0
+
+    def _markers(self) -> int:
+        return self.checkpointer.stats().markers_committed if self.checkpointer is not None else 0
 
 
 def _rank(rank: int, args: argparse.Namespace, scratch: str, results: Any) -> None:
@@ -81,16 +128,16 @@ def _rank(rank: int, args: argparse.Namespace, scratch: str, results: Any) -> No
     torch.set_num_threads(1)
     recipe.configure_logging(1)
     dist.init_process_group("gloo", init_method=f"file://{scratch}/group", rank=rank, world_size=args.ranks)
-    flags = recipe.parse_args(["--sharding", "mixed", "--zipf", str(args.zipf), "--synthetic", args.config])
+    flags = recipe.parse_args(["--sharding", "mixed", "--zipf", str(args.zipf), *CONFIGS[args.config]])
     loader = recipe.open_loader(flags, rank, args.ranks)
     batches = [batch for batch, _ in zip(loader, range(4), strict=False)]
-    jobs = {name: _job(recipe, flags, loader, drain_every, scratch, name) for name, drain_every in VARIANTS.items()}
+    jobs = {name: _job(recipe, flags, loader, VARIANTS[name], scratch, name) for name in args.variants}
     for job in jobs.values():
         job.block(batches, args.steps)  # warm-up, and the sweep of the streamed ones
         while job.checkpointer is not None and not job.checkpointer._capture.swept:
             job.block(batches, 1)
-        job.blocks_s.clear()
-        job.caught_up_s.clear()
+        job.block(batches, args.steps)
+        job.forget()
     order = random.Random(0)
     for done in range(args.rounds):
         names = list(jobs)
@@ -100,7 +147,9 @@ def _rank(rank: int, args: argparse.Namespace, scratch: str, results: Any) -> No
         if rank == 0:
             print(f"round {done + 1} of {args.rounds}", file=sys.stderr, flush=True)
     if rank == 0:
-        results.put({name: (job.blocks_s, job.caught_up_s, job.num_bytes) for name, job in jobs.items()})
+        results.put(
+            {name: (job.blocks_s, job.caught_up_s, job.cpu_s, job.num_bytes, job.markers) for name, job in jobs.items()}
+        )
     for job in jobs.values():
         if job.checkpointer is not None:
             job.checkpointer.close()
@@ -108,7 +157,9 @@ def _rank(rank: int, args: argparse.Namespace, scratch: str, results: Any) -> No
     os._exit(0)
 
 
-def _job(recipe: Any, flags: argparse.Namespace, loader: Any, drain_every: int | None, scratch: str, name: str) -> Job:
+def _job(
+    recipe: Any, flags: argparse.Namespace, loader: Any, settings: dict[str, Any] | None, scratch: str, name: str
+) -> Job:
     device = torch.device("cpu")
     torch.manual_seed(0)
     dlrm = recipe.build_model(flags, loader, device)
@@ -118,12 +169,12 @@ def _job(recipe: Any, flags: argparse.Namespace, loader: Any, drain_every: int |
     plan = recipe.make_plan(flags, dlrm, sharder, device)
     model = recipe.DistributedModelParallel(dlrm, device=device, plan=plan, sharders=[sharder])
     optimizer = recipe.build_optimizer(flags, model)
-    if drain_every is None:
+    if settings is None:
         return Job(model, optimizer, None)
     from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 
     directory = Path(scratch) / name.replace(" ", "-")
-    config = StreamConfig(uri=f"file://{directory}", drain_every=drain_every, marker_every=None)
+    config = StreamConfig(uri=f"file://{directory}", sweep_bytes=2**28, **{"marker_every": None, **settings})
     return Job(model, optimizer, StreamCheckpointer(model, optimizer, config=config))
 
 
@@ -145,7 +196,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=10, help="steps of a block")
-    parser.add_argument("--config", choices=("thesis", "small"), default="thesis")
+    parser.add_argument("--config", choices=tuple(CONFIGS), default="thesis")
+    parser.add_argument("--variants", nargs="+", choices=tuple(VARIANTS), default=list(VARIANTS), metavar="NAME")
     parser.add_argument("--zipf", type=float, default=1.05)
     parser.add_argument("--out", type=Path, help="file the result as JSON")
     args = parser.parse_args()
@@ -159,19 +211,21 @@ def main() -> None:
         "case": "step_time",
         "date": time.strftime("%Y-%m-%d"),
         "command": f"python benchmarks/step_time/run.py --ranks {args.ranks} --rounds {args.rounds} "
-        f"--steps {args.steps} --config {args.config} --zipf {args.zipf}",
+        f"--steps {args.steps} --config {args.config} --zipf {args.zipf}"
+        + (f" --variants {' '.join(map(repr, args.variants))}" if args.variants != list(VARIANTS) else ""),
         "machine": machine,
-        "variants": {name: _summary(name, blocks, args.steps) for name in VARIANTS},
+        "variants": {name: _summary(name, blocks, args.steps) for name in args.variants},
     }
     _print(report)
     if args.out is not None:
         args.out.write_text(json.dumps(report, indent=2) + "\n")
 
 
-def _summary(name: str, blocks: dict[str, tuple[list[float], list[float], int]], steps: int) -> dict[str, Any]:
-    times, caught_up, num_bytes = blocks[name]
+def _summary(name: str, blocks: dict[str, Any], steps: int) -> dict[str, Any]:
+    times, caught_up, cpu, num_bytes, markers = blocks[name]
     off = blocks["off"][0]
     ratios = [mine / base for mine, base in zip(times, off, strict=True)]
+    cpu_ratios = [mine / base for mine, base in zip(cpu, blocks["off"][2], strict=True)]
     behind = [mine / base for mine, base in zip(caught_up, off, strict=True)]
     return {
         "step_ms_median": round(1000 * statistics.median(times) / steps, 2),
@@ -179,18 +233,21 @@ def _summary(name: str, blocks: dict[str, tuple[list[float], list[float], int]],
         "ratio_min": round(min(ratios), 4),
         "ratio_max": round(max(ratios), 4),
         "ratio_median_until_all_is_sent": round(statistics.median(behind), 4),
-        "megabytes_a_step": round(num_bytes / steps / 1e6, 2),
+        "cpu_ratio_median": round(statistics.median(cpu_ratios), 4),
+        "megabytes_a_step": round(num_bytes / steps / len(times) / 1e6, 2),
+        "markers": markers,
+        "steps": steps * len(times),
     }
 
 
 def _print(report: dict[str, Any]) -> None:
     print(f"{report['command']}\n{report['machine']}")
-    print(f"{'variant':18}{'step ms':>10}{'ratio':>9}{'min':>9}{'max':>9}{'all sent':>10}{'MB a step':>11}")
+    names = ("step ms", "ratio", "min", "max", "cpu", "all sent", "MB a step", "markers")
+    print(f"{'variant':22}" + "".join(f"{name:>10}" for name in names))
     for name, row in report["variants"].items():
-        print(
-            f"{name:18}{row['step_ms_median']:>10}{row['ratio_median']:>9}{row['ratio_min']:>9}{row['ratio_max']:>9}"
-            f"{row['ratio_median_until_all_is_sent']:>10}{row['megabytes_a_step']:>11}"
-        )
+        keys = ("step_ms_median", "ratio_median", "ratio_min", "ratio_max", "cpu_ratio_median")
+        keys += ("ratio_median_until_all_is_sent", "megabytes_a_step", "markers")
+        print(f"{name:22}" + "".join(f"{row[key]:>10}" for key in keys))
 
 
 if __name__ == "__main__":

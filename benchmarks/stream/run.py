@@ -79,8 +79,11 @@ class Stream:
 
 
 def raw_append(path: Path, frames: list[Any], count: int) -> float:
+    """Into a new file each time."""
+    path.unlink(missing_ok=True)
+
     def run() -> None:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT)
         for begin in range(0, count, BATCH):
             pending = [frames[number % BATCH] for number in range(begin, min(begin + BATCH, count))]
             while pending:

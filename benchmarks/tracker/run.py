@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from common import Goal, Measured, Report, arguments, scratch, take_turns, timed  # noqa: E402
@@ -90,7 +91,17 @@ class Marks:
     @property
     def num_bytes(self) -> int:
         """Of all masks, those of a marker's cut included."""
-        return sum(each.nbytes for each in vars(self._masks).values() if isinstance(each, torch.Tensor))
+        return _bytes_of(self._masks)
+
+
+def _bytes_of(holder: object, depth: int = 3) -> int:
+    """Of the tensors and arrays that an object of ours holds by itself."""
+    if isinstance(holder, (torch.Tensor, np.ndarray)):
+        return int(holder.nbytes) if getattr(holder, "_base", getattr(holder, "base", None)) is None else 0
+    if not depth or not type(holder).__module__.startswith("torchrec_stream_ckpt.capture"):
+        return 0
+    names = [*getattr(type(holder), "__slots__", ()), *getattr(holder, "__dict__", {})]
+    return sum(_bytes_of(getattr(holder, name), depth - 1) for name in names)
 
 
 def _lookup(batch: KeyedJaggedTensor) -> Lookup:

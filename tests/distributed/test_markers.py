@@ -51,6 +51,45 @@ def test_markers_by_seconds_are_cut_at_one_step_on_all_ranks(tmp_path: Path) -> 
     assert steps[0][-1] == 12
 
 
+def _by_overhead(uri: str) -> tuple[list[int], list[int], list[str]]:
+    """Markers that are cut by overhead while rank 1 can afford them; and what is not restored bit for bit."""
+    job = trainer(PLAN_2)
+    settings = StreamConfig(uri=uri, drain_every="auto", max_overhead=1.0)
+    affordable = dist.get_rank() == 0
+    truths = {}
+    with attach(job, settings) as checkpointer:
+        own = checkpointer._cadence._affordable
+        assert own is not None
+        checkpointer._cadence._affordable = lambda: affordable and own()
+
+        def train(steps: int) -> list[int]:
+            for _ in range(steps):
+                job.step()
+                checkpointer.step()
+                truths[checkpointer.steps] = truth(job)
+                checkpointer._coordinator.settle()  # type: ignore[union-attr]
+                dist.barrier()
+            return [commit.step for commit in _lineage(uri).commits.values()]
+
+        before = train(6)
+        affordable = True
+        after = train(8)
+    again = trainer(PLAN_2)
+    with attach(again, settings) as checkpointer:
+        restored = checkpointer.restore()
+        assert restored is not None
+        return before, after, differences(truths[restored.step], truth(again))
+
+
+def test_markers_by_overhead_are_cut_where_all_ranks_can_afford_them(tmp_path: Path) -> None:
+    found = ranks.run(2, _by_overhead, f"file://{tmp_path}")
+    assert found[0] == found[1]
+    before, after, wrong = found[0]
+    assert before == []
+    assert len(after) >= 3
+    assert wrong == []
+
+
 def _explicit(uri: str) -> list[tuple[int, int, int]]:
     job = trainer(PLAN_2)
     checkpointer = attach(job, StreamConfig(uri=uri, marker_every=None))

@@ -40,7 +40,7 @@ def test_markers_may_be_asked_for_by_hand_only() -> None:
 @pytest.mark.parametrize("name", ["drain_every", "marker_every", "ring_bytes", "sweep_bytes"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "10"])
 def test_counts_must_be_positive_whole_numbers(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must be a positive whole number, it is"):
+    with pytest.raises(ConfigError, match=f"{name} must be a positive whole number( or 'auto')?, it is"):
         StreamConfig(uri=FILE, **{name: value})
 
 
@@ -57,6 +57,11 @@ def test_times_must_be_positive(name: str, value: float) -> None:
         ({"uri": "data/log"}, "is not a log that we know"),
         ({"uri": FILE, "store": "kafka://host:1/job"}, "is not a store"),
         ({"uri": FILE, "store": "s3://user:secret@bucket"}, "must not hold a password"),
+        ({"uri": FILE, "drain_every": "often"}, "drain_every must be a positive whole number or 'auto', it is 'often'"),
+        ({"uri": FILE, "max_overhead": 0.0}, "max_overhead must be above 0 and at most 1, it is 0.0"),
+        ({"uri": FILE, "max_overhead": float("nan")}, "max_overhead must be above 0 and at most 1, it is nan"),
+        ({"uri": FILE, "max_overhead": 0.01, "marker_every": 7}, "max_overhead says how often markers come"),
+        ({"uri": FILE, "max_overhead": 0.01, "marker_every_s": 7.0}, "max_overhead says how often markers come"),
         ({"uri": FILE, "marker_budget_bytes": -1}, "marker_budget_bytes cannot be negative"),
         ({"uri": FILE, "head": ""}, "head must not be empty"),
         ({"uri": FILE, "on_column_resplit": "drop"}, "must be 'refuse' or 'merge', it is 'drop'"),

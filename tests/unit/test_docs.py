@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,7 +31,8 @@ def commands(page: str) -> Iterator[list[str]]:
         if line.lstrip().startswith("```"):
             fenced = not fenced
         elif (fenced or line.startswith("    ")) and _TOOL.match(line.strip()):
-            yield shlex.split(_TOOL.sub("", line.strip()), comments=True)
+            ours = line.partition(" | ")[0]  # what it is piped into is another tool's
+            yield shlex.split(_TOOL.sub("", ours.strip()), comments=True)
     for words in _INLINE.findall(joined.replace("\n", " ")):
         yield words.split()
 
@@ -95,3 +98,11 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
         if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
             broken.append(target)
     assert broken == []
+
+
+def test_the_pictures_are_those_of_the_script(tmp_path: Path) -> None:
+    script = ROOT / "scripts" / "draw_architecture.py"
+    subprocess.run([sys.executable, str(script), "--to", str(tmp_path)], check=True, timeout=60)
+    drawn = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert drawn == {file.name: file.read_bytes() for file in (ROOT / "docs" / "img").glob("*.svg")}
+    assert len(drawn) == 4

@@ -83,10 +83,11 @@ OF_STORES = ("store.upload", "materialize.dense", "restore.chunk", "dense.put", 
 
 def test_trainers_trims_and_materializers_are_killed_at_every_point() -> None:
     from tests.faults import kills, materializer
-    from tests.unit import test_gc, test_head, test_trim
+    from tests.unit import test_gc, test_head, test_tiers, test_trim
 
     names = compiled_in()
-    killed = {*kills.POINTS, *test_trim.POINTS, *test_gc.POINTS, *test_head.POINTS, *materializer.POINTS}
+    in_units = (test_trim, test_gc, test_head, test_tiers)
+    killed = {*kills.POINTS, *materializer.POINTS, *(point for each in in_units for point in each.POINTS)}
     killed.add("recover.append")  # by test_recover
     assert {name for name in names if not name.startswith(OF_STORES)} == killed
     assert set(names.values()) == {1}, "a name stands at one place"

@@ -37,6 +37,8 @@ def test_every_setting_reaches_the_config(tmp_path: Path) -> None:
         "marker_every_s": "4.5",
         "kafka_options": str(tmp_path / "kafka"),
         "commit_key_file": str(tmp_path / "key"),
+        "metrics_port": "9400",
+        "tensorboard": "events",
     }
     argv = [word for name, value in flags.items() for word in (f"--{name}", value)]
     assert config_from(parse("--stream_ckpt", "kafka://h:1/j", *argv)) == StreamConfig(
@@ -48,7 +50,22 @@ def test_every_setting_reaches_the_config(tmp_path: Path) -> None:
         marker_every_s=4.5,
         kafka_options=tmp_path / "kafka",
         commit_key_file=tmp_path / "key",
+        metrics_port=9400,
+        tensorboard=Path("events"),
     )
+
+
+def test_the_pace_may_be_left_to_the_library() -> None:
+    found = config_from(parse("--stream_ckpt", "file://x", "--drain_every", "auto", "--max_overhead", "0.01"))
+    assert found == StreamConfig(uri="file://x", drain_every="auto", max_overhead=0.01)
+
+
+TWICE = ["--stream_ckpt", "file://x", "--stream_ckpt", "kafka://h:1/j"]
+
+
+def test_stream_ckpt_twice_is_two_tiers() -> None:
+    found = config_from(parse(*TWICE, "--outer_every", "4", "--store", "s3://b/p"))
+    assert found == StreamConfig(uri=("file://x", "kafka://h:1/j"), outer_every=4, store="s3://b/p")
 
 
 def test_flags_that_are_not_given_are_those_of_the_config() -> None:
@@ -59,11 +76,18 @@ def test_flags_that_are_not_given_are_those_of_the_config() -> None:
     ("argv", "message"),
     [
         (["--commit_key_file", "x"], "--commit_key_file needs --stream_ckpt URI"),
+        (["--max_overhead", "0.01"], "--max_overhead needs --stream_ckpt URI"),
+        (["--stream_ckpt", "file://x", "--max_overhead", "1", "--marker_every", "5"], "says how often markers come"),
         (["--restore", "none"], "--restore needs --stream_ckpt URI, file://DIR or kafka://BROKERS/JOB"),
         (["--stream_ckpt", "file://"], "neither file://DIR nor kafka://BROKERS/JOB"),
         (["--stream_ckpt", "kafka://host/j", "--store", "x"], "names no broker as HOST:PORT"),
         (["--stream_ckpt", "file://x", "--commit_key_file", "no.key"], "--commit_key_file no.key: no such file"),
         (["--stream_ckpt", "file://x", "--store", "s3://a:b@c/d"], "must not hold a password"),
+        (["--stream_ckpt", "file://x", "--outer_every", "2"], "--outer_every needs two tiers: --stream_ckpt file://"),
+        ([*TWICE, "--stream_ckpt", "file://z"], "was given 3 times"),
+        (["--stream_ckpt", "kafka://h:1/a", "--stream_ckpt", "kafka://h:1/b", "--store", "x"], "is the near one"),
+        (["--stream_ckpt", "file://x", "--stream_ckpt", "file://x"], "'file://x' was given twice"),
+        (TWICE, "needs --store URL"),
     ],
 )
 def test_what_does_not_go_together_is_refused(argv: list[str], message: str) -> None:

@@ -212,6 +212,33 @@ def test_a_cut_that_is_sent_is_the_boundary_whatever_happens_meanwhile(
     assert job.ring.waits == 0
 
 
+def test_drains_go_on_for_ever_without_a_cut() -> None:
+    job = Job()
+    for _ in range(10):
+        job.load()
+        while not job.capture.drain(Drain(1, 1)):
+            assert job.taken, "a drain with a free ring sends nothing"
+            job.log_takes(9)
+        job.log_takes(9)
+        assert job.says(job.tables())
+
+
+def test_one_step_fills_the_ring_once_whatever_the_log_takes_meanwhile() -> None:
+    job = Job()
+    job.load()
+    sent = 0
+
+    def acknowledged_at_once(buffer: FrameBuffer) -> int:
+        nonlocal sent
+        sent += 1
+        job.ring.release(buffer)
+        return 0
+
+    job.capture._submit = acknowledged_at_once
+    assert not job.capture.drain(Drain(1, 1))
+    assert sent == job.ring.capacity
+
+
 def _frozen_and_full(budget_bytes: int) -> Job:
     """All rows are in a cut, two frames of which have taken the ring."""
     job = Job(budget_bytes)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchrec_stream_ckpt import TrackedLoader
+from torchrec_stream_ckpt import GlobalBatches, TrackedLoader
 from torchrec_stream_ckpt.errors import ConfigError
 
 
@@ -226,3 +226,39 @@ def test_torchdatas_loader_goes_on_with_the_next_batch(workers: int, stops: Iter
         before = list(itertools.islice(first.train(), stop))
         second.loader.load_state_dict(first.loader.state_dict())
         assert before + list(second.train()) == everything
+
+
+def global_batches(rank: int, world: int, samples: int = 23, batch_size: int = 5) -> GlobalBatches[tuple[int, ...]]:
+    def make(epoch: int, rows: range, size: int) -> tuple[int, ...]:
+        assert size - 1 <= len(rows) <= size
+        return tuple(100 * epoch + row for row in rows)
+
+    return GlobalBatches(make, samples=samples, batch_size=batch_size, rank=rank, world=world)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_any_number_of_ranks_trains_the_same_global_batches(world: int) -> None:
+    parts = zip(*(global_batches(rank, world) for rank in range(world)), strict=True)
+    assert [sum(part, ()) for part in parts] == [tuple(range(5 * batch, 5 * batch + 5)) for batch in range(4)]
+
+
+def test_a_position_means_the_same_on_another_number_of_ranks() -> None:
+    before = TrackedLoader(global_batches(0, 1))
+    batches = iter(before)
+    next(batches)
+    next(batches)
+    before.trained()
+    after = [TrackedLoader(global_batches(rank, 2)) for rank in range(2)]
+    for loader in after:
+        loader.load_state_dict(before.state_dict())
+    assert [list(loader) for loader in after] == [[(5, 6), (10, 11), (15, 16)], [(7, 8, 9), (12, 13, 14), (17, 18, 19)]]
+    assert next(iter(after[0])) == (100, 101)
+
+
+def test_batches_that_cannot_be_cut_are_refused() -> None:
+    with pytest.raises(ConfigError, match="the data hold 4 samples, less than one batch of 5"):
+        global_batches(0, 1, samples=4)
+    with pytest.raises(ConfigError, match="a global batch of 5 leaves some of 6 ranks without a sample"):
+        global_batches(0, 6)
+    with pytest.raises(ConfigError, match="stands behind 15 samples of its epoch, the data hold 12"):
+        global_batches(0, 1, samples=12).load_state_dict({"epoch": 0, "samples": 15})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import urllib.request
@@ -130,3 +131,83 @@ def test_the_page_lists_every_metric_and_every_scalar_as_the_code_has_it() -> No
     assert said == table([*TRAINER_METRICS.values()]) + table([*METRICS.values()])
     listed = next(block for block in page.split("\n\n") if block.startswith("`rows_captured`, "))
     assert re.findall(r"`(\w+)`", listed) == list(scalars(stats(), None, 0.0))
+
+
+def test_the_alerts_that_are_advised_ask_for_metrics_that_exist() -> None:
+    page = (DOCS / "operations.md").read_text().partition("## Alerts to set")[2].partition("\n## ")[0]
+    asked = set(re.findall(r"\bstream_ckpt_\w+", page))
+    assert len(asked) >= 9
+    assert asked <= {name for metric in (*TRAINER_METRICS.values(), *METRICS.values()) for name in metric.series}
+
+
+# The dashboard.
+
+DASHBOARD = json.loads((DOCS / "grafana" / "stream_ckpt.json").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+QUERIES = {panel["title"]: [target["expr"] for target in panel["targets"]] for panel in PANELS}
+
+
+def test_the_dashboard_asks_for_metrics_that_exist_and_for_nearly_all_of_them() -> None:
+    asked = {name for exprs in QUERIES.values() for expr in exprs for name in re.findall(r"\bstream_ckpt_\w+", expr)}
+    known = {name: metric for metric in (*TRAINER_METRICS.values(), *METRICS.values()) for name in metric.series}
+    assert asked - known.keys() == set()
+    metrics = {metric.name for metric in known.values()}
+    left_out = metrics - {known[name].name for name in asked}
+    assert {name.removeprefix("stream_ckpt_") for name in left_out} == {
+        "marker_in_flight",
+        "newest_marker_step",
+        "ring_waits_total",
+        "unacknowledged_frames",
+        "materializer_folds_read_bytes_total",
+        "materializer_head_generation",
+        "materializer_markers_total",
+        "materializer_newest_generation",
+    }
+
+
+def test_counters_are_asked_for_rates_and_gauges_are_not() -> None:
+    counters = {
+        name
+        for metric in (*TRAINER_METRICS.values(), *METRICS.values())
+        if metric.kind != "gauge"
+        for name in metric.series
+    }
+    for expr in (expr for exprs in QUERIES.values() for expr in exprs):
+        rated = set(re.findall(r"(?:rate|increase)\((\w+)", expr))
+        assert rated == set(re.findall(r"\bstream_ckpt_\w+", expr)) & counters, expr
+        assert expr.count("(") == expr.count(")")
+        assert expr.count("{") == expr.count("}")
+
+
+def test_the_dashboard_has_what_grafana_imports() -> None:
+    assert DASHBOARD["schemaVersion"] >= 36
+    assert DASHBOARD["id"] is None
+    assert DASHBOARD["title"]
+    variables = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
+    assert variables["datasource"]["type"] == "datasource"
+    assert variables["datasource"]["query"] == "prometheus"
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+    used = set()
+    for panel in PANELS:
+        assert panel["type"] in ("stat", "timeseries")
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+        assert panel["title"]
+        assert panel["description"]
+        assert [target["refId"] for target in panel["targets"]] == list("ABCDE"[: len(panel["targets"])])
+        assert {target["datasource"]["uid"] for target in panel["targets"]} == {"${datasource}"}
+        used |= {name for target in panel["targets"] for name in re.findall(r"\$([a-z]\w*)", target["expr"])}
+    assert used == variables.keys() - {"datasource"}
+
+
+def test_no_panel_lies_on_another() -> None:
+    taken: set[tuple[int, int]] = set()
+    for place in (panel["gridPos"] for panel in DASHBOARD["panels"]):
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken
+        assert place["x"] + place["w"] <= 24
+        taken |= cells

@@ -76,6 +76,8 @@ class Capture:
         """Rows, by kernel, that the last look at the touched and at the frozen ones has left behind."""
         self.saved_rows = 0
         """Rows of cuts that were sent in front of a write."""
+        self.saving_s = 0.0
+        """How long that took."""
         self.written_in_place = False
         """Whether ``mark_all`` was called: somebody writes where no hook can send frozen rows first."""
         self._removers: list[Callable[[], None]] = [
@@ -236,6 +238,7 @@ class Capture:
     def _save(self, cut: FrozenCut, position: int, find: Callable[[], torch.Tensor]) -> None:
         """Send frozen rows in front of a write, within the marker's budget; a write neither waits nor fails."""
         drain = replace(cut.drain, saving=True)
+        begin = time.perf_counter()
         try:
             with self._kernels[position].reading():
                 rows = find()
@@ -247,6 +250,8 @@ class Capture:
         except Exception as error:  # the publisher has died, or memory is short
             log.exception("the rows of marker %d cannot be sent on this rank", drain.marker)
             self.give_up(f"{type(error).__name__}: {error}")
+        finally:
+            self.saving_s += time.perf_counter() - begin
 
     def scalars(self) -> tuple[TableScalars, ...]:
         """The kernels' own state, a record a shard; the iteration is that of the trained batches."""

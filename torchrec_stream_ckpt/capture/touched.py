@@ -1,7 +1,8 @@
 """Which rows have to be sent: a bit for each row that changed, another for each that was never sent.
 
 All are bool masks over the linear row space of one kernel (its shards one behind the other) and live on
-the tables' device: three bytes a row. Marking is a scatter; nothing here grows.
+the tables' device: three bytes a row. Marking is a scatter; nothing here grows. A drain does not read the whole mask
+where little of it is set (``rowmask``).
 
 There are two masks of touched rows. Updates mark in one of them. A cut swaps them: the other one then holds the
 *frozen* rows, those of the cut that have not been sent yet, and becomes empty as they are.
@@ -14,6 +15,7 @@ from itertools import pairwise
 import torch
 
 from torchrec_stream_ckpt.adapter import FusedKernel, Lookup
+from torchrec_stream_ckpt.capture.rowmask import RowMask
 from torchrec_stream_ckpt.errors import UnsupportedError
 
 
@@ -24,41 +26,38 @@ class TouchedRows:
         self._kernel = kernel
         self.bases = kernel.bases
         self.total = self.bases[-1]
-        # One row more than there are: ids that lie in no table are marked there.
-        self._touched = torch.zeros(self.total + 1, dtype=torch.bool, device=kernel.device)
+        self._touched = RowMask(self.total, kernel.device)
+        self._frozen = RowMask(self.total, kernel.device)
         self._unswept = torch.zeros(self.total, dtype=torch.bool, device=kernel.device)
-        self._frozen = torch.zeros_like(self._touched)
         self._cursor = self.total
-        self._feature_masks, self._frozen_feature_masks = (
-            [mask[self.bases[shard] : self.bases[shard + 1]] for shard in kernel.feature_shards]
-            for mask in (self._touched, self._frozen)
-        )
+        self._feature_rows = [(self.bases[shard], self.bases[shard + 1]) for shard in kernel.feature_shards]
+        """For each feature, the linear rows of its shard."""
 
     def mark(self, lookup: Lookup) -> None:
         """Mark the rows of a lookup whose update has been applied. Never makes the host wait for a GPU."""
         if lookup.indices.is_cuda:
             rows = self._kernel.linear_rows(lookup).clamp_(max=self.total)
-            self._touched.index_fill_(0, rows, True)
+            self._touched.fill_rows(rows)
             return
-        for mask, (begin, end) in zip(self._feature_masks, pairwise(self._bounds(lookup)), strict=True):
+        for (first, last), (begin, end) in zip(self._feature_rows, pairwise(self._bounds(lookup)), strict=True):
             if end > begin:
-                mask.index_fill_(0, lookup.indices[begin:end].long(), True)
+                self._touched.fill(first, last, lookup.indices[begin:end].long())
 
     def _bounds(self, lookup: Lookup) -> list[int]:
         """Where the ids of each feature begin, and where the last ones end."""
         if lookup.bag_starts is not None:
             return lookup.offsets[lookup.bag_starts.long()].tolist()
-        batch = (lookup.offsets.numel() - 1) // len(self._feature_masks)
+        batch = (lookup.offsets.numel() - 1) // len(self._feature_rows)
         if batch == 0:
-            return [0] * (len(self._feature_masks) + 1)
+            return [0] * (len(self._feature_rows) + 1)
         return lookup.offsets[::batch].tolist()
 
     def mark_rows(self, rows: torch.Tensor | None) -> None:
         """Something outside the fused update changes these linear rows; None: it may change any row."""
         if rows is None:
-            self._touched[: self.total] = True
+            self._touched.fill_all()
         else:
-            self._touched.index_fill_(0, rows.to(self._touched.device), True)
+            self._touched.fill_rows(rows.to(self._touched.bits.device))
 
     def sweep_again(self, shards: list[int]) -> None:
         """Every row of these shards is to be sent once, whether a step touches it or not."""
@@ -72,7 +71,7 @@ class TouchedRows:
         FBGEMM's bounds check lets -1 pass, and its CUDA backward then writes the row in front of the table
         (``linearize_index_kernel`` adds the table's first row without a look at the sign): no mark would be true.
         """
-        if self._touched[self.total]:
+        if self._touched.bits[self.total]:
             raise UnsupportedError(
                 "an id of -1 was trained: on a GPU the fused update then writes outside of its table",
                 hint="drop such ids before the lookup",
@@ -81,12 +80,12 @@ class TouchedRows:
 
     def forget_ids(self) -> None:
         """What was trained so far is sent as it is, whatever changed it."""
-        self._touched[self.total] = False
-        self._frozen[self.total] = False
+        self._touched.bits[self.total] = False
+        self._frozen.bits[self.total] = False
 
     def touched(self) -> torch.Tensor:
         """Linear rows that changed since they were last sent, ascending."""
-        return self._touched[: self.total].nonzero().flatten()
+        return self._touched.find()
 
     def unswept(self, limit: int) -> torch.Tensor:
         """Up to ``limit`` rows that were never sent, ascending; skips over what has been."""
@@ -110,11 +109,8 @@ class TouchedRows:
 
     def sent(self, rows: torch.Tensor) -> None:
         """These rows were gathered: they have to be sent again only if they change again."""
-        if rows.numel() == self.total:
-            self._touched.zero_()
-            self._unswept.zero_()
-        else:
-            self._touched.index_fill_(0, rows, False)
+        self._touched.clear(rows)
+        if not self.swept:
             self._unswept.index_fill_(0, rows, False)
 
     # A cut.
@@ -122,40 +118,36 @@ class TouchedRows:
     def freeze(self) -> None:
         """What is touched now belongs to a cut; what is touched from here on does not. The last cut must be over."""
         self._touched, self._frozen = self._frozen, self._touched
-        self._feature_masks, self._frozen_feature_masks = self._frozen_feature_masks, self._feature_masks
 
     def thaw(self) -> None:
         """The cut is over: frozen rows that were not sent are touched rows again."""
-        self._touched.logical_or_(self._frozen)
-        self._frozen.zero_()
+        self._touched.merge(self._frozen)
 
     def frozen(self) -> torch.Tensor:
         """Linear rows of the cut that have not been sent, ascending."""
-        return self._frozen[: self.total].nonzero().flatten()
+        return self._frozen.find()
 
     def frozen_among(self, rows: torch.Tensor | None) -> torch.Tensor:
         """Those of the linear ``rows`` (None: of all rows) that are frozen, ascending. On a GPU the host waits."""
         if rows is None:
             return self.frozen()
-        rows = rows.to(self._frozen.device)
-        return _ascending(rows[self._frozen[rows] & (rows < self.total)])
+        frozen = self._frozen.bits
+        rows = rows.to(frozen.device)
+        return _ascending(rows[frozen[rows] & (rows < self.total)])
 
     def frozen_in(self, lookup: Lookup) -> torch.Tensor:
         """Linear rows of a lookup that are frozen, ascending. On a GPU the host waits, to learn how many."""
         if lookup.indices.is_cuda:
             return self.frozen_among(self._kernel.linear_rows(lookup).clamp_(max=self.total))
         hits = [torch.empty(0, dtype=torch.int64)]
-        features = zip(
-            self._frozen_feature_masks, self._kernel.feature_shards, pairwise(self._bounds(lookup)), strict=True
-        )
-        for mask, shard, (begin, end) in features:
+        for (first, last), (begin, end) in zip(self._feature_rows, pairwise(self._bounds(lookup)), strict=True):
             ids = lookup.indices[begin:end].long()
-            hits.append(ids[mask[ids]] + self.bases[shard])
+            hits.append(ids[self._frozen.bits[first:last][ids]] + first)
         return _ascending(torch.cat(hits))
 
     def frozen_sent(self, rows: torch.Tensor) -> None:
         """These frozen rows were gathered, with the values of the cut."""
-        self._frozen.index_fill_(0, rows, False)
+        self._frozen.clear(rows)
 
 
 def _ascending(rows: torch.Tensor) -> torch.Tensor:

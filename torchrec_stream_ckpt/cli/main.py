@@ -20,9 +20,12 @@ from torchrec_stream_ckpt.cli import (
     pin,
     plan,
     recover,
+    relay,
+    report,
     show,
     trim,
     verify,
+    watch,
 )
 from torchrec_stream_ckpt.errors import StreamCkptError
 
@@ -36,12 +39,15 @@ app.command("list")(list_.list_markers)
 app.command("show")(show.show_marker)
 app.command("verify")(verify.verify_markers)
 app.command("doctor")(doctor.examine_job)
+app.command("watch")(watch.watch_job)
+app.command("report")(report.report_job)
 app.command("materialize")(materialize.materialize_log)
 app.command("diff")(diff.diff_markers)
 app.command("plan")(plan.plan_job)
 app.command("export")(export.export_marker)
 app.command("import")(import_.import_checkpoint)
 app.command("recover")(recover.recover_log)
+app.command("relay")(relay.relay_log)
 app.command("follow")(follow.follow_stream)
 app.command("fence")(fence.fence_trainer)
 app.command("trim")(trim.trim_job)

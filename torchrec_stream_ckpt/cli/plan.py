@@ -164,9 +164,10 @@ def _record(work: Workload) -> dict[str, Any]:
 
 def _print(work: Workload, where: Deployment, costs: UnitCosts, result: Plan) -> None:
     console = Console()
+    drains = "step" if work.drain_every == 1 else f"{work.drain_every} steps"
     console.print(
         f"{len(work.tables)} tables, {work.rows:,} rows, {size(round(work.table_bytes))} with states and ids; "
-        f"{work.ranks} ranks, {work.steps_per_s:g} steps a second, a drain every {work.drain_every} steps, "
+        f"{work.ranks} ranks, {work.steps_per_s:g} steps a second, a drain every {drains}, "
         f"a marker every {span(work.marker_s)}",
         soft_wrap=True,
     )
@@ -216,7 +217,7 @@ def _log(where: Deployment, result: Plan) -> Rows:
     trims = "without trims, after a day" if where.trim_s is None else f"sweep and {span(where.trim_s)} between trims"
     rows = [
         ("partitions", str(result.partitions), "one a rank, one for control"),
-        ("disk", size(round(result.log_bytes)), f"{trims}, {where.copies} copies"),
+        ("disk", size(round(result.log_bytes)), f"{trims}, {where.copies} {'copy' if where.copies == 1 else 'copies'}"),
         ("growth", f"{size(round(result.log_growth_bytes_per_day))}/day", "if nobody trims"),
     ]
     if (need := result.broker) is not None:
@@ -261,7 +262,7 @@ def _rank(work: Workload, result: Plan) -> Rows:
         ("memory", size(round(memory.rank_bytes)), "beside training: the four below"),
         ("ring", size(round(memory.ring_bytes)), ring),
         ("masks", size(round(memory.mask_bytes)), "3 bytes a row, on the tables' device"),
-        ("dense copy", size(round(memory.dense_bytes)), "while a marker is in flight"),
+        ("dense copy", size(round(memory.dense_bytes)), "its part, copied at each marker"),
         ("marker budget", size(round(memory.marker_bytes)), "what a cut sends beyond the ring"),
         ("HEAD", size(round(memory.head_bytes)), "of each host, if it keeps one"),
         (

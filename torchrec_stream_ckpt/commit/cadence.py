@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -40,13 +41,21 @@ class Cadence:
     Args:
         every_steps: Cut at each multiple of so many steps, or never when None.
         every_s: Cut when so many seconds have passed since the last cut, or never when None.
+        affordable: Cut whenever this says so on all ranks, asked at every step; None: by steps and seconds alone.
         group: A gloo group that nothing else uses meanwhile.
     """
 
-    def __init__(self, every_steps: int | None, every_s: float | None, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        every_steps: int | None,
+        every_s: float | None,
+        group: dist.ProcessGroup,
+        affordable: Callable[[], bool] | None = None,
+    ) -> None:
         self._every_steps = every_steps
         self._every_s = every_s
         self._group = group
+        self._affordable = affordable
         self._rank = dist.get_rank()
         self._last_cut_s = time.monotonic()
         self._due = False
@@ -60,11 +69,12 @@ class Cadence:
         Does not wait. All ranks vote at the same steps: what decides that is known to all of them.
         """
         self._due = self._due or (self._every_steps is not None and (step + 1) % self._every_steps == 0)
-        if not (self._due or self._watching or self._every_s is not None):
+        if not (self._due or self._watching or self._every_s is not None or self._affordable is not None):
             return
         timely = self._every_s is not None and time.monotonic() - self._last_cut_s >= self._every_s
         # Of the seconds, rank 0's clock decides; of the steps, all ranks know.
         wanted = self._due or (self._every_s is not None and (timely or self._rank != 0))
+        wanted = wanted or (self._affordable is not None and self._affordable())
         flags = torch.tensor([ballot.ready and wanted, ballot.settled, ballot.owner, ballot.holding], dtype=torch.int32)
         work = dist.all_reduce(flags, dist.ReduceOp.MIN, group=self._group, async_op=True)
         assert work is not None

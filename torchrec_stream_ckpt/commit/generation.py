@@ -42,43 +42,52 @@ class Generation:
         return MarkerId(self.claim.generation, number)
 
     def check_log(self, marker: int, ends: Sequence[RankEnd]) -> None:
-        """The log must still be the one that was claimed, and hold all that the marker stands on.
+        """:func:`check_claimed` of this generation's own marker."""
+        check_claimed(self.log, self.control, self.claim, marker, ends)
 
-        Args:
-            marker: Its number.
-            ends: Where the streams of this generation stand at it.
 
-        Raises:
-            MarkerFailedError: it was deleted, or made again under its name.
-            CorruptionError: something took a part of it away.
-            LogUnavailableError: it does not answer.
-        """
-        now = self.log.incarnation()
-        if now is None or now.id != self.claim.incarnation:
-            raise MarkerFailedError(
-                "the log was deleted or made again while this job ran",
-                hint="start a new job, or bring it back",
-                generation=self.claim.generation,
-                marker=marker,
-            )
-        spans = self._spans(ends, self.control.lineage)
-        while True:
-            try:
-                self.log.check_there(spans)
-            except CorruptionError:
-                # Somebody may have trimmed the log, also just now: he has said so before he took anything away.
-                before, spans = spans, self._spans(ends, self.control.refresh())
-                if spans == before:
-                    raise
-            else:
-                return
+def check_claimed(log_: Log, control: Control, claim: Claim, marker: int, ends: Sequence[RankEnd]) -> None:
+    """The log must still be the one that was claimed, and hold all that the marker stands on.
 
-    def _spans(self, ends: Sequence[RankEnd], lineage: Lineage) -> list[LogSpan]:
-        """All that a marker with these ends stands on, less what was trimmed on purpose."""
-        streams = [(self.claim.generation, ends)]
-        if self.claim.parent is not None:
-            streams += [(ancestor.generation, ancestor.ranks) for ancestor in lineage.path(self.claim.parent)]
-        return [span for generation, ranks in streams for span in lineage.spans(generation, ranks)]
+    Args:
+        log_: The log.
+        control: Its control partition.
+        claim: The generation of the marker.
+        marker: Its number.
+        ends: Where the streams of the generation stand at it.
+
+    Raises:
+        MarkerFailedError: it was deleted, or made again under its name.
+        CorruptionError: something took a part of it away.
+        LogUnavailableError: it does not answer.
+    """
+    now = log_.incarnation()
+    if now is None or now.id != claim.incarnation:
+        raise MarkerFailedError(
+            "the log was deleted or made again while this job ran",
+            hint="start a new job, or bring it back",
+            generation=claim.generation,
+            marker=marker,
+        )
+    spans = _spans(claim, ends, control.lineage)
+    while True:
+        try:
+            log_.check_there(spans)
+        except CorruptionError:
+            # Somebody may have trimmed the log, also just now: he has said so before he took anything away.
+            before, spans = spans, _spans(claim, ends, control.refresh())
+            if spans == before:
+                raise
+        else:
+            return
+
+
+def _spans(claim: Claim, ends: Sequence[RankEnd], lineage: Lineage) -> list[LogSpan]:
+    """All that a marker with these ends stands on, less what was trimmed on purpose."""
+    streams = [(claim.generation, ends)]
+    if claim.parent is not None:
+        streams += [(ancestor.generation, ancestor.ranks) for ancestor in lineage.path(claim.parent)]
+    return [span for generation, ranks in streams for span in lineage.spans(generation, ranks)]
 
 
 def claim_generation(
@@ -90,8 +99,23 @@ def claim_generation(
     world: int,
     parent: MarkerId | None,
     swept: tuple[int, ...],
+    *,
+    least: int = 1,
+    twin: Claim | None = None,
 ) -> Claim:
     """(rank 0) Make log and store ready, and own the next generation.
+
+    Args:
+        log_: The log.
+        control: Its control partition.
+        dense: Where the dense state of the log's markers goes.
+        config: Of this log.
+        schema: The job's tables.
+        world: Ranks.
+        parent: The marker that the generation stands on.
+        swept: Tables that it sends whole.
+        least: Take no lower number.
+        twin: What was claimed on the outer tier: this log gets the same.
 
     Raises:
         FencedError: another trainer was first.
@@ -112,12 +136,13 @@ def claim_generation(
             f"generation {lineage.newest_generation} of this log was the last one that there can be",
             hint="begin a new job",
         )
-    parsed = parse_uri(config.uri)
+    parsed = parse_uri(config.uris[-1])
+    # A function of the log, so that two trainers that race for a new one name the same job.
+    job = twin.job if twin is not None else uuid.uuid5(uuid.NAMESPACE_OID, incarnation.id).bytes
     claim = Claim(
-        # A function of the log, so that two trainers that race for a new one name the same job.
-        job=lineage.job if lineage.claims else uuid.uuid5(uuid.NAMESPACE_OID, incarnation.id).bytes,
-        generation=lineage.next_generation,
-        nonce=uuid.uuid4().hex,
+        job=lineage.job if lineage.claims else job,
+        generation=twin.generation if twin is not None else max(lineage.next_generation, least),
+        nonce=twin.nonce if twin is not None else uuid.uuid4().hex,
         name=parsed.job if isinstance(parsed, KafkaUri) else "",
         parent=parent,
         world=world,
@@ -125,7 +150,7 @@ def claim_generation(
         incarnation=incarnation.id,
         schema=schema,
         swept=swept,
-        time_s=time.time(),
+        time_s=twin.time_s if twin is not None else time.time(),
     )
     dense.prepare(claim.job)
     control.claim(claim)
@@ -160,7 +185,8 @@ def check_same_log(log_: Log, dense: DenseStore, config: StreamConfig, claim: Cl
     if seen is None or seen.id != claim.incarnation or not dense.is_seen(claim.job):
         raise ConfigError(
             "this rank does not see the log and the store that rank 0 sees",
-            hint="put them on a shared file system, or use Kafka and a shared store",
+            hint="put them on a shared file system, or use Kafka and a shared store; the inner one of two tiers is for "
+            "jobs on one node, or in a folder that all nodes share",
             rank=rank,
-            uri=config.uri,
+            uri=config.uris[0],
         )

@@ -344,6 +344,23 @@ def decode_chunk(entry: Entry, data: memoryview, schema: Schema, where: str) -> 
     Raises:
         CorruptionError: it does not fit the schema or its directory.
     """
+    layout = chunk_layout(entry, schema, where)
+    place = {"name": where, "offset": str(entry.offset)}
+    if len(data) != entry.num_bytes:
+        raise CorruptionError("chunk does not have the length that its rows take", **place)
+    view = view_rows(layout, entry.rows, data)
+    ids = view.ids
+    if not (entry.first == ids[0] and ids[-1] == entry.last) or not bool((ids[1:] > ids[:-1]).all()):
+        raise CorruptionError("chunk's ids are not those that the directory names", **place)
+    return view
+
+
+def chunk_layout(entry: Entry, schema: Schema, where: str) -> RowLayout:
+    """How a chunk lies, after holding its entry against the schema.
+
+    Raises:
+        CorruptionError: it does not fit.
+    """
     place = {"name": where, "offset": str(entry.offset)}
     if entry.table >= len(schema.tables):
         raise CorruptionError(f"table {entry.table} is not in the schema", **place)
@@ -354,11 +371,8 @@ def decode_chunk(entry: Entry, data: memoryview, schema: Schema, where: str) -> 
         layout = RowLayout.of(table, entry.cols)
     except ValueError as error:
         raise CorruptionError(str(error), **place) from None
-    if layout.offsets(entry.rows)[1] != len(data):
+    if layout.offsets(entry.rows)[1] != entry.num_bytes:
         raise CorruptionError("chunk does not have the length that its rows take", **place)
-    view = view_rows(layout, entry.rows, data)
-    ids = view.ids
-    in_range = 0 <= entry.first == ids[0] and ids[-1] == entry.last < table.rows
-    if not in_range or not bool((ids[1:] > ids[:-1]).all()):
+    if not 0 <= entry.first <= entry.last < table.rows:
         raise CorruptionError("chunk's ids are not those that the directory names", **place)
-    return view
+    return layout

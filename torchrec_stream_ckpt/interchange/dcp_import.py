@@ -112,7 +112,7 @@ def import_dcp(
         raise ConfigError(
             "this log is not empty: an import begins a lineage",
             hint="name another folder or topic; of an import that was killed, delete the log and begin again",
-            uri=config.uri,
+            uri=config.uris[-1],
         )
     schema = contents.schema
     claim = claim_generation(log, control, dense, config, schema, 1, None, tuple(range(len(schema.tables))))
@@ -142,7 +142,7 @@ def import_dcp(
     names = tuple(table.spec.name for table in contents.tables)
     rows = sum(table.spec.rows for table in contents.tables)
     counts = (len(contents.dense), len(contents.dense_states))
-    return Imported(str(marker), source.step, config.uri, names, rows, end.num_bytes, *counts, contents.rest)
+    return Imported(str(marker), source.step, config.uris[-1], names, rows, end.num_bytes, *counts, contents.rest)
 
 
 def _read_metadata(reader: FileSystemReader, folder: Path) -> Metadata:

@@ -101,7 +101,30 @@ class DataWriter(Protocol):
         """Let go of files and connections; does not wait for what is not acknowledged."""
 
 
-class Log(Protocol):
+class LogReader(Protocol):
+    """What a restore needs of a log. Safe to call from several threads."""
+
+    def incarnation(self) -> Incarnation | None:
+        """The log as it is now, or None when there is none yet."""
+
+    def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
+        """(offset, frame) of everything in ``span``, in order. A frame is valid until the next one is asked for.
+
+        Raises:
+            CorruptionError: the span is not there as a whole, or a frame's end cannot be told.
+            LogUnavailableError: the log does not answer.
+        """
+
+    def check_there(self, spans: Sequence[LogSpan]) -> None:
+        """Look whether the spans are still there, as far as names, sizes and first offsets tell; reads no frames.
+
+        Raises:
+            CorruptionError: something took a part of one away.
+            LogUnavailableError: the log does not answer.
+        """
+
+
+class Log(LogReader, Protocol):
     """A log as its users see it. Safe to call from several threads."""
 
     def prepare(self, partitions: int) -> Incarnation:
@@ -114,18 +137,10 @@ class Log(Protocol):
             LogUnavailableError: it does not; names the true cause.
         """
 
-    def incarnation(self) -> Incarnation | None:
-        """The log as it is now, or None when there is none yet."""
-
     def open_writer(self, generation: int, partition: int, resume_at: int) -> DataWriter:
-        """(each rank) ``resume_at``: end of the last acknowledged frame, 0 in a new generation."""
+        """(each rank) ``resume_at``: end of the last acknowledged frame, 0 in a new generation.
 
-    def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
-        """(offset, frame) of everything in ``span``, in order. A frame is valid until the next one is asked for.
-
-        Raises:
-            CorruptionError: the span is not there as a whole, or a frame's end cannot be told.
-            LogUnavailableError: the log does not answer.
+        What a writer of this very stream has left behind that offset counts as never sent.
         """
 
     def ends(self, generation: int, partitions: Collection[int]) -> dict[int, int]:
@@ -134,14 +149,6 @@ class Log(Protocol):
         For who reads what no marker has: a log of files may end inside a frame that is being written.
 
         Raises:
-            LogUnavailableError: the log does not answer.
-        """
-
-    def check_there(self, spans: Sequence[LogSpan]) -> None:
-        """Look whether the spans are still there, as far as names, sizes and first offsets tell; reads no frames.
-
-        Raises:
-            CorruptionError: something took a part of one away.
             LogUnavailableError: the log does not answer.
         """
 

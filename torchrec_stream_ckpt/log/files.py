@@ -256,7 +256,24 @@ class FileWriter:
         self._sent: list[memoryview] = []
         self._fd = -1
         self._room = 0
+        self._forget_beyond()
         self._roll()
+
+    def _forget_beyond(self) -> None:
+        """A relay goes on behind what was committed: a segment further on would hide what is sent again in front of it.
+
+        Newest first: a kill in between leaves no hole.
+        """
+        if not self._folder.is_dir():
+            return
+        try:
+            beyond = [path for path, base, _ in _segments(self._folder, self._generation) if base > self._end]
+            for path in reversed(beyond):
+                path.unlink()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise _unavailable("cannot clear a partition", self._folder, error) from None
 
     def _roll(self) -> None:
         path = self._folder / segment_name(self._generation, self._end)

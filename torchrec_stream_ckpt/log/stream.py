@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark
 from torchrec_stream_ckpt.format.frame import Header, Kind, parse_header, payload_of
-from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.types import LogSpan, RankEnd
 
 _HINT = "restore an older marker, or another copy of the log"
 
 
 def read_stream(
-    log: Log, commit: Commit, end: RankEnd, after: RankEnd | None = None
+    log: LogReader, commit: Commit, end: RankEnd, after: RankEnd | None = None
 ) -> Iterator[tuple[Header, memoryview]]:
     """(header, whole frame) of the frames of one rank in ``commit``'s generation, HELLO first, MARK last.
 
@@ -69,7 +69,7 @@ def read_stream(
         raise _located(CorruptionError(message), commit, end, header.seq, end.end)
 
 
-def read_hello(log: Log, claim: Claim, commit: Commit, end: RankEnd) -> Hello:
+def read_hello(log: LogReader, claim: Claim, commit: Commit, end: RankEnd) -> Hello:
     """The first frame of a rank: its shards, and the schema that its generation claimed."""
     header, frame = next(read_stream(log, commit, end))
     if header.kind is not Kind.HELLO:

@@ -14,7 +14,7 @@ from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import TableScalars
 from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.rows import decode_rows
-from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import checked_payload, read_mark, read_stream
 from torchrec_stream_ckpt.restore.from_head import apply_head
 from torchrec_stream_ckpt.restore.from_store import apply_store
@@ -39,7 +39,7 @@ class StoreSource:
 
 @torch.no_grad()
 def apply_rows(
-    log: Log,
+    log: LogReader,
     plan: RestorePlan,
     kernels: list[FusedKernel],
     store: StoreSource | None = None,

@@ -11,7 +11,7 @@ from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, Tr
 from torchrec_stream_ckpt.format.control import Commit, Hello, Schema
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import read_hello
 from torchrec_stream_ckpt.restore.plan import Behind, Hellos, streams
 from torchrec_stream_ckpt.store.api import Objects
@@ -41,12 +41,13 @@ class Choice:
 
 
 def choose(
-    log_: Log,
+    log_: LogReader,
     lineage: Lineage,
     dense: DenseStore,
     marker: MarkerId | None,
     objects: Objects | None = None,
     head: Callable[[bytes], HeadState | None] = lambda _: None,
+    stored_upto: int | None = None,
 ) -> Choice | None:
     """Look up ``marker``, or the newest one whose dense state is whole; None when nothing was ever committed.
 
@@ -57,6 +58,7 @@ def choose(
         marker: Which one; None for the newest.
         objects: The store, if rows may come from there.
         head: What the HEAD on this host holds of a job, if anything.
+        stored_upto: Ask the store for markers up to this generation; None: for all.
 
     Raises:
         MarkerNotFoundError: ``marker`` was never committed, or the store says that it was given up.
@@ -67,6 +69,8 @@ def choose(
     """
     skipped: list[str] = []
     catalog = load_catalog(objects, lineage)
+    if catalog is not None and stored_upto is not None:
+        catalog = catalog.upto(stored_upto)
     if marker is not None:
         commit = lineage.find(marker)
         if catalog is not None:
@@ -83,7 +87,9 @@ def choose(
     return Choice(lineage, commit, read_hellos(log_, lineage, commit.id, held), tuple(skipped), held)
 
 
-def look_behind(log_: Log, lineage: Lineage, since: MarkerId, marker: MarkerId, known: Mapping[int, Hellos]) -> Behind:
+def look_behind(
+    log_: LogReader, lineage: Lineage, since: MarkerId, marker: MarkerId, known: Mapping[int, Hellos]
+) -> Behind:
     """What the log holds behind ``since``, which is on the path to ``marker``.
 
     Args:
@@ -254,7 +260,7 @@ def load_all(
         return load_held(catalog.objects, catalog, cover, pool, head)
 
 
-def check_incarnation(log_: Log, lineage: Lineage, marker: MarkerId, reach: MarkerId | None = None) -> None:
+def check_incarnation(log_: LogReader, lineage: Lineage, marker: MarkerId, reach: MarkerId | None = None) -> None:
     """The log must be the very one that the marker's generations wrote to, those that the store serves left out.
 
     Raises:
@@ -272,7 +278,7 @@ def check_incarnation(log_: Log, lineage: Lineage, marker: MarkerId, reach: Mark
             )
 
 
-def check_not_trimmed(log_: Log, lineage: Lineage, marker: MarkerId, reach: MarkerId | None = None) -> None:
+def check_not_trimmed(log_: LogReader, lineage: Lineage, marker: MarkerId, reach: MarkerId | None = None) -> None:
     """What was trimmed on purpose must still be there, or be what a store serves: a trim deletes only what it can.
 
     Args:
@@ -302,7 +308,8 @@ def check_not_trimmed(log_: Log, lineage: Lineage, marker: MarkerId, reach: Mark
         log_.check_there([replace(span, begin=max(span.begin, _begin(end, after))) for end, after, span in untrimmed])
         raise TrimmedError(
             f"the log up to marker {trims[-1].id} was trimmed on {trims[-1].day}; the store {trims[-1].store} holds it",
-            hint="give that store: store=URL, on the command line --store URL",
+            hint="give that store: store=URL, on the command line --store URL; if it is the outer tier of this job, "
+            "give both tiers, or that one alone",
             marker=marker,
             store=trims[-1].store,
         ) from None
@@ -317,7 +324,7 @@ def _begin(end: RankEnd, after: RankEnd | None) -> int:
 
 
 def read_hellos(
-    log_: Log, lineage: Lineage, marker: MarkerId, held: Held | None = None
+    log_: LogReader, lineage: Lineage, marker: MarkerId, held: Held | None = None
 ) -> dict[tuple[int, int], Hello]:
     """HELLO by (generation, rank), for every generation that the log has to give something of."""
     hellos = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby
 
@@ -18,8 +18,9 @@ from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.segment import decode_chunk
 from torchrec_stream_ckpt.restore.plan import RestorePlan, StoreRead, pick
 from torchrec_stream_ckpt.restore.reshard import Move
+from torchrec_stream_ckpt.restore.straight import read_runs
 from torchrec_stream_ckpt.restore.target import Scratch, Target
-from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.api import Objects, ReadsInto
 from torchrec_stream_ckpt.store.reader import read_chunks
 from torchrec_stream_ckpt.types import TableShard
 
@@ -53,6 +54,10 @@ def apply_store(plan: RestorePlan, objects: Objects, targets: Mapping[TableShard
     Raises:
         CorruptionError: the store is damaged.
     """
+    straight = 0
+    if isinstance(objects, ReadsInto):
+        straight, rest = read_runs(plan, objects, targets)
+        plan = replace(plan, stored=rest)
     lanes = _lanes(plan, max(1, torch.get_num_threads() // THREADS_A_LANE))
     ahead = max(2, objects.reads_ahead // max(1, len(lanes)))
     with (
@@ -60,7 +65,7 @@ def apply_store(plan: RestorePlan, objects: Objects, targets: Mapping[TableShard
         ThreadPoolExecutor(max(1, len(lanes)), "stream-ckpt-restore") as pool,
         ThreadPoolExecutor(ahead * max(1, len(lanes)), "stream-ckpt-read") as readers,
     ):
-        return sum(pool.map(partial(_write, plan, objects, targets, readers, ahead), lanes))
+        return straight + sum(pool.map(partial(_write, plan, objects, targets, readers, ahead), lanes))
 
 
 def _lanes(plan: RestorePlan, threads: int) -> list[list[_Window]]:

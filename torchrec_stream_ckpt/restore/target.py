@@ -98,6 +98,26 @@ class Target:
         self._put(move, places, rows.weights[begin:end], [state[begin:end] for state in rows.states])
         return end - begin
 
+    def takes_run(self, move: Move, first: int, rows: int) -> bool:
+        """Whether rows [first, first+rows) come with all columns of this shard, which lie side by side in memory."""
+        shard = self._shard
+        inside = move.row0 <= first and first + rows <= move.row0 + move.rows
+        whole = move.same_columns and (move.col0, move.cols) == (shard.col0, shard.cols)
+        arrays = [plane.array for plane in (self._weights, *self._states)]
+        return inside and whole and not self._merged and all(a is not None and a.flags.c_contiguous for a in arrays)
+
+    def run(self, first: int, rows: int) -> list[memoryview]:
+        """The memory of rows that :meth:`takes_run`: weights, then states. Safe from several threads."""
+        begin = first - self._shard.row0
+        arrays = (plane.array for plane in (self._weights, *self._states))
+        return [a[begin : begin + rows].reshape(-1).view(np.uint8).data for a in arrays if a is not None]
+
+    def note_run(self, move: Move, first: int, rows: int) -> None:
+        """Rows have come by :meth:`run`."""
+        begin = first - self._shard.row0
+        for cut in self._columns(move):
+            self._arrived[cut][begin : begin + rows] = True
+
     def fill(self, move: Move, rows: RowsView, scratch: Scratch) -> int:
         """Put those rows that no newer chunk has given, returns how many: ids ascend, and chunks come newest first.
 
@@ -172,15 +192,15 @@ class Plane:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self._array: Array | None = None
+        self.array: Array | None = None
         if tensor.device.type == "cpu":
             plain = tensor.detach()
-            self._array = (plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain).numpy()
+            self.array = (plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain).numpy()
 
     def put(self, places: Places, values: Array, col0: int = 0) -> None:
         """Write rows, or of each the columns from ``col0`` on that ``values`` has."""
-        if self._array is not None:
-            part = self._array if values.ndim == 1 else self._array[:, col0 : col0 + values.shape[1]]
+        if self.array is not None:
+            part = self.array if values.ndim == 1 else self.array[:, col0 : col0 + values.shape[1]]
             if isinstance(places, slice):
                 part[places] = values.view(part.dtype)
             else:

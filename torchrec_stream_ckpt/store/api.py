@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.format.frame import Buffer
@@ -66,6 +66,14 @@ class Objects(Protocol):
         """
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class ReadsInto(Protocol):
+    """A store whose objects can be read to where their bytes are wanted, without a copy in between."""
+
+    def read_into(self, name: str, begin: int, buffers: Sequence[memoryview]) -> None:
+        """Fill ``buffers``, one behind the other, with what an object has from ``begin`` on; raises as ``read``."""
 
 
 def open_store(url: str, options: Options = None) -> Objects:

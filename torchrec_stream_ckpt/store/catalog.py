@@ -242,6 +242,15 @@ class Catalog:
         commits = {commit.id: commit for commit in chain}
         return Cover(tuple(self.piece(start, commits[end]) for start, end in follow(strides, reach, since)))
 
+    def upto(self, generation: int) -> Catalog:
+        """The same without markers of later generations."""
+        return replace(
+            self,
+            markers=frozenset(marker for marker in self.markers if marker.generation <= generation),
+            dropped=frozenset(marker for marker in self.dropped if marker.generation <= generation),
+            folds=frozenset(fold for fold in self.folds if fold[1].generation <= generation),
+        )
+
     def strides(self, chain: Sequence[Commit], since: MarkerId | None = None) -> dict[MarkerId, MarkerId | None]:
         """Where the longest piece that ends at a marker begins, for all markers that pieces lead to.
 

@@ -63,6 +63,19 @@ class FolderObjects:
             fsync_dir(path.parent)
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        with self._opened(name) as (fd, size):
+            end = size if end is None else end
+            self._check_range(name, begin, end, size)
+            return _view(fd, begin, end)
+
+    def read_into(self, name: str, begin: int, buffers: Sequence[memoryview]) -> None:
+        with self._opened(name) as (fd, size):
+            self._check_range(name, begin, begin + sum(map(len, buffers)), size)
+            _fill(fd, begin, buffers)
+
+    @contextlib.contextmanager
+    def _opened(self, name: str) -> Iterator[tuple[int, int]]:
+        """(file descriptor, length) of an object, to read it."""
         path = self._path(name)
         with self._errors("read", path):
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -72,14 +85,15 @@ class FolderObjects:
                     raise FileNotFoundError(errno.ENOENT, "it is a folder", name)
                 if not stat.S_ISREG(found.st_mode):
                     raise CorruptionError("an object of the store is no plain file", path=path)
-                end = found.st_size if end is None else end
-                if not 0 <= begin <= end <= found.st_size:
-                    raise CorruptionError(
-                        f"bytes [{begin}, {end}) were asked for, the object has {found.st_size}", path=path
-                    )
-                return _view(fd, begin, end)
+                yield fd, found.st_size
             finally:
                 os.close(fd)
+
+    def _check_range(self, name: str, begin: int, end: int, size: int) -> None:
+        if not 0 <= begin <= end <= size:
+            raise CorruptionError(
+                f"bytes [{begin}, {end}) were asked for, the object has {size}", path=self._path(name)
+            )
 
     def size(self, name: str) -> int | None:
         path = self._path(name)
@@ -215,14 +229,22 @@ def _view(fd: int, begin: int, end: int) -> memoryview:
 
 
 def _copy(fd: int, begin: int, end: int) -> memoryview:
-    data = bytearray(end - begin)
-    view, done = memoryview(data), 0
-    while done < len(data):
-        count = os.preadv(fd, [view[done:]], begin + done)
-        if not count:
-            raise CorruptionError(f"an object of the store became shorter: it ends at {begin + done}")
-        done += count
+    view = memoryview(bytearray(end - begin))
+    _fill(fd, begin, [view])
     return view.toreadonly()
+
+
+def _fill(fd: int, begin: int, buffers: Sequence[memoryview]) -> None:
+    rest = [buffer for buffer in reversed(buffers) if len(buffer)]
+    while rest:
+        count = os.preadv(fd, rest[: -_MAX_IOV - 1 : -1], begin)
+        if not count:
+            raise CorruptionError(f"an object of the store became shorter: it ends at {begin}")
+        begin += count
+        while rest and count >= len(rest[-1]):
+            count -= len(rest.pop())
+        if count:
+            rest[-1] = rest[-1][count:]
 
 
 def _write_all(fd: int, parts: Sequence[Buffer]) -> None:

@@ -1,0 +1,217 @@
+"""What both halves of the case run: the recipe's DLRM on random ids, with and without a stream, and its restores."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
+
+from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
+from torchrec_stream_ckpt.commit.control import Control  # noqa: E402
+from torchrec_stream_ckpt.log.files import FileLog  # noqa: E402
+from torchrec_stream_ckpt.materialize.head import HeadWriter  # noqa: E402
+from torchrec_stream_ckpt.materialize.materializer import Materializer  # noqa: E402
+from torchrec_stream_ckpt.sizing import TableLoad, Workload, ZipfTouched, optimizer_states  # noqa: E402
+from torchrec_stream_ckpt.store.api import open_store  # noqa: E402
+from torchrec_stream_ckpt.store.dense import open_dense  # noqa: E402
+from torchrec_stream_ckpt.types import TableSpec  # noqa: E402
+
+ZIPF = 1.05
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A job's size. All tables alike."""
+
+    tables: int
+    rows: int
+    dim: int
+    batch: int
+    ids: int
+    over: int
+    """Width of the dense model's upper layers."""
+    more_drains: int = 0
+    """(probes) Small frames in the log, so many from each table."""
+
+    def workload(self, ranks: int, step_s: float, dense_bytes: int) -> Workload:
+        """The same for the model, draining every step."""
+        spec = TableSpec("t", self.rows, self.dim, "float32", "rowwise_adagrad", optimizer_states("rowwise_adagrad"))
+        drawn = float(self.batch * self.ids)
+        table = TableLoad(spec, ZipfTouched(self.rows, drawn / step_s, ZIPF), drawn)
+        return Workload(
+            tables=(table,) * self.tables, ranks=ranks, steps_per_s=1 / step_s, marker_s=step_s, dense_bytes=dense_bytes
+        )
+
+
+@dataclass
+class Live:
+    """A live model and what steps it."""
+
+    model: Any
+    optimizer: Any
+    batches: list[Any]
+
+    def steps(self, count: int, checkpointer: StreamCheckpointer | None) -> float:
+        """Seconds of so many steps."""
+        begin = time.perf_counter()
+        for step in range(count):
+            self.optimizer.zero_grad()
+            loss, _ = self.model(self.batches[step % len(self.batches)])
+            loss.backward()
+            self.optimizer.step()
+            if checkpointer is not None:
+                checkpointer.step()
+        return time.perf_counter() - begin
+
+    def blank(self) -> None:
+        """Other rows than those that were trained: a restore has to write every one."""
+        for table in self.tables():
+            table.fill_(float("nan"))
+
+    def tables(self) -> list[torch.Tensor]:
+        state = self.model.state_dict()
+        return [
+            shard.tensor for value in state.values() if hasattr(value, "local_shards") for shard in value.local_shards()
+        ]
+
+
+def build(shape: Shape, rank: int, ranks: int) -> Live:
+    import train_dlrm as recipe
+
+    recipe.configure_logging(1)
+    layers = f"{max(64, shape.dim)},{shape.dim}"
+    flags = recipe.parse_args(
+        [
+            *("--synthetic", "small", "--sharding", "row_wise", "--zipf", str(ZIPF)),
+            *("--num_embeddings_per_feature", ",".join([str(shape.rows)] * shape.tables)),
+            *("--embedding_dim", str(shape.dim), "--batch_size", str(shape.batch)),
+            *("--ids_per_lookup", str(shape.ids), "--dense_arch_layer_sizes", layers),
+            *("--over_arch_layer_sizes", f"{shape.over},{shape.over},1"),
+        ]
+    )
+    loader = recipe.open_loader(flags, rank, ranks)
+    batches = [batch for batch, _ in zip(loader, range(8), strict=False)]
+    device = torch.device("cpu")
+    torch.manual_seed(0)
+    dlrm = recipe.build_model(flags, loader, device)
+    sharder = recipe.EmbeddingBagCollectionSharder(
+        fused_params={"optimizer": recipe.FUSED_OPTIMIZERS[flags.optimizer], "learning_rate": flags.learning_rate}
+    )
+    plan = recipe.make_plan(flags, dlrm, sharder, device)
+    model = recipe.DistributedModelParallel(dlrm, device=device, plan=plan, sharders=[sharder])
+    return Live(model, recipe.build_optimizer(flags, model), batches)
+
+
+def attach(live: Live, folder: Path, head: Path | None = None) -> StreamCheckpointer:
+    config = StreamConfig(
+        uri=f"file://{folder}", marker_every=None, head=str(head) if head is not None else None, sweep_bytes=2**28
+    )
+    return StreamCheckpointer(live.model, live.optimizer, config=config)
+
+
+def settle(checkpointer: StreamCheckpointer) -> None:
+    """Until the log has acknowledged all frames, on all ranks."""
+    assert checkpointer._stream is not None
+    while checkpointer._stream.publisher.pending:
+        time.sleep(0.001)
+    dist.barrier()
+
+
+def sent(checkpointer: StreamCheckpointer) -> int:
+    assert checkpointer._stream is not None
+    return checkpointer._stream.publisher.num_bytes
+
+
+def timed_markers(live: Live, checkpointer: StreamCheckpointer, count: int) -> tuple[list[float], list[float]]:
+    """(seconds, processor seconds) of markers that have nothing but dense state to carry."""
+    walls, cpus = [], []
+    for _ in range(count):
+        settle(checkpointer)
+        begin, cpu = time.perf_counter(), time.process_time()
+        checkpointer.mark().result(600)
+        walls.append(time.perf_counter() - begin)
+        cpus.append(time.process_time() - cpu)
+    return walls, cpus
+
+
+def fold(folder: Path, head: Path) -> None:
+    """(rank 0) What ``stream-ckpt materialize --once --head`` does."""
+    log, objects = FileLog(folder), open_store(str(folder))
+    dense = open_dense(str(folder))
+    with ThreadPoolExecutor(2) as pool:
+        writer = HeadWriter(head, objects, pool)
+        list(Materializer(log, objects, lambda _: dense, pool, head=writer).catch_up(Control(log).refresh()))
+    assert writer.marker is not None
+    log.close()
+
+
+def timed_restores(live: Live, folder: Path, head: Path | None, source: str, rounds: int) -> tuple[float, float]:
+    """(seconds, processor seconds of this rank) of a restore; medians. Rows are checked to have come back."""
+    walls, cpus = [], []
+    for _ in range(rounds):
+        live.blank()
+        with contextlib.closing(attach(live, folder, head)) as checkpointer:
+            dist.barrier()
+            begin, cpu = time.perf_counter(), time.process_time()
+            restored = checkpointer.restore()
+            cpus.append(time.process_time() - cpu)
+            dist.barrier()
+            walls.append(time.perf_counter() - begin)
+        assert restored is not None
+        assert restored.source.startswith(source), restored.source
+        assert not any(bool(table.isnan().any()) for table in live.tables())
+    return statistics.median(walls), statistics.median(cpus)
+
+
+def dense_bytes_of(folder: Path) -> int:
+    commit = Control(FileLog(folder)).refresh().newest
+    assert commit is not None
+    return sum(file.num_bytes for file in commit.dense_files)
+
+
+def spawn(ranks: int, function: Callable[..., Any], *args: Any) -> Any:
+    """What rank 0 of ``function(rank, ranks, *args)`` returns, on so many new processes of one thread each."""
+    import tempfile
+
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    with tempfile.TemporaryDirectory(prefix="scale-group-") as group:
+        mp.spawn(_rank_main, (ranks, group, results, function, args), nprocs=ranks)
+        return results.get()
+
+
+def _rank_main(rank: int, ranks: int, group: str, results: Any, function: Callable[..., Any], args: Any) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{group}/group", rank=rank, world_size=ranks)
+    value = function(rank, ranks, *args)
+    if rank == 0:
+        results.put(value)
+    dist.barrier()
+    os._exit(0)
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--rows", type=int, default=100_000, help="of each table of the jobs that are predicted")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--kafka", action="store_true", help="measure a broker on loopback, too")
+    parser.add_argument("--quick", action="store_true", help="small, under a minute: no figure means anything then")
+    parser.add_argument("--out", type=Path, metavar="PREFIX", help="file PREFIX.json and PREFIX_*.png")
+    return parser

@@ -1,0 +1,141 @@
+"""What the threads of a streamed step do, side by side: a trace of torch.profiler, drawn.
+
+    python benchmarks/step_time/trace.py [--config thesis|criteo] [--drain-every 1] --out FILE.png
+
+One rank of the job of ``run.py``, draining every step. Three steps are traced, on all threads of the process: the
+training thread (forward, backward with the marks in it, optimizer, drain) and the publisher (checksum, write, sync).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile, record_function
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[1:1] = [str(ROOT / "recipes"), str(ROOT / "benchmarks")]
+
+import run  # noqa: E402
+
+STEPS = 3
+LANES = {
+    "training thread": {"forward": "#4477aa", "backward": "#66ccee", "optimizer": "#228833", "drain": "#ee6677"},
+    "marks in the update": {"mark": "#aa3377"},
+    "publisher thread": {"checksum": "#ccbb44", "write": "#bbbbbb", "sync": "#555555"},
+}
+
+
+@contextmanager
+def labelled(owner: Any, name: str, label: str) -> Iterator[None]:
+    """While open, calls of ``owner.name`` stand in the trace as ``label``."""
+    real = getattr(owner, name)
+
+    @functools.wraps(real)
+    def call(*args: Any, **more: Any) -> Any:
+        with record_function(label):
+            return real(*args, **more)
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        setattr(owner, name, real)
+
+
+def step(job: run.Job, batch: Any) -> None:
+    with record_function("forward"):
+        job.optimizer.zero_grad()
+        loss, _ = job.model(batch)
+    with record_function("backward"):
+        loss.backward()
+    with record_function("optimizer"):
+        job.optimizer.step()
+    with record_function("drain"):
+        job.checkpointer.step()
+
+
+def traced(args: argparse.Namespace, folder: str) -> list[tuple[str, float, float]]:
+    """(label, begin, end) of three steps, in ms behind the first."""
+    import train_dlrm as recipe
+
+    from torchrec_stream_ckpt.capture.touched import TouchedRows
+    from torchrec_stream_ckpt.log import files
+    from torchrec_stream_ckpt.log.publisher import Publisher
+
+    flags = recipe.parse_args(["--sharding", "mixed", *run.CONFIGS[args.config]])
+    loader = recipe.open_loader(flags, 0, 1)
+    batches = [batch for batch, _ in zip(loader, range(4), strict=False)]
+    with ExitStack() as labels:
+        labels.enter_context(labelled(TouchedRows, "mark", "mark"))
+        labels.enter_context(labelled(Publisher, "_seal", "checksum"))
+        labels.enter_context(labelled(files, "_write_all", "write"))
+        labels.enter_context(labelled(os, "fdatasync", "sync"))
+        job = run._job(recipe, flags, loader, {"drain_every": args.drain_every}, folder, "traced")
+        for number in range(6):
+            step(job, batches[number % len(batches)])
+        while job.checkpointer._stream.publisher.pending:
+            time.sleep(0.01)
+        config = _ExperimentalConfig(profile_all_threads=True)
+        with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as found:
+            for number in range(STEPS):
+                step(job, batches[number % len(batches)])
+        job.checkpointer.close()
+    known = {label for lane in LANES.values() for label in lane}
+    spans = [(event.name, event.time_range.start, event.time_range.end) for event in found.events()]
+    spans = [span for span in spans if span[0] in known]
+    first = min(begin for label, begin, _ in spans if label == "forward")
+    return [(label, (begin - first) / 1e3, (end - first) / 1e3) for label, begin, end in spans]
+
+
+def draw(spans: list[tuple[str, float, float]], title: str, path: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(11, 3))
+    for height, (lane, colors) in enumerate(reversed(LANES.items())):
+        for label, color in colors.items():
+            bars = [(begin, end - begin) for name, begin, end in spans if name == label]
+            total = sum(width for _, width in bars) / STEPS
+            axes.broken_barh(bars, (height - 0.4, 0.8), color=color, label=f"{label}: {total:.1f} ms a step")
+        axes.text(0, height + 0.42, lane, fontsize=8, va="bottom")
+    axes.set(xlabel="ms", yticks=[], title=title, ylim=(-0.6, len(LANES) - 0.3), xlim=(0, None))
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", choices=tuple(run.CONFIGS), default="thesis")
+    parser.add_argument("--drain-every", type=int, default=1)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    with tempfile.TemporaryDirectory(prefix="trace-", dir=os.environ.get("BENCH_DIR")) as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
+        spans = traced(args, folder)
+        dist.destroy_process_group()
+    draw(spans, f"{STEPS} steps of '{args.config}', a drain every {args.drain_every}", args.out)
+    for lane, labels in LANES.items():
+        for label in labels:
+            total = sum(end - begin for name, begin, end in spans if name == label)
+            print(f"{lane:22}{label:12}{total / STEPS:>10.2f} ms a step")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""Train DeepFM on clicks, with streaming checkpoints: one file to copy.
+
+    torchrun --standalone --nproc_per_node 2 recipes/train_deepfm.py --stream_ckpt file://ckpt
+
+TorchRec's ``SimpleDeepFMNN``. ``--criteo`` reads a file of the Criteo format into memory (train_dlrm.py streams large
+ones); without it the recipe makes clicks of its own. Started again, on another number of ranks if you like, it goes on
+behind the newest committed marker; without ``--stream_ckpt`` it is a plain TorchRec job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.types import ShardingPlan
+from torchrec.models.deepfm import SimpleDeepFMNN
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_stream_ckpt import GlobalBatches, StreamCkptError, TrackedLoader
+from torchrec_stream_ckpt.flags import add_flags, config_from, positive, restore_from, whole
+
+log = logging.getLogger("train_deepfm")
+
+SHARDINGS = ("table_wise", "row_wise", "column_wise")
+COUNTS, HASHES = 13, 26
+FEATURES = [f"cat_{i}" for i in range(HASHES)]
+MADE_SAMPLES = 10_000
+IGNORED = -1
+
+
+class UserError(Exception):
+    """Something that the user can put right: shown as one message, without a traceback."""
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="train_deepfm.py", description="Train DeepFM.")
+    data = parser.add_argument_group("data")
+    data.add_argument("--criteo", metavar="FILE", type=Path, help="lines of LABEL, 13 counts, 26 hashes, split by tabs")
+    data.add_argument("--batch_size", type=whole(1), default=256, help="GLOBAL batch, cut over the ranks (%(default)s)")
+    data.add_argument("--epochs", type=whole(1), default=1)
+    data.add_argument("--limit_samples", metavar="N", type=whole(1), help="use only the first N samples")
+    add_flags(parser)
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--num_embeddings", type=whole(1), default=5_000, help="rows of each table; hashes are taken modulo it"
+    )
+    model.add_argument("--embedding_dim", type=whole(4), default=16)
+    model.add_argument("--hidden", type=whole(1), default=64, help="width of the dense part (%(default)s)")
+    model.add_argument("--deep", type=whole(1), default=32, help="width of the deep interaction (%(default)s)")
+    model.add_argument("--learning_rate", type=positive, default=0.05)
+    model.add_argument(
+        "--sharding", choices=("auto", *SHARDINGS), default="auto", help="column_wise: tables cut in two"
+    )
+    model.add_argument("--seed", type=whole(0), default=0)
+    parser.add_argument("--log_every", metavar="STEPS", type=whole(1), default=50)
+    args = parser.parse_args(argv)
+    if args.embedding_dim % 4:
+        parser.error(f"--embedding_dim {args.embedding_dim} is not a multiple of 4, which FBGEMM needs")
+    try:
+        args.stream = config_from(args)
+    except StreamCkptError as error:
+        parser.error(str(error))
+    return args
+
+
+# ------------------------------------------------------------------------------------------------------------ data
+
+
+def read_criteo(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Labels (n,) int64, log counts (n, 13) float32 and hashes (n, 26) int64 of a whole file; empty fields are 0."""
+    labels, counts, hashes = [], [], []
+    try:
+        with path.open() as lines:
+            for number, line in enumerate(lines, 1):
+                label, *fields = line.rstrip("\n").split("\t")
+                try:
+                    if label not in ("0", "1") or len(fields) != COUNTS + HASHES:
+                        raise ValueError
+                    counts.append([int(field or 0) for field in fields[:COUNTS]])
+                    hashes.append([int(field or "0", 16) for field in fields[COUNTS:]])
+                except ValueError:
+                    raise UserError(
+                        f"{path}:{number}: not LABEL, {COUNTS} counts, {HASHES} hashes: {line[:60]!r}"
+                    ) from None
+                labels.append(int(label))
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"--criteo {path}: {getattr(error, 'strerror', None) or 'not a text file'}") from error
+    dense = np.log(np.maximum(np.array(counts, np.float32).reshape(-1, COUNTS), -2) + 3)
+    return np.array(labels, np.int64), dense, np.array(hashes, np.int64).reshape(-1, HASHES)
+
+
+def make_criteo(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same in small: clicks follow from the first count and the first hash, so there is something to learn."""
+    random = np.random.default_rng(seed)
+    dense = random.random((MADE_SAMPLES, COUNTS), np.float32)
+    hashes = random.zipf(1.2, (MADE_SAMPLES, HASHES)) % 2**31
+    chance = (dense[:, 0] + hashes[:, 0] % 2) / 2
+    return (random.random(MADE_SAMPLES) < chance).astype(np.int64), dense, hashes
+
+
+class Clicks:
+    """Samples: labels, counts and ids. A pure function of (epoch, number)."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        found = read_criteo(args.criteo) if args.criteo is not None else make_criteo(args.seed)
+        self.labels, self.dense, hashes = (values[: args.limit_samples] for values in found)
+        self.ids, self.seed = hashes % args.num_embeddings, args.seed
+        self.epoch, self.order = -1, np.empty(0, np.int64)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batch(self, epoch: int, rows: range, size: int) -> Batch:
+        """This rank's part of a batch; what fills it up has no ids and the label IGNORED."""
+        if epoch != self.epoch:
+            self.epoch, self.order = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self))
+        chosen, number = self.order[rows.start : rows.stop], len(rows)
+        lengths = np.zeros((HASHES, size), np.int32)
+        lengths[:, :number] = 1
+        sparse = KeyedJaggedTensor(
+            list(FEATURES),
+            torch.from_numpy(np.ascontiguousarray(self.ids[chosen].T).ravel()),
+            lengths=torch.from_numpy(lengths.ravel()),
+        )
+        labels = np.full(size, IGNORED, np.int64)
+        labels[:number] = self.labels[chosen]
+        dense = np.pad(self.dense[chosen], ((0, size - number), (0, 0)))
+        return Batch(torch.from_numpy(dense), sparse, torch.from_numpy(labels))
+
+
+# ----------------------------------------------------------------------------------------------------------- model
+
+
+def make_tables(args: argparse.Namespace) -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(
+        device=torch.device("meta"),
+        tables=[
+            EmbeddingBagConfig(
+                name=f"t_{feature}",
+                embedding_dim=args.embedding_dim,
+                num_embeddings=args.num_embeddings,
+                feature_names=[feature],
+            )
+            for feature in FEATURES
+        ],
+    )
+
+
+class ClickLoss(nn.Module):
+    """This rank's term: the mean of it over the ranks is the loss of the global batch."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, chances: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        targets = labels.clamp(min=0).to(chances.dtype)
+        each = nn.functional.binary_cross_entropy(chances.squeeze(1), targets, reduction="none")
+        return (each * (labels != IGNORED)).sum() * self.scale
+
+
+class DeepFM(nn.Module):
+    def __init__(self, args: argparse.Namespace, scale: float, device: torch.device) -> None:
+        super().__init__()
+        # It takes its embeddings by name: their order depends on the plan.
+        self.model = SimpleDeepFMNN(COUNTS, make_tables(args), args.hidden, args.deep)
+        for part in (self.model.dense_arch, self.model.inter_arch, self.model.over_arch):
+            part.to(device)
+        self.loss = ClickLoss(scale)
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = self.loss(self.model(batch.dense_features, batch.sparse_features), batch.labels)
+        return loss, loss.detach()
+
+
+def make_plan(
+    args: argparse.Namespace, model: nn.Module, sharder: EmbeddingBagCollectionSharder, device: torch.device
+) -> ShardingPlan:
+    """A plan for these ranks, under which the marker to be restored can be restored."""
+    world = dist.get_world_size()
+    mine = ParameterConstraints(
+        sharding_types=list(SHARDINGS) if args.sharding == "auto" else [args.sharding],
+        compute_kernels=["fused"],
+        min_partition=-(-args.embedding_dim // 2) if args.sharding == "column_wise" else None,
+    )
+    constraints = {f"t_{feature}": mine for feature in FEATURES}
+    if args.stream is not None and args.restore != "none" and dist.get_rank() == 0:  # rank 0 makes the plan for all
+        from torchrec_stream_ckpt import planner_constraints
+
+        constraints = planner_constraints(args.stream, args.restore, constraints)
+    topology = Topology(world_size=world, compute_device=device.type)
+    planner = EmbeddingShardingPlanner(topology, batch_size=-(-args.batch_size // world), constraints=constraints)
+    try:
+        return planner.collective_plan(model, [sharder], dist.group.WORLD)
+    except (PlannerError, RuntimeError) as error:
+        raise UserError(f"--sharding {args.sharding}: no plan for {world} ranks: {error}") from error
+
+
+def build(
+    args: argparse.Namespace, device: torch.device
+) -> tuple[DistributedModelParallel, CombinedOptimizer, TrackedLoader[Batch]]:
+    """The job without its checkpoints: sharded model, optimizer, loader."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    data = Clicks(args)
+    batches = GlobalBatches(data.batch, samples=len(data), batch_size=args.batch_size, rank=rank, world=world)
+    torch.manual_seed(args.seed + rank)  # shards differ; DDP spreads rank 0's dense part
+    model = DeepFM(args, world / args.batch_size, device)
+    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": args.learning_rate}
+    sharder = EmbeddingBagCollectionSharder(fused_params=fused)
+    dmp = DistributedModelParallel(
+        model, device=device, plan=make_plan(args, model, sharder, device), sharders=[sharder]
+    )
+    dense = dict(in_backward_optimizer_filter(dmp.named_parameters()))
+    dense_optimizer = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adagrad(params, lr=args.learning_rate))
+    return dmp, CombinedOptimizer([dmp.fused_optimizer, dense_optimizer]), TrackedLoader(batches)
+
+
+# -------------------------------------------------------------------------------------------------------- training
+
+
+def train(args: argparse.Namespace, device: torch.device) -> None:
+    dmp, optimizer, loader = build(args, device)
+    log.info("training on %d ranks, %s, global batch %d", dist.get_world_size(), device.type, args.batch_size)
+    checkpointer, step = None, 0
+    if args.stream is not None:
+        from torchrec_stream_ckpt import StreamCheckpointer
+
+        checkpointer = StreamCheckpointer(
+            dmp, optimizer, config=args.stream, stateful={"loader": loader}, paranoid=args.paranoid
+        )
+        restored = restore_from(args, checkpointer)
+        step = restored.step if restored is not None else 0
+    pipeline = TrainPipelineSparseDist(dmp, optimizer, device)
+    dmp.train()
+    for epoch in range(loader.epoch, args.epochs):
+        batches = iter(loader)
+        with contextlib.suppress(StopIteration):
+            while True:
+                loss = pipeline.progress(batches)
+                step += 1
+                checkpointer.step() if checkpointer is not None else loader.trained()
+                if step % args.log_every == 0:
+                    dist.all_reduce(loss)
+                    log.info("step %d, epoch %d: loss %.6f", step, epoch, loss.item() / dist.get_world_size())
+    if checkpointer is not None:
+        checkpointer.mark().result()
+        checkpointer.close()
+    log.info("done: step %d, %d epochs", step, args.epochs)
+
+
+def configure_logging(rank: int) -> None:
+    """Events on rank 0, warnings on all ranks, less the ones that every TorchRec job on a CPU gives."""
+    layout = f"%(asctime)s [rank {rank}] %(message)s"
+    logging.basicConfig(level=logging.WARNING, format=layout, datefmt="%H:%M:%S", force=True)
+    for name in (log.name, "torchrec_stream_ckpt"):
+        logging.getLogger(name).setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    for name in ("torchrec.distributed.planner", "torch.fx._symbolic_trace"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch(rec)?\.")
+
+
+def fail(message: str) -> NoReturn:
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # each node tells once
+        print(f"{log.name}.py: error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(3)  # torchrun ends all ranks when the first one leaves: that must be the one that tells
+    raise SystemExit(2)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one rank of the job."""
+    args = parse_args(argv)
+    if "RANK" not in os.environ:
+        fail(f"start it with torchrun: torchrun --standalone --nproc_per_node 2 recipes/{log.name}.py ...")
+    configure_logging(int(os.environ["RANK"]))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    try:
+        train(args, device)
+        dist.barrier()  # nobody leaves while another rank still talks to it
+    except (UserError, StreamCkptError) as error:
+        fail(str(error))
+    finally:
+        gc.collect()  # the model holds the group's threads: it must go first
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,321 @@
+"""Train a two-tower retrieval model on ratings, with streaming checkpoints: one file to copy.
+
+    torchrun --standalone --nproc_per_node 2 recipes/train_two_tower.py --stream_ckpt file://ckpt
+
+A user's tower and an item's tower meet in a dot product: what a user liked is told from items drawn at random. Without
+``--ratings`` the recipe makes ratings of its own. Started again, on another number of ranks if you like, it goes on
+behind the newest committed marker; without ``--stream_ckpt`` it is a plain TorchRec job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from torchrec_stream_ckpt import GlobalBatches, StreamCkptError, TrackedLoader
+from torchrec_stream_ckpt.flags import add_flags, config_from, positive, restore_from, whole
+
+log = logging.getLogger("train_two_tower")
+
+SHARDINGS = ("table_wise", "row_wise", "column_wise")
+MADE_RATINGS = 20_000
+LIKED = 4.0
+
+
+class UserError(Exception):
+    """Something that the user can put right: shown as one message, without a traceback."""
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="train_two_tower.py", description="Train a two-tower retrieval model.")
+    data = parser.add_argument_group("data")
+    data.add_argument(
+        "--ratings", metavar="FILE", type=Path, help="lines of USER::ITEM::RATING::TIME, or split by commas or tabs"
+    )
+    data.add_argument("--batch_size", type=whole(1), default=256, help="GLOBAL batch, cut over the ranks (%(default)s)")
+    data.add_argument("--epochs", type=whole(1), default=1)
+    data.add_argument("--limit_samples", metavar="N", type=whole(1), help="use only the first N likes")
+    data.add_argument("--negatives", type=whole(1), default=4, help="random items beside each liked one (%(default)s)")
+    add_flags(parser)
+    model = parser.add_argument_group("model")
+    model.add_argument("--users", type=whole(1), default=10_000, help="rows; ids are taken modulo it (%(default)s)")
+    model.add_argument("--items", type=whole(1), default=10_000, help="rows; ids are taken modulo it (%(default)s)")
+    model.add_argument("--embedding_dim", type=whole(4), default=32)
+    model.add_argument("--learning_rate", type=positive, default=0.05)
+    model.add_argument(
+        "--sharding", choices=("auto", *SHARDINGS), default="auto", help="column_wise: tables cut in two"
+    )
+    model.add_argument("--seed", type=whole(0), default=0)
+    parser.add_argument("--log_every", metavar="STEPS", type=whole(1), default=50)
+    args = parser.parse_args(argv)
+    if args.embedding_dim % 4:
+        parser.error(f"--embedding_dim {args.embedding_dim} is not a multiple of 4, which FBGEMM needs")
+    try:
+        args.stream = config_from(args)
+    except StreamCkptError as error:
+        parser.error(str(error))
+    return args
+
+
+# ------------------------------------------------------------------------------------------------------------ data
+
+
+def read_ratings(path: Path) -> np.ndarray:
+    """``user, item, rating, time`` of each line, (n, 4) float64; the first line may be a header."""
+    rows = []
+    try:
+        with path.open() as lines:
+            for number, line in enumerate(lines, 1):
+                fields = line.strip().replace("::", ",").replace("\t", ",").split(",")
+                try:
+                    user, item, rating, time_s = (float(field) for field in fields)
+                    if not (user >= 0 and item >= 0 and user.is_integer() and item.is_integer()):
+                        raise ValueError
+                except ValueError:
+                    if number == 1 and not line[:1].isdigit():
+                        continue  # a header
+                    raise UserError(f"{path}:{number}: not USER::ITEM::RATING::TIME: {line.strip()[:60]!r}") from None
+                rows.append((user, item, rating, time_s))
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"--ratings {path}: {getattr(error, 'strerror', None) or 'not a text file'}") from error
+    return np.array(rows).reshape(-1, 4)
+
+
+def make_ratings(args: argparse.Namespace) -> np.ndarray:
+    """Ratings that follow from hidden tastes, so that there is something to learn."""
+    random = np.random.default_rng(args.seed)
+    users, items = (random.zipf(1.3, MADE_RATINGS) % rows for rows in (args.users, args.items))
+    tastes, kinds = random.normal(size=(args.users, 4)), random.normal(size=(args.items, 4))
+    ratings = np.where((tastes[users] * kinds[items]).sum(1) > 0, 5.0, 2.0)
+    return np.stack([users, items, ratings, np.arange(MADE_RATINGS)], axis=1)
+
+
+class Likes:
+    """Samples: a user, an item that the user liked, and random items. A pure function of (epoch, number)."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        ratings = read_ratings(args.ratings) if args.ratings is not None else make_ratings(args)
+        liked = ratings[ratings[:, 2] >= LIKED][: args.limit_samples]
+        self.users, self.items = (liked[:, i].astype(np.int64) % rows for i, rows in ((0, args.users), (1, args.items)))
+        self.keys, self.seed, self.rows = feature_names(args), args.seed, args.items
+        self.epoch, self.order = -1, np.empty(0, np.int64)
+
+    def __len__(self) -> int:
+        return len(self.users)
+
+    def batch(self, epoch: int, rows: range, size: int) -> Batch:
+        """This rank's part of a batch; what fills it up has no ids and the weight 0 (in ``labels``)."""
+        if epoch != self.epoch:
+            self.epoch, self.order = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self))
+        chosen, number = self.order[rows.start : rows.stop], len(rows)
+        ids = np.stack([self.users[chosen], self.items[chosen], *self.negatives(epoch, rows).T])
+        lengths = np.zeros((len(self.keys), size), np.int32)
+        lengths[:, :number] = 1
+        sparse = KeyedJaggedTensor(self.keys, torch.from_numpy(ids.ravel()), lengths=torch.from_numpy(lengths.ravel()))
+        weights = torch.from_numpy((np.arange(size) < number).astype(np.float32))
+        return Batch(torch.empty(size, 0), sparse, weights)
+
+    def negatives(self, epoch: int, rows: range) -> np.ndarray:
+        count = len(self.keys) - 2
+        draws = count + -count % 4  # one step of Philox' counter gives four draws
+        philox = np.random.Philox(key=[self.seed, epoch], counter=rows.start * draws // 4)
+        uniform = np.random.Generator(philox).random((len(rows), draws))[:, :count]
+        return (uniform * self.rows).astype(np.int64)
+
+
+def feature_names(args: argparse.Namespace) -> list[str]:
+    return ["user", "item", *(f"other_{i}" for i in range(args.negatives))]
+
+
+# ----------------------------------------------------------------------------------------------------------- model
+
+
+class Towers(nn.Module):
+    """The dense part: scores (B, 1 + negatives) of the liked item and the others."""
+
+    def __init__(self, dim: int, features: Sequence[str], device: torch.device) -> None:
+        super().__init__()
+        self.features = list(features)
+        self.user, self.item = (
+            nn.Sequential(nn.Linear(dim, 64, device=device), nn.ReLU(), nn.Linear(64, dim, device=device))
+            for _ in range(2)
+        )
+
+    def forward(self, embedded: KeyedTensor) -> torch.Tensor:
+        user, *items = (embedded[name] for name in self.features)  # by name: their order depends on the plan
+        return torch.einsum("bd,bnd->bn", self.user(user), self.item(torch.stack(items, dim=1)))
+
+
+class WeightedLoss(nn.Module):
+    """This rank's term: the mean of it over the ranks is the loss of the global batch."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, scores: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        first = torch.zeros(len(scores), dtype=torch.long, device=scores.device)
+        return (nn.functional.cross_entropy(scores, first, reduction="none") * weights).sum() * self.scale
+
+
+class TwoTower(nn.Module):
+    def __init__(self, args: argparse.Namespace, scale: float, device: torch.device) -> None:
+        super().__init__()
+        user, *items = feature_names(args)
+        tables = [
+            EmbeddingBagConfig(name=name, embedding_dim=args.embedding_dim, num_embeddings=rows, feature_names=features)
+            for name, rows, features in (("t_user", args.users, [user]), ("t_item", args.items, items))
+        ]
+        self.ebc = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+        self.towers = Towers(args.embedding_dim, feature_names(args), device)
+        self.loss = WeightedLoss(scale)
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = self.loss(self.towers(self.ebc(batch.sparse_features)), batch.labels)
+        return loss, loss.detach()
+
+
+def make_plan(
+    args: argparse.Namespace, model: nn.Module, sharder: EmbeddingBagCollectionSharder, device: torch.device
+) -> ShardingPlan:
+    """A plan for these ranks, under which the marker to be restored can be restored."""
+    world = dist.get_world_size()
+    mine = ParameterConstraints(
+        sharding_types=list(SHARDINGS) if args.sharding == "auto" else [args.sharding],
+        compute_kernels=["fused"],
+        min_partition=-(-args.embedding_dim // 2) if args.sharding == "column_wise" else None,
+    )
+    constraints = {"t_user": mine, "t_item": mine}
+    if args.stream is not None and args.restore != "none" and dist.get_rank() == 0:  # rank 0 makes the plan for all
+        from torchrec_stream_ckpt import planner_constraints
+
+        constraints = planner_constraints(args.stream, args.restore, constraints)
+    topology = Topology(world_size=world, compute_device=device.type)
+    planner = EmbeddingShardingPlanner(topology, batch_size=-(-args.batch_size // world), constraints=constraints)
+    try:
+        return planner.collective_plan(model, [sharder], dist.group.WORLD)
+    except (PlannerError, RuntimeError) as error:
+        raise UserError(f"--sharding {args.sharding}: no plan for {world} ranks: {error}") from error
+
+
+def build(
+    args: argparse.Namespace, device: torch.device
+) -> tuple[DistributedModelParallel, CombinedOptimizer, TrackedLoader[Batch]]:
+    """The job without its checkpoints: sharded model, optimizer, loader."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    likes = Likes(args)
+    batches = GlobalBatches(likes.batch, samples=len(likes), batch_size=args.batch_size, rank=rank, world=world)
+    torch.manual_seed(args.seed + rank)  # shards differ; DDP spreads rank 0's dense part
+    model = TwoTower(args, world / args.batch_size, device)
+    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": args.learning_rate}
+    sharder = EmbeddingBagCollectionSharder(fused_params=fused)
+    dmp = DistributedModelParallel(
+        model, device=device, plan=make_plan(args, model, sharder, device), sharders=[sharder]
+    )
+    dense = dict(in_backward_optimizer_filter(dmp.named_parameters()))
+    dense_optimizer = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adagrad(params, lr=args.learning_rate))
+    return dmp, CombinedOptimizer([dmp.fused_optimizer, dense_optimizer]), TrackedLoader(batches)
+
+
+# -------------------------------------------------------------------------------------------------------- training
+
+
+def train(args: argparse.Namespace, device: torch.device) -> None:
+    dmp, optimizer, loader = build(args, device)
+    log.info("training on %d ranks, %s, global batch %d", dist.get_world_size(), device.type, args.batch_size)
+    checkpointer, step = None, 0
+    if args.stream is not None:
+        from torchrec_stream_ckpt import StreamCheckpointer
+
+        checkpointer = StreamCheckpointer(
+            dmp, optimizer, config=args.stream, stateful={"loader": loader}, paranoid=args.paranoid
+        )
+        restored = restore_from(args, checkpointer)
+        step = restored.step if restored is not None else 0
+    pipeline = TrainPipelineSparseDist(dmp, optimizer, device)
+    dmp.train()
+    for epoch in range(loader.epoch, args.epochs):
+        batches = iter(loader)
+        with contextlib.suppress(StopIteration):
+            while True:
+                loss = pipeline.progress(batches)
+                step += 1
+                checkpointer.step() if checkpointer is not None else loader.trained()
+                if step % args.log_every == 0:
+                    dist.all_reduce(loss)
+                    log.info("step %d, epoch %d: loss %.6f", step, epoch, loss.item() / dist.get_world_size())
+    if checkpointer is not None:
+        checkpointer.mark().result()
+        checkpointer.close()
+    log.info("done: step %d, %d epochs", step, args.epochs)
+
+
+def configure_logging(rank: int) -> None:
+    """Events on rank 0, warnings on all ranks, less the ones that every TorchRec job on a CPU gives."""
+    layout = f"%(asctime)s [rank {rank}] %(message)s"
+    logging.basicConfig(level=logging.WARNING, format=layout, datefmt="%H:%M:%S", force=True)
+    for name in (log.name, "torchrec_stream_ckpt"):
+        logging.getLogger(name).setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    for name in ("torchrec.distributed.planner", "torch.fx._symbolic_trace"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch(rec)?\.")
+
+
+def fail(message: str) -> NoReturn:
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # each node tells once
+        print(f"{log.name}.py: error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(3)  # torchrun ends all ranks when the first one leaves: that must be the one that tells
+    raise SystemExit(2)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one rank of the job."""
+    args = parse_args(argv)
+    if "RANK" not in os.environ:
+        fail(f"start it with torchrun: torchrun --standalone --nproc_per_node 2 recipes/{log.name}.py ...")
+    configure_logging(int(os.environ["RANK"]))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    try:
+        train(args, device)
+        dist.barrier()  # nobody leaves while another rank still talks to it
+    except (UserError, StreamCkptError) as error:
+        fail(str(error))
+    finally:
+        gc.collect()  # the model holds the group's threads: it must go first
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""Draw the pictures of docs/architecture.md: python scripts/draw_architecture.py [--png FOLDER]
+
+Writes docs/img/*.svg, the same bytes each time; --png also writes PNG, to look at them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+
+IMAGES = Path(__file__).resolve().parents[1] / "docs" / "img"
+INK, SOFT = "#222222", "#777777"
+TRAINER, LOG, STORE, READER, WARN = "#dbe9f6", "#fde9cf", "#dff0d8", "#eadff2", "#f8d7d7"
+
+
+class Picture:
+    """Boxes and arrows on a page of ``width`` x ``height`` units; y grows upward."""
+
+    def __init__(self, width: float, height: float) -> None:
+        self.figure, self.axes = plt.subplots(figsize=(width / 10, height / 10))
+        self.axes.set_xlim(0, width)
+        self.axes.set_ylim(0, height)
+        self.axes.axis("off")
+        self.figure.subplots_adjust(0, 0, 1, 1)
+
+    def box(self, x: float, y: float, w: float, h: float, text: str, color: str = "white", size: float = 8) -> None:
+        self.axes.add_patch(
+            FancyBboxPatch((x, y), w, h, boxstyle="round,pad=0,rounding_size=0.6", fc=color, ec=INK, lw=0.9)
+        )
+        self.text(x + w / 2, y + h / 2, text, size)
+
+    def room(self, x: float, y: float, w: float, h: float, title: str, color: str) -> None:
+        """A region with its name at the top left."""
+        self.axes.add_patch(Rectangle((x, y), w, h, fc=color, ec="none", alpha=0.55, zorder=0))
+        self.text(x + 0.8, y + h - 1.7, title, 8.5, ha="left", weight="bold")
+
+    def text(self, x: float, y: float, text: str, size: float = 7.5, **more: Any) -> None:
+        style = {"ha": "center", "va": "center", "color": INK, "zorder": 4} | more
+        if style.pop("clear", False):  # over a line
+            style["bbox"] = {"fc": "white", "ec": "none", "pad": 1.2}
+        self.axes.text(x, y, text, fontsize=size, linespacing=1.25, **style)
+
+    def arrow(self, begin: tuple[float, float], end: tuple[float, float], text: str = "", **more: Any) -> None:
+        """``text`` stands above the middle; ``dy`` moves it, ``rad`` bends the arrow."""
+        dy, rad, dashed = more.get("dy", 1.1), more.get("rad", 0.0), more.get("dashed", False)
+        self.axes.add_patch(
+            FancyArrowPatch(
+                begin,
+                end,
+                arrowstyle="-|>",
+                mutation_scale=9,
+                lw=1.0,
+                color=SOFT if dashed else INK,
+                ls="--" if dashed else "-",
+                connectionstyle=f"arc3,rad={rad}",
+                shrinkA=0,
+                shrinkB=0,
+            )
+        )
+        if text:
+            self.text((begin[0] + end[0]) / 2, (begin[1] + end[1]) / 2 + dy, text, 7, color=more.get("color", INK))
+
+    def line(self, begin: tuple[float, float], end: tuple[float, float], color: str = SOFT, ls: str = "-") -> None:
+        self.axes.plot([begin[0], end[0]], [begin[1], end[1]], color=color, lw=1.0, ls=ls, zorder=0)
+
+
+def flow() -> Picture:
+    """Where a changed row goes."""
+    page = Picture(104, 52)
+    page.room(1, 20, 46, 31, "training process, one a rank", TRAINER)
+    page.room(50, 20, 17, 31, "log", LOG)
+    page.room(70, 20, 33, 31, "materializer, store", STORE)
+    page.room(1, 1, 102, 16, "new job: any world size, any plan", READER)
+    page.box(3, 40, 12, 7, "fused update\n(TorchRec, FBGEMM)")
+    page.box(19, 40, 11, 7, "hook behind it:\na bit a row")
+    page.box(34, 40, 11, 7, "drain: gather\nrows into frames")
+    page.arrow((15, 43.5), (19, 43.5))
+    page.arrow((30, 43.5), (34, 43.5))
+    page.box(34, 31, 11, 6, "ring, publisher\nseq, chain, CRC")
+    page.arrow((39.5, 40), (39.5, 37))
+    page.box(3, 31, 12, 6, "step boundary:\nall ranks cut")
+    page.arrow((9, 40), (9, 37))
+    page.box(19, 31, 11, 6, "rows, MARK;\ndense copied")
+    page.arrow((15, 34), (19, 34))
+    page.arrow((30, 34), (34, 34))
+    page.box(34, 24, 11, 5, "rank 0: votes,\nCOMMIT")
+    page.arrow((30, 32), (34, 27.5))
+    page.box(52, 31, 13, 15, "data partitions,\none a rank\n\nHELLO ROWS ROWS\n... MARK ROWS ...", "white", 7.5)
+    page.box(52, 24, 13, 5, "control partition:\nCLAIM COMMIT TRIM", "white", 7.2)
+    page.arrow((45, 34), (52, 36))
+    page.arrow((45, 26.5), (52, 26.5))
+    page.box(72, 39, 12, 8, "materializer:\nfolds intervals,\nmerges bases")
+    page.arrow((65, 41), (72, 43))
+    page.arrow((65, 26.5), (75, 39), rad=0.15)
+    page.box(88, 39, 13, 8, "segments/ folds/\nmanifests/")
+    page.arrow((84, 43), (88, 43))
+    page.box(88, 30, 13, 5, "HEAD (memory)")
+    page.arrow((84, 40.5), (88, 33.5))
+    page.box(88, 22.5, 13, 5, "dense/ (DCP)")
+    page.line((24.5, 31), (24.5, 22), INK)
+    page.line((24.5, 22), (80, 22), INK)
+    page.arrow((80, 22), (88, 24))
+    page.text(35, 21, "dense state, by DCP, all ranks", 7)
+    page.box(4, 4, 15, 8, "choose: newest\nmarker that is whole")
+    page.box(25, 4, 17, 8, "plan: a value, one\na rank; refuses here")
+    page.box(48, 4, 19, 8, "read HEAD, then the store,\nthen the log's tail; check")
+    page.box(73, 4, 28, 8, "tables, optimizer rows, dense model and\noptimizer, random state, loader")
+    page.arrow((19, 8), (25, 8))
+    page.arrow((42, 8), (48, 8))
+    page.arrow((67, 8), (73, 8))
+    page.arrow((53, 24), (12, 12), rad=-0.12, dashed=True)
+    page.arrow((65, 33), (60, 12), dashed=True, rad=-0.22)
+    page.arrow((92, 22.5), (64, 12), dashed=True, rad=-0.08)
+    return page
+
+
+def marker() -> Picture:
+    """The marker protocol, from the vote to the future."""
+    page = Picture(104, 62)
+    columns = {"rank 0": 16, "other ranks": 40, "log": 66, "store": 90}
+    colors = [TRAINER, TRAINER, LOG, STORE]
+    for (name, x), color in zip(columns.items(), colors, strict=True):
+        page.box(x - 8, 57, 16, 4, name, color)
+        page.line((x, 57), (x, 2))
+    zero, others, log, store = columns.values()
+
+    def note(y: float, left: float, right: float, text: str, color: str = "white") -> None:
+        page.axes.add_patch(Rectangle((left, y - 1.7), right - left, 3.4, fc=color, ec=INK, lw=0.7, zorder=3))
+        page.text((left + right) / 2, y, text, 7.2, zorder=4)
+
+    def send(y: float, begin: float, end: float, text: str, back: bool = False) -> None:
+        page.arrow((begin, y), (end, y), text, dashed=back, dy=0.95)
+
+    note(53.5, 3, 53, "all-reduce of the last step: ready, one is due -> all cut at this step boundary", TRAINER)
+    note(49, 3, 53, "freeze: masks are swapped, scalars and dense state copied; training goes on", TRAINER)
+    send(44.5, zero, log, "ROWS ... MARK")
+    send(41.5, others, log, "ROWS ... MARK")
+    send(38.5, log, others, "acknowledged", back=True)
+    send(35, zero, store, "its part of the dense state, digested")
+    send(32, others, store, "its part of the dense state, digested")
+    send(28.5, others, zero, "vote: my stream ends here, my files have these digests")
+    note(24.5, 3, 34, "one vote missing: given up on all ranks", WARN)
+    send(20.5, zero, log, "COMMIT: ends of all streams, digests")
+    send(17, log, zero, "acknowledged, then read back: no higher CLAIM?", back=True)
+    note(12.5, 3, 53, "yes: another trainer owns the job, all ranks stop     no: the marker exists", TRAINER)
+    send(8.5, zero, others, "outcome")
+    note(4.5, 3, 53, "futures resolve on every rank; the next marker may be cut", TRAINER)
+    page.text(
+        84, 25, "killed before COMMIT is in the log:\nthe marker never was", 7.2, color=SOFT, style="italic", clear=True
+    )
+    page.text(
+        84, 13, "killed behind it: the marker exists,\nwhoever knows of it", 7.2, color=SOFT, style="italic", clear=True
+    )
+    return page
+
+
+def layout() -> Picture:
+    """What the store makes of the log."""
+    page = Picture(104, 58)
+    page.text(2, 55.5, "log, generation 1: one stream a rank", 8.5, ha="left", weight="bold")
+    for rank, y in ((0, 49), (1, 43.5)):
+        page.text(4, y + 2, f"rank {rank}", 7.5)
+        for number, (x, w) in enumerate(((8, 28), (36, 12), (48, 12), (60, 14))):
+            page.axes.add_patch(Rectangle((x, y), w, 4, fc=LOG, ec=INK, lw=0.8))
+            name = "sweep: every row, and what changed | MARK 1" if number == 0 else f"rows | MARK {number + 1}"
+            page.text(x + w / 2, y + 2, name, 7)
+        page.axes.add_patch(Rectangle((74, y), 8, 4, fc="white", ec=SOFT, lw=0.8, ls="--"))
+        page.text(78, y + 2, "rows ...", 7, color=SOFT)
+    page.text(93, 47.5, "behind the last COMMIT:\nnever read", 7.2, color=SOFT, style="italic")
+    page.text(2, 38.5, "store: objects that are written once", 8.5, ha="left", weight="bold", clear=True)
+    for x, w, number in ((8, 28, 1), (36, 12, 2), (48, 12, 3), (60, 14, 4)):
+        page.arrow((x + w / 2, 43.5), (x + w / 2, 35.8))
+        page.box(x + 0.4, 30.8, w - 0.8, 5, f"segments of 1:{number}", STORE, 7.2)
+        page.box(x + 0.4, 25.8, w - 0.8, 3.4, f"manifest 1:{number}", "white", 7)
+        page.arrow((x + w / 2, 29.2), (x + w / 2, 30.8))
+    page.text(
+        91, 33, "one interval, by table, columns\nand id; newest version of a row", 7.2, color=SOFT, style="italic"
+    )
+    page.text(91, 27.5, "the manifest comes last: from\nthen on the marker is there", 7.2, color=SOFT, style="italic")
+    page.box(8, 19.5, 52, 3.6, "fold root -> 1:3: a base, every row once (--rebase)", STORE, 7.4)
+    page.box(36, 15, 38, 3.6, "fold 1:1 -> 1:4: a span (--compact, gc --compact)", STORE, 7.4)
+    page.text(2, 10.8, "restore of 1:4", 8.5, ha="left", weight="bold")
+    page.box(8, 4.5, 26, 4.4, "1. base root -> 1:3: written as it is", READER, 7.4)
+    page.box(
+        37, 4.5, 29, 4.4, "2. segments of 1:4, and of others behind the\nbase newest first: one flag a row", READER, 7.2
+    )
+    page.box(69, 4.5, 22, 4.4, "3. the log's tail, if 1:4\nwere not folded yet", READER, 7.2)
+    page.arrow((34, 6.7), (37, 6.7))
+    page.arrow((66, 6.7), (69, 6.7))
+    page.text(
+        52,
+        1.8,
+        "the cover of a marker: at each marker, going back, the longest piece that others lead to",
+        7.2,
+        color=SOFT,
+    )
+    return page
+
+
+def reshard() -> Picture:
+    """Two ranks wrote, three read."""
+    page = Picture(104, 54)
+    page.text(17, 51.5, "written by 2 ranks", 8.5, weight="bold")
+    page.text(87, 51.5, "restored on 3 ranks, another plan", 8.5, weight="bold")
+    page.text(52, 51.5, "frames say it in global terms", 8.5, weight="bold")
+    blue, orange, green = "#a9cbe8", "#f6c58f", "#b9dba9"
+
+    def part(x: float, y: float, w: float, h: float, color: str, text: str) -> None:
+        page.axes.add_patch(Rectangle((x, y), w, h, fc=color, ec=INK, lw=0.9))
+        page.text(x + w / 2, y + h / 2, text, 7.4)
+
+    page.text(17, 48.5, "t_user, row-wise", 7.6)
+    part(5, 37, 24, 10, blue, "rank 0: rows 0 .. 500")
+    part(5, 27, 24, 10, orange, "rank 1: rows 500 .. 1000")
+    page.text(17, 23, "t_wide, column-wise", 7.6)
+    part(5, 9, 12, 12, blue, "rank 0\ncols 0..32")
+    part(17, 9, 12, 12, orange, "rank 1\ncols 32..64")
+    page.box(38, 38, 28, 8, "table t_user, columns 0 .. 64\nids 3, 17, 481 | weights | states", LOG, 7.4)
+    page.box(38, 28, 28, 8, "table t_user, columns 0 .. 64\nids 512, 640 | weights | states", LOG, 7.4)
+    page.box(38, 15.6, 28, 7, "table t_wide, columns 0 .. 32\nids 4, 9 | weights | states", LOG, 7.4)
+    page.box(38, 7.6, 28, 7, "table t_wide, columns 32 .. 64\nids 4, 9 | weights | states", LOG, 7.4)
+    page.arrow((29, 42), (38, 42))
+    page.arrow((29, 32), (38, 32))
+    page.arrow((29, 18.5), (38, 19.1))
+    page.arrow((29, 11.5), (38, 11.1))
+    page.text(87, 48.5, "t_user, row-wise", 7.6)
+    part(75, 40.4, 24, 6.6, blue, "rank 0: rows 0 .. 334")
+    part(75, 33.7, 24, 6.7, orange, "rank 1: rows 334 .. 668")
+    part(75, 27, 24, 6.7, green, "rank 2: rows 668 .. 1000")
+    page.text(87, 23, "t_wide, same column split", 7.6)
+    part(75, 9, 12, 12, green, "rank 2\ncols 0..32")
+    part(87, 9, 12, 12, blue, "rank 0\ncols 32..64")
+    page.arrow((66, 42), (75, 43.5), "3, 17", dy=1.4)
+    page.arrow((66, 41), (75, 38), "481", dy=-1.6)
+    page.arrow((66, 32), (75, 35.5), "512, 640", dy=-1.9)
+    page.arrow((66, 19.1), (75, 18))
+    page.arrow((66, 9.5), (93, 9), rad=0.16)
+    page.text(
+        52,
+        3.2,
+        "a row-wise state belongs to a column shard: another split is refused by name, or merged if you say so;\n"
+        "a row that never came is an error, not a zero",
+        7.4,
+        color=SOFT,
+        style="italic",
+    )
+    return page
+
+
+PICTURES: dict[str, Callable[[], Picture]] = {"flow": flow, "marker": marker, "store": layout, "reshard": reshard}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--png", type=Path, help="write PNG files there as well")
+    parser.add_argument("--to", type=Path, default=IMAGES, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    plt.rcParams |= {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "architecture",
+        "font.family": ["DejaVu Sans", "sans-serif"],
+    }
+    for name, draw in PICTURES.items():
+        page = draw()
+        page.figure.savefig(args.to / f"{name}.svg", metadata={"Date": None, "Creator": None})
+        if args.png is not None:
+            page.figure.savefig(args.png / f"{name}.png", dpi=110)
+        plt.close(page.figure)
+
+
+if __name__ == "__main__":
+    main()

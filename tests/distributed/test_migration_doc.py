@@ -1,0 +1,119 @@
+"""docs/migration.md: all of its code runs, in its order, and what it brings over is the very same state."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from typer.testing import CliRunner
+
+from tests import ranks
+from tests.model import PLAN_2, Trainer, differences, trainer, truth
+from torchrec_stream_ckpt.cli.main import app
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"),
+]
+
+DOC = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", DOC, re.S)
+COMMANDS = dict(re.findall(r"^    stream-ckpt ((\w+) .*)$", DOC, re.M))
+OLD_NAMES = ("after", "dcp", "import", "save", "load", "snapshot", "restore", "back")
+
+
+class Loader:
+    """Four batches; its position is its state."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Any:
+        while self.position < 4:
+            self.position += 1
+            yield self.position
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def run(command: str, folder: str) -> None:
+    """(rank 0) One of the page's command lines."""
+    if dist.get_rank() == 0:
+        arguments = shlex.split(command.replace("FOLDER", folder))
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 0, (done.output, done.exception)
+    dist.barrier()
+
+
+def follow(folder: str) -> list[str]:
+    """Do what the page says; what differs from the state that was saved, after each way of bringing it back."""
+    blocks = dict(zip(OLD_NAMES, BLOCKS, strict=True))
+    job = trainer(PLAN_2)
+    names = {
+        "dmp": job.dmp,
+        "optimizer": job.optimizer,
+        "loader": Loader(),
+        "train_step": lambda batch: job.step(),
+        "folder": folder,
+        "rank": dist.get_rank(),
+    }
+
+    def do(name: str) -> None:
+        exec(compile(blocks[name], f"docs/migration.md, block {name}", "exec"), names)
+
+    commands = {verb: line for line, verb in COMMANDS.items()}
+    do("after")
+    assert names["step"] == 4
+    found = []
+
+    def compare(what: str) -> None:
+        found.extend(f"{what}: {each}" for each in differences(saved, truth(job), rng=False))
+
+    do("dcp")
+    saved = truth(job)
+    run(commands["import"], folder)
+    _spoil(job)
+    do("import")
+    compare("import")
+    do("save")
+    _spoil(job)
+    do("load")
+    compare("torch.save")
+    do("snapshot")
+    _spoil(job)
+    do("restore")
+    compare("torchsnapshot")
+    run(commands["export"], folder)
+    _spoil(job, dense=False)
+    do("back")
+    compare("export")
+    return found
+
+
+@torch.no_grad()
+def _spoil(job: Trainer, *, dense: bool = True) -> None:
+    """Other values everywhere, so that what comes back has to be written."""
+    values = list(job.dmp.state_dict().values())
+    values += [value for states in job.dmp.fused_optimizer.state_dict()["state"].values() for value in states.values()]
+    for value in values:
+        if isinstance(value, ShardedTensor):
+            for shard in value.local_shards():
+                shard.tensor.fill_(7)
+        elif dense and isinstance(value, torch.Tensor):
+            value.add_(1)
+
+
+def test_every_way_that_the_page_shows_brings_back_the_state(tmp_path: Path) -> None:
+    assert [line.split()[0] for line in COMMANDS] == ["import", "export"]
+    for found in ranks.run(2, follow, str(tmp_path)):
+        assert found == []

@@ -1,0 +1,140 @@
+"""The recipes as users start them: killed on two ranks, started again on three, and the same training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.distributed
+
+ROOT = Path(__file__).parents[2]
+MARKER_EVERY, STEPS, BATCH = 60, 100, 20  # three ranks train 6, 7 and 7 samples
+COMMON = [
+    *("--batch_size", str(BATCH), "--limit_samples", str(STEPS * BATCH)),
+    *("--embedding_dim", "16", "--log_every", "1", "--marker_every", str(MARKER_EVERY)),
+]
+RECIPES = {
+    "train_two_tower": ["--users", "300", "--items", "200"],
+    "train_bert4rec": ["--items", "100", "--length", "8", "--dropout", "0"],
+    "train_deepfm": ["--num_embeddings", "40", "--hidden", "16", "--deep", "8"],
+    "train_pnn": ["--num_embeddings", "40", "--hidden", "16"],
+    "train_dlrm_fsdp": ["--num_embeddings", "40", "--hidden", "17"],
+}
+PROVED = ("train_bert4rec", "train_dlrm_fsdp")
+REFUSED = ("train_pnn",)
+
+
+def start(world: int, recipe: str, *flags: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
+    return subprocess.Popen(
+        [*command, str(ROOT / "recipes" / f"{recipe}.py"), *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
+
+
+def run(world: int, recipe: str, *flags: str) -> tuple[int, str]:
+    """Exit status and output of a job that ends by itself."""
+    job = start(world, recipe, *flags)
+    try:
+        output, _ = job.communicate(timeout=120)
+    finally:
+        kill(job)
+    return job.returncode, output
+
+
+def kill(job: subprocess.Popen[str]) -> None:
+    """SIGKILL to all ranks, and to torchrun should it not end by that."""
+    children = Path(f"/proc/{job.pid}/task/{job.pid}/children")
+    for child in children.read_text().split() if job.poll() is None else []:
+        with contextlib.suppress(ProcessLookupError):  # it ended between the question and the signal
+            os.kill(int(child), signal.SIGKILL)
+    try:
+        job.wait(timeout=30)
+    finally:
+        job.kill()
+
+
+def losses(output: str) -> dict[int, float]:
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+), epoch \d+: loss (\S+)", output)}
+
+
+def lines_until_killed(job: subprocess.Popen[str]) -> Iterator[str]:
+    """What a job says until two steps behind the first marker that was committed."""
+    assert job.stdout is not None
+    committed = False
+    for line in job.stdout:
+        yield line
+        committed = committed or "marker 1:1 committed" in line
+        if committed and max(losses(line), default=0) >= MARKER_EVERY + 2:
+            kill(job)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_killed_recipe_goes_on_on_another_number_of_ranks(recipe: str, tmp_path: Path) -> None:
+    flags = [*COMMON, *RECIPES[recipe], "--stream_ckpt", f"file://{tmp_path}"]
+    job = start(2, recipe, *flags, "--epochs", "1000", "--sharding", "column_wise")
+    first = "".join(lines_until_killed(job))
+    assert job.returncode != 0
+    assert f"no committed marker in file://{tmp_path}: starting afresh" in first
+    check_second(first, *run(3, recipe, *flags))
+    if recipe in PROVED:
+        check_proof(*run(3, "resume_resharded", "--recipe", recipe, *flags, "--restore", "1:1"))
+    if recipe in REFUSED:
+        check_refusal(recipe, *run(1, recipe, *flags, "--sharding", "table_wise"))
+
+
+def check_second(first: str, code: int, second: str) -> None:
+    """The newest marker was restored, and the steps behind it that both jobs trained are the same ones."""
+    assert code == 0, second
+    restored = re.search(r"restored marker 1:(\d+) \(step (\d+), written by 2 ranks\)", second)
+    assert restored is not None, second
+    newest, step = int(restored[1]), int(restored[2])
+    assert step == newest * MARKER_EVERY
+    assert newest >= max(int(number) for number in re.findall(r"marker 1:(\d+) committed", first))
+    before, after = losses(first), losses(second)
+    assert sorted(after) == list(range(step + 1, STEPS + 1))
+    assert f"done: step {STEPS}, 1 epochs" in second
+    # Losses differ by what the order of a sum does to them; from step to step by much more.
+    both = sorted(before.keys() & after.keys())
+    assert len(both) >= 2, first
+    assert [after[at] for at in both] == pytest.approx([before[at] for at in both], abs=1e-4)
+    assert abs(before[both[0]] - before[both[1]]) > 1e-3
+
+
+def check_proof(code: int, output: str) -> None:
+    """The restored job is what an export of its marker says."""
+    assert code == 0, output
+    assert "marker 1:1, step 60: written by 2 ranks, held by 3 ranks" in output
+    assert output.count("bit-identical") == 4
+    assert "differs" not in output
+
+
+def check_refusal(recipe: str, code: int, output: str) -> None:
+    """A plan that would split columns anew is refused in words."""
+    assert code != 0
+    message = f"{recipe}.py: error: table_wise would change the column split: the marker has 2 column shards"
+    assert message in output
+    assert f'recipes/{recipe}.py", line' not in output
+
+
+def test_without_the_flag_a_recipe_is_a_plain_job(tmp_path: Path) -> None:
+    ratings = tmp_path / "ratings.dat"
+    ratings.write_text("".join(f"{n % 50}::{n % 30}::{1 + n % 5}::{n}\n" for n in range(600)))
+    flags = ["--ratings", str(ratings), "--batch_size", "30", "--epochs", "2", "--log_every", "8"]
+    code, output = run(1, "train_two_tower", *flags)
+    assert code == 0, output
+    assert sorted(losses(output)) == [8, 16]
+    assert "done: step 16, 2 epochs" in output
+    assert "marker" not in output

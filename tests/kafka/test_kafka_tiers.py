@@ -1,0 +1,111 @@
+"""Two tiers with a real broker: it stops for a while, a relay catches up, a restart here reads nothing there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import jobs, ranks
+from tests.jobs import Truths, attach
+from tests.model import PLAN_2, PLAN_3, Spec, differences, trainer, truth
+from tests.tiered import config
+from torchrec_stream_ckpt import StreamConfig
+from torchrec_stream_ckpt.broker.kraft import Broker
+from torchrec_stream_ckpt.errors import LogUnavailableError
+from torchrec_stream_ckpt.tiers.service import standing_of
+from torchrec_stream_ckpt.tiers.tier import open_tiers
+from torchrec_stream_ckpt.types import LogSpan
+
+pytestmark = [pytest.mark.kafka, pytest.mark.distributed]
+
+STEPS = 8
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Iterator[Broker]:
+    """A broker that a test may stop."""
+    broker = Broker(tmp_path / "victim")
+    broker.start(die_with=os.getpid())
+    yield broker
+    pid = broker.status().pid
+    if pid is not None:
+        os.kill(pid, signal.SIGCONT)
+    broker.stop()
+
+
+def train_through_an_outage(spec: Spec, settings: StreamConfig, broker: int) -> tuple[Truths, list[int], float]:
+    """The broker stands still from step 3 to 6: truth, markers that the inner tier had then, slowest marker."""
+    job = trainer(spec)
+    checkpointer = attach(job, settings)
+    assert checkpointer.restore() is None
+    truths: Truths = {}
+    committed, slowest = [], 0.0
+    for step in range(1, STEPS + 1):
+        if step in (3, 7) and os.environ["RANK"] == "0":
+            os.kill(broker, signal.SIGSTOP if step == 3 else signal.SIGCONT)
+        job.step()
+        begin = time.monotonic()
+        checkpointer.step()
+        checkpointer.mark().result(60)
+        slowest = max(slowest, time.monotonic() - begin)
+        truths[job.step_number] = truth(job)
+        if step == 6:
+            committed = [marker.marker for marker in checkpointer._control.refresh().commits]
+    checkpointer.close()
+    return truths, committed, slowest
+
+
+def no_read(span: LogSpan) -> Any:
+    raise AssertionError(f"rows were read from the outer tier: {span}")
+
+
+def restore_without_reading_the_outer_tier(spec: Spec, settings: StreamConfig) -> tuple[dict[str, Any], int, str]:
+    job = trainer(spec)
+    job.step()
+    checkpointer = attach(job, settings)
+    assert checkpointer._tiers is not None
+    checkpointer._tiers._tiers.outer.log.read = no_read  # type: ignore[method-assign]
+    restored = checkpointer.restore()
+    assert restored is not None
+    state = truth(job)
+    checkpointer.close()
+    return state, restored.step, restored.source
+
+
+def test_training_goes_on_through_an_outage_and_the_relay_catches_up(victim: Broker, tmp_path: Path) -> None:
+    status = victim.status()
+    assert status.pid is not None
+    inner = tmp_path / "inner"
+    settings = config(
+        inner, status.uri(f"job-{uuid.uuid4().hex[:8]}"), marker_every=None, store=str(tmp_path / "store")
+    )
+    results = ranks.run(2, train_through_an_outage, PLAN_2, settings, status.pid)
+    truths = [each for each, _, _ in results]
+    assert results[0][1] == [1, 2, 3, 4, 5, 6]
+    assert max(slowest for _, _, slowest in results) < 5.0  # none waited for the broker
+    tiers = open_tiers(settings)
+    assert standing_of(tiers)["outer_newest"] == f"1:{STEPS}"
+    for found in ranks.run(2, restore_without_reading_the_outer_tier, PLAN_2, settings):
+        check(found, truths[0], STEPS, "inner: log")
+    shutil.rmtree(inner)
+    for rank, found in enumerate(ranks.run(3, jobs.restore_once, PLAN_3, settings, None, {})):
+        check(found, truths[0], STEPS, "outer: log", rng=rank == 0)
+    for found in ranks.run(2, jobs.restore_once, PLAN_2, settings, "1:4", {})[:1]:
+        check(found, truths[0], 4, "outer: log")
+    victim.stop()
+    with pytest.raises(ranks.RankFailed, match=LogUnavailableError.__name__):
+        ranks.run(2, jobs.restore_once, PLAN_2, settings, None, {})
+
+
+def check(found: tuple[dict[str, Any], int, str], truths: Truths, step: int, source: str, *, rng: bool = False) -> None:
+    state, at, where = found
+    assert (at, where) == (step, source)
+    assert differences(truths[step], state, rng=rng) == []

@@ -1,0 +1,205 @@
+"""How often drains and markers come, on a clock that is set by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from torchrec_stream_ckpt.commit.pace import LONGEST_INTERVAL, Account, DrainInterval, Pace
+
+
+@dataclass
+class Load:
+    """What things cost now, in seconds."""
+
+    step_s: float
+    drain_s: float
+    cut_s: float
+    """Of a cut, at its step boundary."""
+    more_s: float = 0.0
+    """At each of the next two boundaries, because the ring was full."""
+    saving_s: float = 0.0
+    """In front of the updates in between."""
+
+
+@dataclass
+class Run:
+    """A job of one rank whose steps cost what ``load`` says; decided as ``StreamCheckpointer.step`` does it."""
+
+    pace: Pace = field(init=False)
+    bound: float = 0.01
+    drain_every: int = 1
+    now_s: float = 0.0
+    spent_s: float = 0.0
+    training_s: float = 0.0
+    markers: int = 0
+    saved_s: float = 0.0
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.pace = Pace(self.drain_every, self.bound, lambda: self.now_s)
+
+    @property
+    def account(self) -> Account:
+        assert self.pace.account is not None
+        return self.pace.account
+
+    def _spend(self, taken_s: float) -> None:
+        self.now_s += taken_s
+        self.spent_s += taken_s
+
+    def run(self, load: Load, seconds: float) -> Run:
+        """Train so long; the counts are those of this stretch."""
+        self.markers, self.spent_s, self.training_s = 0, 0.0, 0.0
+        end, still_open = self.now_s + seconds, 0
+        while self.now_s < end:
+            affordable = self.account.marker_affordable() and not still_open
+            self.steps += 1
+            self.now_s += load.step_s
+            self.training_s += load.step_s
+            if still_open:
+                self._spend(load.saving_s)
+                self.saved_s += load.saving_s
+            self.pace.step(self.saved_s)
+            if affordable:
+                self.markers, still_open = self.markers + 1, 2 if load.more_s else 0
+                with self.pace.cutting():
+                    self._spend(load.cut_s)
+            elif still_open:
+                still_open -= 1
+                with self.pace.going_on():
+                    self._spend(load.more_s)
+            elif self.pace.drain_due(self.steps, 0.0):
+                with self.pace.draining():
+                    self._spend(load.drain_s)
+        return self
+
+    @property
+    def overhead(self) -> float:
+        return self.spent_s / self.training_s
+
+
+CHEAP = Load(step_s=0.1, drain_s=0.001, cut_s=0.01)
+SHORT_STEPS = Load(step_s=0.004, drain_s=0.001, cut_s=0.01)
+DEAR = Load(step_s=0.1, drain_s=0.02, cut_s=0.3, more_s=0.05, saving_s=0.03)
+
+
+@pytest.mark.parametrize("bound", [0.002, 0.01, 0.05])
+def test_the_bound_holds_in_every_stretch_of_a_load_that_changes(bound: float) -> None:
+    run = Run(bound=bound)
+    for load in (CHEAP, SHORT_STEPS, DEAR, CHEAP, DEAR, SHORT_STEPS):
+        run.run(load, 2000)
+        # A stretch may begin with the debt of one marker that cost what nobody had expected.
+        assert run.spent_s <= bound * run.training_s + 0.6
+        assert run.markers > 0
+    assert run.account.spent_s <= bound * run.account.training_s + 0.6
+
+
+def test_markers_come_as_often_as_the_bound_allows() -> None:
+    run = Run(bound=0.05, drain_every=1000)  # hardly any drains: all that is earned goes into markers
+    run.run(CHEAP, 100)  # what markers cost is found out
+    run.run(CHEAP, 1000)
+    assert run.overhead == pytest.approx(0.05, rel=0.05)
+    assert run.markers == pytest.approx(0.05 * run.training_s / CHEAP.cut_s, rel=0.1)
+
+
+def test_what_is_cheap_enough_comes_at_every_step() -> None:
+    run = Run(bound=0.5, drain_every=1000)
+    run.run(CHEAP, 100)
+    steps = run.training_s / CHEAP.step_s
+    assert run.markers > 0.9 * steps
+
+
+def test_drains_leave_half_of_the_time_to_markers() -> None:
+    run = Run(bound=0.01)
+    run.run(DEAR, 2000)
+    run.run(DEAR, 20000)
+    cost_s = DEAR.cut_s + 2 * (DEAR.more_s + DEAR.saving_s)
+    assert run.overhead <= 0.0101
+    assert run.markers >= 0.45 * 0.01 * run.training_s / cost_s
+
+
+def test_a_marker_that_was_slow_by_chance_is_paid_once() -> None:
+    run = Run(bound=0.05, drain_every=10**6)
+    run.run(CHEAP, 100)
+    run.run(Load(step_s=0.1, drain_s=0.001, cut_s=2.0), 0.3)  # one marker
+    assert run.markers == 1
+    owed_s = 2.0 / 0.05
+    run.run(CHEAP, owed_s - 5)
+    assert run.markers == 0
+    run.run(CHEAP, 10)
+    assert run.markers > 5
+
+
+def test_time_that_no_marker_could_use_is_not_saved_up() -> None:
+    run = Run(bound=0.05, drain_every=10**6)
+    run.run(CHEAP, 100)
+    run.now_s += 10_000  # an evaluation, or a log that was down
+    run.run(CHEAP, 2)
+    assert run.markers <= 2 + 2 * 0.05 / CHEAP.cut_s
+
+
+def test_nothing_is_counted_before_the_first_marker() -> None:
+    run = Run(bound=0.05)
+    run.pace.step(0.0)
+    for section in (run.pace.going_on(), run.pace.draining()):
+        with section:
+            run.now_s += 100
+    assert run.account.marker_affordable()
+    assert run.account.spent_s == 0
+
+
+def test_waiting_for_a_marker_by_hand_is_neither_training_nor_spent() -> None:
+    run = Run(bound=0.05, drain_every=10**6)
+    run.run(CHEAP, 10)
+    trained_s, spent_s = run.account.training_s, run.account.spent_s
+    with run.pace.waiting():
+        run.now_s += 1000
+    run.pace.step(run.saved_s)
+    assert run.account.spent_s == spent_s
+    assert run.account.training_s - trained_s < 1
+
+
+# drain_every
+
+
+def test_drains_by_steps_need_no_measuring() -> None:
+    pace = Pace(3, None)
+    assert [step for step in range(1, 10) if pace.drain_due(step, 1.0)] == [3, 6, 9]
+
+
+def test_little_that_changed_makes_drains_rarer_and_much_makes_them_denser() -> None:
+    interval = DrainInterval()
+    for _ in range(10):
+        interval.drained(ring_filled=0.01, rows_changed=0.001)
+    assert interval.steps == LONGEST_INTERVAL
+    for _ in range(10):
+        interval.drained(ring_filled=1.0, rows_changed=0.1)
+    assert interval.steps == 1
+    interval.drained(ring_filled=0.3, rows_changed=0.1)
+    assert interval.steps == 1
+
+
+def test_where_most_rows_change_anyway_drains_become_rarer() -> None:
+    interval = DrainInterval()
+    interval.drained(ring_filled=1.0, rows_changed=0.9)
+    assert interval.steps == 2
+
+
+def test_nothing_is_drained_while_the_log_is_behind() -> None:
+    interval = DrainInterval()
+    assert not interval.due(ring_used=0.8)
+    assert not interval.due(ring_used=3.0)  # a marker's frames, on top of the ring
+    assert interval.due(ring_used=0.2)
+
+
+def test_drains_settle_at_about_half_a_ring() -> None:
+    interval, since, filled = DrainInterval(), 0, []
+    for _ in range(300):
+        since += 1
+        if interval.due(0.0):
+            filled.append(since * 0.03)  # each step changes 3% of a ring
+            interval.drained(since * 0.03, 0.01)
+            since = 0
+    assert all(1 / 8 <= share <= 1 / 2 for share in filled[5:])

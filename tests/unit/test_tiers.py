@@ -1,0 +1,400 @@
+"""Two tiers of a log: what the relay copies, which marker is the newest, which tier gives it. File logs, no ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests import tiered
+from tests.synthetic import Image, image_of_log
+from tests.tiered import TieredJob, lose, relay
+from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.commit.generation import check_same_log
+from torchrec_stream_ckpt.config import StreamConfig
+from torchrec_stream_ckpt.errors import (
+    ConfigError,
+    CorruptionError,
+    FencedError,
+    MarkerNotFoundError,
+    StreamCkptError,
+    TrimmedError,
+)
+from torchrec_stream_ckpt.layout import CONTROL_FILE, DATA_DIR, DENSE_DIR, dense_name
+from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.restore.verify import verify_marker
+from torchrec_stream_ckpt.tiers.relay import Relay
+from torchrec_stream_ckpt.tiers.service import standing_of
+from torchrec_stream_ckpt.tiers.source import Found, look_up
+from torchrec_stream_ckpt.tiers.standing import Standing
+from torchrec_stream_ckpt.types import MarkerId
+
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
+POINTS = ("relay.sent", "relay.dense", "relay.commit", "relay.committed")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> TieredJob:
+    """Three markers on the inner tier, none on the outer one."""
+    made = TieredJob(tmp_path / "inner", settings=tiered.config(tmp_path / "inner", tmp_path / "outer"))
+    made.begin()
+    made.markers(3)
+    return made
+
+
+def another_node(job: TieredJob, name: str) -> TieredJob:
+    """The same job on a node of another disk."""
+    inner = job.tiers.folder.parent / name
+    settings = replace(job.settings, uri=(f"file://{inner}", job.settings.uris[1]))
+    return TieredJob(inner, settings=settings, seed=sum(name.encode()))
+
+
+def find(job: TieredJob, marker: str = "", **more: object) -> Found:
+    found = look_up(job.tiers, MarkerId.parse(marker) if marker else None, lambda _: None, **more)  # type: ignore[arg-type]
+    assert found is not None
+    return found
+
+
+def image(job: TieredJob, found: Found) -> Image:
+    """What a restore would write."""
+    return image_of_log(found.place.source(job.tiers).log, found.choice.lineage, found.choice.commit.id)  # type: ignore[arg-type]
+
+
+def where(found: Found) -> str:
+    return f"{found.choice.commit.id} {found.place}"
+
+
+def test_the_outer_log_is_a_log_of_its_own_with_the_same_frames(job: TieredJob) -> None:
+    assert relay(job.tiers) == ["1:1", "1:2", "1:3"]
+    inner, outer = Standing.read(job.tiers).inner, Standing.read(job.tiers).outer
+    for marker, mine in inner.commits.items():
+        theirs = outer.commits[marker]
+        assert theirs.dense_files == mine.dense_files
+        for here, there in zip(mine.ranks, theirs.ranks, strict=True):
+            assert (here.frames, here.chain, here.rows) == (there.frames, there.chain, there.rows)
+        assert image_of_log(job.tiers.outer.log, outer, marker) == job.truth(marker)
+        verify_marker(job.tiers.outer.log, outer, job.tiers.outer.dense, marker)
+    assert relay(job.tiers) == []
+
+
+def test_every_nth_marker_and_the_last_one_go_out(job: TieredJob) -> None:
+    tiers = replace(job.tiers, every=2)
+    assert relay(tiers) == ["1:2"]
+    job.markers(2)
+    assert relay(tiers) == ["1:4"]
+    job.markers(1)
+    assert relay(tiers) == ["1:6"]
+    job.markers(1)
+    assert relay(tiers) == []
+    assert relay(tiers, everything=True) == ["1:7"]
+    outer = Standing.read(job.tiers).outer
+    assert [str(marker) for marker in outer.commits] == ["1:2", "1:4", "1:6", "1:7"]
+    for marker in outer.commits:
+        assert image_of_log(job.tiers.outer.log, outer, marker) == job.truth(marker)
+    kept = {path.name for path in (job.tiers.outer.dense.folder / DENSE_DIR).glob("*/*")}  # type: ignore[operator]
+    assert kept == {dense_name(job.claim.job, marker).rpartition("/")[2] for marker in outer.commits}
+
+
+def test_one_relay_goes_on_over_markers_that_it_does_not_commit(job: TieredJob) -> None:
+    one = Relay(replace(job.tiers, every=10))
+    assert list(one.catch_up()) == []
+    sent = one.frames_bytes
+    job.markers(1)
+    assert list(one.catch_up()) == []
+    assert sent < one.frames_bytes == sum(end.num_bytes for end in Standing.read(job.tiers).unrelayed[-1].ranks)
+    # Somebody else copies meanwhile: what this one knows of the outer log is not true any more.
+    assert relay(replace(job.tiers, every=2)) == ["1:2", "1:4"]
+    job.markers(1)
+    assert [str(commit.id) for commit in one.catch_up(everything=True)] == ["1:5"]
+    assert one.frames_bytes > sent
+    one.close()
+    outer = Standing.read(job.tiers).outer
+    assert image_of_log(job.tiers.outer.log, outer, MarkerId(1, 5)) == job.truth(MarkerId(1, 5))
+
+
+@pytest.mark.parametrize("nth", [1, 2, 7])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_relay_that_is_killed_is_finished_by_the_next(
+    job: TieredJob, point: str, nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGKILL at each step; segments of the outer log are small, so that some lie beyond what was committed."""
+    program = (
+        "import sys; from torchrec_stream_ckpt.log import files; files.SEGMENT_BYTES = 20_000;"
+        "from torchrec_stream_ckpt.cli.main import main; main()"
+    )
+    environment = os.environ | {"STREAM_CKPT_FAILPOINTS": f"{point}=kill@{nth}"}
+    command = [sys.executable, "-c", program, "relay", *job.settings.uris, "--once"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    passes = {"relay.dense": 6, "relay.commit": 3, "relay.committed": 3}.get(point, 99)
+    assert done.returncode == (-signal.SIGKILL if nth <= passes else 0), done.stderr
+    monkeypatch.setattr("torchrec_stream_ckpt.log.files.SEGMENT_BYTES", 9_000)
+    there = list(Standing.read(job.tiers).outer.commits)
+    copied = relay(job.tiers)
+    assert [str(marker) for marker in there] + copied == ["1:1", "1:2", "1:3"]
+    outer = Standing.read(job.tiers).outer
+    for marker in outer.commits:
+        assert image_of_log(job.tiers.outer.log, outer, marker) == job.truth(marker)
+
+
+def test_damage_is_not_copied(job: TieredJob) -> None:
+    relay(job.tiers)
+    job.markers(1)
+    segment = next((job.tiers.folder / DATA_DIR / "p00001").iterdir())
+    with segment.open("r+b") as file:
+        file.seek(-700, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(CorruptionError):
+        relay(job.tiers)
+    assert Standing.read(job.tiers).outer.newest.id == MarkerId(1, 3)  # type: ignore[union-attr]
+
+
+def test_the_inner_tier_is_the_nearest_source_and_the_outer_one_serves_without_it(
+    job: TieredJob, caplog: pytest.LogCaptureFixture
+) -> None:
+    relay(job.tiers, upto="1:2")
+    assert where(find(job)) == "1:3 inner"
+    assert where(find(job, "1:1")) == "1:1 inner"
+    truth = job.truth(MarkerId(1, 2))
+    lose(job.tiers)
+    with caplog.at_level(logging.WARNING):
+        found = find(job)
+    assert where(found) == "1:2 outer"
+    assert "nobody can tell how many" in caplog.text
+    assert image(job, found) == truth
+    with pytest.raises(MarkerNotFoundError, match="1:3 is not committed"):
+        find(job, "1:3")
+
+
+def test_damage_of_the_inner_tier_is_named_and_the_outer_one_serves(
+    job: TieredJob, caplog: pytest.LogCaptureFixture
+) -> None:
+    relay(job.tiers, upto="1:2")
+    shutil.rmtree(job.tiers.folder / DATA_DIR / "p00001")
+    found = find(job)
+    assert where(found) == "1:2 outer"
+    assert found.choice.skipped[0].startswith("1:3: ")
+    assert "the inner tier cannot give marker 1:3" in caplog.text
+    assert "p00001" in caplog.text
+    with pytest.raises(StreamCkptError, match="only the inner tier has marker 1:3, and not whole"):
+        find(job, "1:3")
+
+
+def test_dense_state_that_is_gone_on_the_inner_tier_comes_from_the_outer_one(job: TieredJob) -> None:
+    relay(job.tiers)
+    shutil.rmtree(job.tiers.folder / dense_name(job.claim.job, MarkerId(1, 3)))
+    assert where(find(job)) == "1:3 outer"
+    assert where(find(job, "1:2")) == "1:2 inner"
+
+
+def test_a_damaged_control_log_of_the_inner_tier_is_named(job: TieredJob) -> None:
+    with (job.tiers.folder / CONTROL_FILE).open("r+b") as file:
+        file.write(b"nonsense")
+    with pytest.raises(CorruptionError, match="the inner log cannot be read") as caught:
+        Standing.read(tiered.open_tiers(job.settings))
+    assert "move" in caught.value.hint
+
+
+def test_a_generation_on_the_same_node_stands_on_a_marker_that_was_not_copied(job: TieredJob) -> None:
+    job.tiers = replace(job.tiers, every=10)
+    job.begin("1:3")
+    assert [str(each) for each in Standing.read(job.tiers).outer.commits] == ["1:3"]
+    job.markers(2)
+    found = find(job)
+    assert where(found) == "2:5 inner"
+    assert image(job, found) == job.truth(MarkerId(2, 5))
+    relay(job.tiers, everything=True)
+    lose(job.tiers)
+    assert where(find(job)) == "2:5 outer"
+
+
+def test_after_a_node_was_lost_the_inner_log_stands_on_the_outer_one(job: TieredJob) -> None:
+    relay(job.tiers)
+    truth = job.truth(MarkerId(1, 3))
+    node = another_node(job, "second")
+    found = find(node)
+    assert where(found) == "1:3 outer"
+    assert image(node, found) == truth
+    claim = node.begin("1:3", world=3)
+    assert (claim.generation, claim.swept) == (2, ())
+    node.markers(2)
+    # The inner log alone says what it lacks; with the outer one it has all.
+    lineage = node.tiers.inner.control.refresh()
+    with pytest.raises(TrimmedError, match=str(job.settings.uris[1])):
+        verify_marker(node.log, lineage, node.tiers.inner.dense, MarkerId(2, 5))
+    found = find(node)
+    assert where(found) == "2:5 inner + outer"
+    mixed = image(node, found)
+    relay(node.tiers)
+    outer = Standing.read(node.tiers).outer
+    assert mixed == image_of_log(node.tiers.outer.log, outer, MarkerId(2, 5))
+    # And so on: the same node again, then a third one.
+    assert node.begin("2:5").swept == ()
+    node.markers(1)
+    assert where(find(node)) == "3:6 inner + outer"
+    mixed = image(node, find(node))
+    relay(node.tiers)
+    assert mixed == image_of_log(node.tiers.outer.log, Standing.read(node.tiers).outer, MarkerId(3, 6))
+    third = another_node(job, "third")
+    third.begin("3:6")
+    third.markers(1)
+    assert where(find(third)) == "4:7 inner + outer"
+
+
+def test_a_zombie_on_another_node_has_nothing_to_say(job: TieredJob) -> None:
+    """Its inner log goes on behind the marker on which another node's generation stands."""
+    relay(job.tiers, upto="1:2")
+    node = another_node(job, "second")
+    node.begin("1:2")
+    node.markers(1)
+    relay(node.tiers)
+    zombie = job
+    zombie.markers(3)
+    # Before and behind its being told, its newer markers are not the newest.
+    assert where(find(zombie)) == "2:3 outer"
+    with pytest.raises(FencedError, match="generation 2 has taken over"):
+        relay(zombie.tiers)
+    assert zombie.tiers.inner.control.refresh().newest_generation == 2
+    assert relay(zombie.tiers) == []
+    assert where(find(zombie)) == "2:3 outer"
+    assert standing_of(zombie.tiers) | {"lag_s": 0} == {
+        "inner": str(zombie.settings.uris[0]),
+        "outer": str(zombie.settings.uris[1]),
+        "generation": 2,
+        "fenced": True,
+        "inner_newest": None,
+        "outer_newest": "2:3",
+        "lag_markers": 0,
+        "lag_bytes": 0,
+        "lag_s": 0,
+        "abandoned": 4,
+    }
+    # By name they are there; what goes on from one begins a new base, on both tiers.
+    found = find(zombie, "1:6")
+    assert where(found) == "1:6 inner"
+    assert image(zombie, found) == zombie.truth(MarkerId(1, 6))
+    claim = zombie.begin("1:6")
+    assert (claim.generation, claim.parent, len(claim.swept)) == (3, None, len(zombie.schema.tables))
+
+
+def test_a_restart_on_the_zombies_node_goes_on_with_the_outer_line(job: TieredJob) -> None:
+    relay(job.tiers, upto="1:2")
+    node = another_node(job, "second")
+    node.begin("1:2")
+    node.markers(1)
+    relay(node.tiers)
+    job.markers(1)
+    claim = job.begin("2:3")
+    assert (claim.generation, str(claim.parent)) == (3, "2:3")
+    job.markers(1)
+    assert where(find(job)) == "3:4 inner + outer"
+    mixed = image(job, find(job))
+    relay(job.tiers)
+    assert mixed == image_of_log(job.tiers.outer.log, Standing.read(job.tiers).outer, MarkerId(3, 4))
+
+
+def test_a_marker_that_others_have_gone_behind_begins_a_new_base(job: TieredJob) -> None:
+    """Only every second one is on the outer tier: 1:1 cannot come there any more."""
+    relay(replace(job.tiers, every=2))
+    claim = job.begin("1:1")
+    assert (claim.parent, len(claim.swept)) == (None, len(job.schema.tables))
+    job.markers(1)
+    relay(job.tiers)
+    lose(job.tiers)
+    assert where(find(job)) == "2:2 outer"
+
+
+def test_a_rank_that_does_not_see_the_inner_folder_is_told_what_is_supported(job: TieredJob, tmp_path: Path) -> None:
+    inner = job.tiers.inner
+    check_same_log(inner.log, inner.dense, inner.config, job.claim, 1)
+    with pytest.raises(ConfigError, match="does not see the log") as caught:
+        check_same_log(FileLog(tmp_path / "its-own-disk"), inner.dense, inner.config, job.claim, 1)
+    assert "for jobs on one node, or in a folder that all nodes share" in caught.value.hint
+
+
+def test_logs_that_do_not_belong_together_are_refused(job: TieredJob, tmp_path: Path) -> None:
+    other = TieredJob(tmp_path / "other", settings=tiered.config(tmp_path / "other", tmp_path / "far"))
+    other.begin()
+    crossed = replace(job.settings, uri=(job.settings.uris[0], other.settings.uris[1]))
+    with pytest.raises(ConfigError, match="different jobs"):
+        Standing.read(tiered.open_tiers(crossed))
+    empty = replace(job.settings, uri=(job.settings.uris[0], f"file://{tmp_path}/nothing"))
+    with pytest.raises(CorruptionError, match="the outer log is empty, and the inner one holds 3 markers"):
+        Standing.read(tiered.open_tiers(empty))
+
+
+def call(*arguments: str) -> Any:
+    done = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    return json.loads(done.stdout) if lines[0] in ("{", "[") else [json.loads(line) for line in lines]
+
+
+def test_the_command_copies_and_says_how_far_behind_the_outer_tier_is(job: TieredJob) -> None:
+    inner, outer = job.settings.uris
+    before = call("relay", inner, outer, "--status")
+    assert (before["lag_markers"], before["inner_newest"], before["outer_newest"]) == (3, "1:3", None)
+    assert before["lag_bytes"] == sum(end.num_bytes for end in Standing.read(job.tiers).unrelayed[-1].ranks)
+    events = call("relay", inner, outer, "--once", "--every", "2")
+    assert [(each["event"], each.get("marker")) for each in events] == [
+        ("marker", "1:2"),
+        ("marker", "1:3"),
+        ("stop", None),
+    ]
+    assert events[-1]["frames_bytes"] == before["lag_bytes"]
+    assert call("relay", inner, outer, "--status")["lag_markers"] == 0
+    assert [each["restorable"] for each in call("list", outer)["markers"]] == [True, True]
+    for uris, error in (((inner, f"{outer}-nowhere"), MarkerNotFoundError), ((outer, outer), ConfigError)):
+        with pytest.raises(error):
+            call("relay", *uris)
+
+
+def test_an_inner_log_that_stands_on_the_outer_one_is_listed(job: TieredJob) -> None:
+    relay(job.tiers)
+    node = another_node(job, "second")
+    node.begin("1:3")
+    node.markers(1)
+    listed = {each["marker"]: each for each in call("list", str(node.settings.uris[0]))["markers"]}
+    assert listed["2:4"]["trimmed"] == job.settings.uris[1]
+    assert not listed["2:4"]["restorable"]
+    relay(node.tiers)
+    assert all(each["restorable"] for each in call("list", job.settings.uris[1])["markers"])
+
+
+FORMS = [
+    (("kafka://h:1/a", "kafka://h:1/b"), {}, "nearest tier must be a folder"),
+    (("kafka://h:1/a", "file:///b"), {}, "nearest tier must be a folder"),
+    (("file:///a", "file:///a/"), {}, "both tiers are"),
+    (("file:///a", "file:///b", "file:///c"), {}, "3 were named"),
+    ((), {}, "0 were named"),
+    (("file:///a",), {"outer_every": 2}, "there is none"),
+    (("file:///a", "file:///b"), {"outer_every": 0}, "positive whole number"),
+    (("file:///a", "file:///b"), {"store": "/a"}, "lost with this node"),
+    (("file:///a", "kafka://h:1/b"), {}, "store is required"),
+]
+
+
+@pytest.mark.parametrize(("uris", "more", "message"), FORMS)
+def test_wrong_combinations_are_refused_with_the_right_form(
+    uris: tuple[str, ...], more: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        StreamConfig(uri=uris, store=more.pop("store", None), **more)  # type: ignore[arg-type]
+    assert caught.value.hint or "whole number" in message
+
+
+def test_a_file_log_alone_is_what_it_was(tmp_path: Path) -> None:
+    assert StreamConfig(uri=f"file://{tmp_path}").outer is None
+    assert FileLog(tmp_path).incarnation() is None

@@ -1,0 +1,182 @@
+"""The live view: what it says of a job, what alarms it, and how it looks at two widths."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tests.builders import claim
+from tests.jobs_on_paper import EVIL, PaperJob, tables
+from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.cli.watching import line, view
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.reporting.now import Look, look
+from torchrec_stream_ckpt.types import MarkerId
+
+RATE = 1e6
+"""Bytes a second that a rank restores."""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> PaperJob:
+    """Six markers by two ranks, and from the fourth one on three more by three ranks."""
+    job = PaperJob(tmp_path / "log", tables("a", "b"), world=2)
+    first = job.run(6)
+    job.step, job.world = first[3].step, 3
+    job.run(3, parent=first[3].id)
+    return job
+
+
+def seen(job: PaperJob, since_s: float = 5.0, gap: str = "") -> Look:
+    """The job, so long behind its last marker."""
+    return look(Control(FileLog(job.root)).refresh(), None, RATE, job.time_s + since_s, gap)
+
+
+def kinds(look: Look) -> list[str]:
+    return [alert.kind for alert in look.alerts]
+
+
+def run(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["watch", *arguments])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_what_is_said_is_what_the_commits_say(job: PaperJob) -> None:
+    now = seen(job)
+    commits = Control(FileLog(job.root)).refresh().commits
+    newest, before, parent = (commits[MarkerId(*name)] for name in ((2, 9), (2, 8), (1, 4)))
+    sent = [sum(end.num_bytes for end in commit.ranks) for commit in (newest, before, parent)]
+    assert (now.generation, now.world, now.markers) == (2, 3, 9)
+    assert now.newest is not None
+    assert (now.newest.marker, now.newest.step, now.newest.steps, now.newest.took_s) == (MarkerId(2, 9), 70, 10, 20.0)
+    assert now.newest.num_bytes == sent[0] - sent[1]
+    assert (now.loss_s, now.interval_s, now.steps_per_s) == (5.0, 20.0, 0.5)
+    assert now.restore is not None
+    assert (now.restore.source, now.restore.num_bytes) == ("log", sent[0] + sent[2])
+    assert now.restore.seconds == pytest.approx((sent[0] + sent[2]) / 3 / RATE)
+    assert [each.end for each in now.ranks] == [end.end for end in newest.ranks]
+    assert sum(each.num_bytes for each in now.ranks) == now.newest.num_bytes
+    assert now.recent[2].steps == 10  # from its parent's step, not from nothing
+    assert now.alerts == ()
+
+
+def test_a_job_that_is_late_alarms_and_one_that_is_not_does_not(job: PaperJob) -> None:
+    assert kinds(seen(job, since_s=59.0)) == []
+    late = seen(job, since_s=61.0)
+    assert late.alerts[0].text == "no marker for 1.0 min; they came every 20 s before"
+    assert kinds(late) == ["late"]
+
+
+def test_a_fence_a_silent_start_and_a_gap_alarm(job: PaperJob) -> None:
+    assert kinds(seen(job, gap="rank 1 of marker 2:9 is gone")) == ["gap"]
+    job.log.append_control(claim(3, parent=MarkerId(2, 9), schema=job.schema, time_s=job.time_s).to_frame())
+    assert kinds(seen(job, since_s=599.0)) == []
+    assert kinds(seen(job, since_s=601.0)) == ["first"]
+    job.log.append_control(claim(4, parent=MarkerId(2, 9), schema=job.schema, world=0).to_frame())
+    assert kinds(seen(job)) == ["fenced"]
+
+
+def test_the_store_that_the_materializer_writes_is_taken_into_account(job: PaperJob) -> None:
+    uri = f"file://{job.root}"
+    without = json.loads(run(uri, "--once", "--json"))
+    done = CliRunner().invoke(app, ["materialize", uri, "--once"])
+    assert done.exit_code == 0, done.output
+    held = json.loads(run(uri, "--once", "--json"))
+    assert (without["backlog"], without["restore"]["source"]) == (None, "log")
+    assert (held["backlog"]["markers"], held["restore"]["source"]) == (0, "store")
+    job.run(1, parent=MarkerId(2, 9))
+    behind = json.loads(run(uri, "--once", "--json"))
+    assert (behind["backlog"]["markers"], behind["restore"]["source"]) == (1, "store + log")
+    assert behind["backlog"]["num_bytes"] == behind["newest"]["num_bytes"] > 0
+    assert [alert["kind"] for alert in behind["alerts"]] == ["lag"]  # of the new generation no distance is known yet
+
+
+def test_json_names_are_stable(job: PaperJob) -> None:
+    record = json.loads(run(f"file://{job.root}", "--once", "--json"))
+    assert list(record) == [
+        "uri",
+        "time_s",
+        "generation",
+        "world",
+        "newest",
+        "recent",
+        "markers",
+        "ranks",
+        "steps_per_s",
+        "interval_s",
+        "loss_s",
+        "restore",
+        "backlog",
+        "alerts",
+    ]
+    assert record["newest"]["marker"] == "2:9"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("height", [16, 24, 50])
+def test_the_picture_fits_the_terminal(job: PaperJob, width: int, height: int) -> None:
+    now = seen(job, since_s=3600.0)
+    console = Console(width=width, height=height)
+    with console.capture() as capture:
+        console.print(view(f"file:///jobs/{EVIL}", now, width, height))
+    lines = capture.get().splitlines()
+    assert max(map(len, lines)) <= width
+    assert len(lines) <= height
+    text = "\n".join(lines)
+    assert "late: no marker for 1.0 h" in text
+    assert "2:9, step 70" in text
+    assert "\x1b" not in text
+    head = next(row for row in lines if "after" in row)
+    assert ("position" in head) == (width == 120)
+
+
+def test_many_ranks_are_summed_up(tmp_path: Path) -> None:
+    job = PaperJob(tmp_path / "log", tables("a", "b"), world=20)
+    job.run(2)
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(view("file:///x", seen(job), 120, 40))
+    assert "+12" in capture.get()
+
+
+def test_a_line_says_the_same(job: PaperJob) -> None:
+    now = seen(job)
+    assert "marker 2:9, step 70, 5.0 s ago; " in line(now)
+    assert "; 0.50 steps/s; restore " in line(now)
+    assert line(replace(now, newest=None)).endswith("generation 2: no marker yet")
+
+
+@pytest.fixture
+def watching(job: PaperJob) -> Iterator[subprocess.Popen[str]]:
+    """The command in a process of its own, its output a pipe."""
+    program = "from torchrec_stream_ckpt.cli.main import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "watch", f"file://{job.root}", "--interval", "0.1"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_without_a_terminal_it_prints_what_is_new(job: PaperJob, watching: subprocess.Popen[str]) -> None:
+    assert watching.stdout is not None
+    assert "marker 2:9, step 70" in watching.stdout.readline()
+    assert watching.stdout.readline().startswith("ALERT late: ")
+    job.time_s = time.time()
+    job.run(1, parent=MarkerId(2, 9), seconds=0.0)
+    rest = [watching.stdout.readline() for _ in range(2)]
+    assert "marker 3:10, step 80" in rest[0]
+    assert rest[1] == "over: late\n"

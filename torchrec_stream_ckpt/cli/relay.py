@@ -1,0 +1,143 @@
+"""``stream-ckpt relay``: copy an inner log to its outer tier by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Annotated
+
+import typer
+
+from torchrec_stream_ckpt.cli.common import (
+    CommitKeyFile,
+    Json,
+    KafkaOptions,
+    StoreOptions,
+    kept_store,
+    options_of,
+    print_json,
+    size,
+)
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.config import StreamConfig, check_tiers
+from torchrec_stream_ckpt.errors import MarkerNotFoundError, printable
+from torchrec_stream_ckpt.layout import FileUri, parse_uri
+from torchrec_stream_ckpt.log.api import open_log
+from torchrec_stream_ckpt.tiers.service import Event, RelayService, standing_of
+from torchrec_stream_ckpt.tiers.tier import open_tiers
+
+_DAY_S = 86_400
+
+
+def relay_log(
+    inner: Annotated[str, typer.Argument(help="The log that the trainer writes: file://DIR", metavar="INNER")],
+    outer: Annotated[str, typer.Argument(help="Where to: kafka://HOST:PORT/JOB or file://DIR", metavar="OUTER")],
+    once: Annotated[bool, typer.Option("--once", help="End when all that is there now is on the outer tier.")] = False,
+    status: Annotated[bool, typer.Option("--status", help="Only say how far behind the outer tier is.")] = False,
+    every: Annotated[
+        int, typer.Option(min=1, help="Copy only markers whose number is a multiple of N, and the newest at the end.")
+    ] = 1,
+    store: Annotated[
+        str | None,
+        typer.Option(help="Where dense state goes (default: where the outer tier's markers are).", metavar="URL"),
+    ] = None,
+    poll_s: Annotated[float, typer.Option(min=0.01, max=_DAY_S, help="Seconds between two looks.")] = 0.5,
+    store_options: StoreOptions = None,
+    kafka_options: KafkaOptions = None,
+    commit_key_file: CommitKeyFile = None,
+    json: Json = False,
+) -> None:
+    """Copy what a job has committed to its inner tier to the outer one: frames as they are, dense state, then COMMIT.
+
+    The trainer runs one by itself; this is for when it is gone. May be killed at any time, and run beside another one.
+    The job must have been opened on both tiers. Needs no torch.
+    """
+    check_tiers((inner, outer), every)
+    place = store or _store_of(outer, kafka_options)
+    options = options_of(place, store_options) if place is not None else None
+    config = StreamConfig(
+        uri=(inner, outer),
+        outer_every=every,
+        store=place,
+        store_options=options,
+        kafka_options=kafka_options,
+        commit_key_file=commit_key_file,
+    )
+    tiers = open_tiers(config)
+    with contextlib.closing(tiers.inner), contextlib.closing(tiers.outer):
+        if status:
+            _print(standing_of(tiers), as_json=json)
+            return
+        service = RelayService(tiers, _reporter(as_json=json))
+        with _stopping(service):
+            done = service.run(once=once, poll_s=poll_s)
+    if once and not done:
+        raise typer.Exit(1)
+
+
+def _store_of(outer: str, kafka_options: str | None) -> str | None:
+    """Where the markers of the outer log have their dense state; None: in its own folder."""
+    log = open_log(outer, kafka_options)
+    try:
+        if log.incarnation() is None:
+            raise MarkerNotFoundError("there is no outer log", hint="the job makes it when it starts", uri=outer)
+        newest = Control(log).refresh().newest
+    finally:
+        log.close()
+    if newest is None and isinstance(parse_uri(outer), FileUri):
+        return None
+    place = kept_store(outer, newest)
+    return None if place == str(parse_uri(outer)) else place
+
+
+def _print(standing: dict[str, object], *, as_json: bool) -> None:
+    if as_json:
+        print_json(standing)
+        return
+    assert isinstance(standing["lag_bytes"], int)
+    typer.echo(
+        f"outer tier at marker {standing['outer_newest'] or 'none'}, {standing['lag_markers']} markers behind "
+        f"({size(standing['lag_bytes'])}, {standing['lag_s']} s)"
+        + (f"; inner tier at {standing['inner_newest']}" if standing["inner_newest"] else "")
+        + ("; the inner log's trainer was fenced, or another node's job is newer" if standing["fenced"] else "")
+    )
+
+
+def _reporter(*, as_json: bool) -> Callable[[Event], None]:
+    def report(event: Event) -> None:
+        if as_json:
+            print(json_.dumps({"event": event.event, **event.fields}), flush=True)
+        else:
+            print(printable(_line(event)), file=sys.stderr, flush=True)
+
+    return report
+
+
+def _line(event: Event) -> str:
+    fields = event.fields
+    text: dict[str, Callable[[], str]] = {
+        "marker": lambda: f"marker {fields['marker']}, step {fields['step']}: on the outer tier",
+        "trouble": lambda: f"{fields['message']} (it is tried again until it works)",
+        "recovered": lambda: "it works again",
+        "stop": lambda: f"stopped: {size(fields['frames_bytes'])} of frames copied",
+    }
+    return text[event.event]()
+
+
+@contextlib.contextmanager
+def _stopping(service: RelayService) -> Iterator[None]:
+    """SIGTERM and SIGINT end the service where it stands; a second one ends the process."""
+
+    def stop(number: int, _: object) -> None:
+        service.stop()
+        signal.signal(number, signal.SIG_DFL)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

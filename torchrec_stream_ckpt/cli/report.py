@@ -1,0 +1,71 @@
+"""``stream-ckpt report``: a job on one page."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from torchrec_stream_ckpt.cli.common import (
+    CommitKeyFile,
+    KafkaOptions,
+    Store,
+    StoreOptions,
+    Uri,
+    open_job,
+    progress_bar,
+    size,
+)
+from torchrec_stream_ckpt.cli.watch import Rate, Watcher, bytes_per_s
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.reporting.history import frames_bytes, read_history
+from torchrec_stream_ckpt.reporting.page import Report, page
+from torchrec_stream_ckpt.reporting.stalls import read_stalls
+
+
+def report_job(
+    uri: Uri,
+    out: Annotated[Path, typer.Option("--out", help="The page to write.", metavar="FILE.html")],
+    last: Annotated[
+        int | None, typer.Option("--last", min=1, help="Read only so many of the newest markers (default: all).")
+    ] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(help="Folder of the job's scalars: the log does not hold its stalls.", metavar="DIR")
+    ] = None,
+    restore_mb_per_s: Rate = None,
+    store: Store = None,
+    store_options: StoreOptions = None,
+    kafka_options: KafkaOptions = None,
+    commit_key_file: CommitKeyFile = None,
+) -> None:
+    """Draw a job: its markers and branches, what each table sends, hot rows, stalls, how long restores take.
+
+    Reads all frames of the markers that the log still holds, headers checked and payloads not (verify does that), and
+    changes nothing. The page needs nothing besides itself.
+    """
+    stalls = read_stalls(tensorboard) if tensorboard is not None else None
+    with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
+        rate = bytes_per_s(uri, restore_mb_per_s)
+        look = Watcher(job, rate).look()
+        with progress_bar(quiet=False) as progress:
+            task = progress.add_task("reading", total=frames_bytes(job.lineage, last))
+            history = read_history(job.log, job.lineage, last, lambda count: progress.advance(task, count))
+        report = Report(
+            uri=uri, look=look, lineage=job.lineage, history=history, stalls=stalls, bytes_per_s=rate, last=last
+        )
+        _write(out, page(report))
+    Console().print(f"{out}: {size(out.stat().st_size)}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _write(out: Path, text: str) -> None:
+    """Whole or not at all."""
+    new = out.with_name(f".{out.name}.new")
+    try:
+        new.write_text(text, encoding="utf-8")
+        os.replace(new, out)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write the page: {error.strerror}", hint="name another --out", path=out) from None

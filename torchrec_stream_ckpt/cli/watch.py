@@ -1,0 +1,192 @@
+"""``stream-ckpt watch``: a live view of a job, from its log and its store alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from torchrec_stream_ckpt.cli.common import (
+    CommitKeyFile,
+    Job,
+    Json,
+    KafkaOptions,
+    Store,
+    StoreOptions,
+    Uri,
+    open_job,
+    print_json,
+)
+from torchrec_stream_ckpt.cli.standing import look as look_at
+from torchrec_stream_ckpt.cli.watching import line, view
+from torchrec_stream_ckpt.errors import LogUnavailableError, StoreUnavailableError
+from torchrec_stream_ckpt.layout import FileUri, parse_uri
+from torchrec_stream_ckpt.reporting.now import Alert, Look, MarkerRow, look
+from torchrec_stream_ckpt.stats import RESTORE_BYTES_PER_S
+from torchrec_stream_ckpt.store.holdings import Holdings
+from torchrec_stream_ckpt.store.identity import check_store
+from torchrec_stream_ckpt.types import MarkerId
+
+_GAP_EVERY_S = 30.0
+_DAY_S = 86_400.0
+
+Rate = Annotated[
+    float | None,
+    typer.Option(
+        "--restore-mb-per-s",
+        min=0.001,
+        help="10^6 bytes that one rank restores in a second, for the estimate (default: 1500 from files, 150 from "
+        "Kafka).",
+    ),
+]
+
+
+def bytes_per_s(uri: str, rate: float | None) -> float:
+    """What one rank restores in a second: as told, else by the log's scheme."""
+    scheme = "file" if isinstance(parse_uri(uri), FileUri) else "kafka"
+    return rate * 1e6 if rate is not None else RESTORE_BYTES_PER_S[scheme]
+
+
+class Watcher:
+    """Looks at one job again and again.
+
+    Args:
+        job: Its log, open.
+        rate: What one rank restores in a second.
+    """
+
+    def __init__(self, job: Job, rate: float) -> None:
+        self._job = job
+        self._rate = rate
+        self._gap: tuple[MarkerId | None, float, str] = (None, 0.0, "")
+        """(marker that was looked at, when, what it lacks)."""
+        self._last: Look | None = None
+
+    def look(self) -> Look:
+        """The job as it stands now.
+
+        Raises:
+            LogUnavailableError, StoreUnavailableError: they do not answer.
+        """
+        lineage = self._job.control.refresh()
+        job = replace(self._job, lineage=lineage, _holdings=[])
+        self._last = look(lineage, self._holdings(job), self._rate, time.time(), self._lacks(job))
+        return self._last
+
+    def look_or_say_why_not(self) -> Look:
+        """The same; when something does not answer, what was seen last, with an alert."""
+        try:
+            return self.look()
+        except (LogUnavailableError, StoreUnavailableError) as error:
+            now, alert = time.time(), Alert("unavailable", error.headline)
+            if self._last is None:
+                raise
+            loss_s = now - self._last.newest.time_s if self._last.newest is not None else None
+            kept = tuple(each for each in self._last.alerts if each.kind != alert.kind)
+            return replace(self._last, time_s=now, loss_s=loss_s, alerts=(alert, *kept))
+
+    def _holdings(self, job: Job) -> Holdings | None:
+        if not job.lineage.commits:
+            return None
+        objects = job.objects()
+        return Holdings.load(objects, job.lineage) if check_store(objects) else None
+
+    def _lacks(self, job: Job) -> str:
+        """What the newest marker lacks: looked for when it is new, and now and then."""
+        newest = job.lineage.newest
+        if newest is None:
+            return ""
+        marker, when, lacks = self._gap
+        if newest.id != marker or time.monotonic() - when > _GAP_EVERY_S:
+            lacks = look_at(job, newest).reason
+            self._gap = (newest.id, time.monotonic(), lacks)
+        return lacks
+
+
+def watch_job(
+    uri: Uri,
+    interval: Annotated[float, typer.Option(min=0.1, max=_DAY_S, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
+    restore_mb_per_s: Rate = None,
+    store: Store = None,
+    store_options: StoreOptions = None,
+    kafka_options: KafkaOptions = None,
+    commit_key_file: CommitKeyFile = None,
+    json: Json = False,
+) -> None:
+    """Watch a job: its newest marker, what would be lost now, how long a restore would take, and what is wrong.
+
+    Reads the log's control partition and the store's names, and changes nothing. Where stdout is no terminal it prints
+    a line a marker and a line an alert; with --json an object a look. Ctrl-C ends it.
+    """
+    with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
+        watcher = Watcher(job, bytes_per_s(uri, restore_mb_per_s))
+        if once:
+            _show_once(uri, watcher.look(), json=json)
+            return
+        with _shower(uri, json=json) as show:
+            while True:
+                show(watcher.look_or_say_why_not())
+                time.sleep(interval)
+
+
+def _show_once(uri: str, seen: Look, *, json: bool) -> None:
+    if json:
+        print_json(record(uri, seen))
+    else:
+        console = Console()
+        console.print(view(uri, seen, console.width))
+
+
+@contextlib.contextmanager
+def _shower(uri: str, *, json: bool) -> Iterator[Callable[[Look], None]]:
+    """Where looks go until the context ends."""
+    console = Console()
+    if json:
+        yield lambda seen: print(json_.dumps(record(uri, seen)), flush=True)
+    elif not console.is_terminal:
+        yield _Lines().show
+    else:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            yield lambda seen: live.update(view(uri, seen, console.width, console.height), refresh=True)
+
+
+class _Lines:
+    """Prints what is new."""
+
+    def __init__(self) -> None:
+        self._said: tuple[object, ...] = ()
+        self._alerts: tuple[Alert, ...] = ()
+
+    def show(self, seen: Look) -> None:
+        state = (seen.generation, seen.newest.marker if seen.newest is not None else None)
+        if state != self._said:
+            print(line(seen), flush=True)
+        kinds = {alert.kind for alert in self._alerts}
+        for alert in seen.alerts:
+            if alert.kind not in kinds:
+                print(f"ALERT {alert.kind}: {alert.text}", flush=True)
+        for gone in sorted(kinds - {alert.kind for alert in seen.alerts}):
+            print(f"over: {gone}", flush=True)
+        self._said, self._alerts = state, seen.alerts
+
+
+def record(uri: str, seen: Look) -> dict[str, Any]:
+    """A look, for programs. Names are stable."""
+    return {
+        "uri": uri,
+        **asdict(seen),
+        "newest": _marker(seen.newest) if seen.newest is not None else None,
+        "recent": [_marker(row) for row in seen.recent],
+    }
+
+
+def _marker(row: MarkerRow) -> dict[str, Any]:
+    return {**asdict(row), "marker": str(row.marker)}

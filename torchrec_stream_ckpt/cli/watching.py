@@ -1,0 +1,139 @@
+"""How ``stream-ckpt watch`` looks: for a terminal of some width, and as one line."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from torchrec_stream_ckpt.cli.common import plain, size
+from torchrec_stream_ckpt.errors import printable
+from torchrec_stream_ckpt.reporting.now import Look, MarkerRow, RankRow, for_people
+
+_WIDE = 110
+_RANKS = 8
+_FIXED_LINES = 8
+"""Lines of a screen that are neither alerts nor of the tables: the head, and one that stays free."""
+
+
+def view(uri: str, seen: Look, width: int, height: int | None = None) -> RenderableType:
+    """The whole picture.
+
+    Args:
+        uri: Of the log.
+        seen: What is shown.
+        width: Columns of the terminal; from 110 on the tables stand side by side.
+        height: Its lines: as many rows as fit are shown. None: there is no end.
+    """
+    room = height - _FIXED_LINES if height is not None else len(seen.recent) + _RANKS + 4
+    room -= len(seen.alerts) + 2 if seen.alerts else 0
+    wide = width >= _WIDE
+    ranks = min(_RANKS, len(seen.ranks), max(1, room - 2 if wide else room // 3))
+    markers = max(1, room - 1 if wide else room - ranks - 4)
+    parts: list[RenderableType] = [_head(uri, seen)]
+    parts += [_alerts(seen)] if seen.alerts else []
+    if seen.recent:
+        tables = (_markers(seen, markers), _ranks(seen, ranks))
+        parts += [_side_by_side(*tables)] if wide else [tables[0], Text(), tables[1]]
+    return Group(*parts)
+
+
+def _head(uri: str, seen: Look) -> RenderableType:
+    grid = Table.grid(padding=(0, 2), expand=True)
+    for number in range(4):
+        grid.add_column(style="dim" if number % 2 == 0 else "", no_wrap=True, ratio=None if number % 2 == 0 else 1)
+    cells = [(name, value) for name, value in facts(seen)]
+    half = -(-len(cells) // 2)
+    for left, right in zip(cells[:half], [*cells[half:], ("", "")], strict=False):
+        grid.add_row(left[0], plain(left[1]), right[0], plain(right[1]))
+    clock = time.strftime("%H:%M:%S", time.localtime(seen.time_s))
+    title = Text(printable(uri), style="bold", overflow="ellipsis", no_wrap=True)
+    return Panel(grid, title=title, title_align="left", subtitle=clock, subtitle_align="right")
+
+
+def facts(seen: Look) -> list[tuple[str, str]]:
+    """What stands above the tables: name, value."""
+    newest, restore, backlog = seen.newest, seen.restore, seen.backlog
+    what = f"{seen.world} ranks" if seen.world else "a fence" if seen.generation else "none"
+    return [
+        ("newest marker", f"{newest.marker}, step {newest.step:,}" if newest is not None else "none yet"),
+        ("age = loss now", for_people(seen.loss_s) if seen.loss_s is not None else "all of it"),
+        ("generation", f"{seen.generation}, {what}" if seen.generation else "none"),
+        ("markers", f"{seen.markers:,}" + (f", every {for_people(seen.interval_s)}" if seen.interval_s else "")),
+        ("steps a second", f"{seen.steps_per_s:.2f}" if seen.steps_per_s is not None else "-"),
+        ("restore", f"{for_people(restore.seconds)} from {restore.source}" if restore is not None else "-"),
+        ("it reads", size(restore.num_bytes) if restore is not None else "-"),
+        ("store", f"{backlog.markers} behind, {size(backlog.num_bytes)}" if backlog is not None else "not folded"),
+    ]
+
+
+def _alerts(seen: Look) -> RenderableType:
+    text = Text("\n".join(printable(f"{alert.kind}: {alert.text}") for alert in seen.alerts))
+    return Panel(text, title="alerts", title_align="left", border_style="red")
+
+
+def _markers(seen: Look, room: int) -> Table:
+    table = Table(expand=True, box=None, header_style="dim", padding=(0, 1))
+    table.add_column("marker", no_wrap=True)
+    for name in ("step", "age", "after", "rows", "bytes", "dense"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in seen.recent[:room]:
+        table.add_row(*_cells(row, seen.time_s))
+    return table
+
+
+def _cells(row: MarkerRow, now_s: float) -> tuple[str, ...]:
+    after = for_people(row.took_s) if row.took_s is not None else "-"
+    age = for_people(max(0.0, now_s - row.time_s))
+    return (
+        str(row.marker),
+        f"{row.step:,}",
+        age,
+        after,
+        f"{row.rows:,}",
+        size(row.num_bytes),
+        size(row.dense_bytes),
+    )
+
+
+def _ranks(seen: Look, room: int) -> Table:
+    table = Table(expand=True, box=None, header_style="dim", padding=(0, 1))
+    for name in ("rank", "partition", "position", "rows", "bytes"):
+        table.add_column(name, justify="right", no_wrap=True)
+    shown = seen.ranks[:room]
+    for each in shown:
+        table.add_row(str(each.rank), str(each.partition), f"{each.end:,}", f"{each.rows:,}", size(each.num_bytes))
+    if rest := seen.ranks[len(shown) :]:
+        table.add_row(f"+{len(rest)}", "", "", _range(rest), "")
+    return table
+
+
+def _range(ranks: tuple[RankRow, ...]) -> str:
+    return f"{min(each.rows for each in ranks):,} to {max(each.rows for each in ranks):,}"
+
+
+def _side_by_side(left: Table, right: Table) -> Table:
+    both = Table.grid(expand=True, padding=(0, 2))
+    both.add_column(ratio=3)
+    both.add_column(ratio=2)
+    both.add_row(left, right)
+    return both
+
+
+def line(seen: Look) -> str:
+    """One look as one line of text."""
+    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seen.time_s))
+    newest = seen.newest
+    if newest is None:
+        return f"{clock} generation {seen.generation}: no marker yet"
+    parts = [
+        f"marker {newest.marker}, step {newest.step}, {for_people(seen.loss_s or 0.0)} ago",
+        f"{newest.rows} rows, {size(newest.num_bytes)}",
+        f"{seen.steps_per_s:.2f} steps/s" if seen.steps_per_s is not None else "",
+        f"restore {for_people(seen.restore.seconds)} from {seen.restore.source}" if seen.restore is not None else "",
+        f"store {seen.backlog.markers} behind" if seen.backlog is not None else "",
+    ]
+    return f"{clock} " + "; ".join(part for part in parts if part)

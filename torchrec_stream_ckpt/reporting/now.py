@@ -1,0 +1,254 @@
+"""Where a job stands, from its control partition and what its store holds: a plain value, with what is alarming."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.store.holdings import Holdings
+from torchrec_stream_ckpt.types import MarkerId
+
+RECENT = 12
+"""Markers that a look at a job shows, and of which rates are taken."""
+_LATE_INTERVALS = 3.0
+_LATE_S = 10.0
+_FIRST_S = 600.0
+_LAG_INTERVALS = 5.0
+_LAG_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class MarkerRow:
+    """One committed marker, and what was sent for it alone."""
+
+    marker: MarkerId
+    step: int
+    time_s: float
+    rows: int
+    num_bytes: int
+    dense_bytes: int
+    steps: int
+    """Steps since the marker before it in its generation, or since the parent."""
+    took_s: float | None
+    """Seconds since that marker; None for the first one of a generation."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """One rank at the newest marker."""
+
+    rank: int
+    partition: int
+    end: int
+    frames: int
+    rows: int
+    """Rows that it sent for this marker alone."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """What a materializer has not put into the store."""
+
+    markers: int
+    num_bytes: int
+    age_s: float
+    """Of the oldest of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """What bringing the newest marker back would take, dense state left out."""
+
+    source: str
+    """``log``, ``store`` or ``store + log``."""
+    num_bytes: int
+    seconds: float
+    """All of the marker's ranks reading at once, each at the rate that was assumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    kind: str
+    """``late``, ``first``, ``fenced``, ``gap``, ``lag``, ``unsigned`` or ``unavailable``: stable, for programs."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A job as it stands at ``time_s``."""
+
+    time_s: float
+    generation: int
+    world: int
+    """Ranks of that generation; 0: it is a fence."""
+    newest: MarkerRow | None
+    recent: tuple[MarkerRow, ...]
+    """The last markers, newest first."""
+    markers: int
+    ranks: tuple[RankRow, ...]
+    steps_per_s: float | None
+    """Over the recent markers of the newest marker's generation."""
+    interval_s: float | None
+    """Their median distance."""
+    loss_s: float | None
+    """Age of the newest marker: what would be lost if the job died now. None before there is one."""
+    restore: Restore | None
+    backlog: Backlog | None
+    """None where no store is known, or nobody has written there."""
+    alerts: tuple[Alert, ...]
+
+
+def look(lineage: Lineage, holdings: Holdings | None, bytes_per_s: float, time_s: float, gap: str = "") -> Look:
+    """Look at a job.
+
+    Args:
+        lineage: Its control partition.
+        holdings: What its store holds; None for no store.
+        bytes_per_s: What one rank restores in a second.
+        time_s: Now, by the wall clock.
+        gap: What of the newest marker is missing; empty for nothing.
+    """
+    commits = list(lineage.commits.values())
+    recent = tuple(row(lineage, commit) for commit in commits[: -RECENT - 1 : -1])
+    newest = lineage.newest
+    same = [each for each in recent if each.marker.generation == recent[0].marker.generation]
+    times = [each.took_s for each in same if each.took_s is not None]
+    interval_s = statistics.median(times) if times else None
+    generation = lineage.newest_generation
+    backlog = backlog_of(lineage, holdings, time_s) if holdings is not None else None
+    loss_s = max(0.0, time_s - newest.time_s) if newest is not None else None
+    return Look(
+        time_s=time_s,
+        generation=generation,
+        world=lineage.claims[generation].world if generation else 0,
+        newest=recent[0] if recent else None,
+        recent=recent,
+        markers=len(commits),
+        ranks=_ranks(lineage, newest) if newest is not None else (),
+        steps_per_s=_rate(same),
+        interval_s=interval_s,
+        loss_s=loss_s,
+        restore=restore_of(lineage, newest, holdings, bytes_per_s) if newest is not None else None,
+        backlog=backlog,
+        alerts=tuple(_alerts(lineage, loss_s, interval_s, backlog, time_s, gap)),
+    )
+
+
+def before(lineage: Lineage, commit: Commit) -> Commit | None:
+    """The marker before ``commit`` in its generation."""
+    previous = lineage.previous(commit.id)
+    return lineage.commits[previous] if previous is not None else None
+
+
+def row(lineage: Lineage, commit: Commit, previous: Commit | None = None) -> MarkerRow:
+    """One marker; ``previous`` is the one before it in its generation, looked for when it is not given."""
+    previous = previous or before(lineage, commit)
+    parent = lineage.claims[commit.generation].parent
+    base = previous if previous is not None else lineage.commits.get(parent) if parent is not None else None
+    return MarkerRow(
+        marker=commit.id,
+        step=commit.step,
+        time_s=commit.time_s,
+        rows=sum(end.rows for end in commit.ranks) - (sum(end.rows for end in previous.ranks) if previous else 0),
+        num_bytes=sent_bytes(commit) - (sent_bytes(previous) if previous else 0),
+        dense_bytes=sum(file.num_bytes for file in commit.dense_files),
+        steps=commit.step - (base.step if base is not None else 0),
+        took_s=max(0.0, commit.time_s - previous.time_s) if previous is not None else None,
+    )
+
+
+def sent_bytes(commit: Commit) -> int:
+    """Bytes of frames of its generation up to a marker, of all ranks."""
+    return sum(end.num_bytes for end in commit.ranks)
+
+
+def path_bytes(lineage: Lineage, marker: MarkerId) -> int:
+    """Bytes of all frames that make up a marker."""
+    return sum(sent_bytes(commit) for commit in lineage.path(marker))
+
+
+def restore_of(lineage: Lineage, commit: Commit, holdings: Holdings | None, bytes_per_s: float) -> Restore:
+    """What a restore of ``commit`` would read: the store as far as it reaches, and the log behind it."""
+    source, num_bytes = "log", path_bytes(lineage, commit.id)
+    held = holdings.look(commit.id) if holdings is not None else None
+    if held is not None and held.reach is not None and held.cover is not None:
+        tail = num_bytes - path_bytes(lineage, held.reach)
+        source, num_bytes = "store + log" if tail else "store", held.cover.num_bytes + tail
+    return Restore(source, num_bytes, num_bytes / (bytes_per_s * len(commit.ranks)))
+
+
+def backlog_of(lineage: Lineage, holdings: Holdings, time_s: float) -> Backlog:
+    known = holdings.catalog.markers | holdings.catalog.dropped
+    missing = [commit for commit in lineage.commits.values() if commit.id not in known]
+    age_s = max(0.0, time_s - missing[0].time_s) if missing else 0.0
+    return Backlog(len(missing), sum(row(lineage, commit).num_bytes for commit in missing), age_s)
+
+
+def _ranks(lineage: Lineage, commit: Commit) -> tuple[RankRow, ...]:
+    previous = before(lineage, commit)
+    ends = {end.rank: end for end in previous.ranks} if previous is not None else {}
+    return tuple(
+        RankRow(
+            end.rank,
+            end.partition,
+            end.end,
+            end.frames,
+            end.rows - (ends[end.rank].rows if end.rank in ends else 0),
+            end.num_bytes - (ends[end.rank].num_bytes if end.rank in ends else 0),
+        )
+        for end in commit.ranks
+    )
+
+
+def _rate(rows: list[MarkerRow]) -> float | None:
+    """Steps a second over markers of one generation, newest first."""
+    seconds = rows[0].time_s - rows[-1].time_s if rows else 0.0
+    return (rows[0].step - rows[-1].step) / seconds if seconds > 0 else None
+
+
+def _alerts(
+    lineage: Lineage,
+    loss_s: float | None,
+    interval_s: float | None,
+    backlog: Backlog | None,
+    time_s: float,
+    gap: str,
+) -> list[Alert]:
+    found = [Alert("gap", f"the newest marker cannot be restored: {gap}")] if gap else []
+    generation, newest = lineage.newest_generation, lineage.newest
+    if generation and not lineage.claims[generation].world:
+        found.append(Alert("fenced", f"generation {generation} is a fence: an operator has ended the trainer before"))
+    elif generation and (newest is None or newest.generation != generation):
+        since_s = time_s - lineage.claims[generation].time_s
+        if since_s > _FIRST_S:
+            found.append(
+                Alert("first", f"generation {generation} began {for_people(since_s)} ago and has committed no marker")
+            )
+    elif loss_s is not None and interval_s is not None and loss_s > max(_LATE_S, _LATE_INTERVALS * interval_s):
+        found.append(
+            Alert("late", f"no marker for {for_people(loss_s)}; they came every {for_people(interval_s)} before")
+        )
+    if backlog is not None and backlog.age_s > max(_LAG_S, _LAG_INTERVALS * (interval_s or 0.0)):
+        found.append(
+            Alert("lag", f"the store is {backlog.markers} markers behind, the oldest for {for_people(backlog.age_s)}")
+        )
+    if lineage.unsigned:
+        found.append(Alert("unsigned", f"{lineage.unsigned} records are not signed with the commit key"))
+    return found
+
+
+_UNITS: Mapping[str, float] = {"d": 86_400, "h": 3_600, "min": 60}
+
+
+def for_people(seconds: float) -> str:
+    """A duration."""
+    for unit, length in _UNITS.items():
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    if seconds >= 10:
+        return f"{seconds:.0f} s"
+    return f"{seconds:.1f} s" if seconds >= 0.1 else f"{1e3 * seconds:.0f} ms"

@@ -1,0 +1,184 @@
+"""Small charts as SVG, by hand: no script, no font, no file besides. Colors are variables of the page's style sheet.
+
+All text that comes from a log goes through :func:`text_of`.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torchrec_stream_ckpt.errors import printable
+
+WIDTH, HEIGHT = 720, 260
+LEFT, RIGHT, TOP, BOTTOM = 72, 16, 14, 52
+COLORS = 8
+"""Colors of the style sheet: ``--c0`` to ``--c7``; the last one is for what is left over."""
+
+
+def text_of(value: object) -> str:
+    """Text for a page: nothing in it is taken for markup, and no control sign is left."""
+    return html.escape(printable(str(value)), quote=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Maps values onto a line of the chart."""
+
+    low: float
+    high: float
+    begin: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        span = self.high - self.low
+        part = (value - self.low) / span if span else 0.0
+        return self.begin + min(max(part, 0.0), 1.0) * (self.end - self.begin)
+
+
+def ticks(low: float, high: float, count: int = 4, *, whole: bool = False) -> list[float]:
+    """Round numbers between ``low`` and ``high``."""
+    if high <= low:
+        return [low]
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * each for each in (1, 2, 2.5, 5, 10) if power * each >= raw)
+    step = max(1.0, math.ceil(step)) if whole else step
+    first = math.ceil(low / step) * step
+    return [first + number * step for number in range(int((high - first) / step + 1e-9) + 1)]
+
+
+def chart(name: str, title: str, description: str, body: str, height: int = HEIGHT) -> str:
+    """An SVG that says what it is to those who cannot see it."""
+    return (
+        f'<div class="chart"><svg viewBox="0 0 {WIDTH} {height}" role="img" aria-labelledby="{name}-t {name}-d">'
+        f'<title id="{name}-t">{text_of(title)}</title><desc id="{name}-d">{text_of(description)}</desc>'
+        f"{body}</svg></div>"
+    )
+
+
+def plot_axes(height: int = HEIGHT) -> tuple[tuple[float, float], tuple[float, float]]:
+    """((left, right), (bottom, top)) of the plot."""
+    return (LEFT, WIDTH - RIGHT), (height - BOTTOM, TOP)
+
+
+def grid(
+    x: Axis,
+    y: Axis,
+    x_ticks: Sequence[tuple[float, str]],
+    y_ticks: Sequence[tuple[float, str]],
+    x_name: str = "",
+    height: int = HEIGHT,
+) -> str:
+    """Lines and labels."""
+    bottom = height - BOTTOM
+    parts = [
+        f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>'
+        f'<text class="tick" x="{LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{text_of(label)}</text>'
+        for value, label in y_ticks
+    ]
+    parts += [
+        f'<text class="tick" x="{x(value):.1f}" y="{bottom + 18}" text-anchor="{_anchor(x(value))}">'
+        f"{text_of(label)}</text>"
+        for value, label in x_ticks
+    ]
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}"/>')
+    if x_name:
+        parts.append(
+            f'<text class="tick" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{height - 6}" text-anchor="middle">'
+            f"{text_of(x_name)}</text>"
+        )
+    return "".join(parts)
+
+
+def _anchor(position: float) -> str:
+    if position > WIDTH - RIGHT - 40:
+        return "end"
+    return "start" if position < LEFT + 20 else "middle"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Points that belong together."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    color: int
+    dots: bool = False
+
+
+def polyline(line: Line, x: Axis, y: Axis) -> str:
+    path = " ".join(f"{x(px):.1f},{y(py):.1f}" for px, py in line.points)
+    drawn = f'<polyline class="line" style="stroke:var(--c{line.color})" points="{path}"/>'
+    if line.dots or len(line.points) == 1:
+        drawn += "".join(
+            f'<circle r="3" style="fill:var(--c{line.color})" cx="{x(px):.1f}" cy="{y(py):.1f}"/>'
+            for px, py in line.points
+        )
+    return drawn
+
+
+def thinned(points: Sequence[tuple[float, float]], most: int = 300) -> Sequence[tuple[float, float]]:
+    """Every so many points, the last one always among them."""
+    if len(points) <= most:
+        return points
+    stride = -(-len(points) // most)
+    kept = list(points[::stride])
+    return kept if kept[-1] == points[-1] else [*kept, points[-1]]
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One stack of a bar chart."""
+
+    label: str
+    """What stands in its tooltip, above the parts."""
+    parts: Sequence[tuple[int, str, float]]
+    """(color, name, value), from the bottom."""
+    clipped: bool = False
+    """Whether it may be cut off at the top: others set the scale."""
+
+    @property
+    def total(self) -> float:
+        return sum(value for _, _, value in self.parts)
+
+
+def bars(stacks: Sequence[Bar], y: Axis, show: Callable[[float], str]) -> str:
+    """Stacked bars over the whole width, each with a tooltip."""
+    pitch = (WIDTH - LEFT - RIGHT) / max(1, len(stacks))
+    width = min(48.0, max(1.0, pitch * (0.8 if pitch > 4 else 1.0)))
+    return "".join(_bar(stack, LEFT + (number + 0.5) * pitch, width, y, show) for number, stack in enumerate(stacks))
+
+
+def bar_center(number: int, count: int) -> float:
+    """Where the middle of a bar is."""
+    return LEFT + (number + 0.5) * (WIDTH - LEFT - RIGHT) / max(1, count)
+
+
+def _bar(stack: Bar, center: float, width: float, y: Axis, show: Callable[[float], str]) -> str:
+    base, drawn = 0.0, []
+    for color, name, value in stack.parts:
+        top, bottom = y(base + value), y(base)
+        if value > 0 and bottom - top > 0.05:
+            tip = f"{stack.label}: {name} {show(value)}"
+            drawn.append(
+                f'<rect x="{center - width / 2:.1f}" y="{top:.1f}" width="{width:.1f}" height="{bottom - top:.1f}" '
+                f'style="fill:var(--c{color})"><title>{text_of(tip)}</title></rect>'
+            )
+        base += value
+    if stack.clipped and stack.total > y.high:
+        drawn.append(
+            f'<text class="tick" x="{center + width / 2 + 4:.1f}" y="{TOP + 8}">'
+            f"&#8593; {text_of(show(stack.total))}</text>"
+        )
+    return "".join(drawn)
+
+
+def legend(names: Sequence[tuple[int, str]]) -> str:
+    """What the colors mean, as HTML."""
+    items = "".join(
+        f'<li><span class="key" style="background:var(--c{color})"></span>{text_of(name)}</li>' for color, name in names
+    )
+    return f'<ul class="legend">{items}</ul>'

@@ -1,0 +1,104 @@
+"""Restore runs of rows from a store in a folder: read straight to where they belong, and checked there.
+
+A base's chunks hold rows that lie side by side in a table as well. Reading them by way of a map would cost page faults
+and a second pass over memory, twice the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import torch
+from crc32c import crc32c
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.format.frame import aligned
+from torchrec_stream_ckpt.format.segment import Entry, chunk_layout, entries_of
+from torchrec_stream_ckpt.restore.plan import RestorePlan, StoreRead
+from torchrec_stream_ckpt.restore.reshard import Move
+from torchrec_stream_ckpt.restore.target import Target
+from torchrec_stream_ckpt.store.api import ReadsInto
+from torchrec_stream_ckpt.store.reader import Picked
+from torchrec_stream_ckpt.types import TableShard
+
+THREADS_AT_LEAST = 4
+"""A disk is asked for more than one thing at a time."""
+
+
+def read_runs(
+    plan: RestorePlan, objects: ReadsInto, targets: Mapping[TableShard, Target]
+) -> tuple[int, tuple[StoreRead, ...]]:
+    """Write what of the base can be read straight into the targets; before anything else of the store.
+
+    Returns:
+        How many row records were written, and what is left to read.
+
+    Raises:
+        CorruptionError: the store is damaged.
+    """
+    runs: list[tuple[str, Entry, Move]] = []
+    rest = []
+    for read in plan.stored:
+        taken = list(_runs(read, targets)) if read.is_base else []
+        runs += [(read.picked.ref.name, entry, move) for _, entry, move in taken]
+        left = replace(read, picked=_without(read.picked, [number for number, _, _ in taken]))
+        if len(left.picked.chunks):
+            rest.append(left)
+
+    def copy(run: tuple[str, Entry, Move]) -> int:
+        name, entry, move = run
+        _copy(objects, plan.schema, name, entry, targets[move.target], move)
+        failpoint("restore.chunk")
+        return entry.rows
+
+    with ThreadPoolExecutor(max(THREADS_AT_LEAST, torch.get_num_threads()), "stream-ckpt-restore") as pool:
+        return sum(pool.map(copy, runs)), tuple(rest)
+
+
+def _runs(read: StoreRead, targets: Mapping[TableShard, Target]) -> Iterator[tuple[int, Entry, Move]]:
+    """(number in the directory, entry, move) of chunks whose rows lie side by side in one target as well."""
+    moves: dict[tuple[int, int, int], list[Move]] = {}
+    for move in read.moves:
+        moves.setdefault((move.source.table, move.source.col0, move.source.cols), []).append(move)
+    chunks = read.picked.chunks.tolist()
+    for number, entry in zip(chunks, entries_of(read.picked.front.directory[chunks]), strict=True):
+        if entry.last - entry.first + 1 != entry.rows:
+            continue
+        wanted = [
+            move
+            for move in moves.get((entry.table, entry.col0, entry.cols), ())
+            if move.row0 <= entry.last and entry.first < move.row0 + move.rows
+        ]
+        if len(wanted) == 1 and targets[wanted[0].target].takes_run(wanted[0], entry.first, entry.rows):
+            yield number, entry, wanted[0]
+
+
+def _without(picked: Picked, numbers: list[int]) -> Picked:
+    return replace(picked, chunks=picked.chunks[~np.isin(picked.chunks, numbers)]) if numbers else picked
+
+
+def _copy(objects: ReadsInto, schema: Schema, name: str, entry: Entry, target: Target, move: Move) -> None:
+    """Read one chunk, its ids aside and its rows in place, and compare what has come with its checksum."""
+    layout = chunk_layout(entry, schema, name)
+    ids = np.empty(entry.rows, np.int64)
+    sections = [ids.view(np.uint8).data, *target.run(entry.first, entry.rows)]
+    assert [len(each) for each in sections] == [entry.rows * section.row_bytes for section in layout.sections]
+    buffers = [each for section in sections for each in (section, _padding(len(section)))]
+    objects.read_into(name, entry.offset, buffers)
+    crc = 0
+    for buffer in buffers:
+        crc = crc32c(buffer, crc)
+    if crc != entry.crc:
+        raise CorruptionError("chunk's checksum does not match", name=name, offset=str(entry.offset))
+    if not np.array_equal(ids, np.arange(entry.first, entry.last + 1)):
+        raise CorruptionError("chunk's ids are not those that the directory names", name=name, offset=str(entry.offset))
+    target.note_run(move, entry.first, entry.rows)
+
+
+def _padding(num_bytes: int) -> memoryview:
+    return memoryview(bytearray(aligned(num_bytes) - num_bytes))

@@ -1,0 +1,60 @@
+"""What a job will need: bandwidth, disks, memory, and what a failure will cost. A pure model: no I/O, no torch.
+
+``stream-ckpt plan`` prints it, ``benchmarks/scale`` measures its unit costs and holds it against real jobs. Units stand
+in the names: ``_s`` seconds, ``_bytes`` bytes, ``_per_s`` a second. docs/sizing.md explains each line for operators.
+"""
+
+from torchrec_stream_ckpt.sizing.failure import (
+    RankMemory,
+    RestoreTime,
+    commit_time,
+    loss_window,
+    rank_memory,
+    restore_time,
+    sweep_time,
+)
+from torchrec_stream_ckpt.sizing.inputs import Deployment, TableLoad, UnitCosts, Workload, optimizer_states
+from torchrec_stream_ckpt.sizing.keep import BrokerNeed, broker_need, log_bytes, store_bytes, store_write_bytes_per_s
+from torchrec_stream_ckpt.sizing.needs import Plan, plan
+from torchrec_stream_ckpt.sizing.stream import (
+    StepCost,
+    drain_bytes,
+    drain_frames,
+    host_time,
+    step_cost,
+    step_time,
+    stream_bytes_per_s,
+)
+from torchrec_stream_ckpt.sizing.touched import RateTouched, Touched, ZipfTouched
+
+__all__ = [
+    "BrokerNeed",
+    "Deployment",
+    "Plan",
+    "RankMemory",
+    "RateTouched",
+    "RestoreTime",
+    "StepCost",
+    "TableLoad",
+    "Touched",
+    "UnitCosts",
+    "Workload",
+    "ZipfTouched",
+    "broker_need",
+    "commit_time",
+    "drain_bytes",
+    "drain_frames",
+    "host_time",
+    "log_bytes",
+    "loss_window",
+    "optimizer_states",
+    "plan",
+    "rank_memory",
+    "restore_time",
+    "step_cost",
+    "step_time",
+    "store_bytes",
+    "store_write_bytes_per_s",
+    "stream_bytes_per_s",
+    "sweep_time",
+]

@@ -1,0 +1,263 @@
+"""Copy what the inner log has committed to the outer one: frames as they are, then dense state, then COMMIT.
+
+A relay has no state of its own: where it goes on, the outer log's newest COMMIT of the generation says. What was sent
+behind that and is sent again bears the same seq and checksums, so readers drop it. It copies the newest generation
+alone, since no other one can commit anything any more.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import BinaryIO
+
+from torchrec_stream_ckpt.commit.generation import check_claimed
+from torchrec_stream_ckpt.errors import CorruptionError, FencedError, LogUnavailableError
+from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.format.control import Claim, Commit
+from torchrec_stream_ckpt.layout import dense_file_name
+from torchrec_stream_ckpt.log.api import DataWriter
+from torchrec_stream_ckpt.log.stream import checked_payload, read_stream
+from torchrec_stream_ckpt.tiers.lock import RelayLock
+from torchrec_stream_ckpt.tiers.standing import Standing
+from torchrec_stream_ckpt.tiers.tier import Tiers
+from torchrec_stream_ckpt.types import MarkerId, RankEnd
+
+LOCK_TIMEOUT_S = 60.0
+PATIENCE_S = 20.0
+"""How long the outer log may acknowledge nothing before the relay says so, and begins again."""
+COMMIT_TIMEOUT_S = 60.0
+_IN_FLIGHT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Lag:
+    """What the outer log does not have yet of what counts."""
+
+    markers: int
+    num_bytes: int
+    """Frames."""
+    oldest_s: float | None
+    """When the oldest of those markers was committed, by the trainer's wall clock."""
+
+    @property
+    def seconds(self) -> float:
+        return max(0.0, time.time() - self.oldest_s) if self.oldest_s is not None else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """How far one rank's stream has been copied."""
+
+    inner: RankEnd
+    begin: int
+    end: int
+    """In the outer log."""
+
+
+class Relay:
+    """Copies one inner log to its outer one.
+
+    Args:
+        tiers: Both logs.
+        going_on: Called again and again; ends the work where it stands by raising.
+    """
+
+    def __init__(self, tiers: Tiers, going_on: Callable[[], None] = lambda: None) -> None:
+        self._tiers = tiers
+        self._going_on = going_on
+        self._lock = RelayLock(tiers.folder)
+        self._generation: Claim | None = None
+        """On the outer log."""
+        self._sent: dict[int, _Sent] = {}
+        self._reached: MarkerId | None = None
+        """Up to here rows were sent, by this relay without a break."""
+        self._writers: dict[int, DataWriter] = {}
+        self.frames_bytes = 0
+        """Bytes of frames that it has sent."""
+        self.dense_bytes = 0
+
+    def catch_up(self, *, upto: MarkerId | None = None, everything: bool = False) -> Iterator[Commit]:
+        """Copy what there is now; gives each marker that the outer log has got.
+
+        Args:
+            upto: Nothing behind this marker, and this one in any case.
+            everything: The newest marker in any case.
+
+        Raises:
+            FencedError: another trainer has claimed the job on the outer log; the inner one has been told.
+            CorruptionError: the inner log is damaged, or one of them lacks what it had.
+            LogUnavailableError, StoreUnavailableError, CommitUnknownError: try again.
+        """
+        with self._lock.hold(LOCK_TIMEOUT_S) as undisturbed:
+            if not undisturbed or (upto is not None and self._reached is not None and self._reached > upto):
+                self._forget()
+            try:
+                yield from self._catch_up(Standing.read(self._tiers), upto, everything=everything)
+            except BaseException:
+                self._forget()
+                raise
+
+    def standing(self) -> Standing:
+        """Both control partitions as of now."""
+        return Standing.read(self._tiers)
+
+    @staticmethod
+    def lag(standing: Standing) -> Lag:
+        """What is missing on the outer log."""
+        missing = standing.unrelayed
+        if not missing:
+            return Lag(0, 0, None)
+        there = standing.outer.newest
+        before = sum(end.num_bytes for end in there.ranks) if there and there.generation == standing.generation else 0
+        return Lag(len(missing), sum(end.num_bytes for end in missing[-1].ranks) - before, missing[0].time_s)
+
+    def close(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        """What was sent behind the outer log's newest COMMIT counts as never sent."""
+        for writer in self._writers.values():
+            writer.close()
+        self._writers, self._sent, self._reached, self._generation = {}, {}, None, None
+
+    def _catch_up(self, standing: Standing, upto: MarkerId | None, *, everything: bool) -> Iterator[Commit]:
+        self._tell_fenced(standing)
+        missing = [each for each in standing.unrelayed if upto is None or each.id <= upto]
+        if not missing:
+            return
+        self._begin(standing)
+        for commit in missing:
+            last = commit is missing[-1] and (everything or commit.id == upto)
+            if self._reached is None or commit.id > self._reached:
+                self._send_rows(commit)
+                self._reached = commit.id
+            if last or commit.marker % self._tiers.every == 0:
+                self._send_dense(commit)
+                self._commit(commit)
+                yield commit
+
+    def _tell_fenced(self, standing: Standing) -> None:
+        """A claim of another trainer, on the outer log alone: bring it to the inner log, whose trainer looks there."""
+        if not standing.inner.claims or standing.generation <= standing.inner.newest_generation:
+            return
+        for number in sorted(standing.outer.claims):
+            if number > standing.inner.newest_generation:
+                self._tiers.inner.log.append_control(standing.outer.claims[number].to_frame())
+        raise FencedError(
+            f"generation {standing.generation} has taken over this job on the outer log",
+            hint="another trainer restored it: the one that writes here is told at its next marker",
+            generation=standing.inner.newest_generation,
+        )
+
+    def _begin(self, standing: Standing) -> None:
+        """Where this generation stands on the outer log, unless it is known."""
+        claim = standing.outer.claims[standing.generation]
+        if self._generation == claim:
+            return
+        self._forget()
+        there = standing.outer.newest
+        if there is not None and there.generation == standing.generation:
+            mine = standing.commit(there.id)
+            if mine is None or [end.chain for end in mine.ranks] != [end.chain for end in there.ranks]:
+                raise CorruptionError(
+                    f"the inner log does not have marker {there.id} as it was copied to the outer one",
+                    hint="the inner log was damaged or put back: restart the job, it restores from the outer one",
+                    marker=there.id,
+                )
+            pairs = zip(mine.ranks, there.ranks, strict=True)
+            self._sent = {end.rank: _Sent(end, theirs.begin, theirs.end) for end, theirs in pairs}
+            self._reached = there.id
+        self._generation = claim
+
+    def _send_rows(self, commit: Commit) -> None:
+        for end in commit.ranks:
+            self._send_stream(commit, end)
+
+    def _send_stream(self, commit: Commit, end: RankEnd) -> None:
+        """One rank's frames up to a marker, as they are; all of them are durable on return."""
+        log, sent = self._tiers.inner.log, self._sent.get(end.rank)
+        writer = self._writer(end.rank, sent.end if sent is not None else 0)
+        begin, stop = (sent.begin, sent.end) if sent is not None else (-1, 0)
+        waiting = 0
+        for header, frame in read_stream(log, commit, end, sent.inner if sent is not None else None):
+            checked_payload(header, frame, commit, end)  # nothing damaged is copied
+            writer.send(memoryview(bytes(frame)))
+            failpoint("relay.sent")
+            self.frames_bytes += len(frame)
+            waiting += 1
+            if waiting == _IN_FLIGHT:
+                begin, stop, waiting = self._acknowledged(writer, begin, stop, waiting)
+        while waiting:
+            begin, stop, waiting = self._acknowledged(writer, begin, stop, waiting)
+        self._sent[end.rank] = _Sent(end, begin, stop)
+
+    def _acknowledged(self, writer: DataWriter, begin: int, stop: int, waiting: int) -> tuple[int, int, int]:
+        """Wait for some of ``waiting`` frames to be durable: where the stream begins and ends then."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            self._going_on()
+            acks = writer.poll(0.2)
+            if acks:
+                return begin if begin >= 0 else acks[0].offset, acks[-1].end, waiting - len(acks)
+            if time.monotonic() > deadline:
+                raise LogUnavailableError(
+                    f"the outer log has acknowledged nothing for {PATIENCE_S:.0f} s",
+                    hint="bring it back; the relay goes on by itself",
+                    uri=self._tiers.outer.uri,
+                )
+
+    def _writer(self, rank: int, resume_at: int) -> DataWriter:
+        if rank not in self._writers:
+            assert self._generation is not None
+            partition = rank % self._generation.partitions
+            log = self._tiers.outer.log
+            self._writers[rank] = log.open_writer(self._generation.generation, partition, resume_at)
+        return self._writers[rank]
+
+    def _send_dense(self, commit: Commit) -> None:
+        """Put the dense state into the outer store, every file compared with COMMIT."""
+        source, target = self._tiers.inner.dense, self._tiers.outer
+        try:
+            source.verify(commit)
+            folder = source.local(commit)
+            for file in commit.dense_files:
+                self._going_on()
+                name = dense_file_name(commit.job, commit.id, file.name)
+                if target.objects.size(name) != file.num_bytes:
+                    with open(folder / file.name, "rb") as copy:
+                        target.objects.put(name, [_view(copy)])
+                    self.dense_bytes += file.num_bytes
+                failpoint("relay.dense")
+        finally:
+            source.release()
+
+    def _commit(self, commit: Commit) -> None:
+        """The same marker, where its streams stand on the outer log."""
+        outer, claim = self._tiers.outer, self._generation
+        assert claim is not None
+        ends = tuple(
+            replace(
+                end,
+                partition=end.rank % claim.partitions,
+                begin=self._sent[end.rank].begin,
+                end=self._sent[end.rank].end,
+            )
+            for end in commit.ranks
+        )
+        check_claimed(outer.log, outer.control, claim, commit.marker, ends)
+        failpoint("relay.commit")
+        copy = replace(commit, ranks=ends, store=outer.store_url, mac="")
+        outer.control.commit(copy, COMMIT_TIMEOUT_S, threading.Event())
+        failpoint("relay.committed")
+
+
+def _view(file: BinaryIO) -> memoryview:
+    """A file's bytes, not read before they are used."""
+    if not os.fstat(file.fileno()).st_size:
+        return memoryview(b"")
+    return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))

@@ -1,0 +1,184 @@
+"""Keep the outer tier up to date with the inner one until told to stop, and outlast what is away."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torchrec_stream_ckpt.errors import (
+    CommitUnknownError,
+    FencedError,
+    LogUnavailableError,
+    MarkerNotFoundError,
+    StoreUnavailableError,
+    StreamCkptError,
+)
+from torchrec_stream_ckpt.tiers.relay import Relay
+from torchrec_stream_ckpt.tiers.standing import Standing
+from torchrec_stream_ckpt.tiers.tier import Tiers
+from torchrec_stream_ckpt.types import MarkerId
+
+FIRST_RETRY_S = 0.5
+LAST_RETRY_S = 15.0
+FENCE_EVERY_S = 5.0
+"""How often the outer log is asked for a claim of another trainer when there is nothing to copy."""
+_TRANSIENT = (LogUnavailableError, StoreUnavailableError, CommitUnknownError)
+
+
+class Stopped(Exception):  # noqa: N818
+    """The time is up; what was being copied is copied again by the next relay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened. Names of events and fields are stable: ``--json`` prints them."""
+
+    event: str
+    """``marker``, ``trouble``, ``recovered`` or ``stop``."""
+    fields: dict[str, Any]
+
+
+class RelayService:
+    """One relay that follows its inner log.
+
+    Args:
+        tiers: Both logs.
+        report: Takes events, on the thread of :meth:`run`.
+        last_call: Whether nothing more is to come: it copies what is there, the newest marker in any case, and ends.
+        linger_s: How long it goes on from the last call on.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        report: Callable[[Event], None],
+        last_call: Callable[[], bool] = lambda: False,
+        linger_s: float = 60.0,
+    ) -> None:
+        self._tiers = tiers
+        self._report = report
+        self._last_call = last_call
+        self._linger_s = linger_s
+        self._relay = Relay(tiers, self._going_on)
+        self._stop = threading.Event()
+        self._deadline: float | None = None
+        self._trouble = ""
+        self._seen: MarkerId | None = None
+        self._looked_s = float("-inf")
+
+    def stop(self) -> None:
+        """End :meth:`run` soon; safe on any thread and in a signal handler."""
+        self._stop.set()
+
+    def run(self, *, once: bool = False, poll_s: float = 0.5) -> bool:
+        """Copy until :meth:`stop` or behind the last call; with ``once``, what is there now.
+
+        Returns:
+            Whether all that is there was copied.
+
+        Raises:
+            MarkerNotFoundError: (``once``) there is no inner log.
+            FencedError: another trainer owns the job; the inner log has been told.
+            StreamCkptError: what waiting does not mend; with ``once``, anything.
+        """
+        retry_s = FIRST_RETRY_S
+        try:
+            while not self._stop.is_set():
+                last = once or self._is_last()
+                try:
+                    self._round(last=last, once=once)
+                except _TRANSIENT as error:
+                    if once:
+                        raise
+                    self._say_trouble(error)
+                    self._wait(retry_s)
+                    retry_s = min(2 * retry_s, LAST_RETRY_S)
+                    continue
+                retry_s = FIRST_RETRY_S
+                if self._trouble:
+                    self._trouble = ""
+                    self._report(Event("recovered", {}))
+                if last:
+                    return True
+                self._wait(poll_s)
+        except Stopped:
+            pass
+        finally:
+            self._relay.close()
+            self._report(Event("stop", self._counts()))
+        return False
+
+    def _is_last(self) -> bool:
+        if self._deadline is None and self._last_call():
+            self._deadline = time.monotonic() + self._linger_s
+        return self._deadline is not None
+
+    def _going_on(self) -> None:
+        self._is_last()
+        if self._stop.is_set() or (self._deadline is not None and time.monotonic() > self._deadline):
+            raise Stopped
+
+    def _wait(self, seconds: float) -> None:
+        """Sleep, not through a last call."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self._stop.wait(min(0.2, seconds)):
+            self._going_on()
+            if self._deadline is not None:
+                return
+
+    def _round(self, *, last: bool, once: bool) -> None:
+        """Copy what there is now."""
+        if self._tiers.inner.log.incarnation() is None:
+            if once:
+                raise MarkerNotFoundError("there is no log here", hint="check the URI", uri=self._tiers.inner.uri)
+            return
+        newest = self._tiers.inner.control.refresh().newest
+        now = newest.id if newest is not None else None
+        if now == self._seen and not last and time.monotonic() - self._looked_s < FENCE_EVERY_S:
+            return
+        try:
+            self._copy(everything=last)
+        except FencedError:
+            # Found out by a COMMIT: the next look brings the other trainer's claim to the inner log.
+            self._copy(everything=False)
+            raise
+        self._seen, self._looked_s = now, time.monotonic()
+
+    def _copy(self, *, everything: bool) -> None:
+        begin = time.monotonic()
+        for commit in self._relay.catch_up(everything=everything):
+            fields = {"marker": str(commit.id), "step": commit.step, "took_s": round(time.monotonic() - begin, 3)}
+            self._report(Event("marker", fields | self._counts()))
+            begin = time.monotonic()
+
+    def _counts(self) -> dict[str, Any]:
+        return {"frames_bytes": self._relay.frames_bytes, "dense_bytes": self._relay.dense_bytes}
+
+    def _say_trouble(self, error: StreamCkptError) -> None:
+        """Once a change, not once a retry."""
+        if error.headline != self._trouble:
+            self._trouble = error.headline
+            self._report(Event("trouble", {"message": error.headline, "hint": error.hint}))
+
+
+def standing_of(tiers: Tiers) -> dict[str, Any]:
+    """How far the outer tier is behind, for people and programs."""
+    standing = Standing.read(tiers)
+    lag = Relay.lag(standing)
+    outer = standing.outer.newest
+    inner = standing.unrelayed[-1] if standing.unrelayed else None
+    return {
+        "inner": tiers.inner.uri,
+        "outer": tiers.outer.uri,
+        "generation": standing.generation,
+        "fenced": bool(standing.inner.claims) and not standing.owns(standing.generation),
+        "inner_newest": str(inner.id) if inner is not None else None,
+        "outer_newest": str(outer.id) if outer is not None else None,
+        "lag_markers": lag.markers,
+        "lag_bytes": lag.num_bytes,
+        "lag_s": round(lag.seconds, 3),
+        "abandoned": len(standing.abandoned),
+    }

@@ -1,0 +1,231 @@
+"""From which tier a marker is restored: the nearest one that has it whole."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torchrec_stream_ckpt.errors import (
+    CorruptionError,
+    LogUnavailableError,
+    MarkerNotFoundError,
+    StoreUnavailableError,
+    StreamCkptError,
+    TrimmedError,
+)
+from torchrec_stream_ckpt.format.head import HeadState
+from torchrec_stream_ckpt.layout import parse_uri
+from torchrec_stream_ckpt.log.api import Incarnation, LogReader
+from torchrec_stream_ckpt.restore.choose import Choice, choose
+from torchrec_stream_ckpt.restore.lost import check_not_lost
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.dense import DenseStore
+from torchrec_stream_ckpt.tiers.standing import MIXED, Standing
+from torchrec_stream_ckpt.tiers.tier import Tiers
+from torchrec_stream_ckpt.types import LogSpan, MarkerId
+
+log = logging.getLogger(__name__)
+
+_TRY_ELSEWHERE = (CorruptionError, TrimmedError, MarkerNotFoundError, LogUnavailableError, StoreUnavailableError)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What one rank reads a marker from."""
+
+    log: LogReader
+    objects: Objects
+    dense: DenseStore
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which tiers give a marker. A value: rank 0 tells it to all ranks."""
+
+    boundary: int
+    """Generations up to this one are read from the outer log, the others from the inner one."""
+    outer_alone: bool = False
+    """Everything is, dense state too."""
+
+    def __str__(self) -> str:
+        if self.outer_alone:
+            return "outer"
+        return "inner + outer" if self.boundary else "inner"
+
+    def source(self, tiers: Tiers) -> Source:
+        """(each rank) What to read from."""
+        inner, outer = tiers.inner, tiers.outer
+        if self.outer_alone:
+            return Source(outer.log, outer.objects, outer.dense)
+        if self.boundary:
+            return Source(MixedLog(inner.log, outer.log, self.boundary), outer.objects, inner.dense)
+        return Source(inner.log, inner.objects, inner.dense)
+
+
+OUTER = Place(0, outer_alone=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A marker, and where it is."""
+
+    choice: Choice
+    place: Place
+    generation: int
+    """The newest one that was claimed then."""
+
+
+@dataclass(frozen=True, slots=True)
+class MixedLog:
+    """Both logs as one, for reading: a generation is on one of them."""
+
+    inner: LogReader
+    outer: LogReader
+    boundary: int
+
+    def incarnation(self) -> Incarnation | None:
+        """What :meth:`Standing.mixed` says of generations that were written to these very logs."""
+        return Incarnation(MIXED, 0)
+
+    def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
+        return self._log_of(span).read(span)
+
+    def check_there(self, spans: Sequence[LogSpan]) -> None:
+        for each in (self.inner, self.outer):
+            mine = [span for span in spans if self._log_of(span) is each]
+            if mine:
+                each.check_there(mine)
+
+    def _log_of(self, span: LogSpan) -> LogReader:
+        return self.outer if span.generation <= self.boundary else self.inner
+
+
+def look_up(
+    tiers: Tiers,
+    marker: MarkerId | None,
+    head: Callable[[bytes], HeadState | None],
+    *,
+    damaged: Collection[tuple[MarkerId, Place]] = (),
+) -> Found | None:
+    """(rank 0) Find ``marker``, or the newest one that is whole, on the nearest tier that has it.
+
+    Args:
+        tiers: Both logs.
+        marker: Which one; None for the newest.
+        head: What the HEAD on this host holds of a job.
+        damaged: What has turned out to be damaged while it was read.
+
+    Returns:
+        None when nothing was ever committed.
+
+    Raises:
+        MarkerNotFoundError: it was never committed, or given up.
+        CorruptionError: no tier has it whole.
+        LogUnavailableError, StoreUnavailableError: the outer tier does not answer.
+    """
+    standing = Standing.read(tiers)
+    if not standing.outer.claims:
+        check_not_lost(parse_uri(tiers.outer.uri), tiers.outer.objects)
+        if marker is not None:
+            raise MarkerNotFoundError("there is no log yet", hint="check the URIs", uri=tiers.outer.uri)
+        return None
+    _say_what_is_lost(tiers, standing)
+    failures: list[tuple[MarkerId, StreamCkptError]] = []
+    for candidate, place in _candidates(standing, marker):
+        try:
+            if (candidate, place) in damaged:
+                raise CorruptionError("its rows are damaged there", marker=candidate)
+            return _skipping(_on_inner(tiers, standing, candidate, place, head), failures)
+        except _TRY_ELSEWHERE as error:
+            log.warning("the %s tier cannot give marker %s: %s", place, candidate, error.headline)
+            failures.append((candidate, error))
+    if marker is not None and marker not in standing.outer.commits:
+        raise _not_there(standing, marker, failures)
+    choice = choose(tiers.outer.log, standing.outer, tiers.outer.dense, marker, tiers.outer.objects, head)
+    if choice is None and failures:
+        raise failures[0][1]
+    return _skipping(Found(choice, OUTER, standing.generation), failures) if choice is not None else None
+
+
+def _candidates(standing: Standing, marker: MarkerId | None) -> Iterator[tuple[MarkerId, Place]]:
+    """Where to look before the outer tier alone, the best first.
+
+    All that the inner log has of a marker, then only the marker's own generation: what is before it is on both.
+    """
+    wanted = [marker] if marker is not None else [commit.id for commit in reversed(standing.unrelayed)]
+    if marker is None and standing.outer.newest is not None:
+        wanted.append(standing.outer.newest.id)
+    for each in wanted:
+        if standing.commit(each) is None:
+            continue
+        parent = standing.inner.claims[each.generation].parent
+        least = standing.boundary(each)
+        most = parent.generation if parent is not None else 0
+        for boundary in dict.fromkeys(number for number in (least, most) if number is not None):
+            yield each, Place(boundary)
+
+
+def _on_inner(
+    tiers: Tiers, standing: Standing, marker: MarkerId, place: Place, head: Callable[[bytes], HeadState | None]
+) -> Found:
+    """The marker from the inner log, and from the outer one what went before it there."""
+    boundary = place.boundary
+    lineage = standing.mixed(boundary) if boundary else standing.inner
+    source = place.source(tiers)
+    choice = choose(source.log, lineage, source.dense, marker, source.objects, head, boundary or None)
+    assert choice is not None
+    return Found(choice, place, standing.generation)
+
+
+def _skipping(found: Found, failures: list[tuple[MarkerId, StreamCkptError]]) -> Found:
+    """With the newer markers that could not be had."""
+    chosen = found.choice.commit.id
+    skipped = tuple(f"{marker}: {error.headline}" for marker, error in failures if marker != chosen)
+    return replace(found, choice=replace(found.choice, skipped=(*skipped, *found.choice.skipped)))
+
+
+def _not_there(
+    standing: Standing, marker: MarkerId, failures: list[tuple[MarkerId, StreamCkptError]]
+) -> StreamCkptError:
+    if failures:
+        kind = type(failures[0][1])
+        return kind(
+            f"only the inner tier has marker {marker}, and not whole: {failures[0][1].message}",
+            hint="choose one that the outer tier has: stream-ckpt list OUTER",
+            **failures[0][1].where,
+        )
+    try:
+        standing.outer.find(marker)
+    except MarkerNotFoundError as error:
+        return error
+    raise AssertionError
+
+
+def _say_what_is_lost(tiers: Tiers, standing: Standing) -> None:
+    """Never in silence: markers that only the inner tier had, or has and does not offer."""
+    if not standing.outer.commits:
+        return
+    if not standing.inner.claims:
+        log.warning(
+            "the inner log %s is empty: markers that had not been copied to %s are lost, nobody can tell how many",
+            tiers.inner.uri,
+            tiers.outer.uri,
+        )
+    elif not standing.owns(standing.generation):
+        log.warning(
+            "the inner log %s was not written by generation %d, the newest one: it ran on another node, or its log is "
+            "gone; what it had not copied to %s is not to be had here",
+            tiers.inner.uri,
+            standing.generation,
+            tiers.outer.uri,
+        )
+    if standing.abandoned:
+        first, last = standing.abandoned[0], standing.abandoned[-1]
+        log.info(
+            "%d markers that only the inner log has (%s to %s) are on a line that was given up: they can be restored "
+            "by name",
+            len(standing.abandoned),
+            first,
+            last,
+        )
