@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from torchrec_stream_ckpt.cli.common import CommitKeyFile, KafkaOptions, Store, StoreOptions, Uri, plain
+from torchrec_stream_ckpt.cli.common import CommitKeyFile, KafkaOptions, Store, StoreOptions, Uri, age, plain
 from torchrec_stream_ckpt.errors import ConfigError, printable
 from torchrec_stream_ckpt.follower.core import Follower, follow
 from torchrec_stream_ckpt.follower.serve import Publisher
@@ -153,7 +153,7 @@ def _line(record: dict[str, Any]) -> str:
         UpdateKind.ROLLBACK.value: f"back to marker {record['marker']} ({record['why']})",
     }[record["kind"]]
     tables = ", ".join(f"{name} {rows:,}" for name, rows in record["tables"].items())
-    text = f"{said}, step {record['step']}, {record['age_s']:.1f} s old: "
+    text = f"{said}, step {record['step']}, {age(time.time() - record['age_s'])} old: "
     text += f"{record['rows']:,} rows in {record['took_s']:.2f} s"
     return printable(f"{text} ({tables})" if tables else text)
 
