@@ -26,7 +26,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from tests import ranks
 from tests.model import assemble, differences
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.errors import ConfigError, SchemaMismatchError, StreamCkptError, UnsupportedError
+from torchrec_stream_ckpt.errors import (
+    ConfigError,
+    MarkerFailedError,
+    SchemaMismatchError,
+    StreamCkptError,
+    UnsupportedError,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -368,3 +374,48 @@ def _another_optimizer(uri: str) -> str:
 def test_another_class_of_dense_optimizer_is_refused_with_both_names(tmp_path: Path) -> None:
     for said in ranks.run(2, _another_optimizer, f"file://{tmp_path}"):
         assert "dense optimizer0 is Adam in the marker and SGD in this job" in said
+
+
+def _shares(uri: str) -> tuple[set[str], tuple[str, ...]]:
+    """(what this rank copies of the parameters and the states of Adam, what all ranks hold of them)"""
+    job = build()
+    with attach(job, uri) as checkpointer:
+        job.step()
+        staged = checkpointer._dense.stage()
+        states = staged["optim"]["optimizer0"]
+        mine = {f"model.{name}" for name in staged["model"]}
+        mine |= {f"optim.optimizer0.{name}.{key}" for name, values in states.items() for key in values}
+        return mine, checkpointer._dense.listing
+
+
+def test_what_all_ranks_hold_alike_is_copied_once_and_by_all_of_them(tmp_path: Path) -> None:
+    (first, listing), (second, same) = ranks.run(2, _shares, f"file://{tmp_path}")
+    assert listing == same
+    assert first | second == {entry.partition(" ")[0] for entry in listing}
+    assert len(listing) == 4 * (1 + 3), "four parameters, and exp_avg, exp_avg_sq and step of each"
+    assert first
+    assert second
+    assert not first & second
+
+
+def _differ(uri: str) -> str:
+    """Rank 1 has lost the optimizer state of one parameter."""
+    job = build()
+    with attach(job, uri) as checkpointer:
+        job.step()
+        checkpointer.step()
+        assert job.keyed is not None
+        optimizer = job.keyed._optimizer
+        lost = optimizer.param_groups[0]["params"][0]
+        kept = optimizer.state.pop(lost) if dist.get_rank() else {}
+        with pytest.raises(MarkerFailedError) as caught:
+            checkpointer.mark().result(60)
+        if kept:
+            optimizer.state[lost] = kept
+        checkpointer.mark().result(60)  # all ranks hold the same again
+        return str(caught.value)
+
+
+def test_ranks_that_hold_different_dense_state_fail_the_marker_by_name(tmp_path: Path) -> None:
+    for said in ranks.run(2, _differ, f"file://{tmp_path}"):
+        assert "ranks 0 and 1 hold different dense state: only one of them has optim.optimizer0.bottom." in said

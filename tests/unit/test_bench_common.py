@@ -1,0 +1,95 @@
+"""What the benchmarks share, where a slip would file a wrong number."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import pickle
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def load(path: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module of the benchmarks, under a name of its own."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location(f"bench_{path.replace('/', '_')}", BENCHMARKS / f"{path}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def common(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load("common", monkeypatch)
+
+
+def report(common: ModuleType, measured: Any) -> Any:
+    found = common.Report("case", argparse.Namespace(out=None), machine={})
+    found.add("point", measured, "base")
+    return found
+
+
+def test_a_ratio_above_one_means_less_time_than_the_baseline_in_the_same_round(common: ModuleType) -> None:
+    found = report(common, common.Measured({"base": [4.0, 6.0, 8.0], "ours": [2.0, 1.0, 8.0]}))
+    row = found.points["point"]["variants"]["ours"]
+    assert (row["median"], row["ratio"], row["ratio_range"]) == (2000.0, 2.0, [1.0, 6.0])
+    assert found.paired("point", "ours", "base") == 0.5
+
+
+def test_warm_up_rounds_do_not_count_and_every_variant_runs_once_a_round(common: ModuleType) -> None:
+    ran: list[str] = []
+    variants = {name: (lambda name=name: float(ran.append(name) or len(ran))) for name in "ab"}
+    measured = common.take_turns(variants, rounds=3, warm_up=2)
+    assert [sorted(ran[n : n + 2]) for n in range(0, 10, 2)] == [["a", "b"]] * 5
+    assert sorted(measured.times["a"] + measured.times["b"]) == [5, 6, 7, 8, 9, 10]
+
+
+def test_what_cannot_run_has_a_reason_and_no_figure(common: ModuleType) -> None:
+    def missing() -> float:
+        raise common.UnavailableError("peer is not installed")
+
+    found = report(common, common.take_turns({"base": lambda: 1.0, "peer": missing}, rounds=2))
+    assert found.points["point"]["variants"]["peer"] == {"unavailable": "peer is not installed"}
+    assert (
+        found.ratio("point", "peer") is found.median("point", "peer") is found.paired("point", "base", "peer") is None
+    )
+    assert "not measured: peer is not installed" in "\n".join(found.lines())
+
+
+def test_a_goal_without_a_figure_is_neither_reached_nor_missed(common: ModuleType) -> None:
+    found = report(common, common.Measured({"base": [1.0]}))
+    found.goals = [
+        common.Goal.at_least("a", 8, None),
+        common.Goal.at_least("b", 8, 9.0),
+        common.Goal.at_most("c", 8, 9.0, "ms"),
+    ]
+    lines = list(found.lines())[-3:]
+    assert [line.split()[0] for line in lines] == ["not", "reached", "MISSED"]
+
+
+def test_the_filed_command_leaves_out_where_results_go(common: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = report(common, common.Measured({"base": [1.0]}))
+    monkeypatch.setattr(sys, "argv", ["run.py", "--rounds", "3", "--out", "/some/where.json", "--rows", "7"])
+    assert found.command == "python benchmarks/case/run.py --rounds 3 --rows 7"
+    monkeypatch.setattr(sys, "argv", ["run.py", "--out=/some/where.json"])
+    assert found.command == "python benchmarks/case/run.py"
+
+
+def test_chunks_of_the_thesis_design_come_together_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "common", load("common", monkeypatch))
+    design = load("thesis/design", monkeypatch)
+    tables = [torch.rand(5, 4), torch.rand(300_000, 4), torch.rand(0, 4)]
+    pieces = [piece for number, table in enumerate(tables) for piece in design.chunks(number, pickle.dumps(table))]
+    assert max(map(len, pieces)) <= design.CHUNK_BYTES + 12
+    found = list(design.reassembled(iter(pieces)))
+    assert all(torch.equal(one, other) for one, other in zip(found, tables, strict=True))
