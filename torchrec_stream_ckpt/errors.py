@@ -91,6 +91,10 @@ class MarkerNotFoundError(StreamCkptError):
     """No such committed marker: list the markers and choose one."""
 
 
+class ServingStreamError(StreamCkptError):
+    """The log is a serving stream, whose rows are lossy: use the trainer's log, or follow this one."""
+
+
 class ReplicaNotReadyError(StreamCkptError):
     """A replica has nothing to serve: nothing was loaded yet, or a change of it broke off half way. Let it go on."""
 

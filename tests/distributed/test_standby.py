@@ -31,11 +31,11 @@ def train_on(spec: Spec, settings: StreamConfig, folder: Path) -> str:
     try:
         while True:
             job.step()
-            checkpointer.step()
-            state = truth(job)
+            state = truth(job)  # aside before the marker of this step can exist
             path = folder / f"truth-{job.step_number}-{dist.get_rank()}.pt"
             torch.save(state, path.with_suffix(".tmp"))
             path.with_suffix(".tmp").rename(path)
+            checkpointer.step()
             jobs.settle(checkpointer)
             time.sleep(0.05)  # a machine that has nothing but trainers on it would starve the spare
     except FencedError as error:

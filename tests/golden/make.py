@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 from crc32c import crc32c
 
-from torchrec_stream_ckpt.format.control import Claim, Commit, DenseFile, Hello, Mark, Schema, TableScalars, Trim
+from torchrec_stream_ckpt.format.control import Claim, Commit, DenseFile, Hello, Mark, Schema, Serve, TableScalars, Trim
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_frame, seal
 from torchrec_stream_ckpt.format.mac import CommitKey
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout
+from torchrec_stream_ckpt.format.serving import served_schema
 from torchrec_stream_ckpt.layout import dense_name
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
 
@@ -101,6 +102,7 @@ def frames() -> dict[str, bytes]:
         "trim_signed": KEY.sign(trim()).to_frame(),
     }
     control = {"claim": claim().to_frame(), "commit": commit(end).to_frame(), "trim": trim().to_frame()}
+    control["serve"] = serve().to_frame()
     return stream | control | signed
 
 
@@ -112,6 +114,11 @@ def commit(end: RankEnd) -> Commit:
     dense = (DenseFile(".metadata", 4, "6d" * 32), DenseFile("__0_0.distcp", 8, "0d" * 32))
     folder = dense_name(JOB, MarkerId(1, MARKER))
     return Commit(JOB, 1, NONCE, MARKER, STEP, (end,), folder, dense, 1_700_000_100.5, "")
+
+
+def serve() -> Serve:
+    """Opens a serving stream of the same tables."""
+    return Serve(JOB, 1, NONCE, "", None, 1, 1, INCARNATION, served_schema(SCHEMA, "int8"), (0, 1), 1_700_000_000.0)
 
 
 def trim() -> Trim:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.golden import make, make_store
-from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.errors import CorruptionError, ServingStreamError
 from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, parse_control
 from torchrec_stream_ckpt.format.frame import Kind, parse_header, payload_of
 from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
@@ -25,6 +25,7 @@ GOOD = (
     "claim",
     "commit",
     "trim",
+    "serve",
     "claim_signed",
     "commit_signed",
     "trim_signed",
@@ -61,6 +62,9 @@ def test_golden_hello_and_mark_read_as_written() -> None:
 def test_golden_control_records_read_as_written() -> None:
     assert parse_control(golden("claim")) == make.claim()
     assert parse_control(golden("trim")) == make.trim()
+    assert parse_control(golden("serve"), serving=True) == make.serve()
+    with pytest.raises(ServingStreamError):
+        parse_control(golden("serve"))
     commit = parse_control(golden("commit"))
     assert isinstance(commit, Commit)
     assert commit == make.commit(commit.ranks[0])

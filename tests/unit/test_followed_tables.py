@@ -17,7 +17,13 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from tests.synthetic import PLAIN, ROWWISE, SCHEMA, WIDE, Job, image_of_log
 from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, ReplicaNotReadyError, SchemaMismatchError
+from torchrec_stream_ckpt.errors import (
+    ConfigError,
+    CorruptionError,
+    ReplicaNotReadyError,
+    SchemaMismatchError,
+    StoreUnavailableError,
+)
 from torchrec_stream_ckpt.follower.source import Source
 from torchrec_stream_ckpt.follower.tables import weights_of
 from torchrec_stream_ckpt.follower.updates import Changed
@@ -156,6 +162,27 @@ def test_half_an_update_is_never_served_and_the_next_one_mends_it(
         held(tables)
     monkeypatch.undo()
     tables.advance()
+    assert held(tables) == truth(job, marker.id)
+
+
+def test_a_store_that_is_away_in_the_middle_of_an_update_is_waited_for(
+    job: Job, tables: FollowedTables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables.advance()
+    job.touch()
+    marker = job.commit()
+    chunks, failures = Source._chunks, iter([True, True])
+
+    def breaking(source: Source, sources: object) -> Iterator[Changed]:
+        for changed in chunks(source, sources):  # type: ignore[arg-type]
+            yield changed
+            if next(failures, False):
+                raise StoreUnavailableError("nobody answers")
+
+    monkeypatch.setattr(Source, "_chunks", breaking)
+    tables.start()
+    wait_for(lambda: tables.follower.marker == marker.id or tables.failure is not None)
+    assert tables.failure is None
     assert held(tables) == truth(job, marker.id)
 
 

@@ -7,7 +7,9 @@ import json as json_
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,10 +18,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from torchrec_stream_ckpt.cli.common import CommitKeyFile, KafkaOptions, Store, StoreOptions, Uri, plain
-from torchrec_stream_ckpt.errors import printable
+from torchrec_stream_ckpt.cli.common import CommitKeyFile, KafkaOptions, Store, StoreOptions, Uri, age, plain
+from torchrec_stream_ckpt.errors import ConfigError, printable
 from torchrec_stream_ckpt.follower.core import Follower, follow
-from torchrec_stream_ckpt.follower.updates import Update, UpdateKind
+from torchrec_stream_ckpt.follower.serve import Publisher
+from torchrec_stream_ckpt.follower.updates import Changed, Update, UpdateKind
+from torchrec_stream_ckpt.layout import parse_uri
 
 _DAY_S = 86_400
 
@@ -36,6 +40,18 @@ def follow_stream(
     outage_s: Annotated[
         float, typer.Option(min=0.0, help="Give up when log or store has not answered for so many seconds.")
     ] = 300.0,
+    serve: Annotated[
+        str | None,
+        typer.Option(
+            help="Publish each marker again into this log, lossy, for replicas: no restore takes it.", metavar="URI"
+        ),
+    ] = None,
+    encoding: Annotated[
+        Literal["int8", "bf16"], typer.Option(help="(--serve) 8 bits a weight with scale and bias a row, or bfloat16.")
+    ] = "int8",
+    serve_kafka_options: Annotated[
+        str | None, typer.Option(help="(--serve) Client settings for that log.", metavar="FILE")
+    ] = None,
     scratch: Annotated[
         Path | None, typer.Option(help="A folder with room for what only the log has (default: that of the system).")
     ] = None,
@@ -47,8 +63,12 @@ def follow_stream(
 ) -> None:
     """Follow a stream: load its newest marker, then read only what changes, and say what that was, table by table.
 
-    Reads as an inference replica does (torchrec_stream_ckpt.follow), keeps nothing and changes nothing. Needs no torch.
+    Reads as an inference replica does (torchrec_stream_ckpt.follow), and changes nothing. Needs no torch.
     """
+    if serve is not None and mode != "markers":
+        raise ConfigError("a serving stream is made of markers", hint="leave --mode away")
+    if serve is not None and str(parse_uri(serve)) == str(parse_uri(uri)):
+        raise ConfigError("the trainer's own log cannot be served to", hint="give --serve another URI")
     follower = follow(
         uri,
         store=store,
@@ -61,23 +81,40 @@ def follow_stream(
         kafka_options=kafka_options,
         commit_key_file=commit_key_file,
     )
-    with follower, _stopping(follower), _reporter(follower, as_json=json) as report:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(follower)
+        publisher = Publisher(serve, encoding, serve_kafka_options) if serve is not None else None
+        if publisher is not None:
+            stack.callback(publisher.close)
+        stack.enter_context(_stopping(follower))
+        report = stack.enter_context(_reporter(follower, as_json=json))
         for update in follower.updates(0 if once else None):
-            record = _read(update)
+            record = _read(update, publisher)
             if record["rows"] or update.kind is not UpdateKind.ROWS:
                 report(record)
 
 
-def _read(update: Update) -> dict[str, Any]:
+def _read(update: Update, publisher: Publisher | None) -> dict[str, Any]:
     """Read an update to its end, and say what it was. Names of fields are stable: ``--json`` prints them."""
     begin = time.monotonic()
     rows: dict[str, int] = {}
-    for each in update.changes():
-        rows[each.table.name] = rows.get(each.table.name, 0) + len(each.ids)
+
+    def counted() -> Iterator[Changed]:
+        for each in update.changes():
+            rows[each.table.name] = rows.get(each.table.name, 0) + len(each.ids)
+            yield each
+
+    served_bytes = 0
+    if publisher is not None:
+        served_bytes = publisher.put(replace(update, changes=counted))
+    else:
+        deque(counted(), maxlen=0)
     took_s = time.monotonic() - begin
     return {
         "kind": update.kind.value,
         "marker": str(update.marker),
+        "origin": update.origin,
+        "served_bytes": served_bytes,
         "step": update.step,
         "age_s": round(max(0.0, time.time() - update.commit.time_s), 3),
         "rows": sum(rows.values()),
@@ -116,7 +153,7 @@ def _line(record: dict[str, Any]) -> str:
         UpdateKind.ROLLBACK.value: f"back to marker {record['marker']} ({record['why']})",
     }[record["kind"]]
     tables = ", ".join(f"{name} {rows:,}" for name, rows in record["tables"].items())
-    text = f"{said}, step {record['step']}, {record['age_s']:.1f} s old: "
+    text = f"{said}, step {record['step']}, {age(time.time() - record['age_s'])} old: "
     text += f"{record['rows']:,} rows in {record['took_s']:.2f} s"
     return printable(f"{text} ({tables})" if tables else text)
 

@@ -16,7 +16,7 @@ from torchrec_stream_ckpt.errors import (
     MarkerFailedError,
 )
 from torchrec_stream_ckpt.failpoints import failpoint
-from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord, Trim, parse_control
+from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord, Serve, Trim, parse_control
 from torchrec_stream_ckpt.format.frame import parse_header
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.mac import CommitKey
@@ -33,10 +33,12 @@ class Control:
     Args:
         log_: The log.
         key_file: The commit key: with it, records are signed, and only records that it vouches for count.
+        serving: Take a serving stream, too: its rows are lossy.
     """
 
-    def __init__(self, log_: Log, key_file: Path | str | None = None) -> None:
+    def __init__(self, log_: Log, key_file: Path | str | None = None, *, serving: bool = False) -> None:
         self._log = log_
+        self._serving = serving
         self._key = CommitKey.load(key_file) if key_file is not None else None
         self._lineage = Lineage()
         self._last = -1
@@ -79,12 +81,12 @@ class Control:
     def _accept(self, record: bytes, offset: int) -> ControlRecord | None:
         """The record, or None if there is a key that does not vouch for it."""
         if self._key is None:
-            return parse_control(record, offset)
+            return parse_control(record, offset, serving=self._serving)
         try:
-            parsed, why = parse_control(record, offset), "it is not signed with the commit key"
+            parsed, why = parse_control(record, offset, serving=True), "it is not signed with the commit key"
         except CorruptionError as error:
             parsed, why = None, error.headline
-        if parsed is not None and self._key.vouches_for(parsed):
+        if parsed is not None and not isinstance(parsed, Serve) and self._key.vouches_for(parsed):
             return parsed
         level = logging.DEBUG if self._lineage.unsigned else logging.WARNING
         log.log(level, "the control record at offset %d is ignored: %s", offset, why)

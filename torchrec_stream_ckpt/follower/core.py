@@ -90,7 +90,8 @@ class Follower:
         self._source = source
         self._mode = mode
         self._poll_s = poll_s
-        self._outage_s = outage_s
+        self.outage_s = outage_s
+        """How long log and store may not answer."""
         self._stop = threading.Event()
         self._at: Commit | None = None
         self._schema: Schema | None = None
@@ -121,6 +122,10 @@ class Follower:
     def wants(self, table: TableSpec) -> bool:
         """Whether a table is one of those that were asked for."""
         return self._source.wants(table)
+
+    def pause(self) -> bool:
+        """Wait as between two looks at the log; whether it was stopped."""
+        return self._stop.wait(self._poll_s)
 
     def stop(self) -> None:
         """End :meth:`updates` soon; safe on any thread and in a signal handler."""
@@ -213,7 +218,7 @@ class Follower:
         if self._schema is None:
             self._check_wanted(schema)
         else:
-            check_schema(self._schema, schema)
+            check_schema(self._schema, self._source.handed_out(schema))
         why = "the first marker"
         if self._at is not None:
             if self._at.id in {commit.id for commit in lineage.chain(target.id)}:
@@ -325,7 +330,7 @@ class Follower:
         def dense() -> Path:
             return self._source.dense(commit)
 
-        return Update(kind, commit, schema, why, counted, dense)
+        return Update(kind, commit, self._source.handed_out(schema), why, counted, dense)
 
     def _took(self, update: Update) -> None:
         """The caller has applied it."""
@@ -360,8 +365,8 @@ class Follower:
         if self._trouble is None:
             self._trouble = now
             self.stats.outages += 1
-            log.warning("waiting up to %.0f s: %s", self._outage_s, error.headline)
-        if at_once or now - self._trouble >= self._outage_s:
+            log.warning("waiting up to %.0f s: %s", self.outage_s, error.headline)
+        if at_once or now - self._trouble >= self.outage_s:
             raise error
 
 

@@ -20,6 +20,7 @@ from torchrec_stream_ckpt.format.control import Commit, Schema
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.segment import decode_chunk
+from torchrec_stream_ckpt.format.serving import decode, decoded_table, is_served
 from torchrec_stream_ckpt.interchange.sources import Sources, open_sources
 from torchrec_stream_ckpt.interchange.tables import TableReader, Window
 from torchrec_stream_ckpt.layout import FileUri, check_store_url, parse_uri
@@ -65,7 +66,7 @@ class Source:
         self._states = states
         self._scratch = Path(scratch) if scratch is not None else Path(tempfile.gettempdir())
         self.log: Log = open_log(uri, kafka_options)
-        self.control = Control(self.log, commit_key_file)
+        self.control = Control(self.log, commit_key_file, serving=True)
         self._objects: dict[str, Objects] = {}
         self._dense: dict[str, DenseStore] = {}
 
@@ -80,6 +81,11 @@ class Source:
 
     def wants(self, table: TableSpec) -> bool:
         return any(fnmatch.fnmatchcase(table.name, glob) for glob in self._globs)
+
+    @staticmethod
+    def handed_out(schema: Schema) -> Schema:
+        """The tables as followers are given them."""
+        return Schema(tuple(map(decoded_table, schema.tables)))
 
     def _wanted(self, schema: Schema) -> list[int]:
         return [index for index, table in enumerate(schema.tables) if self.wants(table)]
@@ -110,6 +116,8 @@ class Source:
             CorruptionError: a file is missing or altered.
             StoreUnavailableError: the store does not answer.
         """
+        if any(map(is_served, self.control.lineage.claims[commit.generation].schema.tables)):
+            raise ConfigError("a serving stream has no dense state", hint="take it from the trainer's: follow its log")
         if self._store is None and commit.store and not self.control.signs:
             raise ConfigError(
                 f"the log says that dense state, which is a pickle, lies in {commit.store}, and nobody vouches for it",
@@ -180,6 +188,13 @@ class Source:
         self, reader: TableReader, window: Window, ids: npt.NDArray[np.int64], places: npt.NDArray[np.int64] | slice
     ) -> Iterator[Changed]:
         """Rows of a window; with states of one value a row, by the column slices that these belong to."""
+        if is_served(reader.spec):
+            states = tuple(
+                state[0, places] if spec.per_row else state[places]
+                for spec, state in zip(reader.spec.states, window.states, strict=True)
+            )
+            yield self.changed(reader.spec, 0, RowsView(ids, window.weights[places], states))
+            return
         if not (self._states and reader.slices):
             states = tuple(state[places] for state in window.states) if self._states else ()
             yield Changed(reader.spec, 0, ids, window.weights[places], states)
@@ -205,5 +220,7 @@ class Source:
                         yield self.changed(sources.schema.tables[entry.table], entry.col0, view)
 
     def changed(self, table: TableSpec, col0: int, view: RowsView) -> Changed:
-        """Decoded rows as they are handed out."""
+        """Rows as they are handed out."""
+        if is_served(table):
+            return Changed(decoded_table(table), col0, view.ids, decode(table, view))
         return Changed(table, col0, view.ids, view.weights, view.states if self._states else ())

@@ -13,7 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchrec_stream_ckpt.errors import ConfigError, ReplicaNotReadyError, SchemaMismatchError
+from torchrec_stream_ckpt.errors import (
+    ConfigError,
+    LogUnavailableError,
+    ReplicaNotReadyError,
+    SchemaMismatchError,
+    StoreUnavailableError,
+)
 from torchrec_stream_ckpt.follower.core import Follower
 from torchrec_stream_ckpt.follower.updates import Changed, Update
 from torchrec_stream_ckpt.format.control import Schema
@@ -152,10 +158,23 @@ class FollowedTables:
 
     def _run(self) -> None:
         try:
-            for update in self._follower.updates():
-                self._apply(update)
+            self._follow()
         except BaseException as error:
             self.failure = error
+
+    def _follow(self) -> None:
+        broken_s: float | None = None
+        while True:
+            try:
+                for update in self._follower.updates():
+                    self._apply(update)
+                    broken_s = None
+                return
+            except (LogUnavailableError, StoreUnavailableError):
+                # In the middle of an update; what the follower itself waited for in vain is raised.
+                broken_s = broken_s or time.monotonic()
+                if not self._half or time.monotonic() - broken_s >= self._follower.outage_s or self._follower.pause():
+                    raise
 
     def close(self) -> None:
         """End the thread, and the follower. What was applied can still be read."""

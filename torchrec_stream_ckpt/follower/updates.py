@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,6 +14,9 @@ import numpy.typing as npt
 from torchrec_stream_ckpt.format.control import Commit, Schema
 from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.types import MarkerId, TableSpec
+
+_MARKER = re.compile(r"\d+:\d+")
+"""What COMMIT.dense is in a serving stream."""
 
 
 class UpdateKind(StrEnum):
@@ -61,6 +65,11 @@ class Update:
     @property
     def marker(self) -> MarkerId:
         return self.commit.id
+
+    @property
+    def origin(self) -> str:
+        """The trainer's marker: of a serving stream, the one that is served."""
+        return self.commit.dense if _MARKER.fullmatch(self.commit.dense) else str(self.marker)
 
     @property
     def step(self) -> int:

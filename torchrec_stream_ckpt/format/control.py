@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, TypeVar, get_type_hints
 
 from crc32c import crc32c
 
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, ServingStreamError
 from torchrec_stream_ckpt.format.frame import (
     DTYPE_BYTES,
     Buffer,
@@ -177,6 +177,17 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
+class Serve(Claim):
+    """As CLAIM, of a serving stream: who restores, lists or materializes refuses it by name."""
+
+    def to_frame(self) -> bytes:
+        return bytes(json_frame(Header(Kind.SERVE, self.job, self.generation), canonical(self._body())))
+
+    def signed_bytes(self) -> bytes:
+        return _SIGNED.format(kind="SERVE").encode() + canonical(self._body() | {"mac": ""})
+
+
+@dataclass(frozen=True, slots=True)
 class DenseFile:
     name: str
     num_bytes: int
@@ -316,23 +327,25 @@ class Trim:
 ControlRecord: TypeAlias = Claim | Commit | Trim
 
 
-def parse_control(frame: Buffer, offset: int | None = None) -> ControlRecord:
+def parse_control(frame: Buffer, offset: int | None = None, *, serving: bool = False) -> ControlRecord:
     """Read one record of the control partition.
 
     Args:
         frame: The whole record.
         offset: Where it stands, for messages.
+        serving: Whether the reader takes the lossy rows of a serving stream.
 
     Raises:
         CorruptionError: bad bytes, or a frame that does not belong there.
+        ServingStreamError: the log is a serving stream, and the reader takes none.
     """
     try:
-        return _parse_control(frame)
+        return _parse_control(frame, serving=serving)
     except CorruptionError as error:
         raise CorruptionError(error.message, hint=error.hint, **{"control_offset": offset, **error.where}) from None
 
 
-def _parse_control(frame: Buffer) -> ControlRecord:
+def _parse_control(frame: Buffer, *, serving: bool) -> ControlRecord:
     header = parse_header(frame)
     payload = payload_of(header, frame)
     if header.kind is Kind.CLAIM:
@@ -341,6 +354,13 @@ def _parse_control(frame: Buffer) -> ControlRecord:
         return Commit.from_json(header, payload)
     if header.kind is Kind.TRIM:
         return Trim.from_json(header, payload)
+    if header.kind is Kind.SERVE and not serving:
+        raise ServingStreamError(
+            "this is a serving stream: its rows are lossy, and have no optimizer state",
+            hint="give the log of the trainer; a serving stream can be followed: stream-ckpt follow",
+        )
+    if header.kind is Kind.SERVE:
+        return Serve.from_json(header, payload)
     raise CorruptionError(f"{header.kind.name} frame in the control partition", **header.place())
 
 

@@ -37,6 +37,7 @@ class Kind(IntEnum):
     CLAIM = 16  # control: a trainer opens a generation
     COMMIT = 17  # control: a marker exists
     TRIM = 18  # control: log data up to a marker may be gone, a store holds it
+    SERVE = 19  # control: as CLAIM, of a serving stream: its rows are lossy, no restore may use them
 
 
 # Numbers are on disk: never changed, never reused.

@@ -1,0 +1,166 @@
+"""Time from the death of all trainer ranks to the first step after it: by a hot spare, and by a plain restart.
+
+    python benchmarks/takeover/run.py [--rows 200000] [--dim 64] [--rounds 3] [--after_s 3] [--out FILE.json]
+
+Two ranks of ``recipes/train_dlrm.py`` train and stream to a folder; two more stand by (``--standby``). Once the spare
+has followed a few markers, the trainers get SIGKILL. The spare notices after ``after_s``, fences them, takes over and
+trains. Then the spare is killed, too, and two fresh processes restore and train: what a plain restart takes. Neither
+time counts how long it takes until somebody notices. All in the page cache, all four ranks on one host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+HERE = Path(__file__).resolve()
+RECIPES = HERE.parents[2] / "recipes"
+WORLD = 2
+TIMEOUT_S = 300.0
+
+
+def rank_main(record: Path, flags: list[str]) -> None:
+    """One rank; rank 0 notes when it was restored, and when its first step was done."""
+    sys.path.insert(0, str(RECIPES))
+    from train_dlrm import StepEvent, main
+
+    def on_step(event: StepEvent) -> None:
+        done = 0 if event.restored is None else event.restored.step
+        if os.environ["RANK"] == "0" and event.step in (done, done + 1):
+            with record.open("a") as file:
+                file.write(json.dumps({"step": event.step - done, "time_s": time.time()}) + "\n")
+
+    main(flags, on_step)
+
+
+class Ranks:
+    """The ranks of one job."""
+
+    def __init__(self, folder: Path, name: str, flags: list[str]) -> None:
+        self.record, self.output = folder / f"{name}.jsonl", folder / f"{name}.out"
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        shared = {"WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, str(HERE), "--record", str(self.record), *flags]
+        with self.output.open("w") as output:
+            self.processes = [
+                subprocess.Popen(
+                    command,
+                    env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+                    stdout=output,
+                    stderr=output,
+                )
+                for rank in range(WORLD)
+            ]
+
+    def said(self, text: str) -> int:
+        return self.output.read_text().count(text)
+
+    def time_of(self, step: int) -> float | None:
+        lines = self.record.read_text().splitlines() if self.record.exists() else []
+        found = [record["time_s"] for record in map(json.loads, lines) if record["step"] == step]
+        return found[0] if found else None
+
+    def wait(self, what: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not what():
+            if any(process.poll() is not None for process in self.processes) or time.monotonic() > deadline:
+                raise SystemExit(f"a rank ended, or {TIMEOUT_S:.0f} s are over:\n{self.output.read_text()[-3000:]}")
+            time.sleep(0.01)
+
+    def kill(self) -> float:
+        """SIGKILL; when."""
+        now = time.time()
+        for process in self.processes:
+            process.send_signal(signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+        return now
+
+
+def one_round(args: argparse.Namespace, folder: Path) -> dict[str, float]:
+    flags = ["--synthetic", "small", "--num_embeddings", str(args.rows), "--embedding_dim", str(args.dim)]
+    flags += ["--dense_arch_layer_sizes", f"64,{args.dim}", "--limit_train_batches", "1000000", "--marker_every", "20"]
+    flags += ["--sharding", "row_wise", "--stream_ckpt", f"file://{folder / 'log'}"]
+    jobs: list[Ranks] = []
+    try:
+        trainer = Ranks(folder, "trainer", flags)
+        jobs.append(trainer)
+        trainer.wait(lambda: trainer.said("committed") >= 1)
+        spare = Ranks(folder, "spare", [*flags, "--standby", str(args.after_s)])
+        jobs.append(spare)
+        spare.wait(lambda: spare.said("standing by at marker") >= 1)
+        seen = trainer.said("committed")
+        trainer.wait(lambda: trainer.said("committed") >= seen + 3)
+        died = trainer.kill()
+        spare.wait(lambda: spare.time_of(1) is not None)
+        restored, trained = spare.time_of(0), spare.time_of(1)
+        assert restored is not None
+        assert trained is not None
+        spare.wait(lambda: spare.said("committed") >= 1)
+        begin = spare.kill()
+        plain = Ranks(folder, "plain", flags)
+        jobs.append(plain)
+        plain.wait(lambda: plain.time_of(1) is not None)
+        back, again = plain.time_of(0), plain.time_of(1)
+        assert back is not None
+        assert again is not None
+    finally:
+        for job in jobs:
+            job.kill()
+    return {
+        "spare_to_restored_s": restored - died - args.after_s,
+        "spare_to_first_step_s": trained - died - args.after_s,
+        "plain_to_restored_s": back - begin,
+        "plain_to_first_step_s": again - begin,
+    }
+
+
+def main() -> None:
+    if "--record" in sys.argv:
+        place = sys.argv.index("--record")
+        rank_main(Path(sys.argv[place + 1]), sys.argv[1:place] + sys.argv[place + 2 :])
+        return
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rows", type=int, default=200_000, help="of each of 8 tables")
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--after_s", type=float, default=3.0, help="silence after which the spare takes over")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rounds = []
+    for number in range(args.rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            rounds.append(one_round(args, Path(folder)))
+        print(
+            f"round {number + 1}: " + ", ".join(f"{key} {value:.2f}" for key, value in rounds[-1].items()), flush=True
+        )
+    medians = {key: round(statistics.median(each[key] for each in rounds), 3) for key in rounds[0]}
+    result = {
+        "command": " ".join(sys.argv),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "load": os.getloadavg()[0],
+        "table_bytes": 8 * args.rows * args.dim * 4,
+        "medians": medians,
+        "rounds": rounds,
+    }
+    print(json.dumps(result["medians"], indent=1))
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
