@@ -186,7 +186,7 @@ def layout() -> Picture:
     )
     page.text(91, 27.5, "the manifest comes last: from\nthen on the marker is there", 7.2, color=SOFT, style="italic")
     page.box(8, 19.5, 52, 3.6, "fold root -> 1:3: a base, every row once (--rebase)", STORE, 7.4)
-    page.box(36, 15, 38, 3.6, "fold 1:1 -> 1:4: a span (--compact, gc --compact)", STORE, 7.4)
+    page.box(36, 15, 24, 3.6, "fold 1:1 -> 1:3: a span (--compact)", STORE, 7.2)
     page.text(2, 10.8, "restore of 1:4", 8.5, ha="left", weight="bold")
     page.box(8, 4.5, 26, 4.4, "1. base root -> 1:3: written as it is", READER, 7.4)
     page.box(

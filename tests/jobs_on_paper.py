@@ -12,6 +12,7 @@ from tests import builders
 from tests.builders import Stream
 from torchrec_stream_ckpt.format.control import Commit, Mark, Schema
 from torchrec_stream_ckpt.format.frame import Kind
+from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.types import MarkerId, TableShard
 
@@ -38,9 +39,11 @@ class PaperJob:
     step: int = 0
     marker: int = 0
     time_s: float = FIRST_S
+    log: Log = None  # type: ignore[assignment]
+    """By default a file log in ``root``."""
 
     def __post_init__(self) -> None:
-        self.log = FileLog(self.root)
+        self.log = self.log or FileLog(self.root)
         self.random = np.random.default_rng(0)
 
     def run(self, markers: int, parent: MarkerId | None = None, *, seconds: float = 20.0) -> list[Commit]:

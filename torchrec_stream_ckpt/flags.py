@@ -35,10 +35,18 @@ SETTINGS = (
     "kafka_options",
     "commit_key_file",
     "metrics_port",
+    "metrics_host",
     "tensorboard",
 )
 """Flags that are settings of ``StreamConfig``, under their names there."""
-DEFAULTS = {"restore": "latest", "outer_every": 1, "drain_every": 1, "marker_every": 100, "paranoid": False}
+DEFAULTS = {
+    "restore": "latest",
+    "outer_every": 1,
+    "drain_every": 1,
+    "marker_every": 100,
+    "metrics_host": "127.0.0.1",
+    "paranoid": False,
+}
 """What a flag stands for that is not given. Not argparse's own defaults: those hide whether a flag was given."""
 
 
@@ -121,6 +129,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--metrics_port", metavar="PORT", type=whole(0), help="for Prometheus: each rank's is PORT + its local rank"
     )
+    group.add_argument("--metrics_host", metavar="ADDRESS", help="where to serve them; default: 127.0.0.1")
     group.add_argument("--tensorboard", metavar="DIR", type=Path, help="scalars of what is streamed, by rank 0")
     group.add_argument(
         "--paranoid",

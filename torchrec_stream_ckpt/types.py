@@ -125,7 +125,8 @@ class Restored:
     skipped: tuple[str, ...] = ()
     """Newer markers that could not be used, each with its reason."""
     source: str = "log"
-    """Where the rows came from: ``head 1:40``, ``store 1:40 + log``, ``log``."""
+    """Where the rows came from: ``head 1:40``, ``store 1:40 + log``, ``log``; with two tiers, behind which of them:
+    ``inner: log``, ``inner + outer: log``, ``outer: store 1:40 + log``."""
 
     @property
     def id(self) -> MarkerId:

@@ -55,8 +55,11 @@ def values_of(flag: str, recipe_args: Sequence[str]) -> list[str]:
     return found + [value for arg, value in pairwise(recipe_args) if arg == flag]
 
 
-def check_flags(recipe_args: Sequence[str]) -> None:
+def check_flags(recipe_args: Sequence[str], ranks: int) -> None:
     """Refuse here what every rank of the job would refuse, minutes later and on another machine."""
+    for size in values_of("--batch_size", recipe_args):
+        if size.isdecimal() and int(size) < ranks:
+            refuse(f"--batch_size {size} is the global batch, and smaller than the number of ranks, {ranks}")
     for uri in values_of("--stream_ckpt", recipe_args):
         check_uri(uri, "--stream_ckpt")
         if uri.startswith("kafka://") and not values_of("--store", recipe_args):
@@ -89,6 +92,17 @@ def add_to_torchrun(app: AppDef, *options: str) -> None:
     command = role.args[-1]
     assert command.startswith("torchrun "), f"this version of TorchX starts something else: {command}"
     role.args[-1] = f"torchrun {shlex.join(options)} {command.removeprefix('torchrun ')}"
+
+
+def restart_within(app: AppDef, restarts: int) -> None:
+    """Let ``torchrun`` start failed workers again, up to so many times.
+
+    It keeps one store for its own rendezvous and for the workers' process groups, under the same keys in every
+    attempt: ranks that were started again read addresses of dead ones, and fail or hang (torch 2.14.1, seen; see also
+    https://github.com/pytorch/pytorch/issues/135712). With the variable, each attempt has a store of its own.
+    """
+    add_to_torchrun(app, "--max_restarts", str(restarts))
+    app.roles[0].env.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
 def materializer(

@@ -51,7 +51,7 @@ def dlrm(
         rdzv_conf: KEY=VALUE,KEY=VALUE for the rendezvous of torchrun; an elastic job has shorter waits by default
     """
     smallest, nodes, procs = roles.parse_nodes(j)
-    roles.check_flags(recipe_args)
+    roles.check_flags(recipe_args, nodes * procs)
     is_elastic = smallest < nodes
     restarts = max_restarts if max_restarts >= 0 else roles.ELASTIC_RESTARTS * is_elastic
     conf = rdzv_conf or (roles.ELASTIC_RENDEZVOUS if is_elastic else "")
@@ -73,7 +73,7 @@ def dlrm(
     roles.check_gpus(app.roles[0], procs)
     app.roles[0].name = "trainer"
     if restarts:
-        roles.add_to_torchrun(app, "--max_restarts", str(restarts))
+        roles.restart_within(app, restarts)
     if conf:
         roles.check_rendezvous(conf)
         roles.add_to_torchrun(app, "--rdzv_conf", conf)

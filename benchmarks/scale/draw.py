@@ -69,7 +69,6 @@ def scale(report: dict[str, Any], path: Path) -> None:
         restore.plot(GPUS, [row["restore"][name] for row in rows], marker="o", ms=4, label=label)
     restore.set_ylabel("seconds")
     restore.set_yscale("log")
-    restore.set_ymargin(0.35)  # room for the legend
     restore.set_title("restore of the newest marker", fontsize=10)
     for axes in (step, loss, restore):
         axes.set_xscale("log", base=2)
@@ -78,7 +77,7 @@ def scale(report: dict[str, Any], path: Path) -> None:
         if axes is not restore:
             axes.set_ylim(bottom=0)
         axes.grid(color="0.9")
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, loc="best" if axes is not restore else "center right")
     figure.suptitle("a model, not a measurement: " + report["scale_job"]["text"], fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=120)

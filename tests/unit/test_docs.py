@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*/README.md")])
 ROOT_COMMAND = typer.main.get_command(app)
 _TOOL = re.compile(r"^(?:\$ )?(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?stream-ckpt(?= )")
+_SHELL = {"|", "||", "&", "&&", ";", ">", ">>", "<", "2>", "2>&1"}
+"""What follows is for the shell, or another program."""
 _INLINE = re.compile(r"`stream-ckpt ([^`]+)`")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#{1,6} (.+)$", re.M)
@@ -39,7 +42,7 @@ def commands(page: str) -> Iterator[list[str]]:
 
 def problems(arguments: list[str]) -> list[str]:
     """What of one command line the tool does not have: a verb, or an option of it."""
-    command, rest = ROOT_COMMAND, list(arguments)
+    command, rest = ROOT_COMMAND, list(takewhile(lambda word: word not in _SHELL, arguments))
     while hasattr(command, "commands"):
         verbs = command.commands
         if not rest or rest[0].startswith("-"):
@@ -72,6 +75,7 @@ def test_commands_are_found_and_stale_ones_noticed() -> None:
     found = list(commands(text))
     assert found == [["list", "URI", "--tree"], ["gc", "URI", "--newest", "3"], ["trim", "URI", "--gone"]]
     assert [problems(line) for line in found] == [[], [], ["no option '--gone'"]]
+    assert problems(["list", "URI", "--json", "|", "python", "-m", "json.tool"]) == []
     assert problems(["compress", "URI"]) == ["no verb 'compress'"]
     assert problems(["broker", "start", "--dir", "x", "--rapid"]) == ["no option '--rapid'"]
     assert sum(1 for page in PAGES for _ in commands(page.read_text())) > 60

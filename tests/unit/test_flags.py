@@ -38,6 +38,7 @@ def test_every_setting_reaches_the_config(tmp_path: Path) -> None:
         "kafka_options": str(tmp_path / "kafka"),
         "commit_key_file": str(tmp_path / "key"),
         "metrics_port": "9400",
+        "metrics_host": "0.0.0.0",
         "tensorboard": "events",
     }
     argv = [word for name, value in flags.items() for word in (f"--{name}", value)]
@@ -51,6 +52,7 @@ def test_every_setting_reaches_the_config(tmp_path: Path) -> None:
         kafka_options=tmp_path / "kafka",
         commit_key_file=tmp_path / "key",
         metrics_port=9400,
+        metrics_host="0.0.0.0",
         tensorboard=Path("events"),
     )
 

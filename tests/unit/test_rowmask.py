@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchrec_stream_ckpt.capture import rowmask
 from torchrec_stream_ckpt.capture.rowmask import BLOCK, RowMask
 
 SHARDS = (0, 700, 730, 9_000)
@@ -65,8 +66,14 @@ class Twin:
 
 
 @settings(max_examples=300)
-@given(st.lists(EVENTS, max_size=25))
-def test_what_is_found_is_what_was_set_and_not_cleared(events: list[tuple[object, ...]]) -> None:
+@given(st.lists(EVENTS, max_size=25), st.sampled_from([0, TOTAL]))
+def test_what_is_found_is_what_was_set_and_not_cleared(events: list[tuple[object, ...]], small: int) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(rowmask, "_SMALL", small)
+        _replay(events)
+
+
+def _replay(events: list[tuple[object, ...]]) -> None:
     twin = Twin()
     for name, *arguments in events:
         getattr(twin, str(name))(*arguments)
@@ -84,8 +91,8 @@ def test_masks_of_all_sizes_find_their_first_and_last_row(total: int) -> None:
 
 
 def test_a_scan_reads_the_blocks_that_were_touched_and_no_others() -> None:
-    mask = RowMask(100 * BLOCK, CPU)
-    mask.fill_rows(torch.tensor([5, 40 * BLOCK]))
+    mask = RowMask(10_000 * BLOCK, CPU)
+    mask.fill(0, 10_000 * BLOCK, torch.tensor([5, 40 * BLOCK]))
     mask.bits[70 * BLOCK] = True  # nobody was told: a scan that found it would have read the whole mask
     found = mask.find()
     assert found.tolist() == [5, 40 * BLOCK]

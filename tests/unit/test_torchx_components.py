@@ -51,6 +51,12 @@ def test_every_log_of_a_tee_is_checked() -> None:
         dlrm("--stream_ckpt=file:///local", f"--stream_ckpt={KAFKA}")
 
 
+def test_more_ranks_than_samples_are_refused() -> None:
+    with pytest.raises(ComponentValidationException, match="smaller than the number of ranks, 8"):
+        dlrm("--batch_size", "7", j="1:2x4")
+    assert dlrm("--batch_size=8", j="1:2x4").roles[0].num_replicas == 2
+
+
 def test_more_processes_than_gpus_are_refused() -> None:
     with pytest.raises(ComponentValidationException, match="8 processes do not fit a node of 4 GPUs"):
         dlrm(j="1x8", gpu=4)
@@ -69,6 +75,7 @@ def test_an_elastic_job_restarts_and_waits_less_than_torchrun_by_itself_would() 
     assert "--rdzv_conf" not in fixed
     assert f"--max_restarts {roles.ELASTIC_RESTARTS}" in elastic
     assert f"--rdzv_conf {roles.ELASTIC_RENDEZVOUS}" in elastic
+    assert dlrm(j="1:3x1").roles[0].env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     chosen = command_of(dlrm(j="1:3x1", max_restarts=7, rdzv_conf="last_call_timeout=60").roles[0])
     assert "--max_restarts 7" in chosen
     assert "--rdzv_conf last_call_timeout=60" in chosen

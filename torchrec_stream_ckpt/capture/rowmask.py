@@ -2,7 +2,7 @@
 
 The plain scan of a mask costs 0.1 to 1 ns a row, whatever is set in it (docs/performance.md). On a CPU a second mask
 therefore holds a flag for each block of rows. Setting rows sets the flags of their blocks, so a scan reads the flags
-and the blocks that they name: it grows with what was set, and with a 256th of the table. On a GPU a scan is one
+and the blocks that they name: it grows with what was set, and with a 64th of the table. On a GPU a scan is one
 kernel at memory bandwidth, and there is no second mask.
 
 A flag may stand over a block in which nothing is set; never the other way round.
@@ -13,13 +13,15 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-_SHIFT = 8
+_SHIFT = 6
 BLOCK = 1 << _SHIFT
-"""Rows of a block: four cache lines of the mask."""
+"""Rows of a block: a cache line of the mask."""
+_SMALL = 100_000
 _FEW = 16
-"""A lookup of at most a 16th of a shard's rows flags its blocks one by one, a larger one flags the whole shard."""
-_MOSTLY = 4
-"""With a flag on more than a quarter of all blocks the whole mask is scanned."""
+"""A lookup flags its blocks one by one where a scan of the shard would cost more: with more rows than ``_SMALL`` and 16
+for each id. Else it flags the whole shard."""
+_MANY = 16
+"""With a flag on more than a 16th of all blocks the whole mask is scanned: it costs a 16th a block, read in order."""
 
 
 class RowMask:
@@ -31,14 +33,14 @@ class RowMask:
         self._padded = torch.zeros(blocks * BLOCK, dtype=torch.bool, device=device)
         self.bits = self._padded[: total + 1]
         """One byte a row; to be read. Whoever sets one here says so to ``flag``."""
-        self._flags = torch.zeros(blocks, dtype=torch.bool) if device.type == "cpu" else None
+        self._flags = np.zeros(blocks, np.bool_) if device.type == "cpu" else None
         self._found: torch.Tensor | None = None
         """What the last scan returned, unless something was set since."""
 
     def fill(self, begin: int, end: int, ids: torch.Tensor) -> None:
         """(CPU) Set the rows ``begin`` + ``ids`` of the shard [``begin``, ``end``)."""
         self.bits[begin:end].index_fill_(0, ids, True)
-        if ids.numel() * _FEW > end - begin:
+        if end - begin <= _SMALL + _FEW * ids.numel():
             self.flag(begin, end)
         else:
             self._flag_rows(ids + begin)
@@ -61,45 +63,45 @@ class RowMask:
     def _flag_rows(self, rows: torch.Tensor) -> None:
         self._found = None
         if self._flags is not None:
-            self._flags.index_fill_(0, rows >> _SHIFT, True)
+            self._flags[(rows >> _SHIFT).numpy()] = True
 
     def merge(self, other: RowMask) -> None:
         """Set what is set in ``other``, and clear it there."""
         self.bits.logical_or_(other.bits)
         self._found = None
         if self._flags is not None and other._flags is not None:
-            self._flags.logical_or_(other._flags)
+            self._flags |= other._flags
         other.clear_all()
 
     def clear(self, rows: torch.Tensor) -> None:
         """Clear linear rows. What the last ``find`` returned, handed back as it is, empties the mask at once."""
-        if rows is self._found and rows.numel() * _MOSTLY > self.total:
+        if rows is self._found and rows.numel() * 4 > self.total:
             self.bits[: self.total] = False
         else:
             self.bits.index_fill_(0, rows, False)
         if rows is self._found and self._flags is not None:
-            self._flags.zero_()
+            self._flags.fill(False)
         self._found = None
 
     def clear_all(self) -> None:
         self.bits.zero_()
         self._found = None
         if self._flags is not None:
-            self._flags.zero_()
+            self._flags.fill(False)
 
     def find(self) -> torch.Tensor:
         """The linear rows that are set, int64, ascending. On a GPU the host waits, to learn how many."""
         found = self._scan() if self._flags is not None else self.bits[: self.total].nonzero().flatten()
         self._found = found
         if self._flags is not None and not found.numel():
-            self._flags.zero_()
+            self._flags.fill(False)
         return found
 
     def _scan(self) -> torch.Tensor:
         """(CPU) numpy finds what is set four to eight times as fast as torch's ``nonzero``."""
         assert self._flags is not None
-        blocks = np.flatnonzero(self._flags.numpy())
-        if blocks.size * _MOSTLY > self._flags.numel():
+        blocks = np.flatnonzero(self._flags)
+        if blocks.size * _MANY > self._flags.size:
             return torch.from_numpy(np.flatnonzero(self.bits[: self.total].numpy()))
         hits = np.flatnonzero(self._padded.numpy().reshape(-1, BLOCK)[blocks])
         return torch.from_numpy((blocks[hits >> _SHIFT] << _SHIFT) + (hits & (BLOCK - 1)))

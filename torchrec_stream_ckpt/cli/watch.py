@@ -35,6 +35,7 @@ from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.types import MarkerId
 
 _GAP_EVERY_S = 30.0
+_LIST_EVERY_S = 10.0
 _DAY_S = 86_400.0
 
 Rate = Annotated[
@@ -67,6 +68,8 @@ class Watcher:
         self._rate = rate
         self._gap: tuple[MarkerId | None, float, str] = (None, 0.0, "")
         """(marker that was looked at, when, what it lacks)."""
+        self._held: tuple[MarkerId, float, Holdings | None] | None = None
+        """(newest marker when the store was listed, when that was, what it holds)."""
         self._last: Look | None = None
 
     def look(self) -> Look:
@@ -93,10 +96,16 @@ class Watcher:
             return replace(self._last, time_s=now, loss_s=loss_s, alerts=(alert, *kept))
 
     def _holdings(self, job: Job) -> Holdings | None:
-        if not job.lineage.commits:
+        """What the store holds: listed when there is a new marker, and now and then."""
+        newest = job.lineage.newest
+        if newest is None:
             return None
-        objects = job.objects()
-        return Holdings.load(objects, job.lineage) if check_store(objects) else None
+        now = time.monotonic()
+        if self._held is None or self._held[0] != newest.id or now - self._held[1] > _LIST_EVERY_S:
+            objects = job.objects()
+            held = Holdings.load(objects, job.lineage) if check_store(objects) else None
+            self._held = (newest.id, now, held)
+        return self._held[2]
 
     def _lacks(self, job: Job) -> str:
         """What the newest marker lacks: looked for when it is new, and now and then."""

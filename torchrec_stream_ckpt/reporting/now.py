@@ -144,9 +144,9 @@ def before(lineage: Lineage, commit: Commit) -> Commit | None:
     return lineage.commits[previous] if previous is not None else None
 
 
-def row(lineage: Lineage, commit: Commit, previous: Commit | None = None) -> MarkerRow:
-    """One marker; ``previous`` is the one before it in its generation, looked for when it is not given."""
-    previous = previous or before(lineage, commit)
+def row(lineage: Lineage, commit: Commit) -> MarkerRow:
+    """One marker."""
+    previous = before(lineage, commit)
     parent = lineage.claims[commit.generation].parent
     base = previous if previous is not None else lineage.commits.get(parent) if parent is not None else None
     return MarkerRow(
@@ -183,9 +183,16 @@ def restore_of(lineage: Lineage, commit: Commit, holdings: Holdings | None, byte
 
 def backlog_of(lineage: Lineage, holdings: Holdings, time_s: float) -> Backlog:
     known = holdings.catalog.markers | holdings.catalog.dropped
-    missing = [commit for commit in lineage.commits.values() if commit.id not in known]
+    newest: dict[int, Commit] = {}
+    missing, num_bytes = [], 0
+    for commit in lineage.commits.values():
+        if commit.id not in known:
+            missing.append(commit)
+            num_bytes += sent_bytes(commit)
+            num_bytes -= sent_bytes(newest[commit.generation]) if commit.generation in newest else 0
+        newest[commit.generation] = commit
     age_s = max(0.0, time_s - missing[0].time_s) if missing else 0.0
-    return Backlog(len(missing), sum(row(lineage, commit).num_bytes for commit in missing), age_s)
+    return Backlog(len(missing), num_bytes, age_s)
 
 
 def _ranks(lineage: Lineage, commit: Commit) -> tuple[RankRow, ...]:

@@ -71,9 +71,9 @@ def _cards(report: Report) -> str:
         ),
         ("Markers", f"{look.markers:,}", f"in {generations:,} generation{'s' * (generations != 1)}"),
         (
-            "Between markers",
+            "Interval",
             for_people(look.interval_s) if look.interval_s is not None else "-",
-            "median of the last",
+            "median between the last markers",
         ),
         (
             "Restore estimate",
@@ -83,7 +83,7 @@ def _cards(report: Report) -> str:
         (
             "Materializer",
             f"{look.backlog.markers:,} behind" if look.backlog else "none",
-            sections.size(look.backlog.num_bytes) if look.backlog else "no store is known",
+            sections.size(look.backlog.num_bytes) if look.backlog else "nobody folds the log",
         ),
     ]
     items = "".join(
