@@ -52,16 +52,25 @@ class Browser:
         self._buffer, self._number, self._session = b"", 0, ""
         self.complaints: list[str] = []
         """What the page's console has said, errors of loading and of its policy among it."""
-        (target,) = [each for each in self._ask("Target.getTargets")["targetInfos"] if each["type"] == "page"]
-        attached = self._ask("Target.attachToTarget", targetId=target["targetId"], flatten=True)
-        self._session = attached["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self._ask(f"{domain}.enable")
+        try:
+            target = self._ask("Target.createTarget", url="about:blank")[
+                "targetId"
+            ]  # its own page may not be there yet
+            self._session = self._ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+            for domain in ("Page", "Runtime", "Log", "Network"):
+                self._ask(f"{domain}.enable")
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Browser:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it, with all of its processes."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         os.close(self._read)
