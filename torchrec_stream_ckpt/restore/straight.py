@@ -15,7 +15,6 @@ import torch
 from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.frame import aligned
 from torchrec_stream_ckpt.format.segment import Entry, chunk_layout, entries_of
@@ -53,7 +52,6 @@ def read_runs(
     def copy(run: tuple[str, Entry, Move]) -> int:
         name, entry, move = run
         _copy(objects, plan.schema, name, entry, targets[move.target], move)
-        failpoint("restore.chunk")
         return entry.rows
 
     with ThreadPoolExecutor(max(THREADS_AT_LEAST, torch.get_num_threads()), "stream-ckpt-restore") as pool:
