@@ -31,10 +31,10 @@ class Browser:
         flags = ["--headless", "--disable-gpu", "--no-first-run", "--hide-scrollbars", "--disable-dev-shm-usage"]
         self._process = subprocess.Popen(
             [
-                "/bin/sh",
+                "bash",
                 "-c",
                 f'exec "$@" 3<&{to_read} 4>&{to_write}',
-                "sh",
+                "bash",
                 program,
                 *root,
                 *flags,

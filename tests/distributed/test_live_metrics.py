@@ -175,7 +175,7 @@ def test_a_log_that_takes_nothing_is_seen(tmp_path: Path) -> None:
         assert shut.loss_steps == 1
         assert shut.dirty_rows < 3 * ROWS
         assert shut.ring_used_bytes == shut.ring_limit_bytes == RING_BYTES
-        assert 1_000_000 < shut.unacknowledged_bytes <= RING_BYTES
+        assert 0 < shut.unacknowledged_bytes <= RING_BYTES
         assert shut.unacknowledged_frames >= 2
         assert opened.dirty_rows < FEW_ROWS < shut.dirty_rows
         assert opened.unacknowledged_bytes == opened.ring_used_bytes == 0
