@@ -64,6 +64,8 @@ def kill(job: subprocess.Popen[str]) -> None:
         job.wait(timeout=30)
     finally:
         job.kill()
+        if job.stdout is not None:
+            job.stdout.close()
 
 
 def losses(output: str) -> dict[int, float]:
@@ -74,11 +76,14 @@ def lines_until_killed(job: subprocess.Popen[str]) -> Iterator[str]:
     """What a job says until two steps behind the first marker that was committed."""
     assert job.stdout is not None
     committed = False
-    for line in job.stdout:
-        yield line
-        committed = committed or "marker 1:1 committed" in line
-        if committed and max(losses(line), default=0) >= MARKER_EVERY + 2:
-            kill(job)
+    try:
+        for line in job.stdout:
+            yield line
+            committed = committed or "marker 1:1 committed" in line
+            if committed and max(losses(line), default=0) >= MARKER_EVERY + 2:
+                break
+    finally:
+        kill(job)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
