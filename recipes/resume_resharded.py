@@ -77,7 +77,7 @@ def gather(dmp: torch.nn.Module, optimizer: Any) -> dict[str, State] | None:
     for parameter, values in optimizer.state_dict()["state"].items():
         for name, value in values.items():
             part = "fused" if isinstance(value, ShardedTensor) else "optimizer"
-            entries[part, f"state.{in_export(parameter) if part == 'fused' else parameter}.{name}"] = value
+            entries[part, f"state.{parameter}.{name}"] = value
     mine, state = {}, {part: State() for part in PARTS}
     for key, value in entries.items():
         if isinstance(value, ShardedTensor):
@@ -93,11 +93,6 @@ def gather(dmp: torch.nn.Module, optimizer: Any) -> dict[str, State] | None:
         held = [each[part, name] for each in everyone if (part, name) in each]
         state[part][name] = assemble(name, held[0][0], [shard for _, shards in held for shard in shards])
     return state
-
-
-def in_export(parameter: str) -> str:
-    """The state of an ``EmbeddingCollection``'s table: an export has it under an ``EmbeddingBagCollection``'s name."""
-    return parameter.replace(".embeddings.", ".embedding_bags.")
 
 
 def assemble(name: str, size: Sequence[int], shards: Sequence[tuple[Sequence[int], torch.Tensor]]) -> torch.Tensor:

@@ -4,7 +4,7 @@
 ``<module>.embedding_bags.<table>.weight``  a table, in chunks; ``<module>.embeddings.<table>.weight`` is
                                             another name of the same bytes
 ``state.<table's name>.<table>.momentum1``  first fused state, of the others by name: as
-                                            ``dmp.fused_optimizer.state_dict()`` has them
+                                            ``dmp.fused_optimizer.state_dict()`` has them; under both names, too
 ``<parameter>``                             the dense model, buffers included
 ``state.<parameter>.<state>``               dense optimizers, as a ``KeyedOptimizer`` has them
 ==========================================  =============================================================
@@ -118,8 +118,12 @@ def write_dcp(
     planner = _Planner([chunk for reader in readers for chunk in _chunks(reader, keys, states=states)], progress)
     aliases = {}
     for reader in readers:
-        first, second = TorchRecName.of(reader.spec).keys
+        name = TorchRecName.of(reader.spec)
+        first, second = name.keys
         aliases[".".join(keys.of_model(first))] = keys.of_model(second)
+        for position, state in enumerate(reader.spec.states if states else ()):
+            called = name.state_key(position, state.name)
+            aliases[".".join(keys.of_state(first, called))] = keys.of_state(second, called)
     writer = _Writer(folder, aliases)
     try:
         with warnings.catch_warnings():
