@@ -60,7 +60,8 @@ def test_each_marker_that_is_seen_is_the_one_that_live_ranks_cut(tmp_path: Path)
             truths[generation] = {step: weights_in(state) for step, state in truth.items()}
             kinds += _look(tables, seen)
     assert {marker.generation for marker in seen} == {1, 2, 3}
-    assert kinds.count(UpdateKind.LOAD) == 2  # the first one, and the branch
+    # The first one, the branch, and one more if the last marker of the first job, which nobody goes on from, was seen.
+    assert kinds.count(UpdateKind.LOAD) in (2, 3)
     assert UpdateKind.MARKER in kinds
     for marker, (step, weights) in seen.items():
         assert same(weights, truths[marker.generation][step]), marker

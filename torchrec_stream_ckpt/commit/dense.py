@@ -305,7 +305,10 @@ class DenseState:
             if group.get("fused") or group.get("capturable")
             for name in group["params"]
         }
-        for name, values in state.items():
+        for name in (name for group in saved["param_groups"] for name in group["params"]):
+            values = state.get(name)
+            if values is None:
+                continue
             parameter = parameters[name]
             known = before.get(id(parameter), {})
             optimizer.state[parameter] = {
