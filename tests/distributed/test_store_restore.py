@@ -130,8 +130,11 @@ SPLIT: dict[str, tuple[Spec, Spec]] = {
 }
 
 
-@pytest.mark.parametrize("policy", [NEVER, ALWAYS, SPANS], ids=["intervals", "bases", "spans"])
-@pytest.mark.parametrize("optimizer", ["rowwise", "sgd"])
+@pytest.mark.parametrize(
+    ("optimizer", "policy"),
+    [("rowwise", NEVER), ("rowwise", ALWAYS), ("rowwise", SPANS), ("sgd", SPANS)],
+    ids=["rowwise-intervals", "rowwise-bases", "rowwise-spans", "sgd-spans"],
+)
 def test_branches_and_changed_plans_come_back_from_the_store(
     optimizer: str, policy: Policy, histories: Histories, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
