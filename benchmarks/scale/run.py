@@ -13,20 +13,21 @@ import argparse
 import dataclasses
 import json
 import os
-import platform
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from live import Shape, options, spawn
-from real import measure, predict
-from units import NARROW, PROBES, WIDE, broker_produce, parts, probe, solve
+sys.path[1:1] = [str(Path(__file__).resolve().parents[1])]
 
-from torchrec_stream_ckpt.errors import StreamCkptError
-from torchrec_stream_ckpt.sizing import (
+from common import machine  # noqa: E402
+from live import Shape, options, spawn  # noqa: E402
+from real import measure, predict  # noqa: E402
+from units import NARROW, PROBES, WIDE, broker_produce, parts, probe, solve  # noqa: E402
+
+from torchrec_stream_ckpt.errors import StreamCkptError  # noqa: E402
+from torchrec_stream_ckpt.sizing import (  # noqa: E402
     Deployment,
     TableLoad,
     UnitCosts,
@@ -37,25 +38,12 @@ from torchrec_stream_ckpt.sizing import (
     restore_time,
     step_cost,
 )
-from torchrec_stream_ckpt.types import TableSpec
+from torchrec_stream_ckpt.types import TableSpec  # noqa: E402
 
 MARKERS_S = (10, 30, 120)
 GPU_TABLES, GPU_ROWS, GPU_DIM, GPU_BATCH, GPU_IDS, STEPS_PER_S = 26, 800_000, 128, 4096, 1, 5.0
 DENSE_BYTES = 400_000_000
 STORE_BYTES_PER_S_A_HOST = 1e9
-
-
-def machine() -> dict[str, Any]:
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
-    memory = next(line for line in Path("/proc/meminfo").read_text().splitlines() if "MemTotal" in line)
-    return {
-        "cpu": model.partition(":")[2].strip() or platform.machine(),
-        "cores": os.cpu_count(),
-        "memory": memory.split(maxsplit=1)[1],
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "load_average": os.getloadavg()[0],
-    }
 
 
 def measure_units(

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import statistics
 import sys
@@ -34,6 +33,7 @@ sys.path.insert(0, str(ROOT / "recipes"))
 
 sys.path[1:1] = [str(ROOT / "benchmarks")]
 
+from common import machine  # noqa: E402
 from data import CRITEO_ROWS  # noqa: E402
 
 # variant -> settings of its stream; None: no streaming at all
@@ -178,19 +178,6 @@ def _job(
     return Job(model, optimizer, StreamCheckpointer(model, optimizer, config=config))
 
 
-def _machine() -> dict[str, Any]:
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
-    memory = next(line for line in Path("/proc/meminfo").read_text().splitlines() if "MemTotal" in line)
-    return {
-        "cpu": model.partition(":")[2].strip() or platform.machine(),
-        "cores": os.cpu_count(),
-        "memory": memory.split(maxsplit=1)[1],
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "load_average": os.getloadavg()[0],
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1)
@@ -201,7 +188,7 @@ def main() -> None:
     parser.add_argument("--zipf", type=float, default=1.05)
     parser.add_argument("--out", type=Path, help="file the result as JSON")
     args = parser.parse_args()
-    machine = _machine()
+    here = machine()
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="step-time-", dir=os.environ.get("BENCH_DIR")) as scratch:
@@ -213,7 +200,7 @@ def main() -> None:
         "command": f"python benchmarks/step_time/run.py --ranks {args.ranks} --rounds {args.rounds} "
         f"--steps {args.steps} --config {args.config} --zipf {args.zipf}"
         + (f" --variants {' '.join(map(repr, args.variants))}" if args.variants != list(VARIANTS) else ""),
-        "machine": machine,
+        "machine": here,
         "variants": {name: _summary(name, blocks, args.steps) for name in args.variants},
     }
     _print(report)

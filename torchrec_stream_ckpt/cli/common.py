@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -235,3 +236,19 @@ def size(num_bytes: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1000
     return f"{value:.1f} TB"
+
+
+@contextlib.contextmanager
+def stopping(stop: Callable[[], object]) -> Iterator[None]:
+    """SIGTERM and SIGINT call ``stop``, so that a service ends where it stands; a second one ends the process."""
+
+    def on_signal(number: int, _: object) -> None:
+        stop()
+        signal.signal(number, signal.SIG_DFL)
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

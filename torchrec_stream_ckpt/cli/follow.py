@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json as json_
-import signal
 import sys
 import time
 from collections import deque
@@ -18,7 +17,16 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from torchrec_stream_ckpt.cli.common import CommitKeyFile, KafkaOptions, Store, StoreOptions, Uri, age, plain
+from torchrec_stream_ckpt.cli.common import (
+    CommitKeyFile,
+    KafkaOptions,
+    Store,
+    StoreOptions,
+    Uri,
+    age,
+    plain,
+    stopping,
+)
 from torchrec_stream_ckpt.errors import ConfigError, printable
 from torchrec_stream_ckpt.follower.core import Follower, follow
 from torchrec_stream_ckpt.follower.serve import Publisher
@@ -86,7 +94,7 @@ def follow_stream(
         publisher = Publisher(serve, encoding, serve_kafka_options) if serve is not None else None
         if publisher is not None:
             stack.callback(publisher.close)
-        stack.enter_context(_stopping(follower))
+        stack.enter_context(stopping(follower.stop))
         report = stack.enter_context(_reporter(follower, as_json=json))
         for update in follower.updates(0 if once else None):
             record = _read(update, publisher)
@@ -156,19 +164,3 @@ def _line(record: dict[str, Any]) -> str:
     text = f"{said}, step {record['step']}, {age(time.time() - record['age_s'])} old: "
     text += f"{record['rows']:,} rows in {record['took_s']:.2f} s"
     return printable(f"{text} ({tables})" if tables else text)
-
-
-@contextlib.contextmanager
-def _stopping(follower: Follower) -> Iterator[None]:
-    """SIGTERM and SIGINT end it behind the update at hand; a second one ends the process."""
-
-    def stop(number: int, _: object) -> None:
-        follower.stop()
-        signal.signal(number, signal.SIG_DFL)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

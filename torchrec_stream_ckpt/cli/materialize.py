@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from torchrec_stream_ckpt.cli.common import (
     Uri,
     kept_store,
     options_of,
+    stopping,
 )
 from torchrec_stream_ckpt.cli.events import reporter
 from torchrec_stream_ckpt.commit.control import Control
@@ -204,26 +204,10 @@ def materialize_log(
             closing.callback(endpoint.close)
         service.report = closing.enter_context(reporter(service, lambda: setup.where, as_json=json))
         service.report(Event("start", {"uri": uri, "store": store, "once": once}))
-        with _stopping(service):
+        with stopping(service.stop):
             ended = service.run(once=once, poll_s=poll_s)
     if once and not ended:  # by a signal: whoever waits for the store must not take it for complete
         raise typer.Exit(1)
-
-
-@contextlib.contextmanager
-def _stopping(service: Service) -> Iterator[None]:
-    """SIGTERM and SIGINT end the service where it stands; a second one ends the process."""
-
-    def stop(number: int, _: object) -> None:
-        service.stop()
-        signal.signal(number, signal.SIG_DFL)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _values(service: Service, crew: Crew | None) -> Mapping[str, float]:

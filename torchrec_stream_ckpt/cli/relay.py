@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json as json_
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -20,6 +19,7 @@ from torchrec_stream_ckpt.cli.common import (
     options_of,
     print_json,
     size,
+    stopping,
 )
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.config import StreamConfig, check_tiers
@@ -72,7 +72,7 @@ def relay_log(
             _print(standing_of(tiers), as_json=json)
             return
         service = RelayService(tiers, _reporter(as_json=json))
-        with _stopping(service):
+        with stopping(service.stop):
             done = service.run(once=once, poll_s=poll_s)
     if once and not done:
         raise typer.Exit(1)
@@ -125,19 +125,3 @@ def _line(event: Event) -> str:
         "stop": lambda: f"stopped: {size(fields['frames_bytes'])} of frames copied",
     }
     return text[event.event]()
-
-
-@contextlib.contextmanager
-def _stopping(service: RelayService) -> Iterator[None]:
-    """SIGTERM and SIGINT end the service where it stands; a second one ends the process."""
-
-    def stop(number: int, _: object) -> None:
-        service.stop()
-        signal.signal(number, signal.SIG_DFL)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
