@@ -67,8 +67,7 @@ class RestorePlan:
     @property
     def moves(self) -> list[Move]:
         """All of them once, in no order."""
-        of_reads = (move for reads in (self.stored, self.reads) for read in reads for move in read.moves)
-        return list(dict.fromkeys((*self.warm, *of_reads)))
+        return _distinct(self.warm, self.stored, self.reads)
 
     @property
     def source(self) -> str:
@@ -102,6 +101,12 @@ class RestorePlan:
         for position in sorted(self.merged):
             lines.append(f"  merge the row-wise state of {self.schema.tables[position].name}: not bit-exact")
         return "\n".join(lines)
+
+
+def _distinct(warm: Sequence[Move], stored: Sequence[StoreRead], reads: Sequence[StreamRead]) -> list[Move]:
+    """Their moves, each once: most pieces of a store have the same ones."""
+    of_reads = (move for each in (stored, reads) for read in each for move in read.moves)
+    return list(dict.fromkeys((*warm, *of_reads)))
 
 
 Hellos = Mapping[tuple[int, int], Hello]
@@ -160,7 +165,7 @@ def plan_reads(
         )
         for ancestor, end, after in streams(lineage, marker, held.reach if held is not None else None)
     ]
-    moves = list(dict.fromkeys((*warm, *(move for each in (stored, reads) for read in each for move in read.moves))))
+    moves = _distinct(warm, stored, reads)
     _check_cover(schema, targets, moves)
     return RestorePlan(
         marker,
