@@ -26,6 +26,7 @@ import time
 import zlib
 from concurrent.futures import Future
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 from torchrec_stream_ckpt.commit.collective import Team
@@ -83,7 +84,11 @@ class Coordinator:
         self._dense = dense
         self._team = team
         self._timeout_s = timeout_s
-        self._thread: threading.Thread | None = None
+        self._cuts: SimpleQueue[tuple[Cut, Future[Committed]] | None] = SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        # One thread for all markers: to start one, the training thread would wait for it, and for the interpreter.
+        threading.Thread(target=self._run, name="stream-ckpt-commit", daemon=True).start()
         self._seal = Seal()
         """That of the marker in flight."""
         self._abandoned = threading.Event()
@@ -98,33 +103,38 @@ class Coordinator:
         self._seal, self.failure = cut.seal, None
         future: Future[Committed] = Future()
         future.set_running_or_notify_cancel()
-        self._thread = threading.Thread(
-            target=self._run, args=(cut, future), name=f"stream-ckpt-commit-{cut.marker}", daemon=True
-        )
-        self._thread.start()
+        self._idle.clear()
+        self._cuts.put((cut, future))
         return future
 
     @property
     def busy(self) -> bool:
         """Whether a marker is in flight on this rank."""
-        return self._thread is not None and self._thread.is_alive()
+        return not self._idle.is_set()
 
     def settle(self, timeout_s: float | None = None) -> bool:
         """Wait for the marker in flight; whether it has settled."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-        return not self.busy
+        return self._idle.wait(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
         """Wait for the marker in flight, then give it up; whether it had settled."""
         settled = self.settle(timeout_s)
         self._seal.fail("the stream was closed")
         self._abandoned.set()
+        self._cuts.put(None)
         return settled
 
     # The commit thread.
 
-    def _run(self, cut: Cut, future: Future[Committed]) -> None:
+    def _run(self) -> None:
+        while (task := self._cuts.get()) is not None:
+            try:
+                self._settle(*task)
+            finally:
+                del task  # the copy of the dense state
+                self._idle.set()
+
+    def _settle(self, cut: Cut, future: Future[Committed]) -> None:
         generation = self._generation.claim.generation
         try:
             self._decide_together(cut)

@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 _IDLE_S = 0.05
 _POLL_S = 0.02
 _MAX_BATCH = 64
+_ENOUGH = 16
+_PAUSE_S = 0.01
+"""Rows are sent once there are so many frames of them, or none has come for so long."""
 _BACKOFF_S = (0.1, 5.0)
 
 
@@ -63,6 +66,10 @@ class Publisher:
         self._marks: dict[int, StreamEnd] = {}
         self._queue: deque[FrameBuffer] = deque()
         self._flight: deque[FrameBuffer] = deque()
+        self._enough = min(_ENOUGH, ring.capacity // 2)
+        self._due = False
+        """Whether what is queued is to be sent at once."""
+        self._queued_s = 0.0
         self._changed = threading.Condition()
         self._closing = False
         self._abandoned = threading.Event()
@@ -71,7 +78,11 @@ class Publisher:
         self._thread.start()
 
     def submit(self, buffer: FrameBuffer) -> int:
-        """Queue a frame whose header and payload are set; returns its seq. Never waits for the log."""
+        """Queue a frame whose header and payload are set; returns its seq. Never waits for the log.
+
+        A few frames of rows do not wake the publisher: while the next one is gathered it would take the interpreter
+        and memory bandwidth from the training thread (docs/performance.md). A MARK does.
+        """
         assert buffer.header is not None
         with self._changed:
             self._check()
@@ -80,7 +91,10 @@ class Publisher:
             self.rows += buffer.header.rows
             self.num_bytes += HEADER_LEN + buffer.header.payload_len
             self._queue.append(buffer)
-            self._changed.notify_all()
+            self._queued_s = time.monotonic()
+            if buffer.header.kind is not Kind.ROWS or len(self._queue) >= self._enough:
+                self._due = True
+                self._changed.notify_all()
             return seq
 
     def wait_mark(self, seq: int, timeout_s: float) -> StreamEnd | None:
@@ -171,9 +185,7 @@ class Publisher:
     def _pump(self, writer: DataWriter) -> bool:
         """Send what is queued and take in acknowledgements; whether there were any."""
         if not self._flight:
-            with self._changed:
-                if not self._queue and not self._closing:
-                    self._changed.wait(_IDLE_S)
+            self._await_frames()
         for _ in range(min(len(self._queue), _MAX_BATCH)):
             buffer = self._queue.popleft()
             self._seal(buffer)
@@ -185,6 +197,18 @@ class Publisher:
             failpoint("stream.acknowledged")
             self._acknowledge(acks)
         return bool(acks)
+
+    def _await_frames(self) -> None:
+        """Wait a moment for frames, and then until they are due."""
+        with self._changed:
+            if not self._queue and not self._closing:
+                self._changed.wait(_IDLE_S)
+            while self._queue and not (self._due or self._closing):
+                pause = self._queued_s + _PAUSE_S - time.monotonic()
+                if pause <= 0:
+                    break
+                self._changed.wait(pause)
+            self._due = False
 
     def _seal(self, buffer: FrameBuffer) -> None:
         header = buffer.header
