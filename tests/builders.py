@@ -164,9 +164,9 @@ def write(
     generation: int = 1,
     partition: int = 0,
     at: int = 0,
-    timeout_s: float = 0.0,
+    timeout_s: float = 10.0,
 ) -> list[Ack]:
-    """Append frames and return where they are; a file log has them at the first poll."""
+    """Append frames and return where they are, once they are durable."""
     sent, acks = list(frames), []
     deadline = time.monotonic() + timeout_s
     writer = log.open_writer(generation, partition, at)

@@ -93,7 +93,7 @@ def test_golden_frames_are_one_whole_stream(tmp_path: Path) -> None:
     writer = log.open_writer(1, 0, 0)
     for name in ("hello", "rows", "rows_slice", "mark"):
         writer.send(memoryview(golden(name)))
-    assert len(writer.poll(0)) == 4
+    assert len(writer.poll(5)) == 4
     writer.close()
     commit = parse_control(golden("commit"))
     assert isinstance(commit, Commit)

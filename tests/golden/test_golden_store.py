@@ -63,7 +63,7 @@ def write_log(directory: Path) -> FileLog:
     writer = log.open_writer(1, 0, 0)
     for name in ("hello", "rows", "rows_slice", "mark"):
         writer.send(memoryview(golden(name)))
-    assert len(writer.poll(0)) == 4
+    assert len(writer.poll(5)) == 4
     writer.close()
     return log
 

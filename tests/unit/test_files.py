@@ -203,7 +203,7 @@ def test_segments_roll_and_read_as_one(
     writer = log.open_writer(1, 0, 0)
     for frame in frames:
         writer.send(memoryview(frame))
-        writer.poll(0)
+        writer.poll(5)
     writer.close()
     bases = [0, len(b"".join(frames[:2])), len(b"".join(frames[:4]))]
     assert segments(tmp_path) == [segment_name(1, base) for base in bases]
@@ -219,7 +219,7 @@ def test_a_missing_segment_in_the_middle_is_refused(
     writer = log.open_writer(1, 0, 0)
     for frame in frames:
         writer.send(memoryview(frame))
-        writer.poll(0)
+        writer.poll(5)
     writer.close()
     (tmp_path / "data" / "p00000" / segment_name(1, len(frames[0]))).unlink()
     with pytest.raises(CorruptionError, match=f"the log ends at byte {len(frames[0])},"):
@@ -350,7 +350,7 @@ def test_a_full_disk_fails_the_writer_and_nothing_is_acknowledged(
 
     monkeypatch.setattr(os, "writev", full)
     with pytest.raises(LogUnavailableError, match="cannot write the stream: No space left") as refused:
-        writer.poll(0)
+        writer.poll(5)
     assert refused.value.hint == "free space on that file system"
     writer.close()
 
@@ -358,11 +358,11 @@ def test_a_full_disk_fails_the_writer_and_nothing_is_acknowledged(
 def test_a_segment_that_is_deleted_under_its_writer_fails_it(log: FileLog, tmp_path: Path, frames: list[bytes]) -> None:
     writer = log.open_writer(1, 0, 0)
     writer.send(memoryview(frames[0]))
-    assert len(writer.poll(0)) == 1
+    assert len(writer.poll(5)) == 1
     (tmp_path / "data" / "p00000" / segment_name(1, 0)).unlink()
     writer.send(memoryview(frames[1]))
     with pytest.raises(LogUnavailableError, match="the segment was deleted under its writer") as refused:
-        writer.poll(0)
+        writer.poll(5)
     assert refused.value.where == {"path": tmp_path / "data" / "p00000"}
     writer.close()
 
@@ -395,7 +395,7 @@ def test_a_writer_does_not_go_on_behind_a_hole_in_the_middle(
     writer = log.open_writer(1, 0, 0)
     for frame in frames[:3]:
         writer.send(memoryview(frame))
-        writer.poll(0)
+        writer.poll(5)
     writer.close()
     (tmp_path / "data" / "p00000" / segment_name(1, len(frames[0]))).unlink()
     end = sum(map(len, frames[:3]))
@@ -415,7 +415,7 @@ def test_short_writes_are_finished(log: FileLog, frames: list[bytes], monkeypatc
 def test_a_poll_with_nothing_sent_acknowledges_nothing(log: FileLog) -> None:
     writer = log.open_writer(1, 0, 0)
     assert isinstance(writer, FileWriter)
-    assert writer.poll(0) == []
+    assert writer.poll(5) == []
     writer.close()
     writer.close()
 

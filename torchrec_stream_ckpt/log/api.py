@@ -108,7 +108,7 @@ class LogReader(Protocol):
         """The log as it is now, or None when there is none yet."""
 
     def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
-        """(offset, frame) of everything in ``span``, in order. A frame is valid until the next one is asked for.
+        """(offset, frame) of everything in ``span``, in order. A frame may be kept.
 
         Raises:
             CorruptionError: the span is not there as a whole, or a frame's end cannot be told.

@@ -16,6 +16,7 @@ import re
 import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import pairwise, zip_longest
 from pathlib import Path
 
@@ -247,13 +248,20 @@ def _next_header(data: bytes, position: int, path: Path, start: int) -> Header |
 
 
 class FileWriter:
-    """Appends frames to one rank's segments; a poll makes all that was sent durable at once."""
+    """Appends frames to one rank's segments, and makes them durable behind the next ones that are written.
+
+    One sync runs at a time, on a thread of its own; the next one covers all that was written meanwhile.
+    """
 
     def __init__(self, folder: Path, generation: int, resume_at: int) -> None:
         self._folder = folder
         self._generation = generation
         self._end = resume_at
         self._sent: list[memoryview] = []
+        self._written: list[Ack] = []
+        """Frames that no sync covers yet."""
+        self._syncing: tuple[Future[None], list[Ack]] | None = None
+        self._syncer = ThreadPoolExecutor(1, "stream-ckpt-sync")
         self._fd = -1
         self._room = 0
         self._forget_beyond()
@@ -277,7 +285,7 @@ class FileWriter:
 
     def _roll(self) -> None:
         path = self._folder / segment_name(self._generation, self._end)
-        self.close()
+        self._close_segment()
         try:
             self._folder.mkdir(exist_ok=True)
             self._check_acknowledged()
@@ -308,28 +316,56 @@ class FileWriter:
         self._sent.append(frame)
 
     def poll(self, timeout_s: float) -> list[Ack]:
-        if not self._sent:
-            return []
-        if self._room <= 0:
-            self._roll()
         try:
-            _write_all(self._fd, self._sent)
-            failpoint("segment.written")
-            os.fdatasync(self._fd)
-            deleted = os.fstat(self._fd).st_nlink == 0
+            acks = self._write() if self._sent else []
+            self._sync()
+            acks += self._synced(0.0 if acks else timeout_s)
+            self._sync()
         except OSError as error:
             raise _unavailable("cannot write the stream", self._folder, error) from None
-        if deleted:
-            raise LogUnavailableError("the segment was deleted under its writer", path=self._folder)
+        return acks
+
+    def _write(self) -> list[Ack]:
+        """Append what was sent; returns what became durable at the end of a segment."""
         acks = []
+        if self._room <= 0:
+            while self._written or self._syncing:
+                self._sync()
+                acks += self._synced(None)
+            self._roll()
+        _write_all(self._fd, self._sent)
+        failpoint("segment.written")
         for frame in self._sent:
-            acks.append(Ack(self._end, self._end + len(frame)))
+            self._written.append(Ack(self._end, self._end + len(frame)))
             self._end += len(frame)
             self._room -= len(frame)
         self._sent.clear()
         return acks
 
+    def _sync(self) -> None:
+        """Begin to make durable what was written, unless a sync is under way."""
+        if self._written and self._syncing is None:
+            self._syncing = self._syncer.submit(os.fdatasync, self._fd), self._written
+            self._written = []
+
+    def _synced(self, timeout_s: float | None) -> list[Ack]:
+        """What the sync under way has made durable; waits so long for it, None: until it is over."""
+        if self._syncing is None:
+            return []
+        future, acks = self._syncing
+        if not wait([future], timeout_s).done:
+            return []
+        self._syncing = None
+        future.result()
+        if os.fstat(self._fd).st_nlink == 0:
+            raise LogUnavailableError("the segment was deleted under its writer", path=self._folder)
+        return acks
+
     def close(self) -> None:
+        self._syncer.shutdown()  # not before it is over: the number of the file may be another one's then
+        self._close_segment()
+
+    def _close_segment(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

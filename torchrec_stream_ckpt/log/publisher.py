@@ -192,7 +192,7 @@ class Publisher:
             self._flight.append(buffer)
             writer.send(buffer.view())
             failpoint("stream.sent")
-        acks = writer.poll(_POLL_S)
+        acks = writer.poll(0.0 if self._queue else _POLL_S)
         if acks:
             failpoint("stream.acknowledged")
             self._acknowledge(acks)
