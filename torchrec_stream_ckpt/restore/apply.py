@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -10,15 +10,12 @@ import torch
 
 from torchrec_stream_ckpt.adapter import FusedKernel
 from torchrec_stream_ckpt.errors import SchemaMismatchError
-from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import TableScalars
-from torchrec_stream_ckpt.format.frame import Header, Kind
-from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.log.api import LogReader
-from torchrec_stream_ckpt.log.stream import checked_payload, read_mark, read_stream
 from torchrec_stream_ckpt.restore.from_head import apply_head
+from torchrec_stream_ckpt.restore.from_log import apply_log
 from torchrec_stream_ckpt.restore.from_store import apply_store
-from torchrec_stream_ckpt.restore.plan import RestorePlan, StreamRead
+from torchrec_stream_ckpt.restore.plan import RestorePlan
 from torchrec_stream_ckpt.restore.reshard import Move, intersect
 from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.store.api import Objects
@@ -76,13 +73,9 @@ def apply_rows(
         applied += apply_store(plan, store.objects, targets)
         if plan.reach == plan.marker:
             scalars += [each for each in store.scalars if _concerns(each, plan.targets)]
-    for read in plan.reads:
-        for header, frame in read_stream(log, read.commit, read.end, read.after):
-            if header.kind is Kind.ROWS:
-                applied += _apply_frame(plan, read, header, frame, targets)
-                failpoint("restore.frame")
-            elif header.seq == read.end.frames - 1 and read.commit.id == plan.marker:
-                scalars += read_mark(header, frame, read.commit, read.end).scalars
+    rows, found = apply_log(plan, log, targets)
+    applied += rows
+    scalars += found
     for shard, target in targets.items():
         if plan.live is None:  # else every row was there before
             target.finish(plan.schema.tables[shard.table].name)
@@ -109,18 +102,6 @@ def _targets(plan: RestorePlan, kernels: list[FusedKernel]) -> dict[TableShard, 
             if key in plan.targets:
                 targets[key] = Target(key, weights, states, moves.get(key, ()), merged=key.table in plan.merged)
     return targets
-
-
-def _apply_frame(
-    plan: RestorePlan, read: StreamRead, header: Header, frame: memoryview, targets: Mapping[TableShard, Target]
-) -> int:
-    columns = (header.table, header.col0, header.cols)
-    moves = [move for move in read.moves if (move.source.table, move.source.col0, move.source.cols) == columns]
-    if not moves:
-        return 0
-    table = plan.schema.tables[header.table]
-    rows = decode_rows(header, checked_payload(header, frame, read.commit, read.end), table)
-    return sum(targets[move.target].put(move, rows) for move in moves)
 
 
 def _set_scalars(plan: RestorePlan, kernels: list[FusedKernel], records: Sequence[TableScalars]) -> None:

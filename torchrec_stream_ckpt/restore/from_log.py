@@ -1,0 +1,131 @@
+"""Restore rows from the log: read in order, checked by some threads, placed by others, a table by always the same one.
+
+A row stands in the log as often as it was sent, and the last one counts: frames of a table are placed in their order,
+those of different tables side by side.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.format.control import Schema, TableScalars
+from torchrec_stream_ckpt.format.frame import Header, Kind
+from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
+from torchrec_stream_ckpt.log.api import LogReader
+from torchrec_stream_ckpt.log.stream import checked_payload, read_mark, read_stream
+from torchrec_stream_ckpt.restore.plan import RestorePlan, StreamRead
+from torchrec_stream_ckpt.restore.reshard import Move
+from torchrec_stream_ckpt.restore.target import Target
+from torchrec_stream_ckpt.types import TableShard
+
+BATCH_BYTES = 8 * 2**20
+BATCH_FRAMES = 64
+BATCHES = 8
+"""As many batches are read ahead of the one that is waited for."""
+THREADS_AT_LEAST = 2
+"""One checks while another places, whatever torch may use for one operation."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """A frame of rows, and where they go."""
+
+    read: StreamRead
+    header: Header
+    data: memoryview
+    moves: tuple[Move, ...]
+
+
+def apply_log(
+    plan: RestorePlan, log: LogReader, targets: Mapping[TableShard, Target]
+) -> tuple[int, list[TableScalars]]:
+    """Write what ``plan.reads`` names into the targets.
+
+    Memory: ``BATCHES`` + 1 batches of frames where the log is no folder.
+
+    Returns:
+        How many row records were written, and the kernels' own state at the plan's marker.
+
+    Raises:
+        CorruptionError: the log is damaged or incomplete.
+    """
+    scalars: list[TableScalars] = []
+    placed: deque[Future[int]] = deque()
+    applied = 0
+    with ExitStack() as stack:
+        threads = max(THREADS_AT_LEAST, torch.get_num_threads())
+        checkers = stack.enter_context(ThreadPoolExecutor(threads, "stream-ckpt-check"))
+        lanes = [stack.enter_context(ThreadPoolExecutor(1, "stream-ckpt-place")) for _ in range(threads)]
+        for batch in _batches(_frames(plan, log, scalars)):
+            checked = checkers.submit(_check, plan.schema, batch)
+            for number, lane in enumerate(lanes):
+                mine = [at for at, frame in enumerate(batch) if frame.header.table % threads == number]
+                if mine:
+                    placed.append(lane.submit(_place, batch, checked, mine, targets))
+            while len(placed) > BATCHES * threads:
+                applied += placed.popleft().result()
+        applied += sum(each.result() for each in placed)
+    return applied, scalars
+
+
+def _frames(plan: RestorePlan, log: LogReader, scalars: list[TableScalars]) -> Iterator[_Frame]:
+    """The frames of rows that concern this rank, oldest first; what the last MARK says goes into ``scalars``."""
+    for read in plan.reads:
+        moves: dict[tuple[int, int, int], tuple[Move, ...]] = {}
+        for move in read.moves:
+            place = (move.source.table, move.source.col0, move.source.cols)
+            moves[place] = (*moves.get(place, ()), move)
+        for header, data in read_stream(log, read.commit, read.end, read.after):
+            if header.kind is Kind.ROWS:
+                wanted = moves.get((header.table, header.col0, header.cols))
+                if wanted:
+                    yield _Frame(read, header, data, wanted)
+            elif header.seq == read.end.frames - 1 and read.commit.id == plan.marker:
+                scalars += read_mark(header, data, read.commit, read.end).scalars
+
+
+def _batches(frames: Iterator[_Frame]) -> Iterator[list[_Frame]]:
+    batch: list[_Frame] = []
+    num_bytes = 0
+    for frame in frames:
+        batch.append(frame)
+        num_bytes += len(frame.data)
+        if num_bytes >= BATCH_BYTES or len(batch) == BATCH_FRAMES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def _check(schema: Schema, batch: Sequence[_Frame]) -> list[RowsView]:
+    return [
+        decode_rows(
+            frame.header,
+            checked_payload(frame.header, frame.data, frame.read.commit, frame.read.end),
+            schema.tables[frame.header.table],
+        )
+        for frame in batch
+    ]
+
+
+@torch.no_grad()
+def _place(
+    batch: Sequence[_Frame],
+    checked: Future[list[RowsView]],
+    numbers: Sequence[int],
+    targets: Mapping[TableShard, Target],
+) -> int:
+    """Write the rows of one lane's frames, once they are checked."""
+    rows = checked.result()
+    applied = 0
+    for number in numbers:
+        applied += sum(targets[move.target].put(move, rows[number]) for move in batch[number].moves)
+        failpoint("restore.frame")
+    return applied
