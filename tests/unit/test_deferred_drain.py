@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.unit.captured_job import BUDGET_BYTES, EVENTS, ROWS, Job
 from torchrec_stream_ckpt.capture.counts import LateCounts
 from torchrec_stream_ckpt.capture.hook import Drain
-from torchrec_stream_ckpt.capture.rowmask import RowMask
+from torchrec_stream_ckpt.capture.rowmask import BLOCK, RowMask
 from torchrec_stream_ckpt.capture.sweep import RangeSweep
 from torchrec_stream_ckpt.errors import UnsupportedError
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
@@ -231,6 +232,13 @@ def test_counts_are_by_shard_and_find_the_first_rows_of_each() -> None:
     mask.late.ask(mask.bits)
     copies.arrive()
     assert mask.late.take() == ([3, 0, 2], True)
+
+
+def test_a_few_ids_of_a_large_shard_are_marked_without_flags() -> None:
+    total = 10_000 * BLOCK
+    mask = RowMask(total, CPU, LateCounts((0, total), Copies()))
+    mask.fill(0, total, np.array([5]))
+    assert mask.find().tolist() == [5]
 
 
 def test_an_id_of_no_table_is_refused_once_the_counts_are_there_and_by_a_marker() -> None:

@@ -116,6 +116,7 @@ WITH_TORCH = frozenset(
         "planner.py",
         "restore/apply.py",
         "restore/from_head.py",
+        "restore/from_log.py",
         "restore/from_store.py",
         "restore/straight.py",
         "restore/target.py",

@@ -48,9 +48,10 @@ class TouchedRows:
             rows = self._kernel.linear_rows(lookup).clamp_(max=self.total)
             self._touched.fill_rows(rows)
             return
+        ids = lookup.indices.numpy()
         for (first, last), (begin, end) in zip(self._feature_rows, pairwise(self._bounds(lookup)), strict=True):
             if end > begin:
-                self._touched.fill(first, last, lookup.indices[begin:end].long())
+                self._touched.fill(first, last, ids[begin:end])
 
     def _bounds(self, lookup: Lookup) -> list[int]:
         """Where the ids of each feature begin, and where the last ones end."""
