@@ -502,7 +502,7 @@ class StreamCheckpointer:
             # First, and at every step: where steps touch more than the ring takes, the sweep must go on all the same.
             self._capture.sweep(drain, self._config.sweep_bytes)
             failpoint("sweep.sent")
-        if self._pace.drain_due(self._step, self._ring.used_bytes / self._ring.ring_bytes):
+        if self._capture.look(self._pace.drain_due(self._step, self._ring.used_bytes / self._ring.ring_bytes)):
             self._drain_touched(drain)
             failpoint("drain.sent")
 

@@ -182,7 +182,7 @@ def a_hook_that_is_gone(job: Trainer, checkpointer: StreamCheckpointer) -> None:
 
 def a_row_that_is_not_swept(_: Trainer, checkpointer: StreamCheckpointer) -> None:
     if dist.get_rank() == 1:
-        checkpointer._capture._masks[0]._unswept[5] = False
+        checkpointer._capture._masks[0]._sweep.unswept[5] = False
 
 
 def ids_that_are_off_by_one(_: Trainer, checkpointer: StreamCheckpointer) -> None:

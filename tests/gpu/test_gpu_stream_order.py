@@ -79,6 +79,12 @@ def on_a_side_stream(job: Job, number: int, *, late: bool) -> None:
         loss.backward()
 
 
+def count(checkpointer: StreamCheckpointer) -> None:
+    """The first half of a drain: at the next boundary it sends."""
+    checkpointer.step()
+    torch.cuda.synchronize()
+
+
 Update = Callable[[Job, StreamCheckpointer, pytest.MonkeyPatch], None]
 
 
@@ -90,6 +96,7 @@ def an_update_that_is_still_waiting(job: Job, checkpointer: StreamCheckpointer, 
 def an_update_behind_a_slow_drain(job: Job, checkpointer: StreamCheckpointer, patch: pytest.MonkeyPatch) -> None:
     """Without an event the update marks its rows, and then the drain clears those marks."""
     job.step()
+    count(checkpointer)
     with held_back(patch, TouchedRows, "sent"):
         checkpointer.step()
         on_a_side_stream(job, job.number, late=False)  # the same rows
@@ -99,6 +106,7 @@ def an_update_behind_a_slow_drain(job: Job, checkpointer: StreamCheckpointer, pa
 def a_prefetch_behind_a_slow_gather(job: Job, checkpointer: StreamCheckpointer, patch: pytest.MonkeyPatch) -> None:
     """Without an event a dirty row leaves the cache after its table was read and before the cache is asked."""
     job.step()
+    count(checkpointer)
     (group,) = job.groups()
     next_batch = job.batch(301)
     indices, offsets = raw(group, next_batch)

@@ -89,11 +89,14 @@ MAY_IMPORT: dict[str, set[str]] = {
 WITH_TORCH = frozenset(
     {
         *(source for source in SOURCES if source.startswith("adapter/")),
+        "capture/counts.py",
+        "capture/found.py",
         "capture/hook.py",
         "capture/oracle.py",
         "capture/rowmask.py",
         "capture/shards.py",
         "capture/staging.py",
+        "capture/sweep.py",
         "capture/touched.py",
         "checkpointer.py",
         "commit/cadence.py",

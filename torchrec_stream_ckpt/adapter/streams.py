@@ -38,7 +38,7 @@ class StreamOrder:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Rows are read on the current stream, by what is queued inside: behind all changes so far.
+        """Rows are read on the current stream, by what is queued inside: behind all changes and readings so far.
 
         Waiting for whole streams, not for one event of each, also waits for what was queued behind ``writing()``.
         """
@@ -48,6 +48,8 @@ class StreamOrder:
         stream = torch.cuda.current_stream(self._device)
         for writer in tuple(self._writers):
             stream.wait_stream(writer)
+        if self._read is not None:  # marks that it cleared, where the last reading was on another stream
+            stream.wait_event(self._read)
         try:
             yield
         finally:

@@ -20,6 +20,8 @@ from functools import partial
 import torch
 
 from torchrec_stream_ckpt.adapter import FusedKernel, Lookup
+from torchrec_stream_ckpt.capture.counts import Record, deferral
+from torchrec_stream_ckpt.capture.found import Found
 from torchrec_stream_ckpt.capture.staging import RowStager, StreamIdentity
 from torchrec_stream_ckpt.capture.touched import TouchedRows
 from torchrec_stream_ckpt.format.control import Schema, TableScalars
@@ -59,12 +61,24 @@ class FrozenCut:
 
 
 class Capture:
-    """Hooks every fused kernel of this rank. All methods but the hooks run on the training thread."""
+    """Hooks every fused kernel of this rank. All methods but the hooks run on the training thread.
 
-    def __init__(self, kernels: list[FusedKernel], schema: Schema) -> None:
+    Args:
+        kernels: All of this rank.
+        schema: Of the job.
+        defer: Device -> how drains of kernels there learn without waiting how many rows are marked; None: they look.
+    """
+
+    def __init__(
+        self,
+        kernels: list[FusedKernel],
+        schema: Schema,
+        defer: Callable[[torch.device], Record | None] = deferral,
+    ) -> None:
         self._kernels = kernels
         self._index = schema.index()
-        self._masks = [TouchedRows(kernel) for kernel in kernels]
+        self._masks = [TouchedRows(kernel, defer(kernel.device)) for kernel in kernels]
+        self._deferred = [position for position, mask in enumerate(self._masks) if mask.deferred]
         self._stagers: list[list[RowStager]] = []
         self._ring: FrameRing | None = None
         self._submit: Callable[[FrameBuffer], int] | None = None
@@ -105,22 +119,44 @@ class Capture:
             tables = [self._index[shard.table.name] for shard in kernel.shards]
             mask.sweep_again([position for position, table in enumerate(tables) if table in swept])
 
-    def drain(self, drain: Drain) -> bool:
-        """Send the touched rows that find space; the rest stays marked. Whether nothing is left.
+    def look(self, due: bool) -> bool:
+        """(each step boundary without an open cut) Whether to call ``drain`` now. Never waits.
 
+        On a CPU: when a drain is due. On a GPU the host must not wait for the number of rows, so a drain that is due
+        is made in two halves: here the rows are counted, and at the first later boundary where the counts have
+        arrived, due or not, it is time for the other one.
+        """
+        if not self._deferred:
+            return due
+        asked = [position for position in self._deferred if self._masks[position].asked]
+        if asked:
+            return all(self._masks[position].counted for position in asked)
+        if due:
+            for position in self._deferred:
+                with self._kernels[position].reading():
+                    self._masks[position].ask()
+        return False
+
+    def drain(self, drain: Drain) -> bool:
+        """Send the touched rows that find space; the rest stays marked. Whether all that it looked at found space.
+
+        It looks at all of them; on a GPU at as many as ``look`` has counted, and at none without that.
         Not while a cut is being sent: newer values in front of its MARK would be taken for its own.
         """
         assert self._cut is None
-        if not self._may_send(drain):
-            return False
-        for position, (kernel, mask) in enumerate(zip(self._kernels, self._masks, strict=True)):
-            with kernel.reading():
-                mask.check_ids()
-                rows = mask.touched()
-                self._left[position] = rows.numel()
-                if not self._send(position, rows, drain, partial(self._drained, position)):
-                    return False
-        return True
+        try:
+            return self._may_send(drain) and all(self._drain_kernel(drain, n) for n in range(len(self._kernels)))
+        finally:
+            for position in self._deferred:
+                self._masks[position].forget_counts()  # what found no space goes with the next one that is due
+
+    def _drain_kernel(self, drain: Drain, position: int) -> bool:
+        with self._kernels[position].reading():
+            found = self._masks[position].look()
+            if found is None:
+                return False
+            self._left[position] = found.rows.numel()
+            return self._send(position, found, drain, partial(self._drained, position))
 
     def _drained(self, position: int, rows: torch.Tensor) -> None:
         self._left[position] -= rows.numel()
@@ -135,10 +171,10 @@ class Capture:
             row_bytes = max((stager.row_bytes for stager in self._stagers[position]), default=1)
             while not mask.swept and max_bytes > 0:
                 with self._kernels[position].reading():
-                    rows = mask.unswept(max(1, max_bytes // row_bytes))
-                    if not self._send(position, rows, drain, mask.sent):
+                    found = mask.unswept(max(1, max_bytes // row_bytes))
+                    if not self._send(position, found, drain, mask.sweep_sent):
                         return False
-                max_bytes -= rows.numel() * row_bytes
+                max_bytes -= found.rows.numel() * row_bytes
         return True
 
     @property
@@ -182,7 +218,7 @@ class Capture:
                     return False
                 rows = mask.frozen()
                 self._left_frozen[position] = rows.numel()
-                if not self._send(position, rows, drain, partial(self._pushed, position)):
+                if not self._send(position, Found(rows), drain, partial(self._pushed, position)):
                     return False
         return self._cut is not None
 
@@ -242,7 +278,7 @@ class Capture:
         try:
             with self._kernels[position].reading():
                 rows = find()
-                sent = self._send(position, rows, drain, self._masks[position].frozen_sent)
+                sent = self._send(position, Found(rows), drain, self._masks[position].frozen_sent)
             if sent:
                 self.saved_rows += rows.numel()
             else:
@@ -280,13 +316,15 @@ class Capture:
             self._removers.pop()()
 
     @torch.no_grad()
-    def _send(self, position: int, rows: torch.Tensor, drain: Drain, on_sent: Callable[[torch.Tensor], None]) -> bool:
-        """Gather and submit linear ``rows`` of one kernel; whether all of them found space."""
+    def _send(self, position: int, found: Found, drain: Drain, on_sent: Callable[[torch.Tensor], None]) -> bool:
+        """Gather and submit rows of one kernel; whether all of them found space."""
+        rows, cuts = found
         if not rows.numel():
             return True
         assert self._submit is not None
         kernel, mask = self._kernels[position], self._masks[position]
-        cuts = torch.searchsorted(rows, torch.tensor(mask.bases, device=rows.device)).tolist()
+        if cuts is None:
+            cuts = torch.searchsorted(rows, torch.tensor(mask.bases, device=rows.device)).tolist()
         weights, states = kernel.weights(), kernel.states()
         for shard, stager in enumerate(self._stagers[position]):
             for begin in range(cuts[shard], cuts[shard + 1], stager.max_rows):

@@ -3,7 +3,8 @@
 The plain scan of a mask costs 0.1 to 1 ns a row, whatever is set in it (docs/performance.md). On a CPU a second mask
 therefore holds a flag for each block of rows. Setting rows sets the flags of their blocks, so a scan reads the flags
 and the blocks that they name: it grows with what was set, and with a 64th of the table. On a GPU a scan is one
-kernel at memory bandwidth, and there is no second mask.
+kernel at memory bandwidth, and there is no second mask; there the mask owns counts of its rows that are on their way
+to the host (``counts``), and drops them whenever it clears a row.
 
 A flag may stand over a block in which nothing is set; never the other way round.
 """
@@ -15,6 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from torchrec_stream_ckpt.capture.counts import LateCounts
 
 Ids = npt.NDArray[np.integer[Any]]
 
@@ -33,16 +36,23 @@ _DENSE = 32
 
 
 class RowMask:
-    """A bool mask over ``total`` linear rows and one more, where ids that lie in no table are marked (on a GPU)."""
+    """A bool mask over ``total`` linear rows and one more, where ids that lie in no table are marked (on a GPU).
 
-    def __init__(self, total: int, device: torch.device) -> None:
+    Args:
+        total: Rows.
+        device: Of the tables.
+        late: Counts rows for a host that does not wait; None: the host scans.
+    """
+
+    def __init__(self, total: int, device: torch.device, late: LateCounts | None = None) -> None:
         self.total = total
+        self.late = late
         blocks = total // BLOCK + 1
         self._padded = torch.zeros(blocks * BLOCK, dtype=torch.bool, device=device)
         self.bits = self._padded[: total + 1]
         """One byte a row; to be read. Whoever sets one here says so to ``flag``."""
         self._bits = self.bits.numpy() if device.type == "cpu" else np.empty(0, np.bool_)
-        self._flags = np.zeros(blocks, np.bool_) if device.type == "cpu" else None
+        self._flags = np.zeros(blocks, np.bool_) if device.type == "cpu" and late is None else None
         self._found: torch.Tensor | None = None
         """What the last scan returned, unless something was set since."""
 
@@ -52,7 +62,7 @@ class RowMask:
         By numpy: of 4096 ids ``index_fill_`` takes twice as long, most of it to be called.
         """
         self._bits[begin:end][ids] = True
-        if end - begin <= _SMALL + _FEW * len(ids):
+        if end - begin <= _SMALL + _FEW * len(ids) or self._flags is None:
             self.flag(begin, end)
         else:
             self._flag_rows(ids + np.int64(begin))
@@ -95,13 +105,24 @@ class RowMask:
             self.bits.index_fill_(0, rows, False)
         if rows is self._found and self._flags is not None:
             self._flags.fill(False)
-        self._found = None
+        self._cleared()
 
     def clear_all(self) -> None:
         self.bits.zero_()
-        self._found = None
         if self._flags is not None:
             self._flags.fill(False)
+        self._cleared()
+
+    def forget_ids(self) -> None:
+        """Clear the mark of ids that lie in no table."""
+        self.bits[self.total] = False
+        self._cleared()
+
+    def _cleared(self) -> None:
+        """Fewer rows are set than were found or counted."""
+        self._found = None
+        if self.late is not None:
+            self.late.drop()
 
     def find(self) -> torch.Tensor:
         """The linear rows that are set, int64, ascending. On a GPU the host waits, to learn how many."""

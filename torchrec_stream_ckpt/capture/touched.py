@@ -1,8 +1,8 @@
 """Which rows have to be sent: a bit for each row that changed, another for each that was never sent.
 
 All are bool masks over the linear row space of one kernel (its shards one behind the other) and live on
-the tables' device: three bytes a row. Marking is a scatter; nothing here grows. A drain does not read the whole mask
-where little of it is set (``rowmask``).
+the tables' device: three bytes a row, on a GPU two (``sweep``). Marking is a scatter; nothing here grows. A drain does
+not read the whole mask where little of it is set (``rowmask``), and on a GPU it does not wait for what is (``counts``).
 
 There are two masks of touched rows. Updates mark in one of them. A cut swaps them: the other one then holds the
 *frozen* rows, those of the cut that have not been sent yet, and becomes empty as they are.
@@ -15,21 +15,30 @@ from itertools import pairwise
 import torch
 
 from torchrec_stream_ckpt.adapter import FusedKernel, Lookup
+from torchrec_stream_ckpt.capture.counts import LateCounts, Record
+from torchrec_stream_ckpt.capture.found import Found
 from torchrec_stream_ckpt.capture.rowmask import RowMask
+from torchrec_stream_ckpt.capture.sweep import MaskSweep, RangeSweep
 from torchrec_stream_ckpt.errors import UnsupportedError
 
 
 class TouchedRows:
-    """The masks of one kernel."""
+    """The masks of one kernel.
 
-    def __init__(self, kernel: FusedKernel) -> None:
+    Args:
+        kernel: Holds the rows.
+        record: How drains learn how many rows are marked without waiting for a GPU; None: the host looks (a CPU).
+    """
+
+    def __init__(self, kernel: FusedKernel, record: Record | None = None) -> None:
         self._kernel = kernel
         self.bases = kernel.bases
         self.total = self.bases[-1]
-        self._touched = RowMask(self.total, kernel.device)
-        self._frozen = RowMask(self.total, kernel.device)
-        self._unswept = torch.zeros(self.total, dtype=torch.bool, device=kernel.device)
-        self._cursor = self.total
+        self._touched, self._frozen = (
+            RowMask(self.total, kernel.device, LateCounts(self.bases, record) if record is not None else None)
+            for _ in range(2)
+        )
+        self._sweep = RangeSweep(self.bases, kernel.device) if record is not None else MaskSweep(self.bases)
         self._feature_rows = [(self.bases[shard], self.bases[shard + 1]) for shard in kernel.feature_shards]
         """For each feature, the linear rows of its shard."""
 
@@ -62,9 +71,7 @@ class TouchedRows:
 
     def sweep_again(self, shards: list[int]) -> None:
         """Every row of these shards is to be sent once, whether a step touches it or not."""
-        for shard in shards:
-            self._unswept[self.bases[shard] : self.bases[shard + 1]] = True
-        self._cursor = 0 if shards else self._cursor
+        self._sweep.again(shards)
 
     def check_ids(self) -> None:
         """(GPU) Say it when an update has got an id that lies in no table; a CPU kernel raises by itself.
@@ -72,7 +79,10 @@ class TouchedRows:
         FBGEMM's bounds check lets -1 pass, and its CUDA backward then writes the row in front of the table
         (``linearize_index_kernel`` adds the table's first row without a look at the sign): no mark would be true.
         """
-        if self._touched.bits[self.total]:
+        self._refuse_ids(bool(self._touched.bits[self.total]))
+
+    def _refuse_ids(self, trained: bool) -> None:
+        if trained:
             raise UnsupportedError(
                 "an id of -1 was trained: on a GPU the fused update then writes outside of its table",
                 hint="drop such ids before the lookup",
@@ -81,44 +91,96 @@ class TouchedRows:
 
     def forget_ids(self) -> None:
         """What was trained so far is sent as it is, whatever changed it."""
-        self._touched.bits[self.total] = False
-        self._frozen.bits[self.total] = False
+        self._touched.forget_ids()
+        self._frozen.forget_ids()
+
+    # What a drain looks at.
+
+    @property
+    def deferred(self) -> bool:
+        """Whether a drain needs counts that were asked for before."""
+        return self._touched.late is not None
+
+    def ask(self) -> None:
+        """(deferred) Have the touched rows counted. Never waits."""
+        assert self._touched.late is not None
+        self._touched.late.ask(self._touched.bits)
+
+    @property
+    def asked(self) -> bool:
+        """(deferred) Whether counts are on their way, or there."""
+        return self._touched.late is not None and self._touched.late.asked
+
+    @property
+    def counted(self) -> bool:
+        """(deferred) Whether the counts are there."""
+        return self._touched.late is not None and self._touched.late.arrived
+
+    def forget_counts(self) -> None:
+        """(deferred) The next drain needs new ones."""
+        if self._touched.late is not None:
+            self._touched.late.drop()
+
+    def look(self) -> Found | None:
+        """Rows to drain: all that changed since they were last sent, or as many as the counts say, once.
+
+        Returns:
+            None when the counts are not there.
+
+        Raises:
+            UnsupportedError: as ``check_ids``.
+        """
+        late = self._touched.late
+        if late is None:
+            self.check_ids()
+            return Found(self.touched())
+        taken = late.take()
+        if taken is None:
+            return None
+        counts, outside = taken
+        self._refuse_ids(outside)
+        return late.first(self._touched.bits, counts)
 
     def touched(self) -> torch.Tensor:
-        """Linear rows that changed since they were last sent, ascending."""
+        """Linear rows that changed since they were last sent, ascending. On a GPU the host waits."""
         return self._touched.find()
 
-    def unswept(self, limit: int) -> torch.Tensor:
-        """Up to ``limit`` rows that were never sent, ascending; skips over what has been."""
-        found = torch.empty(0, dtype=torch.int64, device=self._unswept.device)
-        while self._cursor < self.total and not found.numel():
-            window = self._unswept[self._cursor : self._cursor + limit]
-            found = window.nonzero().flatten() + self._cursor
-            if not found.numel():
-                self._cursor += window.numel()
-        return found
+    def unswept(self, limit: int) -> Found:
+        """Up to ``limit`` rows to be swept, none when ``swept``. Where drains are deferred, of one shard."""
+        return self._sweep.window(limit)
 
     @property
     def swept(self) -> bool:
         """Whether every row has been sent at least once, as far as is known without a scan."""
-        return self._cursor >= self.total
+        return not self._sweep.left
 
     @property
     def swept_rows(self) -> int:
         """How many rows the sweep has behind it, as far as is known without a scan."""
-        return min(self._cursor, self.total)
+        return self.total - self._sweep.left
 
     def sent(self, rows: torch.Tensor) -> None:
         """These rows were gathered: they have to be sent again only if they change again."""
         self._touched.clear(rows)
-        if not self.swept:
-            self._unswept.index_fill_(0, rows, False)
+        if isinstance(self._sweep, MaskSweep):
+            self._sweep.sent(rows)
+
+    def sweep_sent(self, rows: torch.Tensor) -> None:
+        """What ``unswept`` has returned, or the first of it, was gathered.
+
+        On a GPU marks of these rows stay: to clear them would drop the counts, and a sweep goes on at every step.
+        """
+        if isinstance(self._sweep, RangeSweep):
+            self._sweep.advance(rows.numel())
+        else:
+            self.sent(rows)
 
     # A cut.
 
     def freeze(self) -> None:
         """What is touched now belongs to a cut; what is touched from here on does not. The last cut must be over."""
         self._touched, self._frozen = self._frozen, self._touched
+        self.forget_counts()
 
     def thaw(self) -> None:
         """The cut is over: frozen rows that were not sent are touched rows again."""

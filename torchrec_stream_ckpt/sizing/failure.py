@@ -13,7 +13,7 @@ ID_BYTES = 8
 LOG_ALONE_S = 86_400.0
 """Age of a job without a materializer for which its restore is planned."""
 MASK_BYTES_PER_ROW = 3
-"""Bool masks over the rows of a rank: touched, frozen, unswept (``capture/touched.py``)."""
+"""Bool masks over the rows of a rank: touched, frozen, and on a CPU unswept (``capture/touched.py``)."""
 
 
 @dataclass(frozen=True, slots=True)

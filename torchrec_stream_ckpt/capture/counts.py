@@ -1,0 +1,87 @@
+"""(GPU) How many rows are marked, for a host that does not wait for the answer.
+
+The host must know how many rows a drain sends: frames, their sections and the ring depend on it. So the marks of each
+shard are counted on the device at one step boundary, and the numbers are used at a later one, once they have arrived.
+Updates only set marks, and whoever clears any drops the counts (``RowMask``). So a count is a *lower bound* of what is
+marked later, and ``nonzero_static`` finds so many rows without anything to wait for. The first marked rows of a shard
+are taken, whenever they were marked, as they are then; what is marked beyond the count stays marked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+
+import torch
+
+from torchrec_stream_ckpt.capture.found import Found
+
+Record = Callable[[torch.device], Callable[[], bool]]
+"""Notes what is queued on a device by now; what it returns says, without waiting, whether all of it is done."""
+
+
+def record_event(device: torch.device) -> Callable[[], bool]:
+    """(GPU) By an event on the current stream."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    query: Callable[[], bool] = event.query
+    return query
+
+
+def deferral(device: torch.device) -> Record | None:
+    """How the host learns of counts: by an event on a GPU; None: it looks at the masks itself, as on a CPU."""
+    return record_event if device.type == "cuda" else None
+
+
+class LateCounts:
+    """The counts of one mask, from when they are asked for until they are used or dropped.
+
+    Args:
+        bases: Linear row of each shard's first row, and the number of rows.
+        record: Notes the moment behind the copy to the host.
+    """
+
+    def __init__(self, bases: tuple[int, ...], record: Record) -> None:
+        self._bases = bases
+        self._record = record
+        self._asked: tuple[torch.Tensor, Callable[[], bool]] | None = None
+
+    def ask(self, bits: torch.Tensor) -> None:
+        """Queue the counts of a mask, bool, shape (rows + 1,), on the current stream, and their copy to the host."""
+        ends = (*self._bases, self._bases[-1] + 1)  # the last one is of ids that lie in no table
+        counts = torch.stack([bits[begin:end].sum() for begin, end in pairwise(ends)])
+        # Memory of its own each time: a copy that was dropped may still be on its way.
+        host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=bits.is_cuda)
+        host.copy_(counts, non_blocking=True)
+        self._asked = host, self._record(bits.device)
+
+    def drop(self) -> None:
+        """Marks were cleared: more may have been counted than are set."""
+        self._asked = None
+
+    @property
+    def asked(self) -> bool:
+        return self._asked is not None
+
+    @property
+    def arrived(self) -> bool:
+        """Whether they can be taken. Does not wait."""
+        return self._asked is not None and self._asked[1]()
+
+    def take(self) -> tuple[list[int], bool] | None:
+        """(marked rows of each shard, whether an id that lies in no table was marked), once; None: not yet."""
+        if self._asked is None or not self.arrived:
+            return None
+        *counts, outside = self._asked[0].numpy().tolist()
+        self._asked = None
+        return counts, bool(outside)
+
+    def first(self, bits: torch.Tensor, counts: list[int]) -> Found:
+        """The first ``counts`` marked rows of each shard; no more than there are."""
+        rows = [
+            torch.nonzero_static(bits[begin:end], size=count).view(-1) + begin
+            for (begin, end), count in zip(pairwise(self._bases), counts, strict=True)
+            if count
+        ]
+        none = torch.empty(0, dtype=torch.int64, device=bits.device)
+        return Found(torch.cat(rows) if rows else none, (0, *accumulate(counts)))

@@ -1,0 +1,82 @@
+"""Which rows of a kernel were never sent, and go beside what steps touch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from torchrec_stream_ckpt.capture.found import Found
+
+
+class MaskSweep:
+    """(CPU) By a byte a row: a row that a drain has sent is passed over."""
+
+    def __init__(self, bases: tuple[int, ...]) -> None:
+        self._bases = bases
+        self._total = bases[-1]
+        self.unswept = torch.zeros(self._total, dtype=torch.bool)
+        self._cursor = self._total
+
+    def again(self, shards: list[int]) -> None:
+        """Every row of these shards is to be sent once, whether a step touches it or not."""
+        for shard in shards:
+            self.unswept[self._bases[shard] : self._bases[shard + 1]] = True
+        self._cursor = 0 if shards else self._cursor
+
+    def window(self, limit: int) -> Found:
+        """Up to ``limit`` rows that were never sent; skips over what has been."""
+        found = torch.empty(0, dtype=torch.int64)
+        while self._cursor < self._total and not found.numel():
+            window = self.unswept[self._cursor : self._cursor + limit]
+            found = window.nonzero().flatten() + self._cursor
+            if not found.numel():
+                self._cursor += window.numel()
+        return Found(found)
+
+    def sent(self, rows: torch.Tensor) -> None:
+        """These rows were sent, by whomever."""
+        if self.left:
+            self.unswept.index_fill_(0, rows, False)
+
+    @property
+    def left(self) -> int:
+        """Rows that are not behind the sweep, as far as is known without a scan."""
+        return self._total - self._cursor
+
+
+class RangeSweep:
+    """(GPU) By ranges that the host knows: nothing is read. What a drain sends meanwhile is sent once more."""
+
+    def __init__(self, bases: tuple[int, ...], device: torch.device) -> None:
+        self._bases = bases
+        self._device = device
+        self._next = list(bases[1:])
+        """For each shard, the linear row at which the sweep goes on; its end, once it is through."""
+
+    def again(self, shards: list[int]) -> None:
+        """Every row of these shards is to be sent once."""
+        for shard in shards:
+            self._next[shard] = self._bases[shard]
+
+    def window(self, limit: int) -> Found:
+        """Up to ``limit`` rows of the first shard that is not through."""
+        begin, end = next(((begin, end) for _, begin, end in self._ranges() if begin < end), (0, 0))
+        end = min(end, begin + limit)
+        cuts = [min(max(base, begin), end) - begin for base in self._bases]
+        return Found(torch.arange(begin, end, dtype=torch.int64, device=self._device), cuts)
+
+    def advance(self, rows: int) -> None:
+        """The first ``rows`` of the window were sent."""
+        shard = next((shard for shard, begin, end in self._ranges() if begin < end), 0)
+        self._next[shard] += rows
+
+    @property
+    def left(self) -> int:
+        """Rows that are not behind the sweep."""
+        return sum(end - begin for _, begin, end in self._ranges())
+
+    def _ranges(self) -> list[tuple[int, int, int]]:
+        """(shard, where the sweep goes on in it, its end)."""
+        ends = [end for _, end in pairwise(self._bases)]
+        return list(zip(range(len(ends)), self._next, ends, strict=True))
