@@ -59,7 +59,7 @@ class Trainer:
         self._values = values
         self._seq = self._chain = self._rows = self._bytes = self._end = 0
         self._buffers = [bytearray(MAX_FRAME_BYTES) for _ in range(_BATCH)]
-        self._used = 0
+        self._used = self._waiting = 0
         self.log.append_control(self._claim().to_frame())
         self._writer = self.log.open_writer(GENERATION, 0, 0)
         self._hello()
@@ -156,12 +156,16 @@ class Trainer:
         header.seq, header.chain = self._seq, self._chain
         seal(header, frame)
         self._writer.send(frame)
+        self._waiting += 1
         self._seq, self._chain = self._seq + 1, header.header_crc
         self._rows += header.rows
         self._bytes += len(frame)
 
     def _flush(self) -> None:
-        self._end = self._writer.poll(0.0)[-1].end
+        while self._waiting:
+            acks = self._writer.poll(60.0)
+            self._waiting -= len(acks)
+            self._end = acks[-1].end if acks else self._end
         self._used = 0
 
 
