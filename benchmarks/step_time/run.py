@@ -106,7 +106,9 @@ class Job:
 
     def settle(self) -> None:
         if self.checkpointer is not None:
-            stream = self.checkpointer._stream
+            stream, cuts = self.checkpointer._stream, self.checkpointer._cuts
+            if cuts is not None:
+                cuts.complete(time.monotonic() + 60)  # no step follows for a while that would send the rest of a marker
             while stream is not None and stream.publisher.pending:
                 time.sleep(0.005)
             if self.checkpointer._coordinator is not None:
@@ -137,6 +139,8 @@ def _rank(rank: int, args: argparse.Namespace, scratch: str, results: Any) -> No
         while job.checkpointer is not None and not job.checkpointer._capture.swept:
             job.block(batches, 1)
         job.block(batches, args.steps)
+        if job.checkpointer is not None:  # a marker falls into the middle of a block, and is sent over the rest of it
+            job.block(batches, (args.steps // 2 - job.checkpointer.steps) % args.steps)
         job.forget()
     order = random.Random(0)
     for done in range(args.rounds):

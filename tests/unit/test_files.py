@@ -412,6 +412,51 @@ def test_short_writes_are_finished(log: FileLog, frames: list[bytes], monkeypatc
     assert read(log, 0, acks[-1].end) == frames[:2]
 
 
+def test_frames_are_written_while_those_before_them_are_synced(
+    log: FileLog, tmp_path: Path, frames: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync, syncing, go_on, synced = os.fdatasync, threading.Event(), threading.Event(), []
+
+    def slow(fd: int) -> None:
+        size = os.fstat(fd).st_size
+        syncing.set()
+        assert go_on.wait(20)
+        sync(fd)
+        synced.append(size)
+
+    monkeypatch.setattr(os, "fdatasync", slow)
+    writer = log.open_writer(1, 0, 0)
+    writer.send(memoryview(frames[0]))
+    assert writer.poll(0) == []
+    assert syncing.wait(20)
+    for frame in frames[1:]:
+        writer.send(memoryview(frame))
+        assert writer.poll(0) == []
+    segment = tmp_path / "data" / "p00000" / segment_name(1, 0)
+    assert segment.read_bytes() == b"".join(frames)
+    go_on.set()
+    acks = writer.poll(20)
+    assert [ack.end for ack in acks] == [len(frames[0])], "what was written behind the begin of a sync is not in it"
+    acks += writer.poll(20)
+    assert [ack.end - ack.offset for ack in acks] == [len(frame) for frame in frames]
+    assert synced == [len(frames[0]), len(b"".join(frames))], "one sync for all that was written meanwhile"
+    writer.close()
+
+
+def test_a_sync_that_fails_acknowledges_nothing(
+    log: FileLog, frames: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fdatasync", fails)
+    writer = log.open_writer(1, 0, 0)
+    writer.send(memoryview(frames[0]))
+    with pytest.raises(LogUnavailableError, match="cannot write the stream: Input/output error"):
+        writer.poll(20)
+    writer.close()
+
+
 def test_a_poll_with_nothing_sent_acknowledges_nothing(log: FileLog) -> None:
     writer = log.open_writer(1, 0, 0)
     assert isinstance(writer, FileWriter)

@@ -161,6 +161,28 @@ def test_frames_are_numbered_chained_and_sent_in_order(script: Script, stream: P
     assert stream.num_bytes == sum(map(len, script.durable))
 
 
+def test_a_few_rows_wait_for_a_mark_or_for_a_pause(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher, "_PAUSE_S", 3600.0)
+    ring = FrameRing(8 * MAX_FRAME_BYTES, 0)
+    stream = Publisher(script.open, ring)
+    submit(stream, ring, 1)
+    time.sleep(3 * publisher._IDLE_S)  # it has looked by then
+    assert script.durable == []
+    submit(stream, ring, 1, Kind.MARK)
+    until(lambda: stream.pending == 0)
+    submit(stream, ring, ring.capacity // 2)  # enough, although no MARK comes
+    until(lambda: stream.pending == 0)
+    submit(stream, ring, 1)
+    assert stream.close(WAIT_S)
+    check_whole(script, 2 + ring.capacity // 2 + 1)
+
+
+def test_rows_are_sent_once_no_more_come(script: Script, stream: Publisher, ring: FrameRing) -> None:
+    submit(stream, ring, 1)
+    until(lambda: stream.pending == 0)
+    check_whole(script, 1)
+
+
 @pytest.mark.parametrize("call", ["open", "send", "poll"])
 @pytest.mark.parametrize("number", [1, 2, 7])
 def test_a_failing_call_loses_nothing_and_keeps_seqs(script: Script, ring: FrameRing, call: str, number: int) -> None:

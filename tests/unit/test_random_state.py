@@ -24,8 +24,11 @@ def _placed(saved: dict[str, Any], current: int, count: int) -> dict[int, int]:
     return {device: int(state) for device, state in place_cuda_states(saved, current, count).items()}
 
 
-def test_random_state_comes_back() -> None:
+@pytest.mark.parametrize("as_tuple", [False, True], ids=["now", "as in 0.1.0"])
+def test_random_state_comes_back(as_tuple: bool) -> None:
     state = random_state()
+    if as_tuple:
+        state["python"] = random.getstate()
     first = _draw()
     assert _draw() != first
     set_random_state(state, seed=1, rank=0)

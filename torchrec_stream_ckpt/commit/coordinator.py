@@ -24,9 +24,8 @@ import logging
 import threading
 import time
 import zlib
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Any
 
 from torchrec_stream_ckpt.commit.collective import Team
@@ -39,6 +38,7 @@ from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Commit, DenseFile
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.layout import dense_name
+from torchrec_stream_ckpt.log.worker import Worker
 from torchrec_stream_ckpt.types import Committed, RankEnd
 
 log = logging.getLogger(__name__)
@@ -84,11 +84,9 @@ class Coordinator:
         self._dense = dense
         self._team = team
         self._timeout_s = timeout_s
-        self._cuts: SimpleQueue[tuple[Cut, Future[Committed]] | None] = SimpleQueue()
-        self._idle = threading.Event()
-        self._idle.set()
         # One thread for all markers: to start one, the training thread would wait for it, and for the interpreter.
-        threading.Thread(target=self._run, name="stream-ckpt-commit", daemon=True).start()
+        self._worker = Worker("stream-ckpt-commit")
+        self._running: Future[None] | None = None
         self._seal = Seal()
         """That of the marker in flight."""
         self._abandoned = threading.Event()
@@ -103,36 +101,29 @@ class Coordinator:
         self._seal, self.failure = cut.seal, None
         future: Future[Committed] = Future()
         future.set_running_or_notify_cancel()
-        self._idle.clear()
-        self._cuts.put((cut, future))
+        self._running = self._worker.submit(self._settle, cut, future)
         return future
 
     @property
     def busy(self) -> bool:
         """Whether a marker is in flight on this rank."""
-        return not self._idle.is_set()
+        return self._running is not None and not self._running.done()
 
     def settle(self, timeout_s: float | None = None) -> bool:
         """Wait for the marker in flight; whether it has settled."""
-        return self._idle.wait(timeout_s)
+        if self._running is not None:
+            wait([self._running], timeout_s)
+        return not self.busy
 
     def close(self, timeout_s: float) -> bool:
         """Wait for the marker in flight, then give it up; whether it had settled."""
         settled = self.settle(timeout_s)
         self._seal.fail("the stream was closed")
         self._abandoned.set()
-        self._cuts.put(None)
+        self._worker.close()
         return settled
 
     # The commit thread.
-
-    def _run(self) -> None:
-        while (task := self._cuts.get()) is not None:
-            try:
-                self._settle(*task)
-            finally:
-                del task  # the copy of the dense state
-                self._idle.set()
 
     def _settle(self, cut: Cut, future: Future[Committed]) -> None:
         generation = self._generation.claim.generation

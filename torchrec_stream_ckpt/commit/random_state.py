@@ -16,8 +16,10 @@ log = logging.getLogger(__name__)
 
 def random_state() -> dict[str, Any]:
     """Python's, numpy's, torch's and that of every visible CUDA device."""
+    version, words, gauss = random.getstate()
     return {
-        "python": random.getstate(),
+        # As a tensor: a pickle of torch's asks of each of the 625 numbers whether it is a storage, at each marker.
+        "python": (version, torch.tensor(words), gauss),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
         "cuda": _cuda_state() if torch.cuda.is_available() else None,
@@ -35,7 +37,9 @@ def set_random_state(state: Mapping[str, Any], seed: int, rank: int) -> None:
     A marker of a CUDA job on a machine without CUDA: the devices' state has no place, a warning says so. A marker of a
     CPU job on CUDA devices: they are seeded as a new rank would be, from the job's seed and the rank.
     """
-    random.setstate(state["python"])
+    version, words, gauss = state["python"]
+    # Markers of version 0.1.0 hold a tuple.
+    random.setstate((version, tuple(words.tolist()) if isinstance(words, torch.Tensor) else words, gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if not torch.cuda.is_available():

@@ -16,7 +16,7 @@ import re
 import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from itertools import pairwise, zip_longest
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from torchrec_stream_ckpt.layout import (
 )
 from torchrec_stream_ckpt.log.api import Ack, Cut, DataWriter, Finding, Freed, Incarnation
 from torchrec_stream_ckpt.log.disk import examine_folder
+from torchrec_stream_ckpt.log.worker import Worker
 from torchrec_stream_ckpt.types import LogSpan
 
 SEGMENT_BYTES = 256 * 2**20
@@ -261,11 +262,11 @@ class FileWriter:
         self._written: list[Ack] = []
         """Frames that no sync covers yet."""
         self._syncing: tuple[Future[None], list[Ack]] | None = None
-        self._syncer = ThreadPoolExecutor(1, "stream-ckpt-sync")
         self._fd = -1
         self._room = 0
         self._forget_beyond()
         self._roll()
+        self._syncer = Worker("stream-ckpt-sync")  # last: no thread is left where there is no writer
 
     def _forget_beyond(self) -> None:
         """A relay goes on behind what was committed: a segment further on would hide what is sent again in front of it.
@@ -362,7 +363,9 @@ class FileWriter:
         return acks
 
     def close(self) -> None:
-        self._syncer.shutdown()  # not before it is over: the number of the file may be another one's then
+        if self._syncing is not None:
+            wait([self._syncing[0]])  # the descriptor may be another file's as soon as it is closed
+        self._syncer.close()
         self._close_segment()
 
     def _close_segment(self) -> None:
