@@ -380,6 +380,7 @@ class StreamCheckpointer:
         if not (ballot.ready or self._cuts.open):
             self._try_drain()
         self._vote()
+        self._pace.stepped()
 
     def _raise_failure(self, ballot: Ballot) -> None:
         """(``on_stream_failure="raise"``) The last marker has settled on all ranks: if it failed, all of them raise."""

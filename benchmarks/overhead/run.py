@@ -4,8 +4,7 @@
 
 One rank, 4 tables of 200,000 x 64, ``drain_every="auto"``. Five stretches: as it is, with eight times the ids (and rows
 touched) a step, with a tenth of them, beside processes that keep every core busy, and as at first. In each,
-every call of ``step()`` is timed from outside; ``overhead`` is that time over the rest of the stretch. It holds
-the vote of every step too, which the library does not count.
+every call of ``step()`` is timed from outside; ``overhead`` is that time over the rest of the stretch.
 """
 
 from __future__ import annotations

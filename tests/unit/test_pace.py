@@ -21,6 +21,8 @@ class Load:
     """At each of the next two boundaries, because the ring was full."""
     saving_s: float = 0.0
     """In front of the updates in between."""
+    fixed_s: float = 0.0
+    """Of every step boundary, whatever else it does: the vote."""
 
 
 @dataclass
@@ -73,6 +75,8 @@ class Run:
             elif self.pace.drain_due(self.steps, 0.0):
                 with self.pace.draining():
                     self._spend(load.drain_s)
+            self._spend(load.fixed_s)
+            self.pace.stepped()
         return self
 
     @property
@@ -203,3 +207,16 @@ def test_drains_settle_at_about_half_a_ring() -> None:
             interval.drained(since * 0.03, 0.01)
             since = 0
     assert all(1 / 8 <= share <= 1 / 2 for share in filled[5:])
+
+
+@pytest.mark.parametrize("fixed_s", [0.0, 0.0003, 0.0008])
+def test_the_vote_of_every_step_is_paid_first(fixed_s: float) -> None:
+    job = Run().run(Load(0.1, 0.002, 0.02, fixed_s=fixed_s), 1000.0)
+    assert job.overhead == pytest.approx(0.01, rel=0.05)
+    assert job.markers > 0
+
+
+def test_a_vote_that_takes_all_of_the_bound_leaves_a_tenth_of_it_to_markers() -> None:
+    job = Run().run(Load(0.1, 0.002, 0.02, fixed_s=0.003), 1000.0)
+    assert job.overhead == pytest.approx(0.03 + 0.001, rel=0.05)
+    assert job.markers > 10

@@ -26,6 +26,8 @@ _LITTLE, _MUCH = 1 / 8, 1 / 2
 _MOST_ROWS = 1 / 2
 """With more of the rows changed than this, the next drain would send most of them again."""
 _DRAINS_SHARE = 1 / 2
+_LEAST_SHARE = 1 / 10
+"""Of the bound, what markers get where the boundaries of steps by themselves take nearly all of it, or more."""
 
 
 class DrainInterval:
@@ -62,8 +64,9 @@ class DrainInterval:
 class Account:
     """``max_overhead``, on one rank. It is opened by the first marker: the sweep before it is not counted.
 
-    Counted is what drains and markers take of the training thread. What every step takes anyway, the marks in the
-    update and the vote, is not: no interval could lower it.
+    Counted is what step boundaries take of the training thread. What one takes anyway, the vote above all, comes first,
+    and drains and markers get the rest, a tenth of the bound at least: no interval could lower the vote. The marks in
+    the update are not counted.
 
     Args:
         bound: What may be spent, as a part of the time that training takes by itself.
@@ -74,7 +77,9 @@ class Account:
         self._bound = bound
         self._clock = clock
         self._open = False
-        self._training_since = clock()
+        self._training_since = self._boundary_since = clock()
+        self._timed_s = self._earned_s = 0.0
+        """Of the last step boundary: what was timed within it, and what was earned at it."""
         self._credit_s = self._drains_credit_s = 0.0
         self._marker_s = 0.0
         """What the last marker has cost; that of one in progress grows."""
@@ -94,11 +99,22 @@ class Account:
         if self._open:
             self._earn(now - self._training_since - saved_s)
             self._spend_on_marker(saved_s)
-        self._training_since = now
+        self._training_since = self._boundary_since = now
+        self._timed_s = 0.0
+
+    def stepped(self) -> None:
+        """The step boundary is over: what it took beside drains and markers is spent."""
+        fixed_s = self._clock() - self._boundary_since - self._timed_s
+        self._training_since += fixed_s
+        if self._open:
+            self.spent_s += fixed_s
+            payable = min(fixed_s, (1 - _LEAST_SHARE) * self._earned_s)
+            self._credit_s -= payable
+            self._drains_credit_s -= _DRAINS_SHARE * payable
 
     def _earn(self, training_s: float) -> None:
         self.training_s += training_s
-        earned = self._bound * training_s
+        earned = self._earned_s = self._bound * training_s
         # Not saved up while no marker can be cut: a burst of markers would break the bound where it is felt.
         self._credit_s = min(self._credit_s + earned, 2 * self._marker_s)
         self._drains_credit_s = min(self._drains_credit_s + _DRAINS_SHARE * earned, 2 * self._drain_s)
@@ -146,6 +162,7 @@ class Account:
         finally:
             taken = self._clock() - begin
             self._training_since += taken
+            self._timed_s += taken
             spend(taken)
 
     @contextmanager
@@ -156,6 +173,7 @@ class Account:
             yield
         finally:
             self._training_since += self._clock() - begin
+            self._timed_s += self._clock() - begin
 
     def marker_affordable(self) -> bool:
         """Whether all is paid, and the next one as well: by the cheaper of the last two, so that one that was slow by
@@ -193,6 +211,11 @@ class Pace:
             # Hooks that were attached anew count from zero.
             self.account.step(saved_s - self._saved_s if saved_s >= self._saved_s else saved_s)
         self._saved_s = saved_s
+
+    def stepped(self) -> None:
+        """(last thing at a step boundary)"""
+        if self.account is not None:
+            self.account.stepped()
 
     def drain_due(self, step: int, ring_used: float) -> bool:
         """(once a step) Whether to drain at this step boundary; ``ring_used`` as in :class:`DrainInterval`."""
