@@ -168,12 +168,8 @@ class Account:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """The user waits by his own will: neither training nor spent."""
-        begin = self._clock()
-        try:
+        with self._timed(lambda _: None):
             yield
-        finally:
-            self._training_since += self._clock() - begin
-            self._timed_s += self._clock() - begin
 
     def marker_affordable(self) -> bool:
         """Whether all is paid, and the next one as well: by the cheaper of the last two, so that one that was slow by
