@@ -18,7 +18,7 @@ ROOT = Path(torchrec_stream_ckpt.__file__).parent
 PACKAGE = "torchrec_stream_ckpt"
 SOURCES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
 
-LEAVES = {"errors", "types", "layout", "options", "stats", "config", "metrics", "failpoints"}
+LEAVES = {"errors", "types", "layout", "options", "stats", "config", "metrics", "failpoints", "locks"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": {"errors"},
@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loader": {"errors"},
     "flags": {"errors", "types", "config"},
     "failpoints": {"errors"},
+    "locks": set(),
     "adapter": {"errors", "types", "adapter"},
     "format": LEAVES | {"format"},
     "log": LEAVES | {"format", "log"},

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import mmap
 import os
 import re
-import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -35,6 +33,7 @@ from torchrec_stream_ckpt.layout import (
     partition_dir,
     segment_name,
 )
+from torchrec_stream_ckpt.locks import held
 from torchrec_stream_ckpt.log.api import Ack, Cut, DataWriter, Finding, Freed, Incarnation
 from torchrec_stream_ckpt.log.disk import examine_folder
 from torchrec_stream_ckpt.log.worker import Worker
@@ -161,7 +160,7 @@ class FileLog:
     def append_control(self, record: bytes) -> int:
         path = self._root / CONTROL_FILE
         try:
-            with self._control_lock(), open(path, "ab") as file:
+            with held(self._root / CONTROL_LOCK, timeout_s=LOCK_TIMEOUT_S), open(path, "ab") as file:
                 return self._append_locked(path, file.fileno(), record)
         except OSError as error:
             raise _unavailable("cannot append to the control log", path, error) from None
@@ -186,20 +185,6 @@ class FileLog:
                 ) from None
             raise
         return offset
-
-    @contextlib.contextmanager
-    def _control_lock(self) -> Iterator[None]:
-        with open(self._root / CONTROL_LOCK, "ab") as lock:
-            deadline = time.monotonic() + LOCK_TIMEOUT_S
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise TimeoutError(errno.ETIMEDOUT, f"locked for {LOCK_TIMEOUT_S:.0f} s") from None
-                    time.sleep(0.01)
-            yield
 
     def _cut_torn_tail(self, path: Path, fd: int) -> int:
         """Remove what an appender left that died in the middle of a record: it held the lock, so it is gone."""
@@ -463,7 +448,7 @@ def _frames(path: Path, begin: int, end: int) -> Iterator[tuple[int, memoryview]
 def _unavailable(what: str, path: Path, error: OSError) -> LogUnavailableError:
     hints = {
         errno.ENOSPC: "free space on that file system",
-        errno.EACCES: "check the owner and mode of the folder",
+        errno.EACCES: "run as the owner of the folder and of its lock file, or check their modes",
         errno.EROFS: "the file system is read-only: mount it writable, or choose another folder",
         errno.ENOENT: "check the path; nothing was written there yet, or it was deleted",
         errno.ETIMEDOUT: "another trainer holds the lock: if it is stopped or hangs, end it",

@@ -8,7 +8,6 @@ have checksums, compared when they are copied: memory that was altered is not re
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import mmap
 import os
@@ -25,6 +24,7 @@ from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.head import HeadSlice, HeadState, SliceLayout
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array
 from torchrec_stream_ckpt.layout import HEAD_FILE, HEAD_LOCK, default_head_root, head_slice_name, parse_head_slice
+from torchrec_stream_ckpt.locks import close_lock, open_lock, try_lock
 
 READER_WAIT_S = 1.0
 """A restore waits no longer for the writer: it has the store."""
@@ -76,8 +76,7 @@ class HeadFolder:
                 os.mkdir(self.path.name, 0o700, dir_fd=parent)
         self._fd = _open_own(self.path.name, parent, self.path)
         try:
-            flags = os.O_RDWR | _FLAGS | (os.O_CREAT if create else 0)
-            self._lock = os.open(HEAD_LOCK, flags, 0o600, dir_fd=self._fd)
+            self._lock = open_lock(HEAD_LOCK, dir_fd=self._fd, create=create)
         except OSError:
             os.close(self._fd)
             raise
@@ -85,15 +84,11 @@ class HeadFolder:
     def lock(self, *, exclusive: bool, wait_s: float) -> bool:
         """Keep writers away, or everybody, until it is closed; False if that could not be had in time."""
         deadline = time.monotonic() + wait_s
-        while True:
-            try:
-                fcntl.flock(self._lock, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    return False
-                time.sleep(_POLL_S)
-            else:
-                return True
+        while not try_lock(self._lock, exclusive=exclusive):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
 
     def state(self) -> HeadState | None:
         """What the HEAD says of itself; None when there is none.
@@ -149,7 +144,7 @@ class HeadFolder:
 
     def close(self) -> None:
         """Lets go of the lock, too."""
-        os.close(self._lock)
+        close_lock(self._lock)
         os.close(self._fd)
 
 

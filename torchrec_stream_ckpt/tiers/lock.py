@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 from torchrec_stream_ckpt.errors import LogUnavailableError
 from torchrec_stream_ckpt.layout import RELAY_LOCK
+from torchrec_stream_ckpt.locks import held
 
 
 class RelayLock:
@@ -33,33 +32,31 @@ class RelayLock:
             LogUnavailableError: somebody else holds it for so long, or it cannot be made.
         """
         path = self._folder / RELAY_LOCK
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise LogUnavailableError(f"cannot lock the inner log: {error.strerror}", path=path) from None
-        try:
-            self._acquire(fd, path, timeout_s)
+        with contextlib.ExitStack() as stack:
+            try:
+                fd = stack.enter_context(held(path, timeout_s=timeout_s, poll_s=0.05))
+            except TimeoutError:
+                raise LogUnavailableError(
+                    f"another relay has been copying this inner log for {timeout_s:.0f} s",
+                    hint="let it finish; if it hangs, end it",
+                    path=path,
+                    pid=_holder(path),
+                ) from None
+            except OSError as error:
+                raise LogUnavailableError(
+                    f"cannot lock the inner log: {error.strerror}",
+                    hint="run as the trainer's user: this file is its owner's alone",
+                    path=path,
+                ) from None
             undisturbed = os.pread(fd, 1000, 0).startswith(self._me.encode())
             os.truncate(fd, 0)
             os.pwrite(fd, f"{self._me} {os.getpid()}\n".encode(), 0)
             yield undisturbed
-        finally:
-            os.close(fd)
 
-    def _acquire(self, fd: int, path: Path, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    _, _, pid = os.pread(fd, 1000, 0).decode("ascii", "replace").strip().rpartition(" ")
-                    raise LogUnavailableError(
-                        f"another relay has been copying this inner log for {timeout_s:.0f} s",
-                        hint="let it finish; if it hangs, end it",
-                        path=path,
-                        pid=pid,
-                    ) from None
-                time.sleep(0.05)
-            else:
-                return
+
+def _holder(path: Path) -> str | None:
+    """Process id that the holder of the lock has left in its file."""
+    try:
+        return path.read_text("ascii", "replace").strip().rpartition(" ")[2] or None
+    except OSError:
+        return None

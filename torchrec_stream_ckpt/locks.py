@@ -1,0 +1,97 @@
+"""Locks of files that this process alone holds: let go explicitly, and never inherited by a child.
+
+``flock`` belongs to the open file, which a forked child shares: while the child lives, a close in the parent lets go of
+nothing, and a lock outlives the parent that held it. So a lock is given back by name, and each child of ``fork`` (a
+DataLoader's workers, say) gives its copies away at its start. A child that runs another program has none: all
+descriptors here are close-on-exec.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_OWNER_ONLY = 0o600
+
+_forking = threading.Lock()
+"""No fork falls between the opening of a lock's file and its entry in ``_open``."""
+_open: set[int] = set()
+"""Descriptors of lock files of this process."""
+
+
+def open_lock(path: Path | str, *, dir_fd: int | None = None, create: bool = True) -> int:
+    """Open the file of a lock; its owner alone may open it, for whoever can could hold the lock for ever.
+
+    Raises:
+        OSError: it cannot be opened: it is another user's, or a link.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+    with _forking:
+        fd = os.open(path, flags, _OWNER_ONLY, dir_fd=dir_fd)
+        _open.add(fd)
+    try:
+        found = os.fstat(fd)
+        if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) != _OWNER_ONLY:
+            os.fchmod(fd, _OWNER_ONLY)  # of an older program, or made under an odd umask
+    except BaseException:
+        close_lock(fd)
+        raise
+    return fd
+
+
+def try_lock(fd: int, *, exclusive: bool = True) -> bool:
+    """Take the lock of an open file, if nobody has one that forbids it."""
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def close_lock(fd: int) -> None:
+    """Let go of the lock, also where a child still has the file open, and close it."""
+    with _forking:
+        _open.discard(fd)
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def held(path: Path, *, timeout_s: float, poll_s: float = 0.01) -> Iterator[int]:
+    """Hold the exclusive lock of ``path``; gives its descriptor.
+
+    Raises:
+        TimeoutError: somebody else has held it for so long; a descriptor of the file is not open any more.
+        OSError: the file cannot be opened.
+    """
+    fd = open_lock(path)
+    try:
+        deadline = time.monotonic() + timeout_s
+        while not try_lock(fd):
+            if time.monotonic() > deadline:
+                raise TimeoutError(errno.ETIMEDOUT, f"locked for {timeout_s:.0f} s")
+            time.sleep(poll_s)
+        yield fd
+    finally:
+        close_lock(fd)
+
+
+def _give_away() -> None:
+    """(child of a fork) These locks are the parent's: the numbers stay, so that what holds one may still close it."""
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for fd in _open:
+        os.dup2(nothing, fd, inheritable=False)
+    os.close(nothing)
+    _open.clear()
+    _forking.release()
+
+
+os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_give_away)
