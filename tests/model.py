@@ -30,12 +30,21 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 warnings.filterwarnings("ignore")
 
-OPTIMIZERS = {
-    "rowwise": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    "adagrad": EmbOptimType.EXACT_ADAGRAD,
-    "sgd": EmbOptimType.EXACT_SGD,
-    "rmsprop": EmbOptimType.ROWWISE_RMSPROP_AR,
-}
+
+def available(kinds: dict[str, str]) -> dict[str, EmbOptimType]:
+    """Those of the fused optimizers that this FBGEMM has: ROWWISE_RMSPROP_AR is new in 1.9."""
+    return {name: EmbOptimType[kind] for name, kind in kinds.items() if kind in EmbOptimType.__members__}
+
+
+OPTIMIZERS = available(
+    {
+        "rowwise": "EXACT_ROWWISE_ADAGRAD",
+        "adagrad": "EXACT_ADAGRAD",
+        "sgd": "EXACT_SGD",
+        "ema": "EMAINPLACE_ROWWISE_ADAGRAD",
+        "rmsprop": "ROWWISE_RMSPROP_AR",
+    }
+)
 GLOBAL_BATCH = 12
 
 # name, rows, dim, features

@@ -16,7 +16,6 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import EmainplaceModeDefinition
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -42,7 +41,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.model import assemble
+from tests.model import assemble, available
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 
 warnings.filterwarnings("ignore")
@@ -50,13 +49,15 @@ warnings.filterwarnings("ignore")
 GLOBAL_BATCH = 12
 MAX_LENGTH = 3
 
-OPTIMIZERS = {
-    "sgd": EmbOptimType.EXACT_SGD,
-    "adagrad": EmbOptimType.EXACT_ADAGRAD,
-    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    "emainplace_rowwise_adagrad": EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
-    "rowwise_rmsprop_ar": EmbOptimType.ROWWISE_RMSPROP_AR,
-}
+OPTIMIZERS = available(
+    {
+        "sgd": "EXACT_SGD",
+        "adagrad": "EXACT_ADAGRAD",
+        "rowwise_adagrad": "EXACT_ROWWISE_ADAGRAD",
+        "emainplace_rowwise_adagrad": "EMAINPLACE_ROWWISE_ADAGRAD",
+        "rowwise_rmsprop_ar": "ROWWISE_RMSPROP_AR",
+    }
+)
 """All that FBGEMM runs on a CPU."""
 POINTWISE = ("sgd", "adagrad")
 

@@ -72,7 +72,7 @@ def merged_state(source: dict[str, torch.Tensor], key: str, begin: int, end: int
     return total.float()
 
 
-@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "rowwise_rmsprop_ar"])
+@pytest.mark.parametrize("optimizer", [name for name in ROWWISE if "emainplace" not in name])
 def test_a_merge_keeps_weights_and_takes_the_width_weighted_mean_of_states(
     optimizer: str, pool: Pool, tmp_path: Path
 ) -> None:

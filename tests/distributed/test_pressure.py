@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import EmainplaceModeDefinition
 
-from tests import model
 from tests.jobs import attach, gradient_accumulation, two_forwards_before_their_backwards
 from tests.model import PLAN_2, PLAN_3, Trainer, batch, differences, truth
 from tests.pressure import RING, RING_BYTES, ROWS, Gate, cut, large, steps, steps_until_done, touch_everything
@@ -159,7 +157,6 @@ EMA = {"optimizer": "ema", "dense": "adagrad", "emainplace_mode": EmainplaceMode
 
 
 def _ema(uri: str) -> tuple[Cut, Truths]:
-    model.OPTIMIZERS["ema"] = EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD
     job, gate = large(PLAN_2, **EMA), Gate()
     truths: Truths = {}
     with attach(job, StreamConfig(uri=uri, marker_every=None, **RING)) as checkpointer:
@@ -170,7 +167,6 @@ def _ema(uri: str) -> tuple[Cut, Truths]:
 
 
 def _restore_ema(uri: str, markers: list[str]) -> Truths:
-    model.OPTIMIZERS["ema"] = EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD
     return restore_all(uri, markers, EMA)
 
 

