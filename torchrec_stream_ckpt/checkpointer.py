@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
@@ -277,13 +277,15 @@ class StreamCheckpointer:
     def _go_on_from(self, plan: RestorePlan, choice: Choice, rows: int) -> Restored:
         """(all ranks) The rows of a marker are in the live tables: load the rest, and open a generation on it."""
         try:
-            self._team.together(lambda: self._dense.load(self._source.dense.local(choice.commit), plan.world))
+            load_rest = self._team.together(lambda: self._load_dense(choice, plan.world))
+            merged = {table for tables in self._team.gather(plan.merged) for table in tables}
+            self._begin(merged)
+            self._team.together(load_rest)  # what the user's objects change from here on is captured
         except BaseException as error:
             self._broken = error
             raise
         failpoint("restore.dense")
         self._source.dense.release()
-        merged = {table for tables in self._team.gather(plan.merged) for table in tables}
         source = f"{self._tiers.place}: {plan.source}" if self._tiers is not None else plan.source
         self._step = plan.step
         self._next_marker = plan.marker.marker + 1
@@ -299,6 +301,9 @@ class StreamCheckpointer:
                 source,
             )
         return Restored(plan.marker.generation, plan.marker.marker, plan.step, plan.world, rows, choice.skipped, source)
+
+    def _load_dense(self, choice: Choice, world: int) -> Callable[[], None]:
+        return self._dense.load(self._source.dense.local(choice.commit), world)
 
     def plan(self, marker: MarkerId | str | tuple[int, int] | None = None) -> RestorePlan | None:
         """What ``restore(marker)`` would read and write on this rank; prints with ``describe()``. Writes nothing."""
@@ -442,7 +447,9 @@ class StreamCheckpointer:
         self._hook()
         if parent is not None:
             after = self._column_splits()
-            self._open(parent, [table for table in sorted(after) if after[table] != before[table]])
+            swept = [table for table in sorted(after) if after[table] != before[table]]
+            self._begin(swept)
+            self._open(parent, swept)
         return moved
 
     def _column_splits(self) -> dict[int, set[tuple[int, int]]]:
@@ -568,7 +575,15 @@ class StreamCheckpointer:
     def _open_root(self) -> None:
         """Open a generation that stands on nothing: every table is sent whole."""
         self._team.on_rank0(self._check_schema)
-        self._open(None, range(len(self._schema.tables)), parent_bytes=0)
+        tables = range(len(self._schema.tables))
+        self._begin(tables)
+        self._open(None, tables, parent_bytes=0)
+
+    def _begin(self, swept: Collection[int]) -> None:
+        """The next generation stands on what the tables hold now; those in ``swept`` it sends whole."""
+        self._capture.begin()
+        if self._oracle is not None:
+            self._team.together(partial(self._oracle.begin, swept))
 
     def _check_schema(self) -> None:
         """(rank 0) A job that restores nothing must still be of the log's kind."""
@@ -607,8 +622,6 @@ class StreamCheckpointer:
         publisher.submit(hello)
         failpoint("hello.submitted")
         identity = StreamIdentity(claim.job, claim.generation, team.rank, self._schema.crc)
-        if self._oracle is not None:
-            team.together(partial(self._oracle.open, claim.swept))
         self._capture.open(identity, self._ring, self._cuts.submit, claim.swept)
         if self._tiers is not None:
             self._team.on_rank0(self._tiers.start_relay)

@@ -179,15 +179,15 @@ def test_a_ring_that_is_full_ends_the_drain_until_the_next_one_is_due() -> None:
     assert job.copies.asked == 1
 
 
-@pytest.mark.parametrize("event", ["freeze", "open", "write_in_place"])
+@pytest.mark.parametrize("event", ["freeze", "begin", "write_in_place"])
 def test_counts_of_marks_that_may_be_gone_are_not_used(event: str) -> None:
     """Marks are only set by the last one: its counts stay."""
     job = DeferredJob(ring_frames=40)
     job.load()
     assert not job.capture.look(due=True)
     job.arrive()
-    if event == "open":
-        job.capture.open(job.capture._stagers[0][0]._identity, job.ring, job._take, swept=())
+    if event == "begin":
+        job.capture.begin()
     else:
         getattr(job, event)()
     job.capture.give_up("the test says so")

@@ -103,6 +103,13 @@ class Capture:
             )
         ]
 
+    def begin(self) -> None:
+        """What the tables hold now is what a base, or the parent marker, will say: send only what changes from here."""
+        for kernel, mask in zip(self._kernels, self._masks, strict=True):
+            with kernel.reading():
+                mask.sent(mask.touched())
+                mask.forget_ids()
+
     def open(
         self, identity: StreamIdentity, ring: FrameRing, submit: Callable[[FrameBuffer], int], swept: Collection[int]
     ) -> None:
@@ -113,9 +120,6 @@ class Capture:
             for kernel in self._kernels
         ]
         for kernel, mask in zip(self._kernels, self._masks, strict=True):
-            with kernel.reading():
-                mask.sent(mask.touched())  # the base, or the parent marker, holds what changed before
-                mask.forget_ids()
             tables = [self._index[shard.table.name] for shard in kernel.shards]
             mask.sweep_again([position for position, table in enumerate(tables) if table in swept])
 

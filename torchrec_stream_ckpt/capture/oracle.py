@@ -146,10 +146,11 @@ class Oracle:
         self._unreadable: Difference | None = None
         """A frame that said what this rank cannot have sent: the copies are not to be trusted since."""
 
-    def open(self, swept: Collection[int]) -> None:
-        """A generation starts: nothing has arrived of the tables in ``swept``.
+    def begin(self, swept: Collection[int]) -> None:
+        """The stream goes on from what the tables hold now; nothing has arrived of the tables in ``swept``.
 
-        The others were just written from the streams of the parent marker, so they start as they stand.
+        The others were just written from the streams of the parent marker, so they start as they stand: before any
+        code of the user has run, whose changes the stream has to bring.
         """
         index = self._schema.index()
         self._copies, self._unreadable = {}, None

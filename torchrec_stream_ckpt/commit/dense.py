@@ -21,7 +21,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -170,11 +170,14 @@ class DenseState:
         """
         self._read_id_maps(FileSystemReader(path))
 
-    def load(self, path: Path, world: int) -> None:
-        """Load a marker that ``world`` ranks wrote; its digests must have been compared already. Local.
+    def load(self, path: Path, world: int) -> Callable[[], None]:
+        """Load model and optimizers of a marker that ``world`` ranks wrote; its digests were compared. Local.
 
         Random state and buffers come back on ranks that existed then; a new rank takes the buffers of rank 0
         and random state derived from the job's seed and its rank.
+
+        Returns:
+            Loads the rest, to be called once: the user's objects, whose code may change anything, then random state.
 
         Raises:
             SchemaMismatchError: the dense model or an optimizer differs; names the entry and both values.
@@ -184,7 +187,7 @@ class DenseState:
         entries = reader.read_metadata().state_dict_metadata
         if "shared.imported" in entries:
             self._load_imported(reader, entries)
-            return
+            return lambda: None
         if self._per_rank and world != dist.get_world_size():
             raise ConfigError(
                 f"{', '.join(self._per_rank)}: saved for each of {world} ranks, this job has {dist.get_world_size()}",
@@ -205,11 +208,15 @@ class DenseState:
         for key, optimizer in self._optimizers.items():
             self._load_optimizer(optimizer, parameters, blobs["optimizers"][key], optim.get(key, {}))
         load_wrapper_states(self._optimizer, blobs["wrappers"])
+        return lambda: self._load_rest(blobs, known=self._rank < world)
+
+    def _load_rest(self, blobs: dict[str, Any], *, known: bool) -> None:
+        """The user's objects, then random state, of which their code may have drawn."""
         for name, item in self._shared.items():
             item.load_state_dict(blobs["shared"][name])
         for name, item in self._per_rank.items():
             item.load_state_dict(blobs["per_rank"][name])
-        if self._rank < world:
+        if known:
             set_random_state(blobs["random"], blobs["seed"], self._rank)
         else:
             seed_new_rank(blobs["seed"], self._rank)
