@@ -611,17 +611,17 @@ class StreamCheckpointer:
         self._stream = stream
         self._coordinator = Coordinator(stream, self._dense, self._commit_team, config.commit_timeout_s)
         self._cuts = Cuts(
-            stream, self._coordinator, self._capture, self._oracle, self._ring, self._dense, team, self._schema.crc
+            stream, self._coordinator, self._capture, self._oracle, self._ring, self._dense, team, claim.schema.crc
         )
         hello = self._ring.acquire()
         assert hello is not None
         hello.put_json(
             self._cuts.header(Kind.HELLO, self._step, marker=0),
-            Hello(team.world, self._schema, self._shards).to_json(),
+            Hello(team.world, claim.schema, self._shards).to_json(),
         )
         publisher.submit(hello)
         failpoint("hello.submitted")
-        identity = StreamIdentity(claim.job, claim.generation, team.rank, self._schema.crc)
+        identity = StreamIdentity(claim.job, claim.generation, team.rank, claim.schema.crc)
         self._capture.open(identity, self._ring, self._cuts.submit, claim.swept)
         if self._tiers is not None:
             self._team.on_rank0(self._tiers.start_relay)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchrec_stream_ckpt.errors import ConfigError
 
@@ -48,6 +48,9 @@ class TableSpec:
     dtype: str
     optimizer: str
     states: tuple[StateSpec, ...]
+    id: int | None = field(default=None, compare=False)
+    """Which table it is, below 2^53, whatever it is called later; None until a generation was claimed for it, and in
+    logs of format version 1. Two specs are equal without it."""
 
     @property
     def has_row_state(self) -> bool:

@@ -1,7 +1,8 @@
-"""Golden bytes of format version 1: a whole job of one rank and two tables, and ways a frame can be wrong.
+"""Golden bytes of the format: a whole job of one rank and two tables, and ways a frame can be wrong.
 
 Run ``python -m tests.golden.make`` only after an intended change of the format: it overwrites the files that
 the tests compare with, and the worked example in docs/format.md must then follow.
+Those of older versions, in folders of their own, stay as they are.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from crc32c import crc32c
 
 from torchrec_stream_ckpt.format.control import Claim, Commit, DenseFile, Hello, Mark, Schema, Serve, TableScalars, Trim
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_frame, seal
+from torchrec_stream_ckpt.format.ids import IdEvent, IdEvents, encode_ids
 from torchrec_stream_ckpt.format.mac import CommitKey
+from torchrec_stream_ckpt.format.proof import Proof, Window
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout
 from torchrec_stream_ckpt.format.serving import served_schema
 from torchrec_stream_ckpt.layout import dense_name
@@ -27,11 +30,13 @@ JOB = bytes.fromhex("000102030405060708090a0b0c0d0e0f")
 NONCE = "5f" * 16
 INCARNATION = "1c" * 16
 ADAM = (StateSpec("exp_avg", "float32", False), StateSpec("exp_avg_sq", "float32", False))
-ITEM = TableSpec("sparse.ebc.t_item", 6, 2, "bfloat16", "adam", ADAM)
+ITEM = TableSpec("sparse.ebc.t_item", 6, 2, "bfloat16", "adam", ADAM, 7_000_000_000_000_001)
 ROWWISE = (StateSpec("momentum1", "float32", True),)
-USER = TableSpec("sparse.ebc.t_user", 4, 4, "float32", "exact_rowwise_adagrad", ROWWISE)
+USER = TableSpec("sparse.ebc.t_user", 4, 4, "float32", "exact_rowwise_adagrad", ROWWISE, 2)
 SCHEMA = Schema((ITEM, USER))
 STEP, MARKER = 100, 1
+PROOF = Proof.of(Window(65_000, 1_000), np.arange(1, 6, dtype=np.uint64))
+"""Of no rows in particular."""
 KEY = CommitKey(bytes(range(32)))
 
 
@@ -88,14 +93,19 @@ def frames() -> dict[str, bytes]:
         header.seq, header.chain = previous.seq + 1, previous.header_crc
         seal(header, frame)
         stream[name], previous = bytes(frame), header
+    ids = Header(Kind.IDS, JOB, 1, seq=3, step=STEP, marker=MARKER, table=1, schema_crc=SCHEMA.crc)
+    ids.chain = previous.header_crc
+    frame = encode_ids(ids, id_events())
+    seal(ids, frame)
+    stream["ids"], previous = bytes(frame), ids
     num_bytes = sum(map(len, stream.values()))
     scalars = (
         TableScalars(0, 0, 6, 1, 1, 100, 1.0, 0.05, 0.05),
         TableScalars(1, 0, 4, 0, 4, 100, 1.0, 0.05, 0.025),
     )
-    mark = Header(Kind.MARK, JOB, 1, seq=3, step=STEP, marker=MARKER, schema_crc=SCHEMA.crc, chain=previous.header_crc)
-    stream["mark"] = bytes(json_frame(mark, Mark(5, num_bytes, scalars).to_json()))
-    end = RankEnd(0, 0, 0, num_bytes + len(stream["mark"]), 4, mark.header_crc, 5, num_bytes)
+    mark = Header(Kind.MARK, JOB, 1, seq=4, step=STEP, marker=MARKER, schema_crc=SCHEMA.crc, chain=previous.header_crc)
+    stream["mark"] = bytes(json_frame(mark, Mark(5, num_bytes, scalars, PROOF).to_json()))
+    end = RankEnd(0, 0, 0, num_bytes + len(stream["mark"]), 5, mark.header_crc, 5, num_bytes)
     signed = {
         "claim_signed": KEY.sign(claim()).to_frame(),
         "commit_signed": KEY.sign(commit(end)).to_frame(),
@@ -104,6 +114,12 @@ def frames() -> dict[str, bytes]:
     control = {"claim": claim().to_frame(), "commit": commit(end).to_frame(), "trim": trim().to_frame()}
     control["serve"] = serve().to_frame()
     return stream | control | signed
+
+
+def id_events() -> IdEvents:
+    """Row 3 of t_user passes from one raw id to another."""
+    events = [IdEvent.EVICTED, IdEvent.ASSIGNED]
+    return IdEvents(np.array([3, 3]), np.array([-5, 2**40]), np.array(events, np.uint8))
 
 
 def claim() -> Claim:
@@ -135,7 +151,7 @@ def bad_frames(good: bytes) -> dict[str, bytes]:
         "bad_magic": lambda frame: frame.__setitem__(slice(0, 4), b"LTX1"),
         "bad_header_crc": lambda frame: frame.__setitem__(40, frame[40] ^ 1),
         "bad_payload_crc": lambda frame: frame.__setitem__(HEADER_LEN, frame[HEADER_LEN] ^ 1),
-        "bad_newer_version": lambda frame: _put(frame, "H", 4, 2),
+        "bad_newer_version": lambda frame: _put(frame, "H", 4, 3),
         "bad_version_zero": lambda frame: _put(frame, "H", 4, 0),
         "bad_header_len": lambda frame: _put(frame, "H", 6, 192),
         "bad_kind": lambda frame: _put(frame, "B", 8, 99),

@@ -71,7 +71,9 @@ def segment(frames: dict[str, bytes], which: SegmentId) -> tuple[bytes, SegmentR
         rows.add(header.table, header.col0, header.cols, view)
     is_interval = which.kind is SegmentKind.INTERVAL
     text = notes(frames).to_json() if is_interval else b""
-    parts, front_bytes, crc = lay_out(which, list(rows.chunks()), last=True, schema_crc=make.SCHEMA.crc, notes=text)
+    parts, front_bytes, crc = lay_out(
+        which, list(rows.chunks()), last=True, schema_crc=make.SCHEMA.crc, notes=text, version=2 if text else 1
+    )
     data = b"".join(bytes(part) for part in parts)
     name = INTERVAL_NAME if is_interval else FOLD_NAME.segment_name(0)
     return data, SegmentRef(name, len(data), front_bytes, crc, 5)
@@ -153,7 +155,7 @@ def bad_segments(good: bytes) -> dict[str, bytes]:
         "magic": lambda data: data.__setitem__(slice(0, 4), b"TRSC"),
         "header_crc": lambda data: data.__setitem__(40, data[40] ^ 1),
         "directory_crc": lambda data: data.__setitem__(HEADER_LEN, data[HEADER_LEN] ^ 1),
-        "newer_version": lambda data: put(data, "H", 4, 2),
+        "newer_version": lambda data: put(data, "H", 4, 3),
         "version_zero": lambda data: put(data, "H", 4, 0),
         "header_len": lambda data: put(data, "H", 6, 64),
         "kind": lambda data: put(data, "B", 8, 3),

@@ -12,6 +12,7 @@ import pytest
 from tests.golden import make, make_store
 from torchrec_stream_ckpt import layout
 from torchrec_stream_ckpt.format import control, frame, manifest, segment
+from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Proof
 from torchrec_stream_ckpt.materialize.fold import SEGMENT_BYTES
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
 
@@ -71,6 +72,7 @@ def test_kinds_and_dtypes_are_those_of_the_code() -> None:
         ("state", StateSpec),
         ("shard", TableShard),
         ("scalars", control.TableScalars),
+        ("proof", Proof),
         ("rank end", RankEnd),
         ("dense file", control.DenseFile),
         ("Notes", manifest.Notes),
@@ -83,7 +85,7 @@ def test_kinds_and_dtypes_are_those_of_the_code() -> None:
     ],
 )
 def test_every_field_of_a_json_payload_is_documented(title: str, record: type) -> None:
-    assert {row[0] for row in cells(title)} == {item.name for item in fields(record)}
+    assert {row[0] for row in cells(title)} == {item.name for item in fields(record)} - {"version"}
 
 
 @pytest.mark.parametrize("name", ["manifest", "fold", "dropped", "garbage", "pin"])
@@ -173,6 +175,11 @@ def test_worked_segment_is_the_golden_one() -> None:
     golden = make.undump((make.HERE / "segment.hex").read_text())
     assert golden.startswith(data)
     assert f"begin at byte {segment.parse_front(golden, 'golden').front_bytes}." in section("A worked segment")
+
+
+def test_a_window_is_what_the_page_says() -> None:
+    assert f"rows [{BLOCK_ROWS}b, {BLOCK_ROWS}b + {BLOCK_ROWS})" in section("The proof")
+    assert f"modulo {POSITIONS:,}" in section("The proof")
 
 
 def test_limits_are_those_of_the_code() -> None:

@@ -1,4 +1,4 @@
-"""The bytes of format version 1 never change: each golden file is compared whole, written and read."""
+"""The bytes of the format never change: each golden file is compared whole, written and read."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.golden import make, make_store
 from torchrec_stream_ckpt.errors import CorruptionError, ServingStreamError
 from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, parse_control
 from torchrec_stream_ckpt.format.frame import Kind, parse_header, payload_of
+from torchrec_stream_ckpt.format.ids import decode_ids
 from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.log.stream import read_mark, read_stream
@@ -21,6 +22,7 @@ GOOD = (
     "hello",
     "rows",
     "rows_slice",
+    "ids",
     "mark",
     "claim",
     "commit",
@@ -30,6 +32,9 @@ GOOD = (
     "commit_signed",
     "trim_signed",
 )
+
+
+STREAM = ("hello", "rows", "rows_slice", "ids", "mark")
 
 
 def golden(name: str) -> bytes:
@@ -55,8 +60,11 @@ def test_golden_hello_and_mark_read_as_written() -> None:
     assert hello.schema == make.SCHEMA
     assert [shard.rows for shard in hello.shards] == [6, 4]
     mark = Mark.from_json(payload_of(parse_header(golden("mark")), golden("mark")))
-    assert (mark.rows, mark.num_bytes) == (5, 1344)
+    assert (mark.rows, mark.num_bytes) == (5, sum(len(golden(name)) for name in STREAM[:-1]))
     assert mark.scalars[1].next_learning_rate == 0.025
+    assert mark.proof == make.PROOF
+    assert mark.proof.numbers().tolist() == [1, 2, 3, 4, 5]
+    assert [table.id for table in hello.schema.tables] == [table.id for table in make.SCHEMA.tables]
 
 
 def test_golden_control_records_read_as_written() -> None:
@@ -87,18 +95,27 @@ def test_golden_rows_read_as_written() -> None:
             np.testing.assert_array_equal(found, expected)
 
 
+def test_golden_id_events_read_as_written() -> None:
+    header = parse_header(golden("ids"))
+    found = decode_ids(header, payload_of(header, golden("ids")), make.USER.rows)
+    for name in ("rows", "raw_ids", "events"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(make.id_events(), name))
+    with pytest.raises(CorruptionError, match="outside"):
+        decode_ids(header, payload_of(header, golden("ids")), 3)
+
+
 def test_golden_frames_are_one_whole_stream(tmp_path: Path) -> None:
     log = FileLog(tmp_path)
     log.prepare(1)
     writer = log.open_writer(1, 0, 0)
-    for name in ("hello", "rows", "rows_slice", "mark"):
+    for name in STREAM:
         writer.send(memoryview(golden(name)))
-    assert len(writer.poll(5)) == 4
+    assert len(writer.poll(60)) == len(STREAM)
     writer.close()
     commit = parse_control(golden("commit"))
     assert isinstance(commit, Commit)
     found = [(header, bytes(frame)) for header, frame in read_stream(log, commit, commit.ranks[0])]
-    assert [header.kind for header, _ in found] == [Kind.HELLO, Kind.ROWS, Kind.ROWS, Kind.MARK]
+    assert [header.kind for header, _ in found] == [Kind.HELLO, Kind.ROWS, Kind.ROWS, Kind.IDS, Kind.MARK]
     assert read_mark(found[-1][0], memoryview(found[-1][1]), commit, commit.ranks[0]).rows == 5
 
 
@@ -131,7 +148,7 @@ BAD = {
     "bad_magic": "not a frame of torchrec_stream_ckpt",
     "bad_header_crc": "header checksum does not match",
     "bad_payload_crc": "payload checksum does not match",
-    "bad_newer_version": "frame has format version 2, this program reads up to 1",
+    "bad_newer_version": "frame has format version 3, this program reads up to 2",
     "bad_version_zero": UNKNOWN,
     "bad_header_len": UNKNOWN,
     "bad_kind": UNKNOWN,

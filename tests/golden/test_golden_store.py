@@ -11,6 +11,7 @@ import pytest
 from crc32c import crc32c
 
 from tests.golden import make, make_store
+from tests.golden.test_golden import STREAM
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit, parse_control
 from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, Notes
@@ -61,9 +62,9 @@ def write_log(directory: Path) -> FileLog:
     log = FileLog(directory)
     log.prepare(1)
     writer = log.open_writer(1, 0, 0)
-    for name in ("hello", "rows", "rows_slice", "mark"):
+    for name in STREAM:
         writer.send(memoryview(golden(name)))
-    assert len(writer.poll(5)) == 4
+    assert len(writer.poll(60)) == len(STREAM)
     writer.close()
     return log
 
@@ -141,7 +142,7 @@ BAD_SEGMENTS = {
     "magic": "not a segment of torchrec_stream_ckpt",
     "header_crc": "segment header's checksum does not match",
     "directory_crc": "segment directory's checksum does not match",
-    "newer_version": "segment has format version 2, this program reads up to 1",
+    "newer_version": "segment has format version 3, this program reads up to 2",
     "version_zero": UNKNOWN,
     "header_len": UNKNOWN,
     "kind": UNKNOWN,

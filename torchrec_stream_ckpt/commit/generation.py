@@ -139,16 +139,19 @@ def claim_generation(
     parsed = parse_uri(config.uris[-1])
     # A function of the log, so that two trainers that race for a new one name the same job.
     job = twin.job if twin is not None else uuid.uuid5(uuid.NAMESPACE_OID, incarnation.id).bytes
+    job = lineage.job if lineage.claims else job
+    generation = twin.generation if twin is not None else max(lineage.next_generation, least)
+    before = lineage.claims[parent.generation].schema if parent is not None and twin is None else None
     claim = Claim(
-        job=lineage.job if lineage.claims else job,
-        generation=twin.generation if twin is not None else max(lineage.next_generation, least),
+        job=job,
+        generation=generation,
         nonce=twin.nonce if twin is not None else uuid.uuid4().hex,
         name=parsed.job if isinstance(parsed, KafkaUri) else "",
         parent=parent,
         world=world,
         partitions=incarnation.partitions,
         incarnation=incarnation.id,
-        schema=schema,
+        schema=twin.schema if twin is not None else schema.named(before, job, generation),
         swept=swept,
         time_s=twin.time_s if twin is not None else time.time(),
     )

@@ -6,13 +6,15 @@ Readers refuse unknown shapes by name and never trust a length. Fields that the 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, cached_property
+from itertools import count
 from typing import Any, TypeAlias, TypeVar, get_type_hints
 
 from crc32c import crc32c
@@ -20,6 +22,7 @@ from crc32c import crc32c
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, ServingStreamError
 from torchrec_stream_ckpt.format.frame import (
     DTYPE_BYTES,
+    VERSION,
     Buffer,
     Header,
     Kind,
@@ -27,16 +30,30 @@ from torchrec_stream_ckpt.format.frame import (
     parse_header,
     payload_of,
 )
+from torchrec_stream_ckpt.format.proof import Proof
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
 
 T = TypeVar("T")
 
 MAX_PLACE_CHARS = 4096
+_MAX_TABLE_ID = 1 << 53
+"""Any reader of JSON keeps whole numbers below it."""
+_OPTIONAL = {"proof", "id"}
+"""Fields that are left out where they have no value. No payload of version 1 has one."""
 _MAC = re.compile(r"(?:[0-9a-f]{64})?")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,255}")
 _SIGNED = "torchrec_stream_ckpt {kind} version 1\n"
 """In front of what is signed: an HMAC of one kind of record, or of anything else, is none of another."""
+
+
+def plain(record: Any) -> dict[str, Any]:
+    """A record as JSON has it: without optional fields that have no value."""
+    return asdict(record, dict_factory=lambda items: {name: value for name, value in items if _stands(name, value)})
+
+
+def _stands(name: str, value: object) -> bool:
+    return value is not None or name not in _OPTIONAL
 
 
 def canonical(value: object) -> bytes:
@@ -61,7 +78,37 @@ class Schema:
 
     @cached_property
     def crc(self) -> int:
-        return crc32c(canonical([asdict(table) for table in self.tables]))
+        return crc32c(canonical([plain(table) for table in self.tables]))
+
+    def named(self, parent: Schema | None, job: bytes, generation: int) -> Schema:
+        """The same tables, each with its stable id: that of the parent's table of its name, or a new one.
+
+        Args:
+            parent: The schema that the generation stands on; None: all tables are new.
+            job: Of the log.
+            generation: The one that is about to be claimed.
+        """
+        known = {table.name: table for table in parent.tables} if parent is not None else {}
+        taken = {table.id for table in known.values()}
+        tables = []
+        for table in self.tables:
+            before = known.get(table.name)
+            id_ = before.id if before is not None else None
+            if id_ is None:  # a table of version 1 gets the same id in whatever generation comes next
+                id_ = _new_id(job, 0 if before is not None else generation, table.name, taken)
+            taken.add(id_)
+            tables.append(replace(table, id=id_))
+        return Schema(tuple(tables))
+
+
+def _new_id(job: bytes, generation: int, name: str, taken: set[int | None]) -> int:
+    """Below 2^53, and not among ``taken``. A function of what it names, so that a retried claim has the same ids."""
+    for salt in count():
+        text = f"{job.hex()} {generation} {salt} {name}".encode()
+        id_ = int.from_bytes(hashlib.sha256(text).digest()[:8], "little") % _MAX_TABLE_ID
+        if id_ not in taken:
+            return id_
+    raise AssertionError
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +120,11 @@ class Hello:
     shards: tuple[TableShard, ...]
 
     def to_json(self) -> bytes:
-        return canonical(asdict(self))
+        return canonical(plain(self))
 
     @classmethod
-    def from_json(cls, data: Buffer) -> Hello:
-        raw = Fields(data, "HELLO", cls)
+    def from_json(cls, data: Buffer, version: int = VERSION) -> Hello:
+        raw = Fields(data, "HELLO", cls, version)
         hello = cls(raw.take("world", int), raw.schema("schema"), raw.each("shards", TableShard))
         for shard in hello.shards:
             if not hello.schema.holds(shard):
@@ -113,14 +160,19 @@ class Mark:
     num_bytes: int
     """Bytes of frames since HELLO, this one not counted."""
     scalars: tuple[TableScalars, ...]
+    proof: Proof | None = None
+    """Digests of live rows, taken at the cut; None in version 1, and where proofs are switched off."""
 
     def to_json(self) -> bytes:
-        return canonical(asdict(self))
+        return canonical(plain(self))
 
     @classmethod
-    def from_json(cls, data: Buffer) -> Mark:
-        raw = Fields(data, "MARK", cls)
-        return cls(raw.take("rows", int), raw.take("num_bytes", int), raw.each("scalars", TableScalars))
+    def from_json(cls, data: Buffer, version: int = VERSION) -> Mark:
+        raw = Fields(data, "MARK", cls, version)
+        proof = raw.record("proof", Proof)
+        if proof is not None:
+            proof.check("MARK.proof")
+        return cls(raw.take("rows", int), raw.take("num_bytes", int), raw.each("scalars", TableScalars), proof)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,20 +198,24 @@ class Claim:
     """Wall clock, for people only: no decision reads it."""
     mac: str = ""
     """HMAC by the commit key, 64 hex digits; empty without one."""
+    version: int = field(default=VERSION, compare=False)
+    """Of the frame that it came in: its bytes can be made again."""
 
     def to_frame(self) -> bytes:
-        return bytes(json_frame(Header(Kind.CLAIM, self.job, self.generation), canonical(self._body())))
+        return bytes(
+            json_frame(Header(Kind.CLAIM, self.job, self.generation, version=self.version), canonical(self._body()))
+        )
 
     def signed_bytes(self) -> bytes:
         """What the HMAC covers: all fields but itself."""
         return _SIGNED.format(kind="CLAIM").encode() + canonical(self._body() | {"mac": ""})
 
     def _body(self) -> dict[str, Any]:
-        return asdict(self) | {"job": self.job.hex(), "parent": str(self.parent) if self.parent else None}
+        return _body(self) | {"job": self.job.hex(), "parent": str(self.parent) if self.parent else None}
 
     @classmethod
     def from_json(cls, header: Header, data: Buffer) -> Claim:
-        raw = Fields(data, "CLAIM", cls, job=header.job.hex(), generation=header.generation)
+        raw = Fields(data, "CLAIM", cls, header.version, job=header.job.hex(), generation=header.generation)
         return cls(
             job=header.job,
             generation=header.generation,
@@ -173,6 +229,7 @@ class Claim:
             swept=tuple(raw.ints("swept")),
             time_s=raw.take("time_s", float),
             mac=raw.matching("mac", _MAC),
+            version=header.version,
         )
 
 
@@ -181,7 +238,9 @@ class Serve(Claim):
     """As CLAIM, of a serving stream: who restores, lists or materializes refuses it by name."""
 
     def to_frame(self) -> bytes:
-        return bytes(json_frame(Header(Kind.SERVE, self.job, self.generation), canonical(self._body())))
+        return bytes(
+            json_frame(Header(Kind.SERVE, self.job, self.generation, version=self.version), canonical(self._body()))
+        )
 
     def signed_bytes(self) -> bytes:
         return _SIGNED.format(kind="SERVE").encode() + canonical(self._body() | {"mac": ""})
@@ -212,13 +271,17 @@ class Commit:
     """Where the writer kept dense state, empty for inside the file log; a reader may name another place."""
     mac: str = ""
     """HMAC by the commit key, 64 hex digits; empty without one."""
+    version: int = field(default=VERSION, compare=False)
+    """Of the frame that it came in: its bytes can be made again."""
 
     @property
     def id(self) -> MarkerId:
         return MarkerId(self.generation, self.marker)
 
     def to_frame(self) -> bytes:
-        header = Header(Kind.COMMIT, self.job, self.generation, step=self.step, marker=self.marker)
+        header = Header(
+            Kind.COMMIT, self.job, self.generation, step=self.step, marker=self.marker, version=self.version
+        )
         return bytes(json_frame(header, canonical(self._body())))
 
     def signed_bytes(self) -> bytes:
@@ -226,12 +289,12 @@ class Commit:
         return _SIGNED.format(kind="COMMIT").encode() + canonical(self._body() | {"mac": ""})
 
     def _body(self) -> dict[str, Any]:
-        return asdict(self) | {"job": self.job.hex()}
+        return _body(self) | {"job": self.job.hex()}
 
     @classmethod
     def from_json(cls, header: Header, data: Buffer) -> Commit:
         same = {"job": header.job.hex(), "generation": header.generation, "marker": header.marker, "step": header.step}
-        raw = Fields(data, "COMMIT", cls, **same)
+        raw = Fields(data, "COMMIT", cls, header.version, **same)
         commit = cls(
             job=header.job,
             generation=header.generation,
@@ -244,6 +307,7 @@ class Commit:
             time_s=raw.take("time_s", float),
             store=raw.take("store", str),
             mac=raw.matching("mac", _MAC),
+            version=header.version,
         )
         numbers = [end.rank for end in commit.ranks]
         if not numbers or numbers != list(range(len(numbers))) or min(end.frames for end in commit.ranks) < 2:
@@ -273,6 +337,8 @@ class Trim:
     """Wall clock, for people only."""
     mac: str = ""
     """HMAC by the commit key, 64 hex digits; empty without one."""
+    version: int = field(default=VERSION, compare=False)
+    """Of the frame that it came in: its bytes can be made again."""
 
     @property
     def id(self) -> MarkerId:
@@ -291,7 +357,7 @@ class Trim:
         return next((marker for marker in self.markers if marker.generation == generation), None)
 
     def to_frame(self) -> bytes:
-        header = Header(Kind.TRIM, self.job, self.generation, marker=self.marker)
+        header = Header(Kind.TRIM, self.job, self.generation, marker=self.marker, version=self.version)
         return bytes(json_frame(header, canonical(self._body())))
 
     def signed_bytes(self) -> bytes:
@@ -299,12 +365,12 @@ class Trim:
         return _SIGNED.format(kind="TRIM").encode() + canonical(self._body() | {"mac": ""})
 
     def _body(self) -> dict[str, Any]:
-        return asdict(self) | {"job": self.job.hex(), "markers": [str(marker) for marker in self.markers]}
+        return _body(self) | {"job": self.job.hex(), "markers": [str(marker) for marker in self.markers]}
 
     @classmethod
     def from_json(cls, header: Header, data: Buffer) -> Trim:
         same = {"job": header.job.hex(), "generation": header.generation, "marker": header.marker}
-        raw = Fields(data, "TRIM", cls, **same)
+        raw = Fields(data, "TRIM", cls, header.version, **same)
         trim = cls(
             job=header.job,
             generation=header.generation,
@@ -314,6 +380,7 @@ class Trim:
             nonce=raw.take("nonce", str),
             time_s=raw.take("time_s", float),
             mac=raw.matching("mac", _MAC),
+            version=header.version,
         )
         generations = [marker.generation for marker in trim.markers]
         if generations != sorted(set(generations)) or trim.id not in trim.markers:
@@ -322,6 +389,11 @@ class Trim:
             raise CorruptionError("TRIM.store is empty")
         _check_place("TRIM.store", trim.store)
         return trim
+
+
+def _body(record: Claim | Commit | Trim) -> dict[str, Any]:
+    """The fields of a record that stand in its payload."""
+    return {name: value for name, value in plain(record).items() if name != "version"}
 
 
 ControlRecord: TypeAlias = Claim | Commit | Trim
@@ -389,12 +461,14 @@ class Fields:
     Args:
         data: The payload.
         what: Its kind, for messages.
-        kind: The dataclass whose fields it must have, no more and no less.
+        kind: The dataclass whose fields it must have, no more and no less. Optional ones may be missing.
+        version: Of the frame: a payload of version 1 has no optional field.
         same: What the header says of fields that stand in both.
     """
 
-    def __init__(self, data: Buffer, what: str, kind: type[Any], **same: object) -> None:
+    def __init__(self, data: Buffer, what: str, kind: type[Any], version: int = VERSION, **same: object) -> None:
         self._what = what
+        self._version = version
         try:
             self._raw = json.loads(
                 bytes(data).decode("ascii"),
@@ -407,10 +481,14 @@ class Fields:
             raise CorruptionError(f"{what} is no JSON: {error}") from None
         if not isinstance(self._raw, dict):
             raise CorruptionError(f"{what} is no JSON object")
-        _exactly(self._raw, {item.name for item in fields(kind)}, what)
+        _exactly(self._raw, {item.name for item in fields(kind)} - {"version"}, what, self._optional)
         for name, value in same.items():
             if _typed(self._raw[name], type(value), f"{what}.{name}") != value:
                 raise CorruptionError(f"{what}.{name} is {self._raw[name]!r:.80}, its header says {value!r}")
+
+    @property
+    def _optional(self) -> set[str]:
+        return _OPTIONAL if self._version > 1 else set()
 
     def take(self, name: str, kind: type[T]) -> T:
         return _typed(self._raw[name], kind, f"{self._what}.{name}")
@@ -440,14 +518,21 @@ class Fields:
     def each(self, name: str, kind: type[T]) -> tuple[T, ...]:
         return tuple(_record(item, kind, f"{self._what}.{name}") for item in self.take(name, list))
 
+    def record(self, name: str, kind: type[T]) -> T | None:
+        """An optional object; None where it is left out."""
+        return _record(self._raw[name], kind, f"{self._what}.{name}") if name in self._raw else None
+
     def schema(self, name: str) -> Schema:
         what = f"{self._what}.{name}"
         raw = self.take(name, dict)
         _exactly(raw, {"tables"}, what)
-        schema = Schema(tuple(_table(item, what) for item in _typed(raw["tables"], list, what)))
-        names = [table.name for table in schema.tables]
+        optional = self._optional
+        schema = Schema(tuple(_table(item, what, optional) for item in _typed(raw["tables"], list, what)))
+        names, ids = [table.name for table in schema.tables], [table.id for table in schema.tables]
         if names != sorted(set(names)):
             raise CorruptionError(f"{what}: tables are not sorted by name, each once")
+        if any(ids) and (None in ids or len(set(ids)) < len(ids)):
+            raise CorruptionError(f"{what}: tables have no id of their own")
         return schema
 
 
@@ -472,8 +557,9 @@ def _finite(text: str) -> float:
     return value
 
 
-def _exactly(raw: dict[str, Any], names: set[str], what: str) -> None:
-    if raw.keys() != names:
+def _exactly(raw: dict[str, Any], names: set[str], what: str, optional: Collection[str] = ()) -> None:
+    """No field more, none less but optional ones; where these are not allowed, they must be missing."""
+    if not names - _OPTIONAL <= raw.keys() <= names - _OPTIONAL.difference(optional):
         raise CorruptionError(f"{what} has fields {sorted(raw)!r:.200}, expected {sorted(names)}")
 
 
@@ -496,10 +582,14 @@ def _record(item: object, kind: type[T], what: str, **given: object) -> T:
     return kind(**{name: _typed(raw[name], hint, f"{what}.{name}") for name, hint in hints.items()}, **given)
 
 
-def _table(item: object, what: str) -> TableSpec:
+def _table(item: object, what: str, optional: set[str]) -> TableSpec:
     raw = dict(_typed(item, dict, what))
     states = _typed(raw.pop("states", None), list, what)
-    table = _record(raw, TableSpec, what, states=tuple(_record(state, StateSpec, what) for state in states))
+    id_ = _typed(raw.pop("id"), int, f"{what}.id") if "id" in raw and "id" in optional else None
+    if id_ is not None and id_ >= _MAX_TABLE_ID:
+        raise CorruptionError(f"{what}.id is {id_}, expected a number below {_MAX_TABLE_ID}")
+    given = tuple(_record(state, StateSpec, what) for state in states)
+    table = _record(raw, TableSpec, what, states=given, id=id_)
     if not {table.dtype, *(state.dtype for state in table.states)} <= DTYPE_BYTES.keys():
         raise CorruptionError(f"{what}: table {table.name} has an unknown dtype")
     return table

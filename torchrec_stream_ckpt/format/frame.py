@@ -18,7 +18,8 @@ from torchrec_stream_ckpt.errors import CorruptionError, UnsupportedError
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 MAGIC = b"TRSC"
-VERSION = 1
+VERSION = 2
+"""What is written. Every version up to this one is read."""
 HEADER_LEN = 128
 ALIGNMENT = 64
 MAX_FRAME_BYTES = 1_000_000  # one Kafka record under the default broker limit, header included
@@ -34,11 +35,15 @@ class Kind(IntEnum):
     HELLO = 1  # first frame of a rank in a generation: schema and shards
     ROWS = 2  # rows of one table shard, with their optimizer state
     MARK = 3  # this rank has sent all that belongs to a marker
+    IDS = 4  # raw ids that were assigned to rows of one table shard, or evicted from them
     CLAIM = 16  # control: a trainer opens a generation
     COMMIT = 17  # control: a marker exists
     TRIM = 18  # control: log data up to a marker may be gone, a store holds it
     SERVE = 19  # control: as CLAIM, of a serving stream: its rows are lossy, no restore may use them
 
+
+_SINCE = {Kind.IDS: 2}
+"""The version from which on a kind exists; 1 for the others."""
 
 # Numbers are on disk: never changed, never reused.
 DTYPE_CODES = {
@@ -66,7 +71,7 @@ _HEADER = struct.Struct(
     "H"  # version
     "H"  # header_len
     "B"  # kind
-    "B"  # flags, all zero in version 1
+    "B"  # flags, all zero
     "B"  # codec
     "B"  # num_sections
     "I"  # rank
@@ -118,6 +123,7 @@ class Header:
     payload_len: int = 0
     payload_crc: int = 0
     chain: int = 0
+    version: int = VERSION
     header_crc: int = 0
     """Set by :meth:`pack_into` and :func:`parse_header`."""
 
@@ -128,7 +134,7 @@ class Header:
             frame,
             0,
             MAGIC,
-            VERSION,
+            self.version,
             HEADER_LEN,
             self.kind,
             0,
@@ -185,8 +191,8 @@ def parse_header(data: Buffer) -> Header:
         raise CorruptionError("header checksum does not match")
     generation, table, seq, step, marker, rows, col0, cols, schema_crc, dtypes, *tail = rest
     offsets, (payload_len, raw_len, payload_crc, chain, reserved) = tail[:8], tail[8:]
-    known = version == VERSION and header_len == HEADER_LEN and not flags and codec == CODEC_NONE and not reserved
-    if not known or kind not in Kind._value2member_map_:
+    known = version >= 1 and header_len == HEADER_LEN and not flags and codec == CODEC_NONE and not reserved
+    if not known or kind not in Kind._value2member_map_ or version < _SINCE.get(Kind(kind), 1):
         raise CorruptionError("header has an unknown version, kind, flag or codec")
     if count > MAX_SECTIONS or payload_len % ALIGNMENT or raw_len != payload_len:
         raise CorruptionError("header has impossible lengths")
@@ -212,6 +218,7 @@ def parse_header(data: Buffer) -> Header:
         payload_len=payload_len,
         payload_crc=payload_crc,
         chain=chain,
+        version=version,
         header_crc=crc,
     )
 

@@ -18,7 +18,7 @@ from typing import Any
 from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
-from torchrec_stream_ckpt.format.control import Commit, Fields, Mark, canonical, parse_control
+from torchrec_stream_ckpt.format.control import Commit, Fields, Mark, canonical, parse_control, plain
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.segment import HEADER_LEN
 from torchrec_stream_ckpt.layout import FoldName, StoreSegment
@@ -201,7 +201,7 @@ class Notes:
     mark: Mark
 
     def to_json(self) -> bytes:
-        return canonical(asdict(self))
+        return canonical(plain(self))
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Notes:

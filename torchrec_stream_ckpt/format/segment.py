@@ -24,7 +24,8 @@ from torchrec_stream_ckpt.format.rows import RowLayout, RowsView, view_rows
 from torchrec_stream_ckpt.types import MarkerId
 
 MAGIC = b"TRSS"
-VERSION = 1
+VERSION = 2
+"""The newest one. A segment with a proof in its notes has 2, every other one 1, so that older readers take it."""
 HEADER_LEN = 128
 
 _HEADER = struct.Struct(
@@ -161,7 +162,7 @@ def front_length(chunks: int, notes_bytes: int) -> int:
 
 
 def pack_front(
-    segment: SegmentId, *, last: bool, schema_crc: int, directory: Directory, notes: bytes = b""
+    segment: SegmentId, *, last: bool, schema_crc: int, directory: Directory, notes: bytes = b"", version: int = 1
 ) -> tuple[bytes, int]:
     """(the bytes in front of the chunks, checksum of the header).
 
@@ -171,13 +172,14 @@ def pack_front(
         schema_crc: Checksum of the schema of its generation.
         directory: Its chunks; offsets count from the segment's first byte.
         notes: JSON that goes with the last part.
+        version: 2 if a proof is among the notes.
     """
     described = directory.tobytes() + notes
     end = int(directory["offset"][-1]) + int(directory["num_bytes"][-1]) if len(directory) else 0
     front = front_length(len(directory), len(notes))
     header = _HEADER.pack(
         MAGIC,
-        VERSION,
+        version,
         HEADER_LEN,
         segment.kind,
         last,
@@ -248,7 +250,7 @@ def _parse_header(data: Buffer, where: str) -> tuple[Any, ...]:
     (crc,) = _CRC.unpack_from(data, _HEADER.size)
     if crc32c(memoryview(data)[: _HEADER.size]) != crc:
         raise CorruptionError("segment header's checksum does not match", name=where)
-    known = version == VERSION and header_len == HEADER_LEN and last in (0, 1) and not pad and not any(reserved)
+    known = version >= 1 and header_len == HEADER_LEN and last in (0, 1) and not pad and not any(reserved)
     if not known or kind not in SegmentKind._value2member_map_:
         raise CorruptionError("segment header has an unknown version, kind or flag", name=where)
     return fields
@@ -298,7 +300,7 @@ class Chunk:
 
 
 def lay_out(
-    segment: SegmentId, chunks: Sequence[Chunk], *, last: bool, schema_crc: int, notes: bytes = b""
+    segment: SegmentId, chunks: Sequence[Chunk], *, last: bool, schema_crc: int, notes: bytes = b"", version: int = 1
 ) -> tuple[list[Buffer], int, int]:
     """(the segment's bytes in parts, length of the first part, checksum of its header)."""
     offset = front_length(len(chunks), len(notes))
@@ -309,7 +311,9 @@ def lay_out(
         entries.append((*place, len(chunk.payload), crc32c(chunk.payload)))
         offset += len(chunk.payload)
     directory = np.array(entries, ENTRY)
-    front, crc = pack_front(segment, last=last, schema_crc=schema_crc, directory=directory, notes=notes)
+    front, crc = pack_front(
+        segment, last=last, schema_crc=schema_crc, directory=directory, notes=notes, version=version
+    )
     return [front, *(chunk.payload for chunk in chunks)], len(front), crc
 
 

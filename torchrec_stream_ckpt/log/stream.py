@@ -74,7 +74,7 @@ def read_hello(log: LogReader, claim: Claim, commit: Commit, end: RankEnd) -> He
     header, frame = next(read_stream(log, commit, end))
     if header.kind is not Kind.HELLO:
         raise _located(CorruptionError(f"begins with {header.kind.name}"), commit, end, 0, end.begin)
-    hello = Hello.from_json(checked_payload(header, frame, commit, end))
+    hello = Hello.from_json(checked_payload(header, frame, commit, end), header.version)
     if not header.schema_crc == hello.schema.crc == claim.schema.crc:
         raise _located(CorruptionError("HELLO has another schema than its CLAIM"), commit, end, 0, end.begin)
     return hello
@@ -82,7 +82,7 @@ def read_hello(log: LogReader, claim: Claim, commit: Commit, end: RankEnd) -> He
 
 def read_mark(header: Header, frame: memoryview, commit: Commit, end: RankEnd) -> Mark:
     """The payload of a MARK frame."""
-    return Mark.from_json(checked_payload(header, frame, commit, end))
+    return Mark.from_json(checked_payload(header, frame, commit, end), header.version)
 
 
 def checked_payload(header: Header, frame: memoryview, commit: Commit, end: RankEnd) -> memoryview:

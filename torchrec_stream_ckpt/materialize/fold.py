@@ -81,11 +81,13 @@ class SegmentWriter:
         self._segment = segment
         self.refs: list[SegmentRef] = []
 
-    def put(self, rows: RowSorter, *, last: bool, notes: bytes = b"") -> None:
+    def put(self, rows: RowSorter, *, last: bool, notes: Notes | None = None) -> None:
         """Write what ``rows`` holds as the next part."""
         part = len(self.refs)
+        text = notes.to_json() if notes is not None else b""
+        version = 2 if notes is not None and notes.mark.proof is not None else 1
         parts, front_bytes, crc = lay_out(
-            self._segment(part), rows.chunks(), last=last, schema_crc=self._schema.crc, notes=notes
+            self._segment(part), rows.chunks(), last=last, schema_crc=self._schema.crc, notes=text, version=version
         )
         failpoint("fold.segment")
         self._objects.put(self._name(part), parts)
@@ -134,13 +136,13 @@ def fold_interval(
             if rows.num_bytes >= SEGMENT_BYTES:
                 writer.put(rows, last=False)
         elif header.kind is Kind.HELLO:
-            shards = Hello.from_json(payload).shards
-        else:
+            shards = Hello.from_json(payload, header.version).shards
+        elif header.kind is Kind.MARK:
             mark = read_mark(header, frame, commit, end)
         progress(len(frame))
     if mark is None or shards is None:
         raise CorruptionError("interval without its HELLO or MARK", generation=commit.generation, rank=end.rank)
-    writer.put(rows, last=True, notes=Notes(shards, mark).to_json())
+    writer.put(rows, last=True, notes=Notes(shards, mark))
     return tuple(writer.refs)
 
 

@@ -105,7 +105,11 @@ def verify_marker(
                 coverage.add_frame(header, payload, fresh=ancestor.generation >= bases.get(header.table, 0))
             elif header.kind is Kind.MARK:
                 read_mark(header, frame, ancestor, end)
-            frames, rows, num_bytes = frames + 1, rows + header.rows, num_bytes + len(frame)
+            frames, rows, num_bytes = (
+                frames + 1,
+                rows + (header.rows if header.kind is Kind.ROWS else 0),
+                num_bytes + len(frame),
+            )
             progress(len(frame))
     coverage.check()
     return Verified(

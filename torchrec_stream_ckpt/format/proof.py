@@ -1,0 +1,172 @@
+"""Digests of live rows, by which a reader can prove a marker. docs/format.md, section The proof, is the specification.
+
+A digest is a sum, modulo 2^64, over the elements of a rectangle of one table: the bits of an element, times a key of
+its row, times a key of its column. So digests of disjoint rectangles add up, whatever the plan of the writer or of the
+reader is. The keys depend on the table's stable id, on which section it is (weights, or a state), on the global row
+and on the global column: a row that is stale, swapped, or of another table changes the sum. (Multilinear hashing:
+Carter and Wegman 1979; Lemire and Kaser 2014. It finds accidents, not forgeries.)
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_stream_ckpt.errors import CorruptionError
+
+BLOCK_ROWS = 64
+"""Rows of a block: a digest is of the rows of one block."""
+POSITIONS = 1 << 16
+"""A window is an interval of this circle."""
+
+Ints = npt.NDArray[np.int64]
+Digests = npt.NDArray[np.uint64]
+Words = npt.NDArray[np.signedinteger[Any]]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_PER_ROW = 1 << 63
+_ONE = np.uint64(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Which blocks a marker proves: those whose position is in [position, position + width) of the circle."""
+
+    position: int
+    width: int
+
+    def blocks(self, table_id: int, begin: int, end: int) -> Ints:
+        """Blocks of the window that have rows in [begin, end) of a table, ascending.
+
+        Args:
+            table_id: The table's stable id.
+            begin: First global row.
+            end: The row after the last one.
+        """
+        first, last = begin // BLOCK_ROWS, -(-end // BLOCK_ROWS)
+        if begin >= end:
+            return np.empty(0, np.int64)
+        wanted = (np.arange(self.position, self.position + self.width) - table_id) % POSITIONS
+        residues = np.sort(_reversed_bits()[wanted])
+        rounds = np.arange(first // POSITIONS, (last - 1) // POSITIONS + 1, dtype=np.int64) * POSITIONS
+        blocks = (rounds[:, None] + residues[None, :]).ravel()
+        return blocks[np.searchsorted(blocks, first) : np.searchsorted(blocks, last)]
+
+    @property
+    def next(self) -> int:
+        """Where the window after this one begins."""
+        return (self.position + self.width) % POSITIONS
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What a MARK says of the live rows of its rank.
+
+    ``digests`` has one number for each of the rank's shards in the order of HELLO, in it for each block of the window
+    that has rows of the shard, ascending, in it for each section: weights, then the states in the schema's order.
+    """
+
+    position: int
+    width: int
+    digests: str
+    """The numbers, as 8 little-endian bytes each, in base64."""
+
+    @classmethod
+    def of(cls, window: Window, digests: Digests) -> Proof:
+        return cls(window.position, window.width, base64.b64encode(digests.astype("<u8").tobytes()).decode("ascii"))
+
+    @property
+    def window(self) -> Window:
+        return Window(self.position, self.width)
+
+    def numbers(self) -> Digests:
+        """The digests, in their order."""
+        return np.frombuffer(base64.b64decode(self.digests), "<u8")
+
+    def check(self, what: str) -> None:
+        """Refuse what no writer makes.
+
+        Raises:
+            CorruptionError: a window outside the circle, or digests that are not whole numbers in base64.
+        """
+        if self.position >= POSITIONS or not 1 <= self.width <= POSITIONS:
+            raise CorruptionError(f"{what}: window [{self.position}, +{self.width}) is outside [0, {POSITIONS})")
+        try:
+            data = base64.b64decode(self.digests, validate=True)
+        except (binascii.Error, ValueError):
+            raise CorruptionError(f"{what}: digests are not base64") from None
+        if len(data) % 8 or base64.b64encode(data).decode("ascii") != self.digests:
+            raise CorruptionError(f"{what}: digests of {len(data)} bytes are not whole numbers in canonical base64")
+
+
+def words_of(values: npt.NDArray[Any]) -> Words:
+    """The bits of (rows, columns) elements as signed integers; an element of 8 bytes is two words, low half first."""
+    values = np.ascontiguousarray(values)
+    if values.dtype.itemsize == 8:
+        return values.view("<i4")
+    return values.view(f"<i{values.dtype.itemsize}")
+
+
+def row_keys(table_id: int, section: int, rows: Ints) -> Ints:
+    """The key of each global row, odd; shape (rows,)."""
+    seed = _mixed(np.array([table_id * 64 + section], np.uint64))
+    return (_mixed(rows.view(np.uint64) * _GOLDEN + seed) | _ONE).view(np.int64)
+
+
+def column_keys(col0: int, cols: int, words_per_element: int = 1) -> Ints:
+    """The key of each word of a row of the columns [col0, col0 + cols), odd; shape (cols * words_per_element,)."""
+    words = np.arange(col0 * words_per_element, (col0 + cols) * words_per_element, dtype=np.uint64)
+    return (_mixed(words + _GOLDEN) | _ONE).view(np.int64)
+
+
+def per_row_keys(col0: int, cols: int, words_per_element: int = 1) -> Ints:
+    """Those of a state with one value a row, which belongs to the columns of its shard; shape (words_per_element,)."""
+    slice_ = _mixed(np.array([_PER_ROW + (col0 << 32) + cols], np.uint64))
+    halves = np.arange(words_per_element, dtype=np.uint64)
+    return (_mixed(slice_ + halves) | _ONE).view(np.int64)
+
+
+def digest_rows(words: Words, columns: Ints, rows: Ints) -> Ints:
+    """One number a row: the sum of its words, each times the key of its column, times the key of the row.
+
+    Args:
+        words: Shape (n, k), from :func:`words_of`.
+        columns: Keys of the columns, shape (k,).
+        rows: Keys of the rows, shape (n,).
+    """
+    found: Ints = np.einsum("ij,j->i", words.astype(np.int64), columns)
+    found *= rows
+    return found
+
+
+def digest_blocks(per_row: Ints, blocks: Ints) -> Digests:
+    """Sums of :func:`digest_rows` by block.
+
+    Args:
+        per_row: One number a row, rows ascending by block.
+        blocks: How many rows there are of each block, each at least one.
+    """
+    starts = np.cumsum(blocks) - blocks
+    return np.add.reduceat(per_row, starts).view(np.uint64) if len(blocks) else np.empty(0, np.uint64)
+
+
+def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finalizer of splitmix64 (Steele, Lea and Flood 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+@cache
+def _reversed_bits() -> Ints:
+    """The 16 bits of each number below 65,536 in reverse order: any interval of positions is spread over a table."""
+    numbers, found = np.arange(POSITIONS), np.zeros(POSITIONS, np.int64)
+    for bit in range(16):
+        found |= ((numbers >> bit) & 1) << (15 - bit)
+    return found
