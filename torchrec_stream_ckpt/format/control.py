@@ -80,6 +80,11 @@ class Schema:
     def crc(self) -> int:
         return crc32c(canonical([plain(table) for table in self.tables]))
 
+    @cached_property
+    def unnamed(self) -> Schema:
+        """The same tables without ids: how a generation of version 1 has them."""
+        return Schema(tuple(replace(table, id=None) for table in self.tables))
+
     def named(self, parent: Schema | None, job: bytes, generation: int) -> Schema:
         """The same tables, each with its stable id: that of the parent's table of its name, or a new one.
 

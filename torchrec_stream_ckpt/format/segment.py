@@ -323,7 +323,7 @@ def check_tables(front: Front, schema: Schema, where: str) -> None:
     Raises:
         CorruptionError: of others, or of columns that its table does not have.
     """
-    if front.schema_crc != schema.crc:
+    if front.schema_crc not in (schema.crc, schema.unnamed.crc):
         raise CorruptionError("segment has another schema than the CLAIM of its generation", name=where)
     for table, col0, cols in slices_of(front.directory):
         if table >= len(schema.tables) or not 0 < cols <= schema.tables[table].dim - col0:

@@ -154,7 +154,9 @@ def plan_reads(
 ) -> RestorePlan:
     """``plan_restore`` for one that only reads: whether states can be put together is not asked."""
     commit = lineage.find(marker)
-    check_schema(lineage.claims[marker.generation].schema, schema)
+    saved = lineage.claims[marker.generation].schema
+    check_schema(saved, schema)
+    schema = saved  # its tables have their ids
     bases = lineage.bases(marker)
     stored = list(_store_reads(schema, held, targets, bases)) if held is not None else []
     head = held.head if held is not None else None
@@ -213,6 +215,7 @@ def plan_behind(behind: Behind, schema: Schema, targets: Sequence[TableShard]) -
         ColumnResplitError: row-wise state has no exact answer under the new columns.
     """
     check_schema(behind.schema, schema)
+    schema = behind.schema
     reads = tuple(
         StreamRead(ancestor, end, moves, after)
         for ancestor, end, after in behind.streams
