@@ -19,7 +19,7 @@ from torchrec_stream_ckpt.format.control import Claim, Commit, DenseFile, Hello,
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_frame, seal
 from torchrec_stream_ckpt.format.ids import IdEvent, IdEvents, encode_ids
 from torchrec_stream_ckpt.format.mac import CommitKey
-from torchrec_stream_ckpt.format.proof import Proof, Window
+from torchrec_stream_ckpt.format.proof import Proof, ReplicatedProof, Window
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout
 from torchrec_stream_ckpt.format.serving import served_schema
 from torchrec_stream_ckpt.layout import dense_name
@@ -35,7 +35,11 @@ ROWWISE = (StateSpec("momentum1", "float32", True),)
 USER = TableSpec("sparse.ebc.t_user", 4, 4, "float32", "exact_rowwise_adagrad", ROWWISE, 2)
 SCHEMA = Schema((ITEM, USER))
 STEP, MARKER = 100, 1
-PROOF = Proof.of(Window(65_000, 1_000), np.arange(1, 6, dtype=np.uint64))
+PROOF = Proof.of(
+    Window(65_000, 1_000),
+    np.arange(1, 6, dtype=np.uint64),
+    [ReplicatedProof.of("model.sparse.ebc.embedding_bags.t_dp.weight", 70, 4, np.arange(6, 8, dtype=np.uint64))],
+)
 """Of no rows in particular."""
 KEY = CommitKey(bytes(range(32)))
 

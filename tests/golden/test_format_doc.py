@@ -12,7 +12,7 @@ import pytest
 from tests.golden import make, make_store
 from torchrec_stream_ckpt import layout
 from torchrec_stream_ckpt.format import control, frame, manifest, segment
-from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Proof
+from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Proof, ReplicatedProof
 from torchrec_stream_ckpt.materialize.fold import SEGMENT_BYTES
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
 
@@ -73,6 +73,7 @@ def test_kinds_and_dtypes_are_those_of_the_code() -> None:
         ("shard", TableShard),
         ("scalars", control.TableScalars),
         ("proof", Proof),
+        ("replicated", ReplicatedProof),
         ("rank end", RankEnd),
         ("dense file", control.DenseFile),
         ("Notes", manifest.Notes),

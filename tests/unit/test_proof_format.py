@@ -12,6 +12,7 @@ from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.proof import (
     POSITIONS,
     Proof,
+    ReplicatedProof,
     Window,
     column_keys,
     digest_blocks,
@@ -149,6 +150,9 @@ def test_a_window_takes_an_even_share_of_large_and_of_many_small_tables() -> Non
         Proof(0, 1, "AAAA"),
         Proof(0, 1, "%"),
         Proof(0, 1, "AAAAAAAAAAB="),
+        Proof(0, 1, "", (ReplicatedProof("model.t", 1, 1, "%"),)),
+        Proof(0, 1, "", (ReplicatedProof("model.b", 1, 1, ""), ReplicatedProof("model.a", 1, 1, ""))),
+        Proof(0, 1, "", (ReplicatedProof("model.a", 1, 1, ""), ReplicatedProof("model.a", 1, 1, ""))),
     ],
 )
 def test_a_proof_that_no_writer_makes_is_refused(proof: Proof) -> None:

@@ -78,7 +78,7 @@ in 1.2.
 """
 
 from torchrec_stream_ckpt.adapter.collision import COUNTERS, NO_ID, IdMap, id_maps
-from torchrec_stream_ckpt.adapter.dense import check_dense, dense_optimizers, dense_view
+from torchrec_stream_ckpt.adapter.dense import ReplicatedTables, check_dense, dense_optimizers, dense_view
 from torchrec_stream_ckpt.adapter.kernels import FusedKernel, LocalShard, Lookup
 from torchrec_stream_ckpt.adapter.modules import fused_kernels, sharded_embeddings
 from torchrec_stream_ckpt.adapter.optimizers import optimizer_states
@@ -92,6 +92,7 @@ __all__ = [
     "IdMap",
     "LocalShard",
     "Lookup",
+    "ReplicatedTables",
     "check_dense",
     "check_wrappers",
     "dense_optimizers",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.warmup import WarmupOptimizer
 
 from torchrec_stream_ckpt.adapter.collision import holds_id_maps
-from torchrec_stream_ckpt.adapter.modules import is_sharded_embedding
+from torchrec_stream_ckpt.adapter.modules import is_sharded_embedding, sharded_embeddings
 from torchrec_stream_ckpt.adapter.wrappers import walk
 from torchrec_stream_ckpt.errors import UnsupportedError
 
@@ -75,6 +75,33 @@ def _data_parallel_tables(module: Any) -> nn.Module:
                 holder = holder.get_submodule(part)
             holder.register_parameter(leaf, parameter)
     return view
+
+
+class ReplicatedTables:
+    """The tensors of tables that all ranks hold alike: weights, and what a dense optimizer keeps of their rows.
+
+    Args:
+        dmp: The live model.
+        optimizers: Its dense optimizers, by name.
+    """
+
+    def __init__(self, dmp: DistributedModelParallel, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        self._optimizers = dict(optimizers)
+        self._tables = {
+            f"{path}.{name}" if path else name: table
+            for path, module in sharded_embeddings(dmp)
+            for name, table in _data_parallel_tables(module).named_parameters()
+        }
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Live tensors by their entries in the dense state; shape (rows,) or (rows, columns)."""
+        found: dict[str, torch.Tensor] = {f"model.{name}": table for name, table in self._tables.items()}
+        for key, optimizer in self._optimizers.items():
+            for name, table in self._tables.items():
+                for state, value in optimizer.state.get(table, {}).items():
+                    if isinstance(value, torch.Tensor) and value.shape in (table.shape, table.shape[:1]):
+                        found[f"optim.{key}.{name}.{state}"] = value
+        return found
 
 
 def check_dense(dmp: DistributedModelParallel, optimizers: dict[str, torch.optim.Optimizer]) -> None:

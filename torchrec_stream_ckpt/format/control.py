@@ -30,14 +30,12 @@ from torchrec_stream_ckpt.format.frame import (
     parse_header,
     payload_of,
 )
-from torchrec_stream_ckpt.format.proof import Proof
+from torchrec_stream_ckpt.format.proof import MAX_ID, Proof, ReplicatedProof
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
 
 T = TypeVar("T")
 
 MAX_PLACE_CHARS = 4096
-_MAX_TABLE_ID = 1 << 53
-"""Any reader of JSON keeps whole numbers below it."""
 _OPTIONAL = {"proof", "id"}
 """Fields that are left out where they have no value. No payload of version 1 has one."""
 _MAC = re.compile(r"(?:[0-9a-f]{64})?")
@@ -110,7 +108,7 @@ def _new_id(job: bytes, generation: int, name: str, taken: set[int | None]) -> i
     """Below 2^53, and not among ``taken``. A function of what it names, so that a retried claim has the same ids."""
     for salt in count():
         text = f"{job.hex()} {generation} {salt} {name}".encode()
-        id_ = int.from_bytes(hashlib.sha256(text).digest()[:8], "little") % _MAX_TABLE_ID
+        id_ = int.from_bytes(hashlib.sha256(text).digest()[:8], "little") % MAX_ID
         if id_ not in taken:
             return id_
     raise AssertionError
@@ -174,10 +172,7 @@ class Mark:
     @classmethod
     def from_json(cls, data: Buffer, version: int = VERSION) -> Mark:
         raw = Fields(data, "MARK", cls, version)
-        proof = raw.record("proof", Proof)
-        if proof is not None:
-            proof.check("MARK.proof")
-        return cls(raw.take("rows", int), raw.take("num_bytes", int), raw.each("scalars", TableScalars), proof)
+        return cls(raw.take("rows", int), raw.take("num_bytes", int), raw.each("scalars", TableScalars), raw.proof())
 
 
 @dataclass(frozen=True, slots=True)
@@ -523,9 +518,17 @@ class Fields:
     def each(self, name: str, kind: type[T]) -> tuple[T, ...]:
         return tuple(_record(item, kind, f"{self._what}.{name}") for item in self.take(name, list))
 
-    def record(self, name: str, kind: type[T]) -> T | None:
-        """An optional object; None where it is left out."""
-        return _record(self._raw[name], kind, f"{self._what}.{name}") if name in self._raw else None
+    def proof(self) -> Proof | None:
+        """That of a MARK; None where it is left out."""
+        if "proof" not in self._raw:
+            return None
+        what = f"{self._what}.proof"
+        raw = dict(self.take("proof", dict))
+        items = _typed(raw.pop("replicated", None), list, f"{what}.replicated")
+        replicated = tuple(_record(item, ReplicatedProof, f"{what}.replicated") for item in items)
+        proof = _record(raw, Proof, what, replicated=replicated)
+        proof.check(what)
+        return proof
 
     def schema(self, name: str) -> Schema:
         what = f"{self._what}.{name}"
@@ -591,8 +594,8 @@ def _table(item: object, what: str, optional: set[str]) -> TableSpec:
     raw = dict(_typed(item, dict, what))
     states = _typed(raw.pop("states", None), list, what)
     id_ = _typed(raw.pop("id"), int, f"{what}.id") if "id" in raw and "id" in optional else None
-    if id_ is not None and id_ >= _MAX_TABLE_ID:
-        raise CorruptionError(f"{what}.id is {id_}, expected a number below {_MAX_TABLE_ID}")
+    if id_ is not None and id_ >= MAX_ID:
+        raise CorruptionError(f"{what}.id is {id_}, expected a number below {MAX_ID}")
     given = tuple(_record(state, StateSpec, what) for state in states)
     table = _record(raw, TableSpec, what, states=given, id=id_)
     if not {table.dtype, *(state.dtype for state in table.states)} <= DTYPE_BYTES.keys():

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -24,6 +26,8 @@ BLOCK_ROWS = 64
 """Rows of a block: a digest is of the rows of one block."""
 POSITIONS = 1 << 16
 """A window is an interval of this circle."""
+MAX_ID = 1 << 53
+"""Ids of tables are below it: any reader of JSON keeps such whole numbers."""
 
 Ints = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.uint64]
@@ -65,6 +69,32 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicatedProof:
+    """What the MARK of rank 0 says of one tensor of the dense state that belongs to a replicated table."""
+
+    name: str
+    """Its entry in the dense state: ``model.`` or ``optim.`` and so on."""
+    rows: int
+    cols: int
+    """1 for a tensor with one value a row."""
+    digests: str
+    """One number for each block of the window that has rows, ascending, written as in :class:`Proof`."""
+
+    @classmethod
+    def of(cls, name: str, rows: int, cols: int, digests: Digests) -> ReplicatedProof:
+        return cls(name, rows, cols, _text_of(digests))
+
+    @property
+    def id(self) -> int:
+        """Stands for the id of a table: its rows have no other."""
+        return replicated_id(self.name)
+
+    def numbers(self) -> Digests:
+        """The digests, in their order."""
+        return _numbers_of(self.digests)
+
+
+@dataclass(frozen=True, slots=True)
 class Proof:
     """What a MARK says of the live rows of its rank.
 
@@ -76,10 +106,13 @@ class Proof:
     width: int
     digests: str
     """The numbers, as 8 little-endian bytes each, in base64."""
+    replicated: tuple[ReplicatedProof, ...] = ()
+    """Of tables that are dense state, on rank 0 alone; sorted by name, no name twice."""
 
     @classmethod
-    def of(cls, window: Window, digests: Digests) -> Proof:
-        return cls(window.position, window.width, base64.b64encode(digests.astype("<u8").tobytes()).decode("ascii"))
+    def of(cls, window: Window, digests: Digests, replicated: Iterable[ReplicatedProof] = ()) -> Proof:
+        by_name = sorted(replicated, key=lambda each: each.name)
+        return cls(window.position, window.width, _text_of(digests), tuple(by_name))
 
     @property
     def window(self) -> Window:
@@ -87,7 +120,7 @@ class Proof:
 
     def numbers(self) -> Digests:
         """The digests, in their order."""
-        return np.frombuffer(base64.b64decode(self.digests), "<u8")
+        return _numbers_of(self.digests)
 
     def check(self, what: str) -> None:
         """Refuse what no writer makes.
@@ -97,12 +130,16 @@ class Proof:
         """
         if self.position >= POSITIONS or not 1 <= self.width <= POSITIONS:
             raise CorruptionError(f"{what}: window [{self.position}, +{self.width}) is outside [0, {POSITIONS})")
-        try:
-            data = base64.b64decode(self.digests, validate=True)
-        except (binascii.Error, ValueError):
-            raise CorruptionError(f"{what}: digests are not base64") from None
-        if len(data) % 8 or base64.b64encode(data).decode("ascii") != self.digests:
-            raise CorruptionError(f"{what}: digests of {len(data)} bytes are not whole numbers in canonical base64")
+        for text in (self.digests, *(each.digests for each in self.replicated)):
+            _check_text(text, what)
+        names = [each.name for each in self.replicated]
+        if names != sorted(set(names)):
+            raise CorruptionError(f"{what}: replicated tables are not sorted by name, each once")
+
+
+def replicated_id(name: str) -> int:
+    """What stands for the id of a table in the digests of an entry of the dense state."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") % MAX_ID
 
 
 def words_of(values: npt.NDArray[Any]) -> Words:
@@ -154,6 +191,23 @@ def digest_blocks(per_row: Ints, blocks: Ints) -> Digests:
     """
     starts = np.cumsum(blocks) - blocks
     return np.add.reduceat(per_row, starts).view(np.uint64) if len(blocks) else np.empty(0, np.uint64)
+
+
+def _text_of(digests: Digests) -> str:
+    return base64.b64encode(digests.astype("<u8").tobytes()).decode("ascii")
+
+
+def _numbers_of(text: str) -> Digests:
+    return np.frombuffer(base64.b64decode(text), "<u8")
+
+
+def _check_text(text: str, what: str) -> None:
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise CorruptionError(f"{what}: digests are not base64") from None
+    if len(data) % 8 or base64.b64encode(data).decode("ascii") != text:
+        raise CorruptionError(f"{what}: digests of {len(data)} bytes are not whole numbers in canonical base64")
 
 
 def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

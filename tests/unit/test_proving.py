@@ -1,0 +1,172 @@
+"""Digests of live tables are the sums that the page says, of whatever dtype, shard and state."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+
+from tests.unit.test_proof_format import MASK, mix
+from torchrec_stream_ckpt.adapter import FusedKernel, modules
+from torchrec_stream_ckpt.capture.shards import local_shards, merge_schema
+from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Window, replicated_id
+from torchrec_stream_ckpt.proving import digests, replicated_digests
+
+WHOLE = Window(5, POSITIONS)
+ROWS, DIM = 200, 12
+
+
+def kernel_of(
+    shards: list[tuple[int, int, int, int]],
+    optimizer: EmbOptimType = EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    precision: SparseType = SparseType.FP32,
+) -> FusedKernel:
+    """A kernel of shards (first row, rows, first column, columns) of tables of their own, with random bits in them."""
+    tbe = SplitTableBatchedEmbeddingBagsCodegen(
+        [(rows, cols, EmbeddingLocation.HOST, ComputeDevice.CPU) for _, rows, _, cols in shards],
+        optimizer=optimizer,
+        weights_precision=precision,
+    )
+    tables = [
+        SimpleNamespace(
+            name=f"t{number}",
+            num_embeddings=ROWS,
+            embedding_dim=DIM,
+            local_rows=rows,
+            local_cols=cols,
+            local_metadata=SimpleNamespace(shard_offsets=[row0, col0]),
+        )
+        for number, (row0, rows, col0, cols) in enumerate(shards)
+    ]
+    config = SimpleNamespace(embedding_tables=tables)
+    kernel = modules._kernel("m", SimpleNamespace(config=config, emb_module=tbe, fused_optimizer=None))
+    generator = torch.Generator().manual_seed(len(shards))
+    for tensor in (*kernel.weights(), *(state for states in kernel.states() for state in states)):
+        bits = tensor.detach().view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+        bits.copy_(torch.randint(-(2**15), 2**15, bits.shape, generator=generator))
+    return kernel
+
+
+def schema_of(*kernels: FusedKernel) -> Schema:
+    return merge_schema([[shard.table for shard in kernel.shards] for kernel in kernels]).named(None, bytes(16), 1)
+
+
+def plain_digest(
+    tensor: torch.Tensor, block: int, table: int, section: int, row0: int, col0: int, cols: int, *, per_row: bool
+) -> int:
+    """One number by plain integers, from docs/format.md."""
+    words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}[tensor.element_size()]
+    halves = 2 if tensor.element_size() == 8 else 1
+    rows = tensor.detach().clone().reshape(len(tensor), -1).contiguous().view(words).tolist()
+    total = 0
+    for local, values in enumerate(rows):
+        row = row0 + local
+        if row // BLOCK_ROWS != block:
+            continue
+        key = 1 | mix((row * 0x9E3779B97F4A7C15 + mix(64 * table + section)) & MASK)
+        for place, word in enumerate(values):
+            if per_row:
+                column = 1 | mix((mix((1 << 63) + (col0 << 32) + cols) + place) & MASK)
+            else:
+                column = 1 | mix((col0 * halves + place + 0x9E3779B97F4A7C15) & MASK)
+            total += word * key * column
+    return total & MASK
+
+
+def plain_digests(kernel: FusedKernel, schema: Schema, window: Window) -> list[list[list[int]]]:
+    """By shard, block and section."""
+    ids = {table.name: table.id or 0 for table in schema.tables}
+    found = []
+    for position, shard in enumerate(kernel.shards):
+        id_ = ids[shard.table.name]
+        sections = [kernel.weights()[position], *kernel.states()[position]]
+        found.append(
+            [
+                [
+                    plain_digest(
+                        tensor, block, id_, number, shard.row0, shard.col0, shard.cols, per_row=tensor.dim() == 1
+                    )
+                    for number, tensor in enumerate(sections)
+                ]
+                for block in range(ROWS // BLOCK_ROWS + 1)
+                if shard.row0 // BLOCK_ROWS <= block <= (shard.row0 + shard.rows - 1) // BLOCK_ROWS
+                and (((int(f"{block:016b}"[::-1], 2) + id_) - window.position) % POSITIONS) < window.width
+            ]
+        )
+    return found
+
+
+def as_lists(kernel: FusedKernel, schema: Schema, window: Window) -> list[list[list[int]]]:
+    return [found.digests.tolist() for found in digests([kernel], schema, window.blocks)]
+
+
+KINDS: list[Any] = [
+    pytest.param(EmbOptimType.EXACT_SGD, SparseType.FP32, id="sgd"),
+    pytest.param(EmbOptimType.EXACT_ROWWISE_ADAGRAD, SparseType.FP32, id="rowwise"),
+    pytest.param(EmbOptimType.EXACT_ADAGRAD, SparseType.FP16, id="adagrad fp16"),
+    pytest.param(EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD, SparseType.FP32, id="ema"),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "precision"), KINDS)
+def test_digests_are_those_of_plain_integers(optimizer: EmbOptimType, precision: SparseType) -> None:
+    kernel = kernel_of([(0, ROWS, 0, DIM), (70, 90, 4, 8), (128, 3, 0, 4)], optimizer, precision)
+    schema = schema_of(kernel)
+    assert as_lists(kernel, schema, WHOLE) == plain_digests(kernel, schema, WHOLE)
+
+
+@pytest.mark.parametrize("position", range(0, POSITIONS, POSITIONS // 8))
+def test_a_window_has_its_own_blocks_alone(position: int) -> None:
+    kernel = kernel_of([(0, ROWS, 0, DIM), (70, 90, 4, 8)])
+    schema, window = schema_of(kernel), Window(position, POSITIONS // 8)
+    assert as_lists(kernel, schema, window) == plain_digests(kernel, schema, window)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8, torch.int64, torch.float16])
+@pytest.mark.parametrize("shape", [(130, 6), (130,)])
+def test_a_replicated_table_has_one_number_a_block(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8).view(dtype).view(shape)
+    blocks, found = replicated_digests("model.x", tensor, WHOLE.blocks)
+    id_, cols = replicated_id("model.x"), tensor[:1].numel()
+    assert blocks.tolist() == [0, 1, 2]
+    expected = [plain_digest(tensor, block, id_, 0, 0, 0, cols, per_row=False) for block in range(3)]
+    assert found.tolist() == expected
+
+
+def test_shards_of_two_ranks_add_up_to_the_whole_table() -> None:
+    whole = kernel_of([(0, ROWS, 0, DIM)], EmbOptimType.EXACT_ADAGRAD)
+    cells = [(0, 100, 0, 4), (100, 100, 0, 4), (0, 100, 4, 8), (100, 100, 4, 8)]
+    parts = [kernel_of([cell], EmbOptimType.EXACT_ADAGRAD) for cell in cells]
+    for part, (row0, rows, col0, cols) in zip(parts, cells, strict=True):
+        for target, source in zip(
+            (part.weights()[0], *part.states()[0]), (whole.weights()[0], *whole.states()[0]), strict=True
+        ):
+            target.detach().copy_(source.detach()[row0 : row0 + rows, col0 : col0 + cols])
+    schema = schema_of(whole)
+    (expected,) = digests([whole], schema, WHOLE.blocks)
+    sums: dict[int, Any] = {}
+    for part in parts:
+        for found in digests([part], schema, WHOLE.blocks):
+            for block, numbers in zip(found.blocks.tolist(), found.digests, strict=True):
+                sums[block] = sums.get(block, np.zeros(2, np.uint64)) + numbers
+    assert {block: numbers.tolist() for block, numbers in sums.items()} == dict(
+        zip(expected.blocks.tolist(), expected.digests.tolist(), strict=True)
+    )
+
+
+def test_shards_stand_in_the_order_of_hello_and_empty_ones_are_left_out() -> None:
+    kernel = kernel_of([(0, 10, 0, 4), (20, 0, 0, 4), (0, 70, 0, 8)])
+    schema = schema_of(kernel)
+    found = [each.shard for each in digests([kernel], schema, WHOLE.blocks)]
+    assert tuple(found) == local_shards([kernel], schema)
+    assert len(found) == 2

@@ -1,0 +1,315 @@
+"""Digests of live tables: what a MARK says of them, and what a reader compares after a restore.
+
+Rows are copied first and added up later: the copy is what a cut has to wait for, the sums may be made on any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from torchrec_stream_ckpt.adapter import FusedKernel
+from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.format.proof import (
+    BLOCK_ROWS,
+    Digests,
+    Ints,
+    Words,
+    column_keys,
+    digest_blocks,
+    digest_rows,
+    per_row_keys,
+    replicated_id,
+    row_keys,
+    words_of,
+)
+from torchrec_stream_ckpt.types import TableShard
+
+BlocksOf = Callable[[int, int, int], Ints]
+"""(id of a table, first row, row after the last one) -> which blocks of these rows; ``Window.blocks`` is one."""
+
+_ALIGNED = 64
+_CHUNK_BYTES = 256 * 1024
+"""Elements that are added up at a time, so that they stay in a cache while they are words of 8 bytes."""
+_PART_ROWS = 1 << 16
+"""Rows that a reader copies at a time."""
+_WORDS = {1: "|i1", 2: "<i2", 4: "<i4", 8: "<i8"}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The rows of some blocks, as far as one shard has them."""
+
+    kernel: int
+    """Which kernel of the rank; -1 for a tensor of a replicated table."""
+    position: int
+    """Which shard of the kernel, or which tensor."""
+    id: int
+    """Of the table."""
+    row0: int
+    """First global row of the shard."""
+    col0: int
+    cols: int
+    blocks: Ints
+    """Ascending."""
+    counts: Ints
+    """How many rows of each block the shard has."""
+    rows: torch.Tensor
+    """Local rows, int64, on a CPU; pinned where the shard is on a GPU."""
+
+    def part(self, begin: int, end: int) -> Piece:
+        """Only blocks ``begin`` to ``end``, by their places."""
+        first, last = int(self.counts[:begin].sum()), int(self.counts[:end].sum())
+        blocks, counts = self.blocks[begin:end], self.counts[begin:end]
+        return Piece(
+            self.kernel, self.position, self.id, self.row0, self.col0, self.cols, blocks, counts, self.rows[first:last]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ShardDigests:
+    """What one live shard holds of some blocks."""
+
+    shard: TableShard
+    blocks: Ints
+    """Ascending, shape (n,)."""
+    digests: Digests
+    """Shape (n, sections): weights first, then states in the schema's order."""
+
+
+def pieces_of(kernels: Sequence[FusedKernel], schema: Schema, blocks_of: BlocksOf) -> list[Piece]:
+    """What of some blocks this rank holds: a piece for each shard that HELLO names, in its order.
+
+    Args:
+        kernels: All of this rank.
+        schema: Of a generation, so that its tables have ids.
+        blocks_of: Which blocks.
+    """
+    ids = {table.name: table.id for table in schema.tables}
+    pieces = []
+    for number, kernel in enumerate(kernels):
+        for position, shard in enumerate(kernel.shards):
+            if shard.rows and shard.cols:
+                id_ = ids[shard.table.name]
+                assert id_ is not None
+                blocks = blocks_of(id_, shard.row0, shard.row0 + shard.rows)
+                counts, rows = _rows_of(blocks, shard.row0, shard.rows)
+                if kernel.device.type == "cuda":
+                    rows = rows.pin_memory()
+                pieces.append(Piece(number, position, id_, shard.row0, shard.col0, shard.cols, blocks, counts, rows))
+    return pieces
+
+
+def replicated_piece(name: str, tensor: torch.Tensor, position: int, blocks_of: BlocksOf) -> Piece:
+    """The same of one tensor of a replicated table.
+
+    Args:
+        name: Its entry in the dense state.
+        tensor: Shape (rows,) or (rows, columns).
+        position: Which of the replicated tensors.
+        blocks_of: Which blocks.
+    """
+    id_ = replicated_id(name)
+    blocks = blocks_of(id_, 0, len(tensor))
+    counts, rows = _rows_of(blocks, 0, len(tensor))
+    return Piece(-1, position, id_, 0, 0, columns_of(tensor), blocks, counts, rows)
+
+
+def columns_of(tensor: torch.Tensor) -> int:
+    """1 for one value a row."""
+    return tensor.shape[1] if tensor.dim() == 2 else 1
+
+
+def _rows_of(blocks: Ints, row0: int, rows: int) -> tuple[Ints, torch.Tensor]:
+    """(how many rows of each block are in a shard, all of these as local rows)."""
+    begins = np.maximum(blocks * BLOCK_ROWS, row0)
+    counts = np.minimum((blocks + 1) * BLOCK_ROWS, row0 + rows) - begins
+    ends = np.cumsum(counts)
+    local = np.arange(ends[-1] if len(ends) else 0) + np.repeat(begins - row0 - (ends - counts), counts)
+    return counts, torch.from_numpy(local)
+
+
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """Copied rows of one tensor, and what their digest is of."""
+
+    piece: Piece
+    section: int
+    per_row: bool
+    values: Words
+    """Bits of the elements, shape (rows, columns)."""
+
+    def digests(self) -> Digests:
+        piece = self.piece
+        words = words_of(self.values)
+        per_element = words.shape[1] // self.values.shape[1]
+        keys = per_row_keys if self.per_row else column_keys
+        columns = keys(piece.col0, piece.cols, per_element)
+        rows = row_keys(piece.id, self.section, piece.rows.numpy() + piece.row0)
+        step = max(1, _CHUNK_BYTES // (8 * words.shape[1]))
+        found = [
+            digest_rows(words[begin : begin + step], columns, rows[begin : begin + step])
+            for begin in range(0, len(rows), step)
+        ]
+        return digest_blocks(np.concatenate(found), piece.counts) if found else np.empty(0, np.uint64)
+
+
+class Room:
+    """Memory for copied rows: one piece after the other, pinned for a GPU."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def reserve(self, num_bytes: int) -> None:
+        """Begin anew, with room for so many bytes. What was taken before is overwritten."""
+        self._used = 0
+        if self._memory.numel() < num_bytes:
+            self._memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def take(self, source: torch.Tensor, rows: int) -> torch.Tensor:
+        """Memory for ``rows`` rows of ``source``, of its dtype."""
+        num_bytes = room_bytes(source, rows)
+        if self._used + num_bytes > self._memory.numel():  # states may have come since it was reserved
+            return torch.empty((rows, *source.shape[1:]), dtype=source.dtype, pin_memory=self._pinned)
+        begin, self._used = self._used, self._used + num_bytes
+        size = rows * _row_bytes(source)
+        return self._memory[begin : begin + size].view(source.dtype).view(rows, *source.shape[1:])
+
+
+def _row_bytes(source: torch.Tensor) -> int:
+    return source.element_size() * columns_of(source)
+
+
+def room_bytes(source: torch.Tensor, rows: int) -> int:
+    """What a copy of so many rows takes of a :class:`Room`."""
+    return -(-rows * _row_bytes(source) // _ALIGNED) * _ALIGNED
+
+
+class Copied:
+    """Copies of the live rows of some pieces; on a GPU they may be on their way.
+
+    To be made on the training thread, at a moment when nobody writes rows. All else is for any thread.
+
+    Args:
+        kernels: All of this rank.
+        pieces: Of ``kernels`` and of ``replicated``.
+        replicated: Tensors of replicated tables, by the position of their pieces.
+        room: Where the copies go.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self, kernels: Sequence[FusedKernel], pieces: Sequence[Piece], replicated: Sequence[torch.Tensor], room: Room
+    ) -> None:
+        self._copies: list[tuple[Piece, list[torch.Tensor]]] = []
+        self._waits: list[tuple[torch.device, torch.cuda.Event]] = []
+        of_kernel: dict[int, list[Piece]] = {}
+        for piece in pieces:
+            of_kernel.setdefault(piece.kernel, []).append(piece)
+        for number, group in of_kernel.items():
+            if number < 0:
+                self._copy_replicated(group, replicated, room)
+            else:
+                self._copy_kernel(kernels[number], group, room)
+
+    def _copy_kernel(self, kernel: FusedKernel, pieces: Sequence[Piece], room: Room) -> None:
+        with kernel.reading():
+            weights, states = kernel.weights(), kernel.states()
+            for piece in pieces:
+                at = piece.position
+
+                newest = partial(kernel.newest, at)
+                first = _copy(weights[at], piece.rows, room, kernel.device, newest)
+                others = [_copy(state, piece.rows, room, kernel.device) for state in states[at]]
+                self._copies.append((piece, [first, *others]))
+            self._note(kernel.device)
+
+    def _copy_replicated(self, pieces: Sequence[Piece], tensors: Sequence[torch.Tensor], room: Room) -> None:
+        for piece in pieces:
+            source = tensors[piece.position].detach()
+            self._copies.append((piece, [_copy(source, piece.rows, room, source.device)]))
+            self._note(source.device)
+
+    def _note(self, device: torch.device) -> None:
+        """(GPU) The copies so far are there behind this moment of the current stream."""
+        if device.type == "cuda":
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+            self._waits.append((device, event))
+
+    def digests(self) -> Iterator[tuple[Piece, Digests]]:
+        """(piece, shape (blocks, sections)) of each piece. Waits for copies from a device."""
+        for device, event in self._waits:
+            with torch.cuda.device(device):  # the thread that waits has chosen none
+                event.synchronize()
+        for piece, copies in self._copies:
+            columns = [
+                _Section(piece, number, number > 0 and copy.dim() == 1, _bits(copy)).digests()
+                for number, copy in enumerate(copies)
+            ]
+            yield piece, np.stack(columns, 1)
+
+
+def _copy(
+    source: torch.Tensor,
+    rows: torch.Tensor,
+    room: Room,
+    device: torch.device,
+    newest: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    target = room.take(source, rows.numel())
+    if device.type == "cuda":
+        there = rows.to(device, non_blocking=True)
+        gathered = source.index_select(0, there)
+        target.copy_(newest(there, gathered) if newest is not None else gathered, non_blocking=True)
+    else:
+        torch.index_select(source, 0, rows, out=target)
+    return target
+
+
+def _bits(values: torch.Tensor) -> Words:
+    """Shape (rows, columns), of any dtype."""
+    flat = values.reshape(-1).view(torch.uint8).numpy()
+    return flat.view(_WORDS[values.element_size()]).reshape(len(values), columns_of(values))
+
+
+def digests(kernels: Sequence[FusedKernel], schema: Schema, blocks_of: BlocksOf) -> Iterator[ShardDigests]:
+    """Digests of the live rows of some blocks, shard by shard in the order of HELLO; copies a part of them at a time.
+
+    On a GPU the host waits.
+
+    Args:
+        kernels: All of this rank.
+        schema: Of a generation, so that its tables have ids.
+        blocks_of: Which blocks, such as ``window.blocks``.
+    """
+    index = schema.index()
+    for piece in pieces_of(kernels, schema, blocks_of):
+        shard = kernels[piece.kernel].shards[piece.position]
+        place = TableShard(index[shard.table.name], shard.row0, shard.rows, shard.col0, shard.cols)
+        sections = 1 + len(shard.table.states)
+        found = [np.empty((0, sections), np.uint64), *_parts(kernels, piece, ())]
+        yield ShardDigests(place, piece.blocks, np.concatenate(found))
+
+
+def replicated_digests(name: str, tensor: torch.Tensor, blocks_of: BlocksOf) -> tuple[Ints, Digests]:
+    """(blocks, one number for each) of a live tensor of a replicated table; as :func:`digests`."""
+    piece = replicated_piece(name, tensor, 0, blocks_of)
+    found = [np.empty((0, 1), np.uint64), *_parts((), piece, (tensor,))]
+    return piece.blocks, np.concatenate(found)[:, 0]
+
+
+def _parts(kernels: Sequence[FusedKernel], piece: Piece, replicated: Sequence[torch.Tensor]) -> Iterator[Digests]:
+    device = kernels[piece.kernel].device if kernels else replicated[0].device
+    room, step = Room(pinned=device.type == "cuda"), _PART_ROWS // BLOCK_ROWS
+    for begin in range(0, len(piece.blocks), step):
+        part = piece.part(begin, min(begin + step, len(piece.blocks)))
+        room.reserve(0)
+        for _, found in Copied(kernels, [part], replicated, room).digests():
+            yield found
