@@ -20,6 +20,8 @@ from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_fra
 from torchrec_stream_ckpt.format.ids import IdEvent, IdEvents, encode_ids
 from torchrec_stream_ckpt.format.mac import CommitKey
 from torchrec_stream_ckpt.format.proof import Proof, ReplicatedProof, Window
+from torchrec_stream_ckpt.format.record import meta_of
+from torchrec_stream_ckpt.format.remarks import End, Note, Outcome
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout
 from torchrec_stream_ckpt.format.serving import served_schema
 from torchrec_stream_ckpt.layout import dense_name
@@ -117,6 +119,8 @@ def frames() -> dict[str, bytes]:
     }
     control = {"claim": claim().to_frame(), "commit": commit(end).to_frame(), "trim": trim().to_frame()}
     control["serve"] = serve().to_frame()
+    control |= {"end": end_record().to_frame(), "note": note().to_frame()}
+    signed |= {"end_signed": KEY.sign(end_record()).to_frame(), "note_signed": KEY.sign(note()).to_frame()}
     return stream | control | signed
 
 
@@ -133,7 +137,7 @@ def claim() -> Claim:
 def commit(end: RankEnd) -> Commit:
     dense = (DenseFile(".metadata", 4, "6d" * 32), DenseFile("__0_0.distcp", 8, "0d" * 32))
     folder = dense_name(JOB, MarkerId(1, MARKER))
-    return Commit(JOB, 1, NONCE, MARKER, STEP, (end,), folder, dense, 1_700_000_100.5, "")
+    return Commit(JOB, 1, NONCE, MARKER, STEP, (end,), folder, dense, 1_700_000_100.5, "", meta=meta_of({"auc": 0.75}))
 
 
 def serve() -> Serve:
@@ -143,6 +147,16 @@ def serve() -> Serve:
 
 def trim() -> Trim:
     return Trim(JOB, 1, MARKER, (MarkerId(1, MARKER),), "s3://bucket/job", NONCE, 1_700_000_200.0)
+
+
+def end_record() -> End:
+    """The trainer has failed after its marker."""
+    return End(JOB, 1, NONCE, STEP + 7, Outcome.FAILED, "ValueError", 1_700_000_150.0)
+
+
+def note() -> Note:
+    """Somebody evaluated the marker."""
+    return Note(JOB, 1, MARKER, meta_of({"auc": 0.801, "run": "nightly"}), NONCE, 1_700_000_160.0)
 
 
 def bad_frames(good: bytes) -> dict[str, bytes]:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.golden import make, make_store
 from torchrec_stream_ckpt import layout
-from torchrec_stream_ckpt.format import control, frame, manifest, segment
+from torchrec_stream_ckpt.format import control, frame, manifest, remarks, segment
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Proof, ReplicatedProof
 from torchrec_stream_ckpt.materialize.fold import SEGMENT_BYTES
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
@@ -67,6 +67,8 @@ def test_kinds_and_dtypes_are_those_of_the_code() -> None:
         ("CLAIM", control.Claim),
         ("COMMIT", control.Commit),
         ("TRIM", control.Trim),
+        ("END", remarks.End),
+        ("NOTE", remarks.Note),
         ("schema", control.Schema),
         ("table", TableSpec),
         ("state", StateSpec),

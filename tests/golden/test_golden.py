@@ -31,6 +31,10 @@ GOOD = (
     "claim_signed",
     "commit_signed",
     "trim_signed",
+    "end",
+    "end_signed",
+    "note",
+    "note_signed",
 )
 
 
@@ -70,6 +74,8 @@ def test_golden_hello_and_mark_read_as_written() -> None:
 def test_golden_control_records_read_as_written() -> None:
     assert parse_control(golden("claim")) == make.claim()
     assert parse_control(golden("trim")) == make.trim()
+    assert parse_control(golden("end")) == make.end_record()
+    assert parse_control(golden("note")) == make.note()
     assert parse_control(golden("serve"), serving=True) == make.serve()
     with pytest.raises(ServingStreamError):
         parse_control(golden("serve"))
@@ -79,7 +85,7 @@ def test_golden_control_records_read_as_written() -> None:
 
 
 def test_golden_signatures_are_those_that_any_hmac_gives() -> None:
-    for name in ("claim", "commit", "trim"):
+    for name in ("claim", "commit", "trim", "end", "note"):
         unsigned = bytes(payload_of(parse_header(golden(name)), golden(name))).rstrip(b" ")
         signed = parse_control(golden(f"{name}_signed"))
         text = f"torchrec_stream_ckpt {name.upper()} version 1\n".encode() + unsigned

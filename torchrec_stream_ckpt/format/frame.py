@@ -40,9 +40,11 @@ class Kind(IntEnum):
     COMMIT = 17  # control: a marker exists
     TRIM = 18  # control: log data up to a marker may be gone, a store holds it
     SERVE = 19  # control: as CLAIM, of a serving stream: its rows are lossy, no restore may use them
+    END = 20  # control: a trainer's last word on its generation
+    NOTE = 21  # control: metadata of a marker, added later
 
 
-_SINCE = {Kind.IDS: 2}
+_SINCE = {Kind.IDS: 2, Kind.END: 2, Kind.NOTE: 2}
 """The version from which on a kind exists; 1 for the others."""
 
 # Numbers are on disk: never changed, never reused.

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord, Trim
+from torchrec_stream_ckpt.format.record import Meta
+from torchrec_stream_ckpt.format.remarks import End, Note
 from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
 
 _MAX_GAP = 1000
@@ -28,9 +30,13 @@ class Lineage:
     """Committed markers, oldest first."""
     trims: list[Trim] = field(default_factory=list)
     """The TRIMs that count, oldest first."""
+    ends: dict[int, End] = field(default_factory=dict)
+    """The last word of each generation that has one; only that of the newest generation says that the job has ended."""
+    notes: dict[MarkerId, Meta] = field(default_factory=dict)
+    """What NOTEs have added to the metadata of markers."""
     stale: int = 0
-    """Records that lost: CLAIMs of a taken number, late COMMITs, those of a fenced or foreign writer, and TRIMs of
-    markers that do not exist."""
+    """Records that lost: CLAIMs of a taken number, late COMMITs, those of a fenced or foreign writer, and TRIMs and
+    NOTEs of markers that do not exist."""
     unsigned: int = 0
     """Records that the commit key, where there is one, does not vouch for: they decide nothing."""
     _taken: int = 0
@@ -53,8 +59,12 @@ class Lineage:
             self._claim(record)
         elif isinstance(record, Commit):
             self._commit(record)
-        else:
+        elif isinstance(record, Trim):
             self._trim(record)
+        elif isinstance(record, End):
+            self._end(record)
+        else:
+            self._note(record)
 
     def disregard(self, generation: int) -> None:
         """A record that the commit key does not vouch for, of that generation or, if 0, of none that can be told.
@@ -76,7 +86,8 @@ class Lineage:
         fenced = commit.generation != self.newest_generation
         # A COMMIT that nobody answered for may land late, behind that of a later marker: it does not count.
         late = self.newest is not None and commit.id <= self.newest.id
-        if owner is None or fenced or owner.nonce != commit.nonce or late:
+        ended = commit.generation in self.ends
+        if owner is None or fenced or owner.nonce != commit.nonce or late or ended:
             self.stale += 1
         else:
             self.commits[commit.id] = commit
@@ -86,6 +97,29 @@ class Lineage:
             self.trims.append(trim)
         else:
             self.stale += 1
+
+    def _end(self, end: End) -> None:
+        owner = self.claims.get(end.generation)
+        if owner is None or owner.nonce != end.nonce or end.generation != self.newest_generation:
+            self.stale += 1
+        else:
+            self.ends[end.generation] = end
+
+    def _note(self, note: Note) -> None:
+        if note.id in self.commits:
+            self.notes[note.id] = tuple(sorted((dict(self.notes.get(note.id, ())) | dict(note.meta)).items()))
+        else:
+            self.stale += 1
+
+    @property
+    def ended(self) -> End | None:
+        """The job's last word; None while a trainer may be at work, or has died without one."""
+        return self.ends.get(self.newest_generation)
+
+    def meta(self, marker: MarkerId) -> Meta:
+        """Metadata of a committed marker: what its trainer said, under what was added later."""
+        said = dict(self.commits[marker].meta or ()) | dict(self.notes.get(marker, ()))
+        return tuple(sorted(said.items()))
 
     @property
     def job(self) -> bytes:

@@ -1,0 +1,180 @@
+"""Checked access to JSON payloads. Readers refuse unknown shapes by name and never trust a length."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Collection
+from dataclasses import fields
+from functools import cache
+from typing import Any, TypeVar, get_type_hints
+
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
+from torchrec_stream_ckpt.format.frame import DTYPE_BYTES, VERSION, Buffer
+from torchrec_stream_ckpt.format.proof import MAX_ID, Proof, ReplicatedProof
+from torchrec_stream_ckpt.format.record import Meta, meta_of
+from torchrec_stream_ckpt.format.schema import OPTIONAL, Schema
+from torchrec_stream_ckpt.types import MarkerId, StateSpec, TableSpec
+
+T = TypeVar("T")
+
+
+class Fields:
+    """Checked access to the fields of one JSON payload.
+
+    Args:
+        data: The payload.
+        what: Its kind, for messages.
+        kind: The dataclass whose fields it must have, no more and no less. Optional ones may be missing.
+        version: Of the frame: a payload of version 1 has no optional field.
+        same: What the header says of fields that stand in both.
+    """
+
+    def __init__(self, data: Buffer, what: str, kind: type[Any], version: int = VERSION, **same: object) -> None:
+        self._what = what
+        self._version = version
+        try:
+            self._raw = json.loads(
+                bytes(data).decode("ascii"),
+                object_pairs_hook=_unique,
+                parse_int=_whole,
+                parse_float=_finite,
+                parse_constant=_finite,
+            )
+        except (ValueError, RecursionError) as error:
+            raise CorruptionError(f"{what} is no JSON: {error}") from None
+        if not isinstance(self._raw, dict):
+            raise CorruptionError(f"{what} is no JSON object")
+        _exactly(self._raw, {item.name for item in fields(kind)} - {"version"}, what, self._optional)
+        for name, value in same.items():
+            if _typed(self._raw[name], type(value), f"{what}.{name}") != value:
+                raise CorruptionError(f"{what}.{name} is {self._raw[name]!r:.80}, its header says {value!r}")
+
+    @property
+    def _optional(self) -> set[str]:
+        return OPTIONAL if self._version > 1 else set()
+
+    def take(self, name: str, kind: type[T]) -> T:
+        return _typed(self._raw[name], kind, f"{self._what}.{name}")
+
+    def matching(self, name: str, pattern: re.Pattern[str]) -> str:
+        text = self.take(name, str)
+        if not pattern.fullmatch(text):
+            raise CorruptionError(f"{self._what}.{name} is {text!r:.80}, expected {pattern.pattern}")
+        return text
+
+    def marker(self, name: str) -> MarkerId | None:
+        return None if self._raw[name] is None else self._marker(name, self._raw[name])
+
+    def markers(self, name: str) -> tuple[MarkerId, ...]:
+        return tuple(self._marker(name, item) for item in self.take(name, list))
+
+    def _marker(self, name: str, item: object) -> MarkerId:
+        what = f"{self._what}.{name}"
+        try:
+            return MarkerId.parse(_typed(item, str, what))
+        except ConfigError as error:
+            raise CorruptionError(f"{what}: {error.message}") from None
+
+    def ints(self, name: str) -> list[int]:
+        return [_typed(item, int, f"{self._what}.{name}") for item in self.take(name, list)]
+
+    def each(self, name: str, kind: type[T]) -> tuple[T, ...]:
+        return tuple(_record(item, kind, f"{self._what}.{name}") for item in self.take(name, list))
+
+    def proof(self) -> Proof | None:
+        """That of a MARK; None where it is left out."""
+        if "proof" not in self._raw:
+            return None
+        what = f"{self._what}.proof"
+        raw = dict(self.take("proof", dict))
+        items = _typed(raw.pop("replicated", None), list, f"{what}.replicated")
+        replicated = tuple(_record(item, ReplicatedProof, f"{what}.replicated") for item in items)
+        proof = _record(raw, Proof, what, replicated=replicated)
+        proof.check(what)
+        return proof
+
+    def meta(self, name: str) -> Meta:
+        """Metadata of a marker."""
+        what = f"{self._what}.{name}"
+        try:
+            return meta_of(self.take(name, dict))
+        except ConfigError as error:
+            raise CorruptionError(f"{what}: {error.message}") from None
+
+    def optional_meta(self, name: str) -> Meta | None:
+        """The same; None where it is left out."""
+        return self.meta(name) if name in self._raw else None
+
+    def schema(self, name: str) -> Schema:
+        what = f"{self._what}.{name}"
+        raw = self.take(name, dict)
+        _exactly(raw, {"tables"}, what)
+        optional = self._optional
+        schema = Schema(tuple(_table(item, what, optional) for item in _typed(raw["tables"], list, what)))
+        names, ids = [table.name for table in schema.tables], [table.id for table in schema.tables]
+        if names != sorted(set(names)):
+            raise CorruptionError(f"{what}: tables are not sorted by name, each once")
+        if any(ids) and (None in ids or len(set(ids)) < len(ids)):
+            raise CorruptionError(f"{what}: tables have no id of their own")
+        return schema
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands twice in one object")
+    return found
+
+
+def _whole(text: str) -> int:
+    value = int(text)
+    if value.bit_length() > 64:
+        raise ValueError("a number has more than 64 bits")
+    return value
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not finite")
+    return value
+
+
+def _exactly(raw: dict[str, Any], names: set[str], what: str, optional: Collection[str] = ()) -> None:
+    """No field more, none less but optional ones; where these are not allowed, they must be missing."""
+    if not names - OPTIONAL <= raw.keys() <= names - OPTIONAL.difference(optional):
+        raise CorruptionError(f"{what} has fields {sorted(raw)!r:.200}, expected {sorted(names)}")
+
+
+def _typed(value: object, kind: type[T], what: str) -> T:
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind or (isinstance(value, int) and value < 0):
+        raise CorruptionError(f"{what} is {value!r:.80}, expected {kind.__name__}")
+    return value
+
+
+_hints: Callable[[type], dict[str, Any]] = cache(get_type_hints)
+
+
+def _record(item: object, kind: type[T], what: str, **given: object) -> T:
+    """An instance of the dataclass ``kind`` from a JSON object with just its fields, less those ``given``."""
+    raw = _typed(item, dict, what)
+    hints = {name: hint for name, hint in _hints(kind).items() if name not in given}
+    _exactly(raw, set(hints), what)
+    return kind(**{name: _typed(raw[name], hint, f"{what}.{name}") for name, hint in hints.items()}, **given)
+
+
+def _table(item: object, what: str, optional: set[str]) -> TableSpec:
+    raw = dict(_typed(item, dict, what))
+    states = _typed(raw.pop("states", None), list, what)
+    id_ = _typed(raw.pop("id"), int, f"{what}.id") if "id" in raw and "id" in optional else None
+    if id_ is not None and id_ >= MAX_ID:
+        raise CorruptionError(f"{what}.id is {id_}, expected a number below {MAX_ID}")
+    given = tuple(_record(state, StateSpec, what) for state in states)
+    table = _record(raw, TableSpec, what, states=given, id=id_)
+    if not {table.dtype, *(state.dtype for state in table.states)} <= DTYPE_BYTES.keys():
+        raise CorruptionError(f"{what}: table {table.name} has an unknown dtype")
+    return table

@@ -1,0 +1,77 @@
+"""What all records of the control partition have in common: a frame of JSON, and an HMAC if there is a commit key."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeAlias
+
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.format.frame import Header, Kind, json_frame
+from torchrec_stream_ckpt.format.schema import canonical, plain
+
+MAC = re.compile(r"(?:[0-9a-f]{64})?")
+MAX_META_BYTES = 4096
+"""Of the canonical JSON of a marker's metadata."""
+_SIGNED = "torchrec_stream_ckpt {kind} version 1\n"
+"""In front of what is signed: an HMAC of one kind of record, or of anything else, is none of another."""
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+Meta: TypeAlias = tuple[tuple[str, str | int | float], ...]
+"""Metadata of a marker, by name: sorted, no name twice."""
+
+
+class Record:
+    """A control record. Each kind is a frozen dataclass with a ``job``, a ``version`` and a ``mac``."""
+
+    __slots__ = ()
+    KIND: ClassVar[Kind]
+    job: bytes
+    version: int
+
+    def to_frame(self) -> bytes:
+        """The record as it stands in the log: of the version in which it came."""
+        return bytes(json_frame(self.header(), canonical(self.body())))
+
+    def signed_bytes(self) -> bytes:
+        """What the HMAC covers: all fields but itself."""
+        return _SIGNED.format(kind=self.KIND.name).encode() + canonical(self.body() | {"mac": ""})
+
+    def header(self) -> Header:
+        """Of the frame. What stands in both agrees."""
+        place = {name: getattr(self, name) for name in ("generation", "step", "marker") if hasattr(self, name)}
+        return Header(self.KIND, self.job, version=self.version, **place)
+
+    def body(self) -> dict[str, Any]:
+        """The fields of the payload."""
+        fields = {name: value for name, value in plain(self).items() if name != "version"}
+        return fields | {"job": self.job.hex()}
+
+
+def meta_of(values: Mapping[str, object]) -> Meta:
+    """Metadata as records hold it.
+
+    Raises:
+        ConfigError: a name or value that a record cannot hold, or too many of them; names it.
+    """
+    for name, value in values.items():
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"metadata: {name!r:.80} is not a name", hint="use 1 to 64 letters, digits, '.', '_' and '-'"
+            )
+        known = isinstance(value, str | int | float) and not isinstance(value, bool)
+        if not known or (isinstance(value, int) and abs(value) >= 2**53) or not _finite(value):
+            raise ConfigError(
+                f"metadata: {name} is {value!r:.80}", hint="give a string, a finite float, or a whole number below 2^53"
+            )
+    found = dict(sorted(values.items()))
+    if (size := len(canonical(found))) > MAX_META_BYTES:
+        raise ConfigError(
+            f"metadata of {size} bytes is too large", hint=f"keep it below {MAX_META_BYTES} bytes of JSON"
+        )
+    return tuple(found.items())  # type: ignore[arg-type]
+
+
+def _finite(value: object) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
