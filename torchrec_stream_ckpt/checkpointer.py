@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from torchrec_stream_ckpt.adapter import fused_kernels, watch_outside_writes
+from torchrec_stream_ckpt.adapter import ReplicatedTables, dense_optimizers, fused_kernels, watch_outside_writes
 from torchrec_stream_ckpt.capture.hook import Capture, Drain
 from torchrec_stream_ckpt.capture.oracle import Oracle
+from torchrec_stream_ckpt.capture.prover import Load, Prover, Replicated, window_width
 from torchrec_stream_ckpt.capture.shards import local_shards, local_tables, merge_schema
 from torchrec_stream_ckpt.capture.staging import StreamIdentity, allocate
 from torchrec_stream_ckpt.commit.cadence import NOTHING, Ballot, Cadence
@@ -29,10 +30,11 @@ from torchrec_stream_ckpt.config import StreamConfig, Takeover
 from torchrec_stream_ckpt.cuts import Cuts
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, FencedError, MarkerNotFoundError
 from torchrec_stream_ckpt.failpoints import failpoint
-from torchrec_stream_ckpt.format.control import Claim, Hello
+from torchrec_stream_ckpt.format.control import Claim, Hello, Schema
 from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.proof import Window
 from torchrec_stream_ckpt.format.ring import FrameRing
 from torchrec_stream_ckpt.layout import parse_uri
 from torchrec_stream_ckpt.loader import TrackedLoader
@@ -133,6 +135,9 @@ class StreamCheckpointer:
         self._stream: Generation | None = None
         self._coordinator: Coordinator | None = None
         self._cuts: Cuts | None = None
+        self._prover: Prover | None = None
+        self._proved_up_to: int | None = None
+        """(restore) Where the proof of the restored marker ends; None: it has none, as far as this rank has read."""
         self._head: Head | None = None
         """(restore) What rows are copied from; its writer waits until it is closed."""
         self._step = 0
@@ -611,7 +616,15 @@ class StreamCheckpointer:
         self._stream = stream
         self._coordinator = Coordinator(stream, self._dense, self._commit_team, config.commit_timeout_s)
         self._cuts = Cuts(
-            stream, self._coordinator, self._capture, self._oracle, self._ring, self._dense, team, claim.schema.crc
+            stream,
+            self._coordinator,
+            self._capture,
+            self._oracle,
+            self._ring,
+            self._dense,
+            team,
+            claim.schema.crc,
+            self._open_prover(claim.schema),
         )
         hello = self._ring.acquire()
         assert hello is not None
@@ -627,6 +640,22 @@ class StreamCheckpointer:
             self._team.on_rank0(self._tiers.start_relay)
         self._telemetry.opened(claim.generation, publisher, parent, self._step, parent_bytes)
         self._vote()
+
+    def _open_prover(self, schema: Schema) -> Prover | None:
+        """(all ranks) What the markers of this generation prove, from where the last proof has ended; None: nothing."""
+        replicated: Replicated = dict
+        if self._team.rank == 0:
+            replicated = ReplicatedTables(self._dmp, dense_optimizers(self._optimizer)).tensors
+        load = Load.of(self._kernels, replicated())
+        said = self._team.gather((self._config.proof_bytes, load, self._proved_up_to))
+        proof_bytes, position = said[0][0], next((each for _, _, each in said if each is not None), 0)
+        if self._prover is not None:
+            position = self._prover.window.position
+        self._prover = None
+        if proof_bytes:
+            width = window_width([each for _, each, _ in said], proof_bytes)
+            self._prover = Prover(self._kernels, schema, replicated, Window(position, width))
+        return self._prover
 
     def _claim(self, parent: MarkerId | None, swept: tuple[int, ...]) -> Claim:
         """(rank 0) Own the next generation."""

@@ -13,6 +13,8 @@ from torchrec_stream_ckpt.options import Options
 from torchrec_stream_ckpt.stats import RESTORE_BYTES_PER_S
 
 _MARKER_EVERY = 100
+PROOF_BYTES = 4 * 2**20
+"""Default of ``StreamConfig.proof_bytes``."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,6 +64,10 @@ class StreamConfig:
     in the ring. Without room all ranks give the marker up, and its rows go with the next one."""
     sweep_bytes: int = 16 * 2**20
     """Rows that no step has touched yet: send so many bytes of them a step, until all have been sent."""
+    proof_bytes: int = PROOF_BYTES
+    """Each rank adds digests of so many bytes of its live rows to a marker, of other rows at each one: all are proved in
+    turn. Readers compare what they have restored with them, so that a row is found that was changed past the hooks, or
+    lost on its way (docs/guarantees.md). That of rank 0 counts for all. 0: no digests."""
     head: str | None = "auto"
     """Folder in which ``stream-ckpt materialize --head DIR`` keeps a marker warm on this host: a restore of it, or of
     one that stands on it, copies rows from there. ``auto``: this user's folder in shared memory; None: never."""
@@ -115,6 +121,11 @@ class StreamConfig:
             raise ConfigError("tensorboard must not be empty", hint="name a folder, or give None")
         if self.head == "":
             raise ConfigError("head must not be empty", hint="give 'auto' or a folder, or None for no HEAD")
+        if isinstance(self.proof_bytes, bool) or not isinstance(self.proof_bytes, int) or self.proof_bytes < 0:
+            raise ConfigError(
+                f"proof_bytes must be a whole number of bytes, it is {self.proof_bytes!r}",
+                hint="leave it out for 4 MiB a rank and marker, or give 0 for no proofs",
+            )
         if self.marker_budget_bytes < 0:
             raise ConfigError("marker_budget_bytes cannot be negative")
         if self.on_stream_failure not in ("continue", "raise"):

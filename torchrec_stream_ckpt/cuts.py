@@ -12,11 +12,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torchrec_stream_ckpt.capture.hook import Capture, Drain
 from torchrec_stream_ckpt.capture.oracle import Difference, Oracle, mismatch
+from torchrec_stream_ckpt.capture.prover import Prover, Taken
 from torchrec_stream_ckpt.commit.collective import Team
 from torchrec_stream_ckpt.commit.coordinator import Coordinator, Cut
 from torchrec_stream_ckpt.commit.dense import DenseState
@@ -26,10 +28,25 @@ from torchrec_stream_ckpt.errors import CaptureMismatchError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Mark, TableScalars
 from torchrec_stream_ckpt.format.frame import Header, Kind
+from torchrec_stream_ckpt.format.proof import Window
 from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
 from torchrec_stream_ckpt.types import Committed
 
 log = logging.getLogger(__name__)
+
+
+def put_mark(buffer: FrameBuffer, header: Header, mark: Mark, taken: Taken | None) -> None:
+    """Make this a MARK. Its proof is added up when the frame is ready, on the thread that sends it."""
+    buffer.put_json(header, replace(mark, proof=taken.blank() if taken is not None else None).to_json())
+    if taken is None:
+        return
+    length = header.payload_len
+
+    def ready() -> None:
+        buffer.put_json(header, replace(mark, proof=taken.proof()).to_json())
+        assert header.payload_len == length
+
+    buffer.ready = ready
 
 
 @dataclass(slots=True)
@@ -41,6 +58,8 @@ class _Open:
     seal: Seal
     scalars: tuple[TableScalars, ...]
     """The kernels' own state at the boundary."""
+    taken: Taken | None = None
+    """The rows that the marker proves, as they were at the boundary."""
     held: bool = False
     """(``paranoid``) The oracle has a copy of the tables as they were at the boundary."""
 
@@ -57,6 +76,7 @@ class Cuts:
         dense: Copies the dense state at the boundary.
         team: Small agreements; used for the oracle alone.
         schema_crc: Of the tables, for headers.
+        prover: Takes the rows that each marker proves; None: markers have no proof.
     """
 
     def __init__(
@@ -69,6 +89,7 @@ class Cuts:
         dense: DenseState,
         team: Team,
         schema_crc: int,
+        prover: Prover | None = None,
     ) -> None:
         self._generation = generation
         self._coordinator = coordinator
@@ -78,6 +99,7 @@ class Cuts:
         self._dense = dense
         self._team = team
         self._schema_crc = schema_crc
+        self._prover = prover
         self._open: _Open | None = None
         self._seal = Seal()
         """That of the last cut."""
@@ -141,11 +163,13 @@ class Cuts:
         extra = deadline_s is not None or self._capture.written_in_place
         drain = Drain(step, marker, extra=extra, deadline_s=deadline_s)
         staged: dict[str, Any] | None = None
+        taken: Taken | None = None
         try:
             if prepare(drain):
                 staged = self._dense.stage()
                 self._open = _Open(step, marker, seal, self._capture.scalars())
                 self._capture.freeze(drain, seal.fail)
+                self._open.taken = taken = self._prover.take() if self._prover is not None else None
             else:
                 seal.fail(self._no_space())
         except Exception as error:  # a Stateful of the user, memory, the publisher
@@ -155,10 +179,17 @@ class Cuts:
             self.give_up(self._no_space())
         cut = Cut(marker, step, seal, staged)
         future = self._coordinator.begin(cut)
+        if taken is not None:
+            future.add_done_callback(partial(self._settled, taken.window))
         if self._oracle is not None:
             self._asking = cut
             self._ask()
         return future
+
+    def _settled(self, window: Window, future: Future[Committed]) -> None:
+        """(commit thread)"""
+        assert self._prover is not None
+        self._prover.settled(window, committed=future.exception() is None)
 
     def go_on(self) -> None:
         """(all ranks) A later step boundary: send more of the cut that is open, without waiting."""
@@ -210,7 +241,7 @@ class Cuts:
         failpoint("cut.drained")
         publisher = self._generation.publisher
         rows, num_bytes = publisher.rows, publisher.num_bytes
-        buffer.put_json(self.header(Kind.MARK, cut.step, cut.marker), Mark(rows, num_bytes, cut.scalars).to_json())
+        put_mark(buffer, self.header(Kind.MARK, cut.step, cut.marker), Mark(rows, num_bytes, cut.scalars), cut.taken)
         sealed = Sealed(self.submit(buffer), rows, num_bytes)
         failpoint("mark.submitted")
         if self._oracle is None:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from torchrec_stream_ckpt.config import StreamConfig, Takeover
+from torchrec_stream_ckpt.config import PROOF_BYTES, StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.types import Restored
 
@@ -32,6 +32,7 @@ SETTINGS = (
     "marker_every",
     "marker_every_s",
     "max_overhead",
+    "proof_bytes",
     "kafka_options",
     "commit_key_file",
     "metrics_port",
@@ -44,6 +45,7 @@ DEFAULTS = {
     "outer_every": 1,
     "drain_every": 1,
     "marker_every": 100,
+    "proof_bytes": PROOF_BYTES,
     "metrics_host": "127.0.0.1",
     "paranoid": False,
 }
@@ -123,6 +125,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         type=positive,
         help="0.01: as many markers as cost at most 1%% of the training time, instead of --marker_every",
+    )
+    group.add_argument(
+        "--proof_bytes",
+        metavar="BYTES",
+        type=whole(0),
+        help="live rows that a rank adds up for each marker (default: 4194304; 0: none)",
     )
     group.add_argument("--kafka_options", metavar="FILE", type=Path, help="client options, security included")
     group.add_argument("--commit_key_file", metavar="FILE", type=Path, help="sign markers; only signed ones count")

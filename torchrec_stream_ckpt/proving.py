@@ -6,7 +6,7 @@ Rows are copied first and added up later: the copy is what a cut has to wait for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -27,6 +27,7 @@ from torchrec_stream_ckpt.format.proof import (
     row_keys,
     words_of,
 )
+from torchrec_stream_ckpt.format.rows import RowLayout
 from torchrec_stream_ckpt.types import TableShard
 
 BlocksOf = Callable[[int, int, int], Ints]
@@ -54,6 +55,8 @@ class Piece:
     """First global row of the shard."""
     col0: int
     cols: int
+    row_bytes: tuple[int, ...]
+    """What a row takes in each section: weights, then states."""
     blocks: Ints
     """Ascending."""
     counts: Ints
@@ -61,13 +64,21 @@ class Piece:
     rows: torch.Tensor
     """Local rows, int64, on a CPU; pinned where the shard is on a GPU."""
 
+    @property
+    def sections(self) -> int:
+        """Numbers for each block."""
+        return len(self.row_bytes)
+
+    @property
+    def room_bytes(self) -> int:
+        """What the copies take of a :class:`Room`."""
+        return sum(_padded(self.rows.numel() * each) for each in self.row_bytes)
+
     def part(self, begin: int, end: int) -> Piece:
         """Only blocks ``begin`` to ``end``, by their places."""
         first, last = int(self.counts[:begin].sum()), int(self.counts[:end].sum())
-        blocks, counts = self.blocks[begin:end], self.counts[begin:end]
-        return Piece(
-            self.kernel, self.position, self.id, self.row0, self.col0, self.cols, blocks, counts, self.rows[first:last]
-        )
+        blocks, counts, rows = self.blocks[begin:end], self.counts[begin:end], self.rows[first:last]
+        return replace(self, blocks=blocks, counts=counts, rows=rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +111,10 @@ def pieces_of(kernels: Sequence[FusedKernel], schema: Schema, blocks_of: BlocksO
                 counts, rows = _rows_of(blocks, shard.row0, shard.rows)
                 if kernel.device.type == "cuda":
                     rows = rows.pin_memory()
-                pieces.append(Piece(number, position, id_, shard.row0, shard.col0, shard.cols, blocks, counts, rows))
+                row_bytes = tuple(section.row_bytes for section in RowLayout.of(shard.table, shard.cols).sections[1:])
+                pieces.append(
+                    Piece(number, position, id_, shard.row0, shard.col0, shard.cols, row_bytes, blocks, counts, rows)
+                )
     return pieces
 
 
@@ -116,12 +130,20 @@ def replicated_piece(name: str, tensor: torch.Tensor, position: int, blocks_of: 
     id_ = replicated_id(name)
     blocks = blocks_of(id_, 0, len(tensor))
     counts, rows = _rows_of(blocks, 0, len(tensor))
-    return Piece(-1, position, id_, 0, 0, columns_of(tensor), blocks, counts, rows)
+    return Piece(-1, position, id_, 0, 0, columns_of(tensor), (_row_bytes(tensor),), blocks, counts, rows)
 
 
 def columns_of(tensor: torch.Tensor) -> int:
     """1 for one value a row."""
     return tensor.shape[1] if tensor.dim() == 2 else 1
+
+
+def _row_bytes(tensor: torch.Tensor) -> int:
+    return tensor.element_size() * columns_of(tensor)
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNED) * _ALIGNED
 
 
 def _rows_of(blocks: Ints, row0: int, rows: int) -> tuple[Ints, torch.Tensor]:
@@ -170,25 +192,15 @@ class Room:
         """Begin anew, with room for so many bytes. What was taken before is overwritten."""
         self._used = 0
         if self._memory.numel() < num_bytes:
-            self._memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+            more = num_bytes + num_bytes // 8  # windows differ a little
+            self._memory = torch.zeros(more, dtype=torch.uint8, pin_memory=self._pinned)
 
     def take(self, source: torch.Tensor, rows: int) -> torch.Tensor:
         """Memory for ``rows`` rows of ``source``, of its dtype."""
-        num_bytes = room_bytes(source, rows)
-        if self._used + num_bytes > self._memory.numel():  # states may have come since it was reserved
-            return torch.empty((rows, *source.shape[1:]), dtype=source.dtype, pin_memory=self._pinned)
-        begin, self._used = self._used, self._used + num_bytes
         size = rows * _row_bytes(source)
+        begin, self._used = self._used, self._used + _padded(size)
+        assert self._used <= self._memory.numel()
         return self._memory[begin : begin + size].view(source.dtype).view(rows, *source.shape[1:])
-
-
-def _row_bytes(source: torch.Tensor) -> int:
-    return source.element_size() * columns_of(source)
-
-
-def room_bytes(source: torch.Tensor, rows: int) -> int:
-    """What a copy of so many rows takes of a :class:`Room`."""
-    return -(-rows * _row_bytes(source) // _ALIGNED) * _ALIGNED
 
 
 class Copied:
@@ -310,6 +322,6 @@ def _parts(kernels: Sequence[FusedKernel], piece: Piece, replicated: Sequence[to
     room, step = Room(pinned=device.type == "cuda"), _PART_ROWS // BLOCK_ROWS
     for begin in range(0, len(piece.blocks), step):
         part = piece.part(begin, min(begin + step, len(piece.blocks)))
-        room.reserve(0)
+        room.reserve(part.room_bytes)
         for _, found in Copied(kernels, [part], replicated, room).digests():
             yield found

@@ -37,6 +37,13 @@ def test_markers_may_be_asked_for_by_hand_only() -> None:
     assert (config.marker_every, config.marker_every_s) == (None, None)
 
 
+@pytest.mark.parametrize("value", [-1, 1.5, "4MiB", True, None])
+def test_a_proof_of_no_number_of_bytes_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="proof_bytes must be a whole number of bytes") as caught:
+        StreamConfig(uri="file:///x", proof_bytes=value)  # type: ignore[arg-type]
+    assert caught.value.hint is not None
+
+
 @pytest.mark.parametrize("name", ["drain_every", "marker_every", "ring_bytes", "sweep_bytes"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "10"])
 def test_counts_must_be_positive_whole_numbers(name: str, value: Any) -> None:

@@ -96,6 +96,7 @@ WITH_TORCH = frozenset(
         "capture/found.py",
         "capture/hook.py",
         "capture/oracle.py",
+        "capture/prover.py",
         "capture/rowmask.py",
         "capture/shards.py",
         "capture/staging.py",

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.plain_proof import MASK, mix
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.proof import (
@@ -22,15 +23,6 @@ from torchrec_stream_ckpt.format.proof import (
     words_of,
 )
 from torchrec_stream_ckpt.types import TableSpec
-
-MASK = 2**64 - 1
-
-
-def mix(value: int) -> int:
-    """As docs/format.md has it, in plain integers."""
-    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & MASK
-    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & MASK
-    return value ^ value >> 31
 
 
 def plain_digest(bits: list[list[int]], table: int, section: int, row0: int, col0: int) -> int:

@@ -15,11 +15,11 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 
-from tests.unit.test_proof_format import MASK, mix
+from tests.plain_proof import plain_digest, plain_digests, shards_of
 from torchrec_stream_ckpt.adapter import FusedKernel, modules
 from torchrec_stream_ckpt.capture.shards import local_shards, merge_schema
 from torchrec_stream_ckpt.format.control import Schema
-from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Window, replicated_id
+from torchrec_stream_ckpt.format.proof import POSITIONS, Window, replicated_id
 from torchrec_stream_ckpt.proving import digests, replicated_digests
 
 WHOLE = Window(5, POSITIONS)
@@ -61,51 +61,6 @@ def schema_of(*kernels: FusedKernel) -> Schema:
     return merge_schema([[shard.table for shard in kernel.shards] for kernel in kernels]).named(None, bytes(16), 1)
 
 
-def plain_digest(
-    tensor: torch.Tensor, block: int, table: int, section: int, row0: int, col0: int, cols: int, *, per_row: bool
-) -> int:
-    """One number by plain integers, from docs/format.md."""
-    words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}[tensor.element_size()]
-    halves = 2 if tensor.element_size() == 8 else 1
-    rows = tensor.detach().clone().reshape(len(tensor), -1).contiguous().view(words).tolist()
-    total = 0
-    for local, values in enumerate(rows):
-        row = row0 + local
-        if row // BLOCK_ROWS != block:
-            continue
-        key = 1 | mix((row * 0x9E3779B97F4A7C15 + mix(64 * table + section)) & MASK)
-        for place, word in enumerate(values):
-            if per_row:
-                column = 1 | mix((mix((1 << 63) + (col0 << 32) + cols) + place) & MASK)
-            else:
-                column = 1 | mix((col0 * halves + place + 0x9E3779B97F4A7C15) & MASK)
-            total += word * key * column
-    return total & MASK
-
-
-def plain_digests(kernel: FusedKernel, schema: Schema, window: Window) -> list[list[list[int]]]:
-    """By shard, block and section."""
-    ids = {table.name: table.id or 0 for table in schema.tables}
-    found = []
-    for position, shard in enumerate(kernel.shards):
-        id_ = ids[shard.table.name]
-        sections = [kernel.weights()[position], *kernel.states()[position]]
-        found.append(
-            [
-                [
-                    plain_digest(
-                        tensor, block, id_, number, shard.row0, shard.col0, shard.cols, per_row=tensor.dim() == 1
-                    )
-                    for number, tensor in enumerate(sections)
-                ]
-                for block in range(ROWS // BLOCK_ROWS + 1)
-                if shard.row0 // BLOCK_ROWS <= block <= (shard.row0 + shard.rows - 1) // BLOCK_ROWS
-                and (((int(f"{block:016b}"[::-1], 2) + id_) - window.position) % POSITIONS) < window.width
-            ]
-        )
-    return found
-
-
 def as_lists(kernel: FusedKernel, schema: Schema, window: Window) -> list[list[list[int]]]:
     return [found.digests.tolist() for found in digests([kernel], schema, window.blocks)]
 
@@ -122,14 +77,14 @@ KINDS: list[Any] = [
 def test_digests_are_those_of_plain_integers(optimizer: EmbOptimType, precision: SparseType) -> None:
     kernel = kernel_of([(0, ROWS, 0, DIM), (70, 90, 4, 8), (128, 3, 0, 4)], optimizer, precision)
     schema = schema_of(kernel)
-    assert as_lists(kernel, schema, WHOLE) == plain_digests(kernel, schema, WHOLE)
+    assert as_lists(kernel, schema, WHOLE) == plain_digests(shards_of([kernel]), schema, WHOLE)
 
 
 @pytest.mark.parametrize("position", range(0, POSITIONS, POSITIONS // 8))
 def test_a_window_has_its_own_blocks_alone(position: int) -> None:
     kernel = kernel_of([(0, ROWS, 0, DIM), (70, 90, 4, 8)])
     schema, window = schema_of(kernel), Window(position, POSITIONS // 8)
-    assert as_lists(kernel, schema, window) == plain_digests(kernel, schema, window)
+    assert as_lists(kernel, schema, window) == plain_digests(shards_of([kernel]), schema, window)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8, torch.int64, torch.float16])

@@ -56,6 +56,9 @@ class Window:
         first, last = begin // BLOCK_ROWS, -(-end // BLOCK_ROWS)
         if begin >= end:
             return np.empty(0, np.int64)
+        if last - first <= self.width:
+            blocks = np.arange(first, last)
+            return blocks[(_reversed_bits()[blocks % POSITIONS] + table_id - self.position) % POSITIONS < self.width]
         wanted = (np.arange(self.position, self.position + self.width) - table_id) % POSITIONS
         residues = np.sort(_reversed_bits()[wanted])
         rounds = np.arange(first // POSITIONS, (last - 1) // POSITIONS + 1, dtype=np.int64) * POSITIONS
@@ -66,6 +69,11 @@ class Window:
     def next(self) -> int:
         """Where the window after this one begins."""
         return (self.position + self.width) % POSITIONS
+
+    @property
+    def following(self) -> Window:
+        """The window after this one."""
+        return Window(self.next, self.width)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,209 @@
+"""What the markers of a generation prove: a window of live rows each, one after the other around the circle.
+
+A cut copies the rows of the window, which were chosen ahead; they are added up later, on the thread that writes the
+frame. The window moves on once the marker is committed: a marker that was given up proves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from torchrec_stream_ckpt.adapter import FusedKernel
+from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
+from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Digests, Proof, ReplicatedProof, Window
+from torchrec_stream_ckpt.format.rows import RowLayout
+from torchrec_stream_ckpt.proving import Copied, Piece, Room, pieces_of, replicated_piece
+from torchrec_stream_ckpt.types import TableSpec
+
+Tensors = Mapping[str, torch.Tensor]
+Replicated = Callable[[], Tensors]
+"""Live tensors of replicated tables, by their entries in the dense state."""
+
+_TEXT_BYTES = MAX_FRAME_BYTES // 4
+"""What the digests of a MARK take at most, about: it is one frame, with other things in it."""
+_NUMBER_BYTES = 8 * 4 / 3
+"""What one digest takes in base64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one rank has to prove."""
+
+    num_bytes: int
+    """Of weights and states."""
+    numbers: int
+    """Digests of all of it."""
+
+    @classmethod
+    def of(cls, kernels: Sequence[FusedKernel], replicated: Tensors) -> Load:
+        shards = [shard for kernel in kernels for shard in kernel.shards if shard.rows and shard.cols]
+        num_bytes = sum(shard.rows * _row_bytes(shard.table, shard.cols) for shard in shards)
+        numbers = sum(_blocks(shard.rows) * (1 + len(shard.table.states)) for shard in shards)
+        tensors = replicated.values()
+        return cls(
+            num_bytes + sum(tensor.nbytes for tensor in tensors),
+            numbers + sum(_blocks(len(tensor)) for tensor in tensors),
+        )
+
+
+def window_width(loads: Collection[Load], proof_bytes: int) -> int:
+    """How wide the windows of all ranks are.
+
+    Args:
+        loads: Of each rank.
+        proof_bytes: How many bytes of rows a rank reads for a marker.
+    """
+    heaviest = max(1, *(load.num_bytes for load in loads))
+    most = max(1, *(load.numbers for load in loads))
+    by_text = int(POSITIONS * _TEXT_BYTES / (most * _NUMBER_BYTES))
+    return max(1, min(POSITIONS, POSITIONS * proof_bytes // heaviest, by_text))
+
+
+def _blocks(rows: int) -> int:
+    return -(-rows // BLOCK_ROWS)
+
+
+def _row_bytes(table: TableSpec, cols: int) -> int:
+    """Without the id."""
+    layout = RowLayout.of(table, cols)
+    return layout.row_bytes - layout.sections[0].row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """The next window, its rows chosen."""
+
+    window: Window
+    pieces: tuple[Piece, ...]
+    """Of shards, in the order of HELLO, then of replicated tensors."""
+    replicated: Tensors
+    """Those that were there."""
+
+    @property
+    def room_bytes(self) -> int:
+        return sum(piece.room_bytes for piece in self.pieces)
+
+    def fits(self, replicated: Tensors) -> bool:
+        """Whether these are the same tensors, by name and shape."""
+        here, there = ({name: tensor.shape for name, tensor in each.items()} for each in (self.replicated, replicated))
+        return list(here.items()) == list(there.items())
+
+    def proof(self, digests: Sequence[Digests]) -> Proof:
+        """What MARK says, from the numbers of each piece."""
+        of_shards = [np.empty(0, np.uint64)]
+        of_replicated = []
+        names = list(self.replicated)
+        for piece, numbers in zip(self.pieces, digests, strict=True):
+            if piece.kernel >= 0:
+                of_shards.append(numbers.ravel())
+            else:
+                name = names[piece.position]
+                rows = len(self.replicated[name])
+                of_replicated.append(ReplicatedProof.of(name, rows, piece.cols, numbers.ravel()))
+        return Proof.of(self.window, np.concatenate(of_shards), of_replicated)
+
+
+class Taken:
+    """The rows of a window as they were at a cut. For any thread, but one at a time.
+
+    Args:
+        prepared: Which rows.
+        copied: Their copies.
+        give_back: Called once the copies are not needed any longer.
+    """
+
+    def __init__(self, prepared: _Prepared, copied: Copied, give_back: Callable[[], None]) -> None:
+        self._prepared = prepared
+        self._copied: Copied | None = copied
+        self._give_back = give_back
+        self._proof: Proof | None = None
+
+    @property
+    def window(self) -> Window:
+        return self._prepared.window
+
+    def blank(self) -> Proof:
+        """As long as the proof will be, without a digest in it. Waits for nothing."""
+        return self._prepared.proof(
+            [np.zeros((len(piece.blocks), piece.sections), np.uint64) for piece in self._prepared.pieces]
+        )
+
+    def proof(self) -> Proof:
+        """The digests. Waits for copies from a device; adds up once."""
+        if self._copied is not None:
+            self._proof = self._prepared.proof([numbers for _, numbers in self._copied.digests()])
+            self._copied = None
+            self._give_back()
+        assert self._proof is not None
+        return self._proof
+
+
+class Prover:
+    """Takes the windows of one generation on one rank. The training thread takes, the commit thread moves on.
+
+    Args:
+        kernels: All of this rank.
+        schema: That of the CLAIM, with ids.
+        replicated: What this rank proves beside its kernels; asked on the training thread alone.
+        window: The first one. Its width is that of all, on all ranks.
+    """
+
+    def __init__(self, kernels: Sequence[FusedKernel], schema: Schema, replicated: Replicated, window: Window) -> None:
+        self._kernels, self._schema, self._replicated = kernels, schema, replicated
+        self._device = kernels[0].device if kernels else torch.device("cpu")
+        self.window = window
+        """The next one."""
+        self.proved = 0
+        """Markers of this generation that were committed with their proof."""
+        self._room: Room | None = None
+        """Where the next window goes; None while the last one has not been added up."""
+        self._prepared = self._prepare(replicated())
+
+    def take(self) -> Taken:
+        """(training thread, while nobody writes rows) Copy the rows of the window as they are now."""
+        replicated = self._replicated()
+        if not self._prepared.fits(replicated):  # an optimizer has made its state
+            self._prepared = self._prepare(replicated)
+        room, self._room = self._make_room(), None
+        tensors = list(replicated.values())
+        copied = Copied(self._kernels, self._prepared.pieces, tensors, room)
+        return Taken(self._prepared, copied, lambda: self._take_back(room))
+
+    def settled(self, window: Window, *, committed: bool) -> None:
+        """(commit thread) The marker with this window is decided: choose the rows of the next one, ahead of its cut."""
+        if committed:
+            self.proved += 1
+            self.window = window.following
+        if self._prepared.window != self.window:
+            self._prepared = self._prepare(self._prepared.replicated)
+        self._room = self._make_room()
+
+    def _prepare(self, replicated: Tensors) -> _Prepared:
+        with self._on_device():
+            pieces = pieces_of(self._kernels, self._schema, self.window.blocks)
+        for position, (name, tensor) in enumerate(replicated.items()):
+            pieces.append(replicated_piece(name, tensor, position, self.window.blocks))
+        return _Prepared(self.window, tuple(pieces), dict(replicated))
+
+    def _make_room(self) -> Room:
+        room = self._room
+        if room is None:
+            room = Room(pinned=self._device.type == "cuda")
+        with self._on_device():
+            room.reserve(self._prepared.room_bytes)
+        return room
+
+    def _take_back(self, room: Room) -> None:
+        """(publisher thread) What was in it is added up."""
+        if self._room is None:
+            self._room = room
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """(GPU) Pinned memory belongs to the tables' GPU, whatever thread asks for it."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
