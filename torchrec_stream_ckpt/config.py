@@ -65,7 +65,7 @@ class StreamConfig:
     sweep_bytes: int = 16 * 2**20
     """Rows that no step has touched yet: send so many bytes of them a step, until all have been sent."""
     proof_bytes: int = PROOF_BYTES
-    """Each rank adds digests of so many bytes of its live rows to a marker, of other rows at each one: all are proved in
+    """Each rank adds digests of so many bytes of its live rows to a marker, each time of other rows: all are proved in
     turn. Readers compare what they have restored with them, so that a row is found that was changed past the hooks, or
     lost on its way (docs/guarantees.md). That of rank 0 counts for all. 0: no digests."""
     head: str | None = "auto"
