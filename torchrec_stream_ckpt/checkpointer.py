@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -14,21 +14,35 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from torchrec_stream_ckpt.adapter import ReplicatedTables, dense_optimizers, fused_kernels, watch_outside_writes
+from torchrec_stream_ckpt.adapter import (
+    ReplicatedTables,
+    Standing,
+    check_free,
+    claim,
+    dense_optimizers,
+    fused_kernels,
+    watch_outside_writes,
+)
 from torchrec_stream_ckpt.capture.hook import Capture, Drain
 from torchrec_stream_ckpt.capture.oracle import Oracle
 from torchrec_stream_ckpt.capture.prover import Load, Prover, Replicated, window_width
 from torchrec_stream_ckpt.capture.shards import local_shards, local_tables, merge_schema
 from torchrec_stream_ckpt.capture.staging import StreamIdentity, allocate
 from torchrec_stream_ckpt.commit.cadence import NOTHING, Ballot, Cadence
-from torchrec_stream_ckpt.commit.collective import Team, new_group
+from torchrec_stream_ckpt.commit.collective import Team, end_group, new_group
 from torchrec_stream_ckpt.commit.coordinator import Coordinator
 from torchrec_stream_ckpt.commit.dense import DenseState, Stateful
 from torchrec_stream_ckpt.commit.generation import Generation, check_same_log, claim_generation
 from torchrec_stream_ckpt.commit.pace import Pace
 from torchrec_stream_ckpt.config import StreamConfig, Takeover
 from torchrec_stream_ckpt.cuts import Cuts
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, FencedError, MarkerNotFoundError
+from torchrec_stream_ckpt.errors import (
+    ConfigError,
+    CorruptionError,
+    FencedError,
+    MarkerNotFoundError,
+    UnsupportedError,
+)
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Claim, Hello, Schema
 from torchrec_stream_ckpt.format.frame import Kind
@@ -98,59 +112,62 @@ class StreamCheckpointer:
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialized", hint="init_process_group() comes first")
         self._config = config.inner
-        # One group for each thread and purpose: calls on one group are in the same order on every rank.
-        step_group, vote_group, dense_group = (new_group(2 * config.commit_timeout_s + 60) for _ in range(3))
-        self._team, self._commit_team = Team(step_group), Team(vote_group)
-        self._dmp, self._optimizer, self._paranoid = dmp, optimizer, paranoid
-        self._describe()
-        self._dense = self._team.together(
-            lambda: DenseState(dmp, optimizer, stateful or {}, stateful_per_rank or {}, dense_group)
-        )
-        handed = (*(stateful or {}).values(), *(stateful_per_rank or {}).values())
-        self._loaders = [item for item in handed if isinstance(item, TrackedLoader)]
-        # What this job writes to: its only log, or the inner one of two tiers.
-        self._tier = self._team.together(lambda: open_tier(self._config, signs=self._team.rank == 0))
-        self._log, self._control = self._tier.log, self._tier.control
-        self._team.on_rank0(self._tier.preflight)  # a log that cannot be reached is said now, not at the first marker
-        self._tiers = Tiered.open(config, self._tier, self._team)
-        self._source = Source(self._log, self._tier.objects, self._tier.dense)
-        """(restore) Where the marker is read from."""
-        self._hook()
-        self._telemetry = Telemetry(self._team.rank, config.restore_bytes_per_s)
-        device = self._kernels[0].device if self._kernels else torch.device("cpu")
-        if device.type == "cuda" and self._team.rank == 0:
-            log.warning(
-                "tables on a GPU: never run by its authors (docs/guarantees.md); paranoid=True checks each marker"
+        with ExitStack() as undo:
+            # One group for each thread and purpose: calls on one group are in the same order on every rank.
+            groups = [new_group(2 * config.commit_timeout_s + 60) for _ in range(3)]
+            step_group, vote_group, self._dense_group = groups
+            self._team, self._commit_team = Team(step_group), Team(vote_group)
+            undo.callback(self._end_groups)
+            self._dmp, self._optimizer, self._paranoid = dmp, optimizer, paranoid
+            self._describe()
+            self._dense = self._team.together(
+                lambda: DenseState(dmp, optimizer, stateful or {}, stateful_per_rank or {}, self._dense_group)
             )
-        self._ring = FrameRing(
-            config.ring_bytes, config.marker_budget_bytes, lambda num_bytes: allocate(device, num_bytes)
-        )
-        self._pace = Pace(config.drain_every, config.max_overhead)
-        self._cadence = Cadence(
-            config.marker_every if self._pace.account is None else None,
-            config.marker_every_s,
-            step_group,
-            self._pace.account.marker_affordable if self._pace.account is not None else None,
-        )
-        self._stream: Generation | None = None
-        self._coordinator: Coordinator | None = None
-        self._cuts: Cuts | None = None
-        self._prover: Prover | None = None
-        self._proved_up_to: int | None = None
-        """(restore) Where the proof of the restored marker ends; None: it has none, as far as this rank has read."""
-        self._head: Head | None = None
-        """(restore) What rows are copied from; its writer waits until it is closed."""
-        self._step = 0
-        self._next_marker = 1
-        self._broken: BaseException | None = None
-        self._stranded = False
-        self._closed = False
-        try:
+            handed = (*(stateful or {}).values(), *(stateful_per_rank or {}).values())
+            self._loaders = [item for item in handed if isinstance(item, TrackedLoader)]
+            # What this job writes to: its only log, or the inner one of two tiers.
+            self._tier = self._team.together(lambda: open_tier(self._config, signs=self._team.rank == 0))
+            undo.callback(self._tier.close)
+            self._log, self._control = self._tier.log, self._tier.control
+            self._team.on_rank0(self._tier.preflight)  # a log that cannot be reached is said now, not at a marker
+            self._tiers = Tiered.open(config, self._tier, self._team)
+            if self._tiers is not None:
+                undo.callback(self._tiers.close, _JOIN_S)
+            self._source = Source(self._log, self._tier.objects, self._tier.dense)
+            """(restore) Where the marker is read from."""
+            self._hook()
+            undo.callback(self._unhook)
+            self._telemetry = Telemetry(self._team.rank, config.restore_bytes_per_s)
+            device = self._kernels[0].device if self._kernels else torch.device("cpu")
+            if device.type == "cuda" and self._team.rank == 0:
+                log.warning(
+                    "tables on a GPU: never run by its authors (docs/guarantees.md); paranoid=True checks each marker"
+                )
+            self._ring = FrameRing(
+                config.ring_bytes, config.marker_budget_bytes, lambda num_bytes: allocate(device, num_bytes)
+            )
+            self._pace = Pace(config.drain_every, config.max_overhead)
+            self._cadence = Cadence(
+                config.marker_every if self._pace.account is None else None,
+                config.marker_every_s,
+                step_group,
+                self._pace.account.marker_affordable if self._pace.account is not None else None,
+            )
+            self._stream: Generation | None = None
+            self._coordinator: Coordinator | None = None
+            self._cuts: Cuts | None = None
+            self._prover: Prover | None = None
+            self._proved_up_to: int | None = None
+            """(restore) Where the proof of the restored marker ends; None: it has none, as far as this rank has read."""
+            self._head: Head | None = None
+            """(restore) What rows are copied from; its writer waits until it is closed."""
+            self._step = 0
+            self._next_marker = 1
+            self._broken: BaseException | None = None
+            self._stranded = False
+            self._closed = False
             self._showing = Showing(config, self._team, self.stats, self._telemetry)
-        except BaseException:
-            self._unwatch()
-            self._capture.close()
-            raise
+            undo.pop_all()
 
     def _describe(self) -> None:
         """Learn which rows this rank holds, and the schema of all ranks."""
@@ -160,9 +177,24 @@ class StreamCheckpointer:
 
     def _hook(self) -> None:
         """Hook the kernels as they are now, and what changes rows beside them."""
+        self._team.together(lambda: check_free(self._kernels))
+        self._standing = Standing(self._dmp)
         self._capture = Capture(self._kernels, self._schema)
         self._oracle = Oracle(self._kernels, self._schema) if self._paranoid else None
         self._unwatch = watch_outside_writes(self._dmp, self._optimizer, self._capture.before_load, self._reshard)
+        self._free_kernels = claim(self._kernels)
+
+    def _unhook(self) -> None:
+        """Leave nothing on the model and on the optimizers."""
+        self._unwatch()
+        self._capture.close()
+        self._free_kernels()
+
+    def _end_groups(self) -> None:
+        """Their threads and sockets end with the last reference."""
+        self._team.close()
+        self._commit_team.close()
+        end_group(self._dense_group)
 
     def __enter__(self) -> StreamCheckpointer:
         return self
@@ -446,8 +478,7 @@ class StreamCheckpointer:
         except BaseException as error:
             self._broken = error
             raise
-        self._unwatch()
-        self._capture.close()
+        self._unhook()
         self._describe()
         self._hook()
         if parent is not None:
@@ -475,12 +506,14 @@ class StreamCheckpointer:
         self._closed = True
         deadline = time.monotonic() + timeout_s
         self._showing.close()
-        self._unwatch()
-        self._capture.close()
+        with suppress(UnsupportedError):
+            self._check_kernels()
+        self._unhook()
         self._close_stream(timeout_s)
         if self._tiers is not None:
             self._tiers.close(max(_JOIN_S, deadline - time.monotonic()))
         self._tier.close()
+        self._end_groups()
 
     def _close_stream(self, timeout_s: float) -> None:
         """End this generation on this rank."""
@@ -576,6 +609,16 @@ class StreamCheckpointer:
             raise ConfigError(f"a restore or reshard failed half way ({self._broken})", hint="start the job anew")
         if self._cuts is not None and self._cuts.mismatch is not None:
             raise self._cuts.mismatch
+        self._check_kernels()
+
+    def _check_kernels(self) -> None:
+        """Refuse kernels that were put in the place of those that are hooked."""
+        try:
+            self._standing.check()
+        except UnsupportedError:
+            if self._cuts is not None:
+                self._cuts.give_up("kernels were replaced")
+            raise
 
     def _open_root(self) -> None:
         """Open a generation that stands on nothing: every table is sent whole."""

@@ -37,7 +37,7 @@ class Cell:
     state: str = "weight"
 
     def write(self, job: Trainer, bits: int) -> None:
-        """In place, on the rank that holds it: no hook sees that."""
+        """In place, on the rank that holds it: by ``.data``, which neither hooks nor versions see."""
         if dist.get_rank() != self.rank:
             return
         for kernel in fused_kernels(job.dmp):
@@ -46,7 +46,7 @@ class Cell:
                     names = ["weight", *(state.name for state in shard.table.states)]
                     values = (weights, *states)[names.index(self.state)]
                     place = (self.row - shard.row0, *(() if self.column is None else (self.column - shard.col0,)))
-                    values.view(INTEGERS[values.element_size()])[place] = bits
+                    values.data.view(INTEGERS[values.element_size()])[place] = bits
                     return
         raise AssertionError(f"rank {self.rank} does not hold {self}")
 

@@ -134,6 +134,13 @@ class Job:
             values.mul_(2)
         self.capture.mark_all()
 
+    def write_unsaid(self, table: int) -> None:
+        """Without a word; torch itself refuses the backward of a lookup that was made before."""
+        self.pending.clear()
+        self.kernel.weights()[table].mul_(2)
+        for state in self.kernel.states()[table]:
+            state.add_(1)
+
     def drain(self) -> None:
         """A step boundary: the rest of the cut, or what was touched."""
         if self.cut is None:
@@ -190,4 +197,5 @@ EVENTS = st.one_of(
     st.tuples(st.just("log_takes"), st.integers(1, 4)),
     st.tuples(st.just("load")),
     st.tuples(st.just("write_in_place")),
+    st.tuples(st.just("write_unsaid"), st.integers(0, 1)),
 )

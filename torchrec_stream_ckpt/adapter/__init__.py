@@ -13,6 +13,9 @@ of ``DistributedModelParallel``:
 ``reshard``                                           1.4    moves rows
 of ``torch.nn.Module`` (torch 2.11 is the oldest that was looked at):
 ``_non_persistent_buffers_set``                       2.11   which buffers are state
+``_modules``                                          2.11   whether a kernel was replaced
+of ``torch.Tensor``:
+``_version``                                          2.11   whether something has written in place
 of a sharded module:
 ``_lookups``                                          1.0    one lookup a sharding type
 of a lookup:
@@ -77,12 +80,14 @@ Of the fused optimizers in ``optimizers.py``, ROWWISE_RMSPROP_AR is new in 1.9, 
 in 1.2.
 """
 
+from torchrec_stream_ckpt.adapter.claimed import check_free, claim
 from torchrec_stream_ckpt.adapter.collision import COUNTERS, NO_ID, IdMap, id_maps
 from torchrec_stream_ckpt.adapter.dense import ReplicatedTables, check_dense, dense_optimizers, dense_view
 from torchrec_stream_ckpt.adapter.kernels import FusedKernel, LocalShard, Lookup
 from torchrec_stream_ckpt.adapter.modules import fused_kernels, sharded_embeddings
 from torchrec_stream_ckpt.adapter.optimizers import optimizer_states
 from torchrec_stream_ckpt.adapter.outside import watch_outside_writes
+from torchrec_stream_ckpt.adapter.standing import Standing
 from torchrec_stream_ckpt.adapter.wrappers import check_wrappers, load_wrapper_states, wrapper_states
 
 __all__ = [
@@ -93,8 +98,11 @@ __all__ = [
     "LocalShard",
     "Lookup",
     "ReplicatedTables",
+    "Standing",
     "check_dense",
+    "check_free",
     "check_wrappers",
+    "claim",
     "dense_optimizers",
     "dense_view",
     "fused_kernels",

@@ -11,12 +11,14 @@ from itertools import accumulate
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torchrec.optim.fused import FusedOptimizer as FusedModuleOptimizer
 
 from torchrec_stream_ckpt.adapter.optimizers import FusedOptimizer, row_states
-from torchrec_stream_ckpt.adapter.patch import patch
+from torchrec_stream_ckpt.adapter.patch import patch, wrap
 from torchrec_stream_ckpt.adapter.streams import StreamOrder
+from torchrec_stream_ckpt.adapter.written import Versions
 from torchrec_stream_ckpt.errors import UnsupportedError
 from torchrec_stream_ckpt.types import TableSpec
 
@@ -68,10 +70,19 @@ class FusedKernel:
         self._cached = bool(tbe.lxu_cache_weights.numel())
         self._cache_bases = self._first_cache_rows() if self._cached else {}
         self._order = StreamOrder(self.device)
+        self._versions = Versions(
+            tbe, [(rows, *states) for rows, states in zip(self.weights(), self.states(), strict=True)]
+        )
         self._lookups = 0
         """Forwards that an update may follow."""
         self._pending: dict[int, weakref.ref[Callable[..., None]]] = {}
         """Number of a forward behind the last update -> its hook, which lives as long as its graph does."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The kernel itself, to tell it from others."""
+        module: nn.Module = self._tbe
+        return module
 
     def _first_cache_rows(self) -> dict[int, int]:
         """For each shard that a feature looks up, the number by which the cache knows its first row; -1: not cached."""
@@ -192,6 +203,15 @@ class FusedKernel:
 
         return remove
 
+    def written(self) -> set[int]:
+        """Shards that something has written in place since the last call, or ``expect_writes``; of a tensor that holds
+        several tables, all of them. The kernel's own update, and its copies to and from a cache, are none."""
+        return self._versions.changed()
+
+    def expect_writes(self) -> None:
+        """Writes in place so far are known."""
+        self._versions.rebase()
+
     def on_rewrite(self, callback: Callable[[torch.Tensor | None], None]) -> Callable[[], None]:
         """Call ``callback`` when the kernel is about to rewrite rows outside its update; returns the remover.
 
@@ -212,6 +232,7 @@ class FusedKernel:
                 rewriting(None)
 
         def resetting(
+            reset: Callable[..., None],
             pruned_indices: torch.Tensor,
             pruned_indices_offsets: torch.Tensor,
             logical_table_ids: torch.Tensor,
@@ -220,11 +241,13 @@ class FusedKernel:
             for position, shard in enumerate(logical_table_ids.tolist()):
                 begin, end = pruned_indices_offsets[position : position + 2].tolist()
                 rewriting(pruned_indices[begin:end].long() + self.bases[shard])
+            reset(pruned_indices, pruned_indices_offsets, logical_table_ids, buffer_ids)
+            self.expect_writes()
 
         undo = [
             patch(self._tbe, "ema_inplace", averaging),
             patch(self._tbe, "ensemble_and_swap", swapping),
-            patch(self._tbe, "reset_embedding_weight_momentum", resetting),
+            wrap(self._tbe, "reset_embedding_weight_momentum", resetting),
             patch(self._tbe, "init_embedding_weights_uniform", lambda *_args, **_more: rewriting(None)),
         ]
 
@@ -248,8 +271,8 @@ class FusedKernel:
 
     @property
     def iteration(self) -> int:
-        """Forward passes that the kernel has counted."""
-        return int(self._tbe.iter_cpu.item())
+        """Forward passes that the kernel has counted; before its first one, what ``set_optimizer_step`` said."""
+        return int(self._tbe.iter_cpu.item()) or int(self._tbe.iter.item())
 
     @property
     def in_flight(self) -> int:

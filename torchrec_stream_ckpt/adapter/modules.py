@@ -35,6 +35,11 @@ def is_sharded_embedding(module: nn.Module) -> bool:
     return type(module) in _EMBEDDINGS
 
 
+def is_replicated(lookup: nn.Module) -> bool:
+    """Whether the tables of this lookup are under DDP: they are dense state."""
+    return isinstance(lookup, DistributedDataParallel)
+
+
 def sharded_embeddings(dmp: DistributedModelParallel) -> Iterator[tuple[str, Any]]:
     """(path in the wrapped model, module) of every sharded module that holds tables.
 
@@ -78,7 +83,7 @@ def _kernels(path: str, module: Any) -> Iterator[FusedKernel]:
     """The fused kernels of one sharded module; a lookup under DDP holds replicated tables, which are dense state."""
     versions.SHARDED_MODULE.require(module, module=path)
     for lookup in module._lookups:
-        replicated = isinstance(lookup, DistributedDataParallel)
+        replicated = is_replicated(lookup)
         versions.LOOKUP.require(lookup.module if replicated else lookup, module=path)
         if not replicated:
             yield from (_kernel(path, embedding) for embedding in lookup._emb_modules)

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_stream_ckpt.adapter.modules import sharded_embeddings
-from torchrec_stream_ckpt.adapter.patch import patch, wrap
+from torchrec_stream_ckpt.adapter.modules import is_replicated, sharded_embeddings
+from torchrec_stream_ckpt.adapter.patch import Hook, patch, wrap
 from torchrec_stream_ckpt.adapter.wrappers import walk
 from torchrec_stream_ckpt.errors import UnsupportedError
 
@@ -22,11 +21,11 @@ def watch_outside_writes(
     on_all_changed: Callable[[], None],
     on_reshard: Callable[[Callable[[], float]], float],
 ) -> Callable[[], None]:
-    """Notice what changes rows outside the fused update; returns the remover.
+    """Notice ahead of them the calls that change rows outside the fused update; returns the remover.
 
-    Loading a state dict, of the model, of a sharded module or of a fused optimizer, calls ``on_all_changed``.
-    ``dmp.reshard(...)`` becomes ``on_reshard(call)``, where ``call()`` moves the rows. Tensors that are written in
-    place are not seen: no API tells.
+    Loading a state dict, of the model, of any module that holds tables, of a fused optimizer or of one that was handed
+    over, calls ``on_all_changed``. ``dmp.reshard(...)`` becomes ``on_reshard(call)``, where
+    ``call()`` moves the rows. What else writes in place is seen afterwards (``written``).
     """
 
     def loading(*_args: object, **_more: object) -> None:
@@ -36,11 +35,15 @@ def watch_outside_writes(
         _check_reshard(dmp)
         return on_reshard(lambda: reshard(*args, **kwargs))
 
-    handles = [module.register_load_state_dict_pre_hook(loading) for _, module in sharded_embeddings(dmp)]
+    sharded = [module for _, module in sharded_embeddings(dmp)]
+    lookups = [lookup for module in sharded for lookup in module._lookups if not is_replicated(lookup)]
+    modules = {id(part): part for root in (*sharded, *lookups) for part in root.modules()}
+    handles = [part.register_load_state_dict_pre_hook(Hook(loading)) for part in modules.values()]
     # A combined optimizer writes into the states of its parts by itself: each one that can be called is watched.
     roots = [root for root in (dmp.fused_optimizer, optimizer) if root is not None]
     optimizers = {id(part): part for root in roots for part in walk(root) if isinstance(part, KeyedOptimizer)}
-    patched = [patch(part, "load_state_dict", loading) for part in optimizers.values()]
+    # A lookup loads by a method of its own, which calls none of its parts' hooks.
+    patched = [patch(part, "load_state_dict", loading) for part in (*optimizers.values(), *lookups)]
     patched.append(wrap(dmp, "reshard", resharding))
 
     def remove() -> None:
@@ -54,7 +57,7 @@ def watch_outside_writes(
 
 def _check_reshard(dmp: DistributedModelParallel) -> None:
     for path, module in sharded_embeddings(dmp):
-        if any(isinstance(lookup, DistributedDataParallel) for lookup in module._lookups):
+        if any(is_replicated(lookup) for lookup in module._lookups):
             raise UnsupportedError(
                 "DMP.reshard() of a module with data-parallel tables is not handled: TorchRec builds those anew, "
                 "without DDP",

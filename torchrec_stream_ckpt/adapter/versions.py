@@ -101,7 +101,7 @@ def _uses(kind: type, name: str) -> bool:
 
 MODEL = HookPoints(
     "model",
-    ("_ddp_wrapped", "_non_persistent_buffers_set", "fused_optimizer", "reshard"),
+    ("_ddp_wrapped", "_modules", "_non_persistent_buffers_set", "fused_optimizer", "reshard"),
     used_inside=("_ddp_wrapped",),
 )
 SHARDED_MODULE = HookPoints("sharded module", ("_lookups",), used_inside=("_lookups",))
@@ -159,6 +159,7 @@ KERNEL = HookPoints(
         "max_counter",
     ),
 )
+TENSOR = HookPoints("tensor of a kernel", ("_version",))
 COLLISION_WRAPPER = HookPoints("managed collision wrapper", ("_managed_collision_collection",))
 COLLISION_COLLECTION = HookPoints("managed collision collection", ("_env", "_managed_collision_modules"))
 ID_MAP = HookPoints(
@@ -194,6 +195,7 @@ HOOK_POINTS = (
     FUSED_GROUP,
     TABLE,
     KERNEL,
+    TENSOR,
     COLLISION_WRAPPER,
     COLLISION_COLLECTION,
     ID_MAP,

@@ -93,7 +93,10 @@ class Capture:
         self.saving_s = 0.0
         """How long that took."""
         self.written_in_place = False
-        """Whether ``mark_all`` was called: somebody writes where no hook can send frozen rows first."""
+        """Whether something writes where no hook can send frozen rows first."""
+        self._announced: set[int] = set()
+        """Kernels of which any row may change until rows are sent again: all are marked, and none is frozen."""
+        self._warned: set[str] = set()
         self._removers: list[Callable[[], None]] = [
             remover
             for position, (kernel, mask) in enumerate(zip(kernels, self._masks, strict=True))
@@ -106,9 +109,11 @@ class Capture:
     def begin(self) -> None:
         """What the tables hold now is what a base, or the parent marker, will say: send only what changes from here."""
         for kernel, mask in zip(self._kernels, self._masks, strict=True):
+            kernel.expect_writes()
             with kernel.reading():
                 mask.sent(mask.touched())
                 mask.forget_ids()
+        self._announced.clear()
 
     def open(
         self, identity: StreamIdentity, ring: FrameRing, submit: Callable[[FrameBuffer], int], swept: Collection[int]
@@ -148,6 +153,7 @@ class Capture:
         Not while a cut is being sent: newer values in front of its MARK would be taken for its own.
         """
         assert self._cut is None
+        self._note_writes()
         try:
             return self._may_send(drain) and all(self._drain_kernel(drain, n) for n in range(len(self._kernels)))
         finally:
@@ -171,6 +177,7 @@ class Capture:
         assert self._cut is None
         if not self._may_send(drain):
             return False
+        self._note_writes()
         for position, mask in enumerate(self._masks):
             row_bytes = max((stager.row_bytes for stager in self._stagers[position]), default=1)
             while not mask.swept and max_bytes > 0:
@@ -204,6 +211,7 @@ class Capture:
         """
         assert self._cut is None
         assert self.swept
+        self._note_writes()
         for kernel, mask in zip(self._kernels, self._masks, strict=True):
             with kernel.reading():
                 mask.check_ids()
@@ -214,6 +222,7 @@ class Capture:
 
     def push(self, drain: Drain) -> bool:
         """Send the frozen rows that find space. Whether nothing is left of an open cut."""
+        self._note_writes()
         if not self._may_send(drain):
             return False
         for position, (kernel, mask) in enumerate(zip(self._kernels, self._masks, strict=True)):
@@ -252,10 +261,15 @@ class Capture:
 
     def _before_rewrite(self, position: int, rows: torch.Tensor | None) -> None:
         """Linear rows are about to change outside the fused update; None: all of them."""
+        if position in self._announced:
+            return
+        self._note_writes_of(position)
         mask = self._masks[position]
         if self._cut is not None:
             self._save(self._cut, position, lambda: mask.frozen_among(rows))
         mask.mark_rows(rows)
+        if rows is None:
+            self._announced.add(position)
 
     def before_load(self) -> None:
         """Something is about to change any row of any kernel."""
@@ -273,7 +287,35 @@ class Capture:
         self.give_up("tables were written in place (mark_all) before all rows of the marker had been sent")
         for kernel, mask in zip(self._kernels, self._masks, strict=True):
             kernel.writing()
+            kernel.expect_writes()
             mask.mark_rows(None)
+
+    def _note_writes(self) -> None:
+        """(before rows are sent) Mark whole what something has written in place since they were sent last.
+
+        As with ``mark_all`` an open cut is given up, and the next ones are sent at once.
+        """
+        for position in range(len(self._kernels)):
+            self._note_writes_of(position)
+        self._announced.clear()
+
+    def _note_writes_of(self, position: int) -> None:
+        kernel = self._kernels[position]
+        written = sorted(kernel.written())
+        if not written or position in self._announced:
+            return
+        tables = ", ".join(dict.fromkeys(kernel.shards[shard].table.name for shard in written))
+        self.written_in_place = True
+        self.give_up(f"{tables} was written in place before all rows of the marker had been sent")
+        kernel.writing()
+        self._masks[position].mark_shards(written)
+        if tables not in self._warned:
+            self._warned.add(tables)
+            log.warning(
+                "%s: written in place beside the fused update. All rows are sent again, and a marker that is being "
+                "sent is given up; load_state_dict() gives up none",
+                tables,
+            )
 
     def _save(self, cut: FrozenCut, position: int, find: Callable[[], torch.Tensor]) -> None:
         """Send frozen rows in front of a write, within the marker's budget; a write neither waits nor fails."""

@@ -75,8 +75,12 @@ class RowMask:
         self._found = None
 
     def fill_all(self) -> None:
-        self.bits[: self.total] = True
-        self.flag(0, self.total)
+        self.fill_range(0, self.total)
+
+    def fill_range(self, begin: int, end: int) -> None:
+        """Set the rows [``begin``, ``end``)."""
+        self.bits[begin:end] = True
+        self.flag(begin, end)
 
     def flag(self, begin: int, end: int) -> None:
         """Any of these rows may have been set."""

@@ -69,6 +69,11 @@ class TouchedRows:
         else:
             self._touched.fill_rows(rows.to(self._touched.bits.device))
 
+    def mark_shards(self, shards: list[int]) -> None:
+        """Any row of these shards has changed."""
+        for shard in shards:
+            self._touched.fill_range(self.bases[shard], self.bases[shard + 1])
+
     def sweep_again(self, shards: list[int]) -> None:
         """Every row of these shards is to be sent once, whether a step touches it or not."""
         self._sweep.again(shards)

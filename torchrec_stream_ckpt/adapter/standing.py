@@ -1,0 +1,79 @@
+"""Whether the model still computes with the kernels that were hooked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from torchrec_stream_ckpt.adapter.modules import is_replicated, sharded_embeddings
+from torchrec_stream_ckpt.errors import UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where one object on the way from the model to a kernel stands."""
+
+    module: str
+    """The sharded module, for the error."""
+    held: Any
+    """What holds it: a list, or the attributes or submodules of its owner."""
+    key: Any
+    value: object
+
+    def kept(self) -> bool:
+        try:
+            return self.held[self.key] is self.value
+        except (KeyError, IndexError):
+            return False
+
+
+class Standing:
+    """The way to each hooked kernel, as it was at attach."""
+
+    def __init__(self, dmp: DistributedModelParallel) -> None:
+        self._places = [place for path, module in sharded_embeddings(dmp) for place in _way(dmp.module, path, module)]
+
+    def check(self) -> None:
+        """Raise when a kernel was replaced: what was hooked is not what trains.
+
+        Raises:
+            UnsupportedError: names the sharded module.
+        """
+        for place in self._places:
+            if not place.kept():
+                raise UnsupportedError(
+                    "its kernels were replaced beside dmp.reshard(): what trains now is not captured",
+                    hint="move tables by dmp.reshard(), or close() before you replace them and attach again",
+                    module=place.module,
+                )
+
+
+def _way(root: nn.Module, path: str, module: Any) -> Iterator[_Place]:
+    """From the wrapped model to each fused kernel of one sharded module."""
+    owner = root
+    for name in path.split("."):
+        child = owner.get_submodule(name)
+        yield _place(path, owner, child)
+        owner = child
+    yield _place(path, module, module._lookups)
+    for lookup in module._lookups:
+        if is_replicated(lookup):
+            continue
+        yield _place(path, module._lookups, lookup)
+        yield _place(path, lookup, lookup._emb_modules)
+        for group in lookup._emb_modules:
+            yield _place(path, lookup._emb_modules, group)
+            yield _place(path, group, group.emb_module)
+
+
+def _place(path: str, owner: Any, value: object) -> _Place:
+    """Where ``owner`` holds ``value``: looked up once, to be compared at every step."""
+    for held in [owner] if isinstance(owner, list) else [vars(owner), owner._modules]:
+        for key, each in enumerate(held) if isinstance(held, list) else held.items():
+            if each is value:
+                return _Place(path, held, key, value)
+    raise AssertionError(f"{type(owner).__name__} does not hold {type(value).__name__}")
