@@ -158,7 +158,7 @@ class StreamCheckpointer:
             self._cuts: Cuts | None = None
             self._prover: Prover | None = None
             self._proved_up_to: int | None = None
-            """(restore) Where the proof of the restored marker ends; None: it has none, as far as this rank has read."""
+            """(restore) Where the proof of the restored marker ends; None: it has none that this rank has read."""
             self._head: Head | None = None
             """(restore) What rows are copied from; its writer waits until it is closed."""
             self._step = 0
