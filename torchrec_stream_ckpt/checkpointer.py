@@ -32,15 +32,19 @@ from torchrec_stream_ckpt.commit.cadence import NOTHING, Ballot, Cadence
 from torchrec_stream_ckpt.commit.collective import Team, end_group, new_group
 from torchrec_stream_ckpt.commit.coordinator import Coordinator
 from torchrec_stream_ckpt.commit.dense import DenseState, Stateful
-from torchrec_stream_ckpt.commit.generation import Generation, check_same_log, claim_generation
+from torchrec_stream_ckpt.commit.generation import Generation, check_same_log, claim_generation, newest_held
 from torchrec_stream_ckpt.commit.pace import Pace
 from torchrec_stream_ckpt.config import StreamConfig, Takeover
 from torchrec_stream_ckpt.cuts import Cuts
 from torchrec_stream_ckpt.errors import (
+    CommitUnknownError,
     ConfigError,
     CorruptionError,
     FencedError,
+    LogUnavailableError,
     MarkerNotFoundError,
+    StoreUnavailableError,
+    StreamLostError,
     UnsupportedError,
 )
 from torchrec_stream_ckpt.failpoints import failpoint
@@ -70,6 +74,8 @@ from torchrec_stream_ckpt.types import Committed, MarkerId, Restored
 log = logging.getLogger(__name__)
 
 _JOIN_S = 5.0
+_REOPEN_S = 30.0
+"""A log that has lost a stream, and does not answer now, is asked again after so long."""
 
 
 class StreamCheckpointer:
@@ -165,6 +171,10 @@ class StreamCheckpointer:
             self._next_marker = 1
             self._broken: BaseException | None = None
             self._stranded = False
+            self._reopen_s = 0.0
+            """(rank 0) When to try next to go on after a loss, on the monotonic clock."""
+            self._ended = False
+            """The log has lost this generation's stream, and no other one can be opened in this process."""
             self._closed = False
             self._showing = Showing(config, self._team, self.stats, self._telemetry)
             undo.pop_all()
@@ -412,6 +422,9 @@ class StreamCheckpointer:
             raise self._fenced()
         self._raise_failure(ballot)
         assert self._cuts is not None
+        if not ballot.sound and self._go_on_after_loss():
+            self._pace.stepped()
+            return
         if not ballot.holding:
             self._cuts.give_up("it is given up with another rank")
         if ballot.ready:
@@ -453,6 +466,8 @@ class StreamCheckpointer:
             self._coordinator.settle()
         if self._coordinator.fenced is not None:
             raise self._coordinator.fenced
+        if self._coordinator.lost is not None and not self._ended:
+            self._go_on_after_loss()
         return self._cut(deadline_s=time.monotonic() + self._config.commit_timeout_s)
 
     def mark_all(self) -> None:
@@ -569,7 +584,14 @@ class StreamCheckpointer:
         assert self._cuts is not None
         settled, owner = not self._coordinator.busy, self._coordinator.fenced is None
         ready = settled and owner and self._capture.swept and self._cuts.idle
-        self._cadence.start(self._step, Ballot(ready, settled, owner, self._cuts.holding))
+        self._cadence.start(self._step, Ballot(ready, settled, owner, self._cuts.holding, self._sound))
+
+    @property
+    def _sound(self) -> bool:
+        """Whether the log holds what it has acknowledged, as far as this rank knows; True once nothing can be done."""
+        assert self._stream is not None
+        assert self._coordinator is not None
+        return self._ended or (self._stream.publisher.lost is None and self._coordinator.lost is None)
 
     def _cut(self, deadline_s: float | None) -> Future[Committed]:
         """Cut a marker at this step boundary."""
@@ -647,9 +669,13 @@ class StreamCheckpointer:
             swept: Tables that are sent whole.
             parent_bytes: This rank's share of what a restore of the parent reads; None: what this process has sent.
         """
+        claim = self._team.on_rank0(lambda: self._claim(parent, tuple(swept)))
+        self._enter(claim, self._step, parent_bytes)
+
+    def _enter(self, claim: Claim, parent_step: int, parent_bytes: int | None) -> None:
+        """(all ranks) Start this rank's stream in a generation that was claimed."""
         config, team = self._config, self._team
         dense = self._tier.dense
-        claim = team.on_rank0(lambda: self._claim(parent, tuple(swept)))
         team.together(lambda: check_same_log(self._log, dense, config, claim, team.rank))
         partition = team.rank % claim.partitions
         publisher = Publisher(
@@ -669,7 +695,7 @@ class StreamCheckpointer:
             claim.schema.crc,
             self._open_prover(claim.schema),
         )
-        hello = self._ring.acquire()
+        hello = self._ring.acquire(extra=True, wait_s=_JOIN_S)
         assert hello is not None
         hello.put_json(
             self._cuts.header(Kind.HELLO, self._step, marker=0),
@@ -681,7 +707,7 @@ class StreamCheckpointer:
         self._capture.open(identity, self._ring, self._cuts.submit, claim.swept)
         if self._tiers is not None:
             self._team.on_rank0(self._tiers.start_relay)
-        self._telemetry.opened(claim.generation, publisher, parent, self._step, parent_bytes)
+        self._telemetry.opened(claim.generation, publisher, claim.parent, parent_step, parent_bytes)
         self._vote()
 
     def _open_prover(self, schema: Schema) -> Prover | None:
@@ -699,6 +725,64 @@ class StreamCheckpointer:
             width = window_width([each for _, each, _ in said], proof_bytes)
             self._prover = Prover(self._kernels, schema, replicated, Window(position, width))
         return self._prover
+
+    # After a loss.
+
+    def _go_on_after_loss(self) -> bool:
+        """(all ranks) The log has lost acknowledged frames: nothing more of this generation can be restored.
+
+        Another one sends every table whole. What was not acknowledged, and a marker in flight, are given up.
+
+        Returns:
+            Whether it is open; if not, markers fail until it is.
+        """
+        assert self._stream is not None
+        assert self._coordinator is not None
+        assert self._cuts is not None
+        stream, coordinator = self._stream, self._coordinator
+        said = self._team.gather(stream.publisher.lost or coordinator.lost)
+        why = next((error for error in said if error is not None), None)
+        assert why is not None
+        self._cuts.give_up(why.headline)
+        stream.publisher.discard(why, _JOIN_S)
+        coordinator.settle()
+        if coordinator.fenced is not None:
+            raise coordinator.fenced
+        claimed = self._team.on_rank0(lambda: self._claim_after(why))
+        self._ended = claimed is None
+        if not claimed:
+            return False
+        coordinator.close(0.0)
+        self._cadence.close(_JOIN_S)
+        self._begin(range(len(self._schema.tables)))
+        self._enter(*claimed, parent_bytes=0)
+        return True
+
+    def _claim_after(self, why: StreamLostError) -> tuple[Claim, int] | tuple[()] | None:
+        """(rank 0) The next generation, on the newest marker that the log holds, and the step of that; () when not now,
+        None when never."""
+        assert self._stream is not None
+        if time.monotonic() < self._reopen_s:
+            return ()
+        self._reopen_s = time.monotonic() + _REOPEN_S
+        claim = self._stream.claim
+        try:
+            now = self._log.incarnation()
+            if self._tiers is not None or now is None or now.id != claim.incarnation:
+                log.error("no marker commits any more, start the job anew: %s", why.headline)
+                return None
+            newest = self._control.refresh().newest_generation
+            if newest != claim.generation:
+                raise FencedError(f"generation {newest} has taken over this job", hint="stop this one")
+            parent = newest_held(self._log, self._control, claim.generation)
+            mine = self._claim(parent, tuple(range(len(self._schema.tables))))
+        except (LogUnavailableError, StoreUnavailableError, CommitUnknownError) as error:
+            log.warning("no marker commits until the log answers: %s", error.headline)
+            return ()
+        log.warning(
+            "generation %d goes on from marker %s, every table is sent whole: %s", mine.generation, parent, why.headline
+        )
+        return mine, self._control.lineage.find(parent).step if parent is not None else 0
 
     def _claim(self, parent: MarkerId | None, swept: tuple[int, ...]) -> Claim:
         """(rank 0) Own the next generation."""

@@ -79,6 +79,11 @@ class MissingObjectError(CorruptionError):
     """The store does not hold an object that it should: restore another marker, or bring the object back."""
 
 
+class StreamLostError(CorruptionError):
+    """Frames that the log had acknowledged are gone, or another writer's stand in their place: this generation commits
+    nothing more. The trainer opens another one by itself; where it cannot, mend the log and start the job anew."""
+
+
 class TrimmedError(StreamCkptError):
     """The log was trimmed on purpose, and this needs what is gone: take it from the store that has it."""
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.builders import JOB
-from torchrec_stream_ckpt.errors import LogUnavailableError, UnsupportedError
+from torchrec_stream_ckpt.errors import LogUnavailableError, StreamLostError, UnsupportedError
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES, Header, Kind, parse_header, payload_of
 from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
 from torchrec_stream_ckpt.log import publisher
@@ -35,6 +35,8 @@ class Script:
         self.calls: dict[str, int] = {"open": 0, "send": 0, "poll": 0}
         self.failing: dict[tuple[str, int], str] = {}
         self.failed: list[tuple[str, int]] = []
+        self.jump = 0
+        """The next frame lies so far from where the log ended, once."""
         self.lost_acks = 0
         """So many of the next polls write frames and then fail: nobody hears that they arrived."""
         self.taking = threading.Event()
@@ -85,6 +87,8 @@ class Writer:
             return []
         self._script.durable += map(bytes, self._sent)
         acks = []
+        if self._sent:
+            self._end, self._script.jump = self._end + self._script.jump, 0
         for _ in self._sent:
             acks.append(Ack(self._end, self._end + 1000))
             self._end += 1000
@@ -284,6 +288,50 @@ def test_wait_mark_survives_a_writer_that_fails(script: Script, stream: Publishe
     end = stream.wait_mark(seq, WAIT_S)
     assert end is not None
     assert (end.frames, end.end) == (4, 4000)
+
+
+def test_a_log_that_takes_a_frame_before_its_acknowledged_end_has_lost_the_stream(
+    script: Script, stream: Publisher, ring: FrameRing
+) -> None:
+    submit(stream, ring, 3)
+    until(lambda: stream.pending == 0)
+    script.jump = -2000
+    (seq,) = submit(stream, ring, 1, Kind.MARK)
+    with pytest.raises(StreamLostError, match="up to offset 3000, and takes the next one at 1000: its tail was lost"):
+        stream.wait_mark(seq, WAIT_S)
+    # Nothing is sent any more, and nobody waits: what is submitted is dropped, and the ring stays free.
+    sent = len(script.durable)
+    submit(stream, ring, 50)
+    assert len(script.durable) == sent
+    lost = stream.lost
+    assert lost is not None
+    stream.discard(lost, WAIT_S)
+    assert [ring.acquire() is not None for _ in range(4)] == [True] * 4
+
+
+def test_a_stream_that_is_discarded_gives_back_what_was_not_acknowledged(
+    script: Script, stream: Publisher, ring: FrameRing
+) -> None:
+    script.taking.clear()
+    (seq,) = submit(stream, ring, 1, Kind.MARK)
+    submit(stream, ring, 3)
+    stream.discard(StreamLostError("another rank's stream was lost"), WAIT_S)
+    with pytest.raises(StreamLostError, match="another rank's"):
+        stream.wait_mark(seq, WAIT_S)
+    assert [ring.acquire() is not None for _ in range(4)] == [True] * 4
+
+
+def test_what_lies_between_two_frames_is_to_be_looked_at(script: Script, stream: Publisher, ring: FrameRing) -> None:
+    submit(stream, ring, 2)
+    until(lambda: stream.pending == 0)
+    script.jump = 5
+    submit(stream, ring, 1)
+    until(lambda: stream.pending == 0)
+    (gap,) = stream.gaps
+    assert (gap.begin, gap.end, gap.seq) == (2000, 2005, 2)
+    assert gap.sent == (parse_header(script.durable[2]).header_crc,)
+    stream.looked_at([gap])
+    assert stream.gaps == ()
 
 
 def test_submitting_never_waits_for_the_log(script: Script, stream: Publisher, ring: FrameRing) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.builders import OTHER_JOB, SCHEMA, Stream, claim, commit, write
-from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.errors import CorruptionError, StreamLostError
 from torchrec_stream_ckpt.format.control import Mark, Schema
-from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, json_frame
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, json_frame, parse_header
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.log.stream import checked_payload, read_hello, read_mark, read_stream
-from torchrec_stream_ckpt.types import RankEnd
+from torchrec_stream_ckpt.log.gaps import Gap, StreamName, check_gaps
+from torchrec_stream_ckpt.log.stream import Strays, checked_payload, read_hello, read_mark, read_stream
+from torchrec_stream_ckpt.types import LogSpan, RankEnd
 
 
 @pytest.fixture
@@ -103,11 +106,17 @@ def test_swapped_frames_are_found(log: FileLog, stream: Stream) -> None:
         read(log, [hello, second, first, *rest], stream.end(0, 0))
 
 
-def test_another_frame_under_a_known_seq_is_found(log: FileLog, stream: Stream) -> None:
+def test_another_frame_under_a_known_seq_is_passed_over(log: FileLog, stream: Stream) -> None:
+    twin = Stream()
+    twin.rows([3], 99.0)
+    assert read(log, [*stream.frames[:2], twin.frames[1], *stream.frames[2:]], stream.end(0, 0)) == [0, 1, 2, 3, 4]
+
+
+def test_another_frame_in_the_place_of_the_next_one_is_found(log: FileLog, stream: Stream) -> None:
     twin = Stream()
     twin.rows([3], 99.0)
     with pytest.raises(CorruptionError, match="found seq 1 behind"):
-        read(log, [*stream.frames[:2], twin.frames[1], *stream.frames[2:]], stream.end(0, 0))
+        read(log, [stream.frames[0], twin.frames[1], *stream.frames[1:]], stream.end(0, 0))
 
 
 def test_a_frame_of_another_timeline_breaks_the_chain(log: FileLog, stream: Stream) -> None:
@@ -143,10 +152,82 @@ def test_a_missing_tail_of_the_log_is_refused(log: FileLog, stream: Stream) -> N
         list(read_stream(log, commit(1, 1, [end]), end))
 
 
-def test_a_frame_of_another_job_is_refused(log: FileLog, stream: Stream) -> None:
+class Records:
+    """A log whose records have bounds of their own, as Kafka's have: the offset of each is its number."""
+
+    def __init__(self, records: list[bytes]) -> None:
+        self._records = records
+
+    def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
+        numbered = enumerate(self._records[span.begin : span.end], span.begin)
+        return ((number, memoryview(record)) for number, record in numbered)
+
+
+def read_records(records: list[bytes], end: RankEnd, strays: Strays | None = None) -> list[int]:
+    """The seqs of one rank's stream among records."""
+    end = replace(end, begin=0, end=len(records))
+    log: Any = Records(records)
+    return [header.seq for header, _ in read_stream(log, commit(1, 1, [end]), end, strays=strays)]
+
+
+def _altered(frame: bytes, at: int) -> bytes:
+    return frame[:at] + bytes([frame[at] ^ 1]) + frame[at + 1 :]
+
+
+def stray_records() -> dict[str, bytes]:
+    """What somebody else may put into a data partition."""
     foreign = Stream(job=OTHER_JOB)
-    with pytest.raises(CorruptionError, match="frame of another job"):
-        read(log, [stream.frames[0], foreign.frames[0], *stream.frames[1:]], stream.end(0, 0))
+    own = Stream()
+    own.rows([3], 99.0)
+    return {
+        "nothing": b"",
+        "text": b"hello world",
+        "a page": bytes(range(256)) * 16,
+        "another job": foreign.frames[0],
+        "a control record": claim(1).to_frame(),
+        "a damaged header": _altered(own.frames[0], 40),
+        "half a header": own.frames[0][:64],
+        "a newer version": _altered(own.frames[0], 4),
+        "another timeline": own.frames[1],
+    }
+
+
+PLACES = [(stray, at) for stray in stray_records() for at in (0, 2, 4) if stray != "another timeline" or at > 2]
+"""A frame of another timeline in the place of the next one is refused."""
+
+
+@pytest.mark.parametrize(("stray", "at"), PLACES)
+def test_a_record_that_is_not_of_this_stream_is_passed_over_counted_and_told_once(
+    stream: Stream, caplog: pytest.LogCaptureFixture, stray: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchrec_stream_ckpt.log.stream._told", set())
+    records = [*stream.frames[:at], stray_records()[stray], *stream.frames[at:]]
+    strays = Strays()
+    assert read_records(records, stream.end(0, 0), strays) == [0, 1, 2, 3, 4]
+    assert (strays.count, strays.offset) == (1, at)
+    read_records(records, stream.end(0, 0))
+    assert len(caplog.records) == 1
+    assert f"the first one at offset {at}" in caplog.text
+
+
+@pytest.mark.parametrize("missing", range(5))
+def test_a_record_in_the_place_of_a_frame_is_named_where_the_frame_is_missing(stream: Stream, missing: int) -> None:
+    records = [*stream.frames[:missing], b"hello world", *stream.frames[missing + 1 :]]
+    with pytest.raises(CorruptionError, match=f"offset {missing}: frame of 11 bytes") as refused:
+        read_records(records, stream.end(0, 0))
+    assert (f"expected seq {missing} behind" in refused.value.message) == (missing < 4)
+
+
+def test_a_frame_of_another_job_is_passed_over(log: FileLog, stream: Stream) -> None:
+    foreign = Stream(job=OTHER_JOB)
+    frames = [stream.frames[0], foreign.frames[0], *stream.frames[1:]]
+    assert read(log, frames, stream.end(0, 0)) == [0, 1, 2, 3, 4]
+
+
+def test_a_stream_of_another_job_in_its_place_is_refused(log: FileLog, stream: Stream) -> None:
+    foreign = Stream(job=OTHER_JOB)
+    with pytest.raises(CorruptionError, match=r"0 of 5 frames lead to this marker; .*frame of another job"):
+        read(log, foreign.frames, stream.end(0, 0))
 
 
 def test_a_flipped_header_byte_says_where(log: FileLog, stream: Stream) -> None:
@@ -259,7 +340,7 @@ def test_a_marker_that_was_sent_twice_leaves_its_second_mark_behind(
     assert behind(log, [*stream.frames[:3], stream.frames[2], *stream.frames[3:]], second, first) == [3, 4, 5]
 
 
-def test_another_frame_of_a_known_seq_behind_a_marker_is_found(
+def test_another_frame_of_a_known_seq_behind_a_marker_is_passed_over(
     log: FileLog, two: tuple[Stream, RankEnd, RankEnd]
 ) -> None:
     stream, first, second = two
@@ -267,8 +348,7 @@ def test_another_frame_of_a_known_seq_behind_a_marker_is_found(
     for row in (8, 9, 9):
         twin.rows([row % 8], 99.0)
     frames = [*stream.frames[:4], twin.frames[3], *stream.frames[4:]]
-    with pytest.raises(CorruptionError, match=r"found seq 3 behind .* expected seq 4 behind"):
-        behind(log, frames, second, first)
+    assert behind(log, frames, second, first) == [3, 4, 5]
 
 
 @pytest.mark.parametrize("missing", [3, 4, 5])
@@ -320,3 +400,42 @@ def test_the_schema_may_not_change_behind_a_marker_either(log: FileLog) -> None:
     stream.frames.append(bytes(json_frame(like, Mark(0, 0, ()).to_json())))
     with pytest.raises(CorruptionError, match="the schema changes inside a generation"):
         behind(log, stream.frames, stream.end(0, 0), first)
+
+
+# What lies between the frames of a rank, before a marker rests on it.
+
+
+def gap_of(stream: Stream, seq: int, *offsets: int) -> Gap:
+    """Between the frames ``seq - 1`` and ``seq``, of which this one and the next were sent by then."""
+    sent = [parse_header(frame).header_crc for frame in stream.frames[seq : seq + 2]]
+    return Gap(offsets[0], offsets[-1], seq, tuple(sent))
+
+
+NAME = StreamName(Stream().job, 1, 0, 0)
+
+
+def test_strays_between_frames_are_counted_and_frames_sent_twice_are_not(stream: Stream) -> None:
+    others = [stray for name, stray in stray_records().items() if name != "another timeline"]
+    mine = [stream.frames[0], stream.frames[2], Stream(rank=1).frames[0], Stream(generation=7).frames[0]]
+    log: Any = Records([*stream.frames[:2], *others, *mine, *stream.frames[2:]])
+    strays = Strays()
+    check_gaps(log, NAME, [gap_of(stream, 2, 2, 2 + len(others) + len(mine))], strays)
+    assert (strays.count, strays.offset) == (len(others), 2)
+
+
+def test_a_frame_that_could_be_taken_for_the_next_one_is_refused(stream: Stream) -> None:
+    twin = Stream()
+    twin.rows([0, 1], 0.0)  # as the stream itself
+    forged = twin.rows([5], 99.0)
+    log: Any = Records([*stream.frames[:2], forged, *stream.frames[2:]])
+    with pytest.raises(StreamLostError, match=r"a frame of this stream \(seq 2\)") as refused:
+        check_gaps(log, NAME, [gap_of(stream, 2, 2, 3)], Strays())
+    assert refused.value.where["offset"] == 2
+
+
+def test_only_what_lies_in_a_gap_is_looked_at(stream: Stream) -> None:
+    records = [stream.frames[0], b"one", stream.frames[1], b"two", *stream.frames[2:]]
+    strays = Strays()
+    log: Any = Records(records)
+    check_gaps(log, NAME, [gap_of(stream, 2, 3, 4), gap_of(stream, 1, 1, 2)], strays)
+    assert (strays.count, strays.offset) == (2, 1)

@@ -26,6 +26,8 @@ from torchrec_stream_ckpt.cli.common import (
 )
 from torchrec_stream_ckpt.cli.standing import look
 from torchrec_stream_ckpt.errors import printable
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.layout import KafkaUri, parse_uri
 from torchrec_stream_ckpt.log.api import Finding, Verdict
 from torchrec_stream_ckpt.log.disk import examine_folder
 
@@ -69,12 +71,29 @@ def _examine(job: Job) -> Iterator[Finding]:
             hint="bring back what is missing; until then a job restores an older marker",
             otherwise=Verdict.BAD,
         )
+        if isinstance(parse_uri(job.uri), KafkaUri):
+            yield _strays(newest)
         folder = job.dense_of(newest).folder
         if folder is not None and folder.is_dir() and newest.store:
             # Where COMMIT says that the store is, anybody may have said it: nothing is written there.
             yield from examine_folder("store", folder, write=job.store is not None or job.control.signs)
     yield _clock(job)
     yield Finding("versions", ", ".join(_versions()))
+
+
+def _strays(newest: Commit) -> Finding:
+    """(Kafka) Records among the frames of the newest marker: each has an offset, and the frames are counted."""
+    counts = {end.partition: end.end - end.begin - end.frames for end in newest.ranks}
+    others = {partition: count for partition, count in counts.items() if count > 0}
+    places = ", ".join(f"{count} in partition {partition}" for partition, count in sorted(others.items()))
+    return Finding.of(
+        "strays",
+        f"records among the frames of {newest.id}, sent twice or by somebody else: {places}"
+        if others
+        else f"nothing among the frames of {newest.id}",
+        well=not others,
+        hint="readers pass them over, stream-ckpt verify says whose they are: let nobody else write to the topics",
+    )
 
 
 def _clock(job: Job) -> Finding:

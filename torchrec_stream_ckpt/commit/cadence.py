@@ -3,7 +3,8 @@
 At the end of a step all ranks start a tiny all-reduce and read its result at the end of the next one, when
 it has long arrived. A marker is cut there if rank 0 wants one and every rank is ready (its sweep has
 finished, no marker is in flight on it). So all ranks cut at the same step, whatever their clocks say, and
-all ranks learn at the same step that another trainer has taken over, or that a rank had no memory to go on with a cut.
+all ranks learn at the same step that another trainer has taken over, that a rank had no memory to go on with a cut, or
+that the log has lost a rank's stream.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class Ballot:
     """It has not been told that another trainer has taken over."""
     holding: bool
     """It has not given its part of the last cut up."""
+    sound: bool = True
+    """The log has not lost what it had acknowledged of its stream."""
 
 
 NOTHING = Ballot(ready=False, settled=True, owner=True, holding=True)
@@ -75,7 +78,8 @@ class Cadence:
         # Of the seconds, rank 0's clock decides; of the steps, all ranks know.
         wanted = self._due or (self._every_s is not None and (timely or self._rank != 0))
         wanted = wanted or (self._affordable is not None and self._affordable())
-        flags = torch.tensor([ballot.ready and wanted, ballot.settled, ballot.owner, ballot.holding], dtype=torch.int32)
+        said = (ballot.ready and wanted, ballot.settled, ballot.owner, ballot.holding, ballot.sound)
+        flags = torch.tensor(said, dtype=torch.int32)
         work = dist.all_reduce(flags, dist.ReduceOp.MIN, group=self._group, async_op=True)
         assert work is not None
         self._vote = (flags, work)

@@ -33,7 +33,7 @@ from torchrec_stream_ckpt.commit.dense import DenseState, written_by
 from torchrec_stream_ckpt.commit.generation import Generation
 from torchrec_stream_ckpt.commit.replicas import check_same
 from torchrec_stream_ckpt.commit.seal import Seal
-from torchrec_stream_ckpt.errors import FencedError, MarkerFailedError, StreamCkptError
+from torchrec_stream_ckpt.errors import FencedError, MarkerFailedError, StreamCkptError, StreamLostError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Commit, DenseFile
 from torchrec_stream_ckpt.format.dense import digest_files
@@ -67,6 +67,8 @@ class Vote:
     """Checksum over what the ranks must hold alike of the dense state."""
     end: RankEnd | None = None
     files: tuple[DenseFile, ...] = ()
+    lost: StreamLostError | None = None
+    """Set when what the log had acknowledged of this rank's stream is gone: no later marker can be restored."""
 
 
 class Coordinator:
@@ -92,6 +94,8 @@ class Coordinator:
         self._abandoned = threading.Event()
         self.fenced: FencedError | None = None
         """Set once another trainer owns the job."""
+        self.lost: StreamLostError | None = None
+        """Set, on all ranks by the same marker, once the log has lost what this generation stands on."""
         self.failure: StreamCkptError | None = None
         """Why the last marker failed; None while it is in flight, and when it was committed."""
 
@@ -147,6 +151,8 @@ class Coordinator:
         cut.seal.fail("the marker has failed")  # rows that are still frozen need not be any longer
         if isinstance(failure, FencedError):
             self.fenced = failure
+        if isinstance(failure, StreamLostError):
+            self.lost = failure
         self.failure = failure
         log.warning("marker %d:%d failed: %s", generation, cut.marker, failure)
         future.set_exception(failure)
@@ -173,6 +179,8 @@ class Coordinator:
         except Exception as error:  # DCP raises what its storage and peers raise
             return Vote(cut.marker, cut.step, f"dense state was not saved: {type(error).__name__}: {error}")
         publisher = self._generation.publisher
+        if publisher.lost is not None:
+            return Vote(cut.marker, cut.step, publisher.lost.headline, lost=publisher.lost)
         if not cut.seal.wait(max(0.0, deadline - time.monotonic())):
             why = publisher.failure or "the log is slow, or no step follows"
             cut.seal.fail(f"its rows did not find space in the ring in {self._timeout_s:.0f} s ({why})")
@@ -183,6 +191,9 @@ class Coordinator:
             failpoint("mark.wait")
             durable = publisher.wait_mark(sealed.mark_seq, max(0.0, deadline - time.monotonic()))
             failpoint("mark.durable")
+            self._generation.check_gaps(self._team.rank)
+        except StreamLostError as error:
+            return Vote(cut.marker, cut.step, error.headline, lost=error)
         except Exception as error:  # the publisher has died or is closed
             return Vote(cut.marker, cut.step, f"the stream has ended: {error}")
         if durable is None:
@@ -226,6 +237,9 @@ class Coordinator:
                 hint="call step() and mark() on all ranks at the same step; restart the job if a rank skipped one",
                 generation=generation,
             )
+        for vote in votes:
+            if vote.lost is not None:
+                raise vote.lost
         reasons = [f"rank {rank}: {vote.reason}" for rank, vote in enumerate(votes) if vote.reason]
         if reasons:
             raise MarkerFailedError("; ".join(reasons), generation=generation, marker=votes[0].marker)

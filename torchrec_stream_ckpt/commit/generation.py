@@ -6,20 +6,31 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.config import StreamConfig
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerFailedError, MarkerNotFoundError
+from torchrec_stream_ckpt.errors import (
+    ConfigError,
+    CorruptionError,
+    MarkerFailedError,
+    MarkerNotFoundError,
+    StreamLostError,
+)
 from torchrec_stream_ckpt.format.control import Claim, Schema
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.layout import MAX_GENERATION, KafkaUri, parse_uri
 from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.log.gaps import StreamName, check_gaps
 from torchrec_stream_ckpt.log.publisher import Publisher
+from torchrec_stream_ckpt.log.stream import Strays
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
 
 log = logging.getLogger(__name__)
+
+SETTLING_S = 2.0
+"""A new leader may say for a moment that a partition ends before what is durable: it is asked again for so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +52,20 @@ class Generation:
         """A marker of this generation."""
         return MarkerId(self.claim.generation, number)
 
+    strays: Strays = field(default_factory=Strays)
+    """Records that others have put between this rank's frames."""
+
+    def check_gaps(self, rank: int) -> None:
+        """(each rank) See that readers cannot take for this rank's frames what others have put between them.
+
+        Raises:
+            StreamLostError: they can.
+            LogUnavailableError: the log does not answer.
+        """
+        gaps = self.publisher.gaps
+        check_gaps(self.log, StreamName(self.claim.job, self.claim.generation, rank, self.partition), gaps, self.strays)
+        self.publisher.looked_at(gaps)
+
     def check_log(self, marker: int, ends: Sequence[RankEnd]) -> None:
         """:func:`check_claimed` of this generation's own marker."""
         check_claimed(self.log, self.control, self.claim, marker, ends)
@@ -58,7 +83,8 @@ def check_claimed(log_: Log, control: Control, claim: Claim, marker: int, ends: 
 
     Raises:
         MarkerFailedError: it was deleted, or made again under its name.
-        CorruptionError: something took a part of it away.
+        StreamLostError: its tail was lost.
+        CorruptionError: something took another part of it away.
         LogUnavailableError: it does not answer.
     """
     now = log_.incarnation()
@@ -69,25 +95,50 @@ def check_claimed(log_: Log, control: Control, claim: Claim, marker: int, ends: 
             generation=claim.generation,
             marker=marker,
         )
-    spans = _spans(claim, ends, control.lineage)
+    spans, deadline = _spans(claim, ends, control.lineage), time.monotonic() + SETTLING_S
     while True:
         try:
             log_.check_there(spans)
-        except CorruptionError:
+        except CorruptionError as error:
             # Somebody may have trimmed the log, also just now: he has said so before he took anything away.
             before, spans = spans, _spans(claim, ends, control.refresh())
             if spans == before:
-                raise
+                if not isinstance(error, StreamLostError) or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
         else:
             return
 
 
+def newest_held(log_: Log, control: Control, generation: int) -> MarkerId | None:
+    """(rank 0) The newest marker up to ``generation`` of which the log still holds all that is needed of it.
+
+    Raises:
+        LogUnavailableError: the log does not answer.
+    """
+    lineage = control.refresh()
+    for marker in reversed(lineage.commits):
+        if marker.generation > generation:
+            continue
+        try:
+            log_.check_there(
+                [span for each in lineage.path(marker) for span in lineage.spans(each.generation, each.ranks)]
+            )
+        except CorruptionError as error:
+            log.warning("the log does not hold marker %s any more: %s", marker, error.headline)
+        else:
+            return marker
+    return None
+
+
 def _spans(claim: Claim, ends: Sequence[RankEnd], lineage: Lineage) -> list[LogSpan]:
     """All that a marker with these ends stands on, less what was trimmed on purpose."""
-    streams = [(claim.generation, ends)]
-    if claim.parent is not None:
-        streams += [(ancestor.generation, ancestor.ranks) for ancestor in lineage.path(claim.parent)]
-    return [span for generation, ranks in streams for span in lineage.spans(generation, ranks)]
+    mine = lineage.spans(claim.generation, ends)
+    return mine if claim.parent is None else [*mine, *_of_path(lineage, claim.parent)]
+
+
+def _of_path(lineage: Lineage, marker: MarkerId) -> list[LogSpan]:
+    return [span for commit in lineage.path(marker) for span in lineage.spans(commit.generation, commit.ranks)]
 
 
 def claim_generation(

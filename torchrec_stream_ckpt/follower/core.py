@@ -20,6 +20,7 @@ from torchrec_stream_ckpt.errors import (
     MarkerNotFoundError,
     StoreUnavailableError,
     StreamCkptError,
+    StreamLostError,
     TrimmedError,
 )
 from torchrec_stream_ckpt.follower.source import Source
@@ -260,7 +261,14 @@ class Follower:
             return  # its trainer is gone; the next one's rows come with its first marker
         if self._tail is None or not self._tail.stands_on(at):
             self._tail = Tail(self._source.log, lineage.claims[at.generation], at)
-        update = self._read_on(lineage, at)
+        try:
+            update = self._read_on(lineage, at)
+        except StreamLostError as error:
+            if not self._tail.provisional():  # it is the marker itself that is gone
+                raise
+            log.warning("%s", error.headline)
+            yield from self._take_back(lineage, at)
+            return
         if update is not None:
             yield update
 
@@ -294,7 +302,10 @@ class Follower:
         """A newer generation was claimed: what no marker of the old one has will be in none."""
         mine = [commit for commit in lineage.commits.values() if commit.generation == at.generation]
         if mine[-1].id != at.id:
-            yield from self._move(lineage, mine[-1])
+            try:
+                yield from self._move(lineage, mine[-1])
+            except CorruptionError as error:  # the trainer may have gone on just for that: its next marker tells
+                log.warning("marker %s cannot be followed: %s", mine[-1].id, error.headline)
         if self._tail is not None and self._at is not None:
             yield from self._take_back(lineage, self._at)
 
@@ -306,7 +317,7 @@ class Follower:
             table: rows for table, rows in self._tail.provisional().items() if self._source.wants(schema.tables[table])
         }
         if ids:
-            why = f"rows behind marker {at.id} are taken back: its trainer has ended"
+            why = f"rows behind marker {at.id} are taken back: no marker will have them"
             log.warning("%s", why)
             with self._source.some(lineage, at, ids) as changes:
                 yield self._update(UpdateKind.ROLLBACK, at, schema, changes, why)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.errors import CorruptionError, StreamLostError
 from torchrec_stream_ckpt.format.control import Claim, Commit
-from torchrec_stream_ckpt.format.frame import Header, Kind, parse_header, payload_of
+from torchrec_stream_ckpt.format.frame import Header, Kind, payload_of
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
 from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.log.stream import data_header
 from torchrec_stream_ckpt.types import LogSpan
 
 BATCH_BYTES = 64 * 2**20
@@ -32,6 +34,8 @@ class _Stream:
     seq: int
     """The next one."""
     chain: int
+    has_read: bool = False
+    """Whether a frame at ``offset`` was read."""
     marks: dict[int, int] = field(default_factory=dict)
     """seq -> header_crc of each MARK that was read."""
     sent: list[tuple[int, int, npt.NDArray[np.int64]]] = field(default_factory=list)
@@ -88,7 +92,8 @@ class Tail:
         """Rows that have come since those that were :meth:`taken`, in order; the same again until they are.
 
         Raises:
-            CorruptionError: frames are out of order, or of another job or schema.
+            StreamLostError: what was read is not in the log any more.
+            CorruptionError: frames are out of order, or of another schema.
             LogUnavailableError: the log does not answer.
         """
         self._pending, self._offsets = [], {}
@@ -97,9 +102,21 @@ class Tail:
         for partition in sorted(partitions):
             mine = {rank: stream for rank, stream in self._streams.items() if stream.partition == partition}
             begin = min(stream.offset for stream in mine.values())
+            self._check_end(partition, mine, ends[partition])
             if ends[partition] > begin:
                 self._read_partition(LogSpan(self._claim.generation, partition, begin, ends[partition]), mine)
         return [(header.table, header.col0, view) for _, header, view in self._pending if view is not None]
+
+    def _check_end(self, partition: int, streams: Mapping[int, _Stream], end: int) -> None:
+        """What was read is there: a log that has lost its tail may grow past it again with something else."""
+        reach = max(stream.offset for stream in streams.values())
+        if end < reach or (end == reach and any(stream.has_read for stream in streams.values())):
+            raise StreamLostError(
+                f"the log ends at offset {end}, and was read up to {reach}: its tail was lost",
+                hint="the rows that were there are no more; follow on, or load the replica anew",
+                generation=self._claim.generation,
+                partition=partition,
+            )
 
     @property
     def has_read(self) -> bool:
@@ -116,7 +133,8 @@ class Tail:
             elif header.kind is Kind.MARK:
                 stream.marks[header.seq] = header.header_crc
         for stream in self._streams.values():
-            stream.offset = max(stream.offset, self._offsets.get(stream.partition, 0))
+            reached = self._offsets.get(stream.partition, -1)
+            stream.offset, stream.has_read = max(stream.offset, reached), stream.has_read or reached >= 0
         self._pending, self._offsets = [], {}
 
     def _read_partition(self, span: LogSpan, streams: dict[int, _Stream]) -> None:
@@ -124,9 +142,9 @@ class Tail:
         taken = 0
         try:
             for offset, frame in self._log.read(span):
-                header = parse_header(frame)
                 self._offsets[span.partition] = offset
-                if (header.generation, header.rank in state) != (self._claim.generation, True):
+                header = self._header_of(frame)
+                if header is None or (header.generation, header.rank in state) != (self._claim.generation, True):
                     continue
                 seq, chain = state[header.rank]
                 if header.seq < seq:
@@ -145,6 +163,13 @@ class Tail:
             # reader applies: reading that marker says where.
             return
 
+    def _header_of(self, frame: memoryview) -> Header | None:
+        """None for a record that is not a frame of this job: what is missing then, seq tells."""
+        try:
+            return data_header(frame, self._claim.job)
+        except CorruptionError:
+            return None
+
     def _decode(self, header: Header, frame: memoryview) -> RowsView | None:
         payload = payload_of(header, frame)
         if header.kind is not Kind.ROWS:
@@ -156,8 +181,8 @@ class Tail:
 
     def _check(self, header: Header, seq: int, chain: int) -> None:
         claim = self._claim
-        if header.job != claim.job or header.schema_crc != claim.schema.crc:
-            raise _OutOfOrderError("frame of another job or schema", **header.place())
+        if header.schema_crc != claim.schema.crc:
+            raise _OutOfOrderError("frame of another schema", **header.place())
         if header.seq != seq or header.chain != chain:
             raise _OutOfOrderError(
                 f"found seq {header.seq} behind {header.chain:08x}, expected seq {seq} behind {chain:08x}",

@@ -47,6 +47,9 @@ class Kind(IntEnum):
 _SINCE = {Kind.IDS: 2, Kind.END: 2, Kind.NOTE: 2}
 """The version from which on a kind exists; 1 for the others."""
 
+DATA_KINDS = frozenset({Kind.HELLO, Kind.ROWS, Kind.MARK, Kind.IDS})
+"""What a data partition holds; all others are control records."""
+
 # Numbers are on disk: never changed, never reused.
 DTYPE_CODES = {
     "float32": 1,

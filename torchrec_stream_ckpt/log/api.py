@@ -95,6 +95,7 @@ class DataWriter(Protocol):
 
         Raises:
             LogUnavailableError: what was sent and not acknowledged may or may not be in the log.
+            StreamLostError: what was acknowledged is gone.
         """
 
     def close(self) -> None:
@@ -116,10 +117,11 @@ class LogReader(Protocol):
         """
 
     def check_there(self, spans: Sequence[LogSpan]) -> None:
-        """Look whether the spans are still there, as far as names, sizes and first offsets tell; reads no frames.
+        """Look whether the spans are still there, as far as names, sizes and both ends tell; reads no frames.
 
         Raises:
-            CorruptionError: something took a part of one away.
+            StreamLostError: the log ends before one of them does.
+            CorruptionError: something took another part of one away.
             LogUnavailableError: the log does not answer.
         """
 
@@ -141,6 +143,10 @@ class Log(LogReader, Protocol):
         """(each rank) ``resume_at``: end of the last acknowledged frame, 0 in a new generation.
 
         What a writer of this very stream has left behind that offset counts as never sent.
+
+        Raises:
+            StreamLostError: the log ends before ``resume_at``.
+            LogUnavailableError: it does not answer.
         """
 
     def ends(self, generation: int, partitions: Collection[int]) -> dict[int, int]:

@@ -18,7 +18,13 @@ from concurrent.futures import Future, wait
 from itertools import pairwise, zip_longest
 from pathlib import Path
 
-from torchrec_stream_ckpt.errors import CommitUnknownError, ConfigError, CorruptionError, LogUnavailableError
+from torchrec_stream_ckpt.errors import (
+    CommitUnknownError,
+    ConfigError,
+    CorruptionError,
+    LogUnavailableError,
+    StreamLostError,
+)
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, parse_header
 from torchrec_stream_ckpt.layout import (
@@ -119,7 +125,8 @@ class FileLog:
         for _, _, begin, end in pieces:
             position = end if begin <= position else position
         if position < span.end:
-            raise CorruptionError(
+            cut_short = all(end < span.end for _, _, _, end in pieces)
+            raise (StreamLostError if cut_short else CorruptionError)(
                 f"the log ends at byte {position}, {span.end} were committed",
                 hint="restore an older marker, or bring the missing segment back",
                 generation=span.generation,
@@ -243,6 +250,8 @@ class FileWriter:
         self._folder = folder
         self._generation = generation
         self._end = resume_at
+        self._base = resume_at
+        """First byte of the segment that is open."""
         self._sent: list[memoryview] = []
         self._written: list[Ack] = []
         """Frames that no sync covers yet."""
@@ -279,8 +288,9 @@ class FileWriter:
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
             fsync_dir(self._folder)
         except OSError as error:
+            self._close_segment()
             raise _unavailable("cannot open a segment", path, error) from None
-        self._room = SEGMENT_BYTES
+        self._base, self._room = self._end, SEGMENT_BYTES
 
     def _check_acknowledged(self) -> None:
         """What was acknowledged before must still be there: else no later marker can be restored.
@@ -292,7 +302,8 @@ class FileWriter:
         for _, base, end in segments:
             reach = max(reach, end) if base <= reach else reach
         if reach < self._end:
-            raise LogUnavailableError(
+            # Without any segment, it is the folder that is away: it may come back.
+            raise (StreamLostError if segments else LogUnavailableError)(
                 f"acknowledged bytes [{reach}, {self._end}) of this generation are gone",
                 hint="they were deleted under a running job: bring them back, or start a new job",
                 path=self._folder,
@@ -319,6 +330,7 @@ class FileWriter:
                 self._sync()
                 acks += self._synced(None)
             self._roll()
+        self._check_length()
         _write_all(self._fd, self._sent)
         failpoint("segment.written")
         for frame in self._sent:
@@ -327,6 +339,16 @@ class FileWriter:
             self._room -= len(frame)
         self._sent.clear()
         return acks
+
+    def _check_length(self) -> None:
+        """What was written is still there: to write on behind it would leave a hole that reads as zeros."""
+        size = os.fstat(self._fd).st_size
+        if size < self._end - self._base:
+            raise StreamLostError(
+                f"the segment was cut to {size} bytes under its writer, which had written {self._end - self._base}",
+                hint="find out what else writes to the log's folder",
+                path=self._folder / segment_name(self._generation, self._base),
+            )
 
     def _sync(self) -> None:
         """Begin to make durable what was written, unless a sync is under way."""

@@ -20,7 +20,13 @@ import confluent_kafka as ck
 import confluent_kafka.admin as ck_admin
 import numpy as np
 
-from torchrec_stream_ckpt.errors import CommitUnknownError, ConfigError, CorruptionError, LogUnavailableError
+from torchrec_stream_ckpt.errors import (
+    CommitUnknownError,
+    ConfigError,
+    CorruptionError,
+    LogUnavailableError,
+    StreamLostError,
+)
 from torchrec_stream_ckpt.layout import KafkaUri
 from torchrec_stream_ckpt.log.api import Ack, Cut, Finding, Freed, Incarnation
 from torchrec_stream_ckpt.log.kafka_health import NEEDED_RIGHTS, TRIM_RIGHT, acl_command, examine_topic
@@ -57,7 +63,25 @@ _REFUSED = frozenset(
         "_UNKNOWN_PARTITION",
     }
 )
+# A broker that knows less of this producer than it has acknowledged has lost the partition's tail, or what it knew.
+_FORGOTTEN = ("OUT_OF_ORDER_SEQUENCE_NUMBER", "UNKNOWN_PRODUCER_ID")
+_LOST_HINT = "see the brokers' logs: a disk or machine failed, or an unclean leader was elected"
 _DESTROYED_HINT = "restore from another copy of the log, or begin a new job; see that nothing else sets its retention"
+
+# What a partition's ends are answered with for a moment, after creation and while it has no leader.
+_NO_LEADER = frozenset(
+    {
+        ck.KafkaError.LEADER_NOT_AVAILABLE,
+        ck.KafkaError.NOT_LEADER_FOR_PARTITION,
+        ck.KafkaError.FENCED_LEADER_EPOCH,
+        ck.KafkaError.UNKNOWN_LEADER_EPOCH,
+        ck.KafkaError.OFFSET_NOT_AVAILABLE,
+        ck.KafkaError.REPLICA_NOT_AVAILABLE,
+        ck.KafkaError.KAFKA_STORAGE_ERROR,
+        ck.KafkaError.UNKNOWN_TOPIC_OR_PART,
+        ck.KafkaError._NOENT,
+    }
+)
 
 # What the client raises: a fatal producer error inside a poll that served a delivery callback comes out
 # as SystemError, with the KafkaException as its cause.
@@ -144,8 +168,14 @@ class KafkaLog:
         return Incarnation(f"{data.topic_id}+{control.topic_id}", len(data.partitions))
 
     def open_writer(self, generation: int, partition: int, resume_at: int) -> KafkaWriter:
-        """A writer of one partition; a generation needs no place of its own here, readers go by offsets."""
+        """A writer of one partition; a generation needs no place of its own here, readers go by offsets.
+
+        Raises:
+            StreamLostError: the partition ends before ``resume_at``.
+        """
         self._require(self._uri.data_topic, partition, "write", LogUnavailableError)
+        if resume_at:
+            self._check_ends([LogSpan(generation, partition, resume_at, resume_at)])
         settings = data_settings(self._uri, self._options)
         return KafkaWriter(_Sender(self._uri, self._uri.data_topic, partition, settings, Reasons(self._options)))
 
@@ -155,21 +185,55 @@ class KafkaLog:
         return ((offset, memoryview(value)) for offset, value in records)
 
     def ends(self, generation: int, partitions: Collection[int]) -> dict[int, int]:
-        return self._edges(partitions, ck_admin.OffsetSpec.latest())
+        return {partition: high for partition, (_, high) in self._edges(partitions).items()}
 
     def check_there(self, spans: Sequence[LogSpan]) -> None:
-        """One question for all partitions: what a retention eats, it eats from the front."""
-        topic, lows = self._uri.data_topic, self._begins({span.partition for span in spans})
+        """One look at both ends of all partitions: a retention eats from the front, a failure takes the tail.
+
+        Raises:
+            StreamLostError: a partition ends, or has ended, before what was acknowledged.
+        """
+        lows = self._check_ends(spans)
         for span in spans:
             if span.begin < lows[span.partition]:
                 raise CorruptionError(
                     f"the log begins at offset {lows[span.partition]}, and rows from {span.begin} on are needed: "
                     "a retention ate them, or somebody deleted them",
                     hint=_DESTROYED_HINT,
-                    topic=topic,
-                    partition=span.partition,
-                    generation=span.generation,
+                    **self._where(span),
                 )
+
+    def _check_ends(self, spans: Sequence[LogSpan]) -> dict[int, int]:
+        """See whether each partition still ends where its spans do, or later; returns the partitions' first offsets."""
+        edges = self._edges({span.partition for span in spans})
+        short = next((span for span in spans if edges[span.partition][1] < span.end), None)
+        if short is not None:
+            raise StreamLostError(
+                f"the log ends at offset {edges[short.partition][1]}, and had acknowledged all up to {short.end}: "
+                "its tail was lost",
+                hint=_LOST_HINT,
+                **self._where(short),
+            )
+        self._check_order(spans)
+        return {partition: low for partition, (low, _) in edges.items()}
+
+    def _check_order(self, spans: Sequence[LogSpan]) -> None:
+        """Offsets go through all generations: one that begins before an older one ends was written over a lost tail."""
+        ends: dict[int, LogSpan] = {}
+        for span in sorted(spans, key=lambda span: span.generation):
+            older = ends.get(span.partition)
+            if older is not None and older.generation < span.generation and span.begin < older.end:
+                raise StreamLostError(
+                    f"generation {older.generation} ends at offset {older.end}, and generation {span.generation} "
+                    f"begins at {span.begin}: the tail between them was lost",
+                    hint=_LOST_HINT,
+                    **self._where(older),
+                )
+            if older is None or span.end > older.end:
+                ends[span.partition] = span
+
+    def _where(self, span: LogSpan) -> dict[str, object]:
+        return {"topic": self._uri.data_topic, "partition": span.partition, "generation": span.generation}
 
     def trim(self, cut: Cut, *, dry_run: bool = False) -> Freed:
         """Kafka deletes from the front of a partition alone: up to the first offset there that anybody needs.
@@ -186,22 +250,41 @@ class KafkaLog:
         for span in cut.kept:
             if span.partition in ends:
                 ends[span.partition] = min(span.begin, ends[span.partition])
-        lows = self._begins(ends)
+        lows = {partition: low for partition, (low, _) in self._edges(ends).items()}
         ends = {partition: end for partition, end in ends.items() if end > lows[partition]}
         if ends and not dry_run:
             places = [ck.TopicPartition(topic, partition, end) for partition, end in ends.items()]
             self._answers(f"delete records of {topic}", lambda admin: admin.delete_records(places))
         return Freed("records", sum(end - lows[partition] for partition, end in ends.items()), None)
 
-    def _begins(self, partitions: Collection[int]) -> dict[int, int]:
-        """First offset that is still there, by partition of the data topic."""
-        return self._edges(partitions, ck_admin.OffsetSpec.earliest())
+    def _edges(self, partitions: Collection[int]) -> dict[int, tuple[int, int]]:
+        """(first offset that is still there, end of what is durable), by partition of the data topic."""
+        return self._edges_of(self._uri.data_topic, partitions)
 
-    def _edges(self, partitions: Collection[int], spec: Any) -> dict[int, int]:
-        topic = self._uri.data_topic
-        request = {ck.TopicPartition(topic, partition): spec for partition in partitions}
-        answers = self._answers(f"find the ends of {topic}", lambda admin: admin.list_offsets(request))
-        return {place.partition: int(answer.offset) for place, answer in answers.items()}
+    def _edges_of(self, topic: str, partitions: Collection[int]) -> dict[int, tuple[int, int]]:
+        """The same of a topic: all partitions and both ends are asked for at once."""
+        doing, deadline = f"find the ends of {topic}", time.monotonic() + ANSWER_TIMEOUT_S
+
+        def ask(admin: Any) -> dict[Any, Any]:
+            questions: dict[Any, Any] = {}
+            for end, spec in (("low", ck_admin.OffsetSpec.earliest()), ("high", ck_admin.OffsetSpec.latest())):
+                asked = admin.list_offsets({ck.TopicPartition(topic, partition): spec for partition in partitions})
+                questions |= {(end, place.partition): future for place, future in asked.items()}
+            return questions
+
+        while partitions:
+            answers = self._ask(doing, ask)
+            error = next((answer for answer in answers.values() if isinstance(answer, ck.KafkaError)), None)
+            if error is None:
+                return {
+                    each: (int(answers["low", each].offset), int(answers["high", each].offset)) for each in partitions
+                }
+            if error.code() in _NO_LEADER and time.monotonic() < deadline:
+                time.sleep(0.1)
+                self._describe()  # the client goes on asking the leader that it knows, unless it is told of another one
+            else:
+                raise self._unavailable(doing, error)
+        return {}
 
     def append_control(self, record: bytes) -> int:
         """Append one record; see :meth:`Log.append_control`.
@@ -386,23 +469,7 @@ class KafkaLog:
     def _watermarks(self, topic: str, partition: int) -> tuple[int, int]:
         """(first offset that is still there, end of what is durable)."""
         self._require(topic, partition, "read", CorruptionError)
-        return (
-            self._offset(topic, partition, ck_admin.OffsetSpec.earliest()),
-            self._offset(topic, partition, ck_admin.OffsetSpec.latest()),
-        )
-
-    def _offset(self, topic: str, partition: int, spec: Any) -> int:
-        request = {ck.TopicPartition(topic, partition): spec}
-        deadline = time.monotonic() + ANSWER_TIMEOUT_S
-        while True:
-            answers = self._ask("find the ends of the log", lambda admin: admin.list_offsets(request))
-            (answer,) = answers.values()
-            if not isinstance(answer, ck.KafkaError):
-                return int(answer.offset)
-            # A partition is without a leader for a moment, after creation and after a broker's death.
-            if time.monotonic() > deadline:
-                raise self._unavailable(f"find the ends of {topic}/{partition}", answer)
-            time.sleep(0.1)
+        return self._edges_of(topic, [partition])[partition]
 
     # Reading.
 
@@ -474,10 +541,15 @@ class KafkaWriter:
         self._sender = sender
 
     def send(self, frame: memoryview) -> None:
-        # The client takes an array, not a memoryview; it copies the bytes into its own queue.
-        self._sender.send(np.frombuffer(frame, np.uint8))
+        with _telling_lost():
+            # The client takes an array, not a memoryview; it copies the bytes into its own queue.
+            self._sender.send(np.frombuffer(frame, np.uint8))
 
     def poll(self, timeout_s: float) -> list[Ack]:
+        with _telling_lost():
+            return self._acks(timeout_s)
+
+    def _acks(self, timeout_s: float) -> list[Ack]:
         acks: list[Ack] = []
         for error, offset in self._sender.reports(timeout_s):
             if error is not None or offset < 0:
@@ -492,6 +564,20 @@ class KafkaWriter:
 
     def close(self) -> None:
         self._sender.close()
+
+
+@contextmanager
+def _telling_lost() -> Iterator[None]:
+    """An idempotent producer that its broker has forgotten may have lost what was acknowledged."""
+    try:
+        yield
+    except LogUnavailableError as error:
+        if any(name in error.message for name in _FORGOTTEN):
+            raise StreamLostError(
+                f"the broker has lost what it knew of this stream, and may have lost its tail: {error.message}",
+                hint=_LOST_HINT,
+            ) from None
+        raise
 
 
 class _Sender:
@@ -652,12 +738,6 @@ def _plain(error: Any) -> str:
 
 
 def _value(message: Any) -> bytes:
+    """A record's bytes; none for one without a value, which no frame is."""
     value = message.value()
-    if not isinstance(value, bytes):
-        raise CorruptionError(
-            "a record without a value: nothing that we wrote",
-            hint="check that the topic belongs to the job",
-            topic=message.topic(),
-            offset=message.offset(),
-        )
-    return value
+    return value if isinstance(value, bytes) else b""

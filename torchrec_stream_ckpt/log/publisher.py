@@ -3,7 +3,8 @@
 The training thread submits frames and never waits for the log. The
 publisher's thread numbers, chains and checksums the frames, hands them to the log and keeps each one
 until the log has acknowledged it. When a writer fails, another one is opened and everything that is not
-acknowledged is sent again under the same seq; readers drop what they have seen.
+acknowledged is sent again under the same seq; readers drop what they have seen. When the log has lost what it had
+acknowledged, the stream is over: nothing that follows could be restored.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from torchrec_stream_ckpt.errors import LogUnavailableError
+from torchrec_stream_ckpt.errors import LogUnavailableError, StreamLostError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, seal
 from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
 from torchrec_stream_ckpt.log.api import Ack, DataWriter
+from torchrec_stream_ckpt.log.gaps import Gap
 
 log = logging.getLogger(__name__)
 
@@ -59,11 +61,14 @@ class Publisher:
         """Bytes of frames submitted."""
         self.failure: str | None = None
         """Why the log does not take frames now; None while it does."""
+        self.lost: StreamLostError | None = None
+        """Set once what the log had acknowledged is gone: the stream is over, and what is submitted is dropped."""
         self._submitted = 0
         self._acked_bytes = 0
         self._chain = 0
         self._acked = StreamEnd(0, 0, 0, 0)
         self._marks: dict[int, StreamEnd] = {}
+        self._gaps: list[Gap] = []
         self._queue: deque[FrameBuffer] = deque()
         self._flight: deque[FrameBuffer] = deque()
         self._enough = min(_ENOUGH, ring.capacity // 2)
@@ -85,9 +90,13 @@ class Publisher:
         """
         assert buffer.header is not None
         with self._changed:
-            self._check()
+            if self.lost is None:
+                self._check()
             seq = buffer.header.seq = self._submitted
             self._submitted += 1
+            if self.lost is not None:
+                self._ring.release(buffer)
+                return seq
             self.rows += buffer.header.rows
             self.num_bytes += HEADER_LEN + buffer.header.payload_len
             self._queue.append(buffer)
@@ -98,7 +107,11 @@ class Publisher:
             return seq
 
     def wait_mark(self, seq: int, timeout_s: float) -> StreamEnd | None:
-        """Wait until the MARK frame ``seq`` is durable; where the stream ends behind it, or None on time-out."""
+        """Wait until the MARK frame ``seq`` is durable; where the stream ends behind it, or None on time-out.
+
+        Raises:
+            StreamLostError: the stream is over.
+        """
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while seq not in self._marks:
@@ -111,7 +124,20 @@ class Publisher:
             self._marks = {later: mark for later, mark in self._marks.items() if later > seq}
             return end
 
+    @property
+    def gaps(self) -> tuple[Gap, ...]:
+        """What others may have put between acknowledged frames, and nobody has looked at."""
+        with self._changed:
+            return tuple(self._gaps)
+
+    def looked_at(self, gaps: Collection[Gap]) -> None:
+        """These gaps hold nothing that a reader could take for a frame of the stream."""
+        with self._changed:
+            self._gaps = [gap for gap in self._gaps if gap not in gaps]
+
     def _check(self) -> None:
+        if self.lost is not None:
+            raise self.lost
         if self._crash is not None:
             raise RuntimeError("the publisher thread has died") from self._crash
         if self._closing:
@@ -137,6 +163,20 @@ class Publisher:
         self._abandoned.set()
         return self.pending == 0
 
+    def discard(self, why: StreamLostError, timeout_s: float) -> None:
+        """End the stream here, as lost, and give the ring back what was not acknowledged: nobody will restore it."""
+        with self._changed:
+            self.lost = self.lost or why
+            self._abandoned.set()
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return  # its writer still reads these buffers
+        for buffer in (*self._flight, *self._queue):
+            self._ring.release(buffer)
+        self._flight.clear()
+        self._queue.clear()
+
     # The publisher's own thread.
 
     def _run(self) -> None:
@@ -158,6 +198,11 @@ class Publisher:
                         writer = None
                     self._abandoned.wait(backoff_s)
                     backoff_s = min(2 * backoff_s, _BACKOFF_S[1])
+        except StreamLostError as error:
+            log.warning("this stream is over: %s", error.headline)
+            with self._changed:
+                self.lost = self.lost or error
+                self._changed.notify_all()
         except BaseException as error:
             log.exception("the publisher thread has died")
             with self._changed:
@@ -220,10 +265,8 @@ class Publisher:
         self._chain = header.header_crc
 
     def _acknowledge(self, acks: list[Ack]) -> None:
-        if self.failure is not None:
-            log.warning("the log takes frames again")
-            self.failure = None
         for ack in acks:
+            self._compare(ack)
             buffer = self._flight.popleft()
             header = buffer.header
             assert header is not None
@@ -234,5 +277,24 @@ class Publisher:
                 if header.kind is Kind.MARK:
                     self._marks[header.seq] = self._acked
             self._ring.release(buffer)
+        if self.failure is not None:
+            log.warning("the log takes frames again")
+            self.failure = None
         with self._changed:
             self._changed.notify_all()
+
+    def _compare(self, ack: Ack) -> None:
+        """The oldest frame in flight is durable at ``ack``: the stream's end never goes back."""
+        acked = self._acked
+        if not acked.frames or ack.offset == acked.end:
+            return
+        if ack.offset < acked.end:
+            raise StreamLostError(
+                f"the log had acknowledged frames up to offset {acked.end}, and takes the next one at {ack.offset}: "
+                "its tail was lost",
+                hint="see the brokers' logs: a disk or machine failed, or an unclean leader was elected",
+                seq=acked.frames,
+            )
+        sent = [buffer.header.header_crc for buffer in self._flight if buffer.header is not None]
+        with self._changed:
+            self._gaps.append(Gap(acked.end, ack.offset, acked.frames, tuple(sent)))

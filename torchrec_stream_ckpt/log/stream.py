@@ -2,53 +2,105 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark
-from torchrec_stream_ckpt.format.frame import Header, Kind, parse_header, payload_of
+from torchrec_stream_ckpt.format.frame import DATA_KINDS, Buffer, Header, Kind, parse_header, payload_of
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.types import LogSpan, RankEnd
 
+log = logging.getLogger(__name__)
+
 _HINT = "restore an older marker, or another copy of the log"
+_told: set[tuple[bytes, int]] = set()
+"""(job, partition) of which this process has said that there are strays."""
+
+
+@dataclass(slots=True)
+class Strays:
+    """Records in a data partition that are not frames of its job, or not where a frame of the stream may be."""
+
+    count: int = 0
+    offset: int = 0
+    """Of the first one."""
+    why: str = ""
+
+    def add(self, offset: int, why: str) -> None:
+        if not self.count:
+            self.offset, self.why = offset, why
+        self.count += 1
+
+    def __str__(self) -> str:
+        return f"{self.count} records that are not of this stream, the first one at offset {self.offset}: {self.why}"
+
+    def tell(self, job: bytes, partition: int) -> None:
+        """Warn, once for each partition."""
+        if self.count and (job, partition) not in _told:
+            _told.add((job, partition))
+            log.warning(
+                "partition %d of the log holds %s. They are passed over, nothing is missing; see who else writes there",
+                partition,
+                self,
+            )
+
+
+def data_header(frame: Buffer, job: bytes) -> Header:
+    """The header of a record in a data partition of ``job``.
+
+    Raises:
+        CorruptionError: the record is a stray; says why.
+    """
+    header = parse_header(frame)
+    if header.job != job:
+        raise CorruptionError("frame of another job")
+    if header.kind not in DATA_KINDS:
+        raise CorruptionError(f"{header.kind.name} is not a frame of a data partition")
+    return header
 
 
 def read_stream(
-    log: LogReader, commit: Commit, end: RankEnd, after: RankEnd | None = None
+    log_: LogReader, commit: Commit, end: RankEnd, after: RankEnd | None = None, strays: Strays | None = None
 ) -> Iterator[tuple[Header, memoryview]]:
     """(header, whole frame) of the frames of one rank in ``commit``'s generation, HELLO first, MARK last.
 
-    With ``after``, the end of an earlier marker of the same stream, only what is behind it: its first frame must
+    With ``after``, the end of an earlier marker of the same stream, only what follows it: the first frame must
     follow on the MARK there.
 
     Headers and their chain are checked here; the payload's checksum is the caller's, with
     ``payload_of``, because a reader needs few of the payloads. Frames of other ranks and generations in
-    the same partition are passed over; frames that a producer sent twice come once.
+    the same partition are passed over, and frames that a producer sent twice come once. Whatever else is not the next
+    frame of the stream is passed over as well, and counted in ``strays``: seq and chain prove at the end that nothing
+    is missing and nothing was put in.
 
     Raises:
-        CorruptionError: something is missing, out of order, altered or of another job; says where.
+        CorruptionError: something is missing, out of order or altered; says where.
     """
     first, chain = (after.frames, after.chain) if after is not None else (0, 0)
     seen = array("I")
     """Header checksums of the frames from ``first`` on."""
-    schema_crc = None
+    schema_crc, misfit = None, None
+    strays = strays if strays is not None else Strays()
     span = LogSpan(commit.generation, end.partition, after.end if after is not None else end.begin, end.end)
-    for offset, frame in log.read(span):
+    for offset, frame in log_.read(span):
         seq = first + len(seen)
         try:
-            header = parse_header(frame)
+            header = data_header(frame, commit.job)
         except CorruptionError as error:
-            raise _located(error, commit, end, seq, offset) from None
-        if header.job != commit.job:
-            raise _located(CorruptionError("frame of another job"), commit, end, seq, offset)
+            strays.add(offset, error.message)
+            continue
         if (header.generation, header.rank) != (commit.generation, end.rank):
             continue
         if header.seq < first or (header.seq < seq and seen[header.seq - first] == header.header_crc):
             continue
         if header.seq != seq or header.chain != chain:
-            message = f"found seq {header.seq} behind {header.chain:08x}, expected seq {seq} behind {chain:08x}"
-            raise _located(CorruptionError(message), commit, end, seq, offset)
+            why = f"found seq {header.seq} behind {header.chain:08x}, expected seq {seq} behind {chain:08x}"
+            misfit = misfit or (why, seq, offset)
+            strays.add(offset, why)
+            continue
         if schema_crc is None:
             schema_crc = header.schema_crc
         if header.schema_crc != schema_crc:
@@ -60,8 +112,11 @@ def read_stream(
             break
     read = first + len(seen)
     if read != end.frames or chain != end.chain or (seen and header.kind is not Kind.MARK):
-        message = f"{read} of {end.frames} frames lead to this marker"
-        raise _located(CorruptionError(message), commit, end, read, end.end)
+        message, seq, offset = misfit or (f"{read} of {end.frames} frames lead to this marker", read, end.end)
+        if strays.count > (misfit is not None):
+            message = f"{message}; the partition holds {strays}"
+        raise _located(CorruptionError(message), commit, end, seq, offset)
+    strays.tell(commit.job, end.partition)
     if not seen:
         return
     if (header.marker, header.step) != (commit.marker, commit.step):
@@ -69,9 +124,9 @@ def read_stream(
         raise _located(CorruptionError(message), commit, end, header.seq, end.end)
 
 
-def read_hello(log: LogReader, claim: Claim, commit: Commit, end: RankEnd) -> Hello:
+def read_hello(log_: LogReader, claim: Claim, commit: Commit, end: RankEnd) -> Hello:
     """The first frame of a rank: its shards, and the schema that its generation claimed."""
-    header, frame = next(read_stream(log, commit, end))
+    header, frame = next(read_stream(log_, commit, end))
     if header.kind is not Kind.HELLO:
         raise _located(CorruptionError(f"begins with {header.kind.name}"), commit, end, 0, end.begin)
     hello = Hello.from_json(checked_payload(header, frame, commit, end), header.version)

@@ -1,0 +1,209 @@
+"""What a broker loses, and what others put into a job's topics: no marker is committed that cannot be restored."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from tests import jobs, ranks
+from tests.builders import OTHER_JOB, Stream, claim
+from tests.jobs import Truths, attach
+from tests.model import PLAN_2, Spec, Trainer, differences, trainer, truth
+from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
+from torchrec_stream_ckpt.broker.kraft import Broker
+from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, parse_header, seal
+from torchrec_stream_ckpt.layout import KafkaUri, parse_uri
+from torchrec_stream_ckpt.log.api import open_log
+from torchrec_stream_ckpt.types import LogSpan, MarkerId
+
+pytestmark = [pytest.mark.kafka, pytest.mark.distributed]
+
+MARK_S = 60.0
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Iterator[Broker]:
+    """A broker that a test may destroy."""
+    broker = Broker(tmp_path / "victim")
+    broker.start(die_with=os.getpid())
+    yield broker
+    broker.stop()
+
+
+def settings_of(uri: str, store: Path) -> StreamConfig:
+    return StreamConfig(uri=uri, store=str(store), marker_every=None, drain_every=1, commit_timeout_s=MARK_S)
+
+
+class Run:
+    """A live job on one rank, what became of its markers, and the truth at each."""
+
+    def __init__(self, spec: Spec, settings: StreamConfig) -> None:
+        self.job: Trainer = trainer(spec)
+        self.checkpointer: StreamCheckpointer = attach(self.job, settings)
+        assert self.checkpointer.restore() is None
+        self.said: list[str] = []
+        self.truths: Truths = {}
+
+    def train(self, markers: int) -> None:
+        for _ in range(markers):
+            self.job.step()
+            self.checkpointer.step()
+            future = self.checkpointer.mark()
+            error = future.exception(2 * MARK_S)
+            self.said.append(str(future.result().id) if error is None else type(error).__name__)
+            self.truths[self.job.step_number] = truth(self.job)
+
+    def drain(self, steps: int) -> None:
+        """Train without a marker, until every frame of this rank is acknowledged."""
+        for _ in range(steps):
+            self.job.step()
+            self.checkpointer.step()
+        deadline = time.monotonic() + MARK_S
+        while self.checkpointer.stats().unacknowledged_frames:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        dist.barrier()
+
+    def close(self) -> tuple[list[str], Truths]:
+        self.checkpointer.close()
+        return self.said, self.truths
+
+
+def cut_tail(broker: Path, uri: str, partition: int, share: float) -> int:
+    """As a power loss of the only copy: the end of a partition was never on the disk. Where it ends afterwards."""
+    victim, parsed = Broker(broker), parse_uri(uri)
+    assert isinstance(parsed, KafkaUri)
+    pid = victim.status().pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    while victim.status().running:
+        time.sleep(0.01)
+    (segment,) = broker.rglob(f"{parsed.data_topic}-{partition}/*.log")
+    os.truncate(segment, int(segment.stat().st_size * share))
+    for snapshot in segment.parent.glob("*.snapshot"):
+        snapshot.unlink()
+    victim.start(die_with=os.getppid())
+    log = open_log(uri)
+    end = log.ends(1, [partition])[partition]
+    log.close()
+    return end
+
+
+def live_through_a_lost_tail(spec: Spec, settings: StreamConfig, broker: Path) -> tuple[list[str], Truths, int]:
+    run, end = Run(spec, settings), 0
+    run.train(4)
+    run.drain(3)
+    if dist.get_rank() == 0:
+        end = cut_tail(broker, str(settings.uri), 1, 0.75)
+    dist.barrier()
+    run.train(4)
+    return (*run.close(), end)
+
+
+def test_a_lost_tail_fails_the_marker_and_the_same_job_goes_on_in_a_new_generation(
+    victim: Broker, tmp_path: Path
+) -> None:
+    uri = victim.status().uri(f"job-{uuid.uuid4().hex[:8]}")
+    settings = settings_of(uri, tmp_path / "store")
+    results = ranks.run(2, live_through_a_lost_tail, PLAN_2, settings, tmp_path / "victim", timeout_s=240)
+    said, truths, end = results[0]
+    assert said == results[1][0]
+    assert said == ["1:1", "1:2", "1:3", "1:4", "StreamLostError", "2:6", "2:7", "2:8"]
+    log = open_log(uri)
+    lineage = Control(log).refresh()
+    held = [marker for marker, commit in lineage.commits.items() if commit.ranks[1].end <= end]
+    assert 0 < len([marker for marker in held if marker.generation == 1]) < 4
+    assert lineage.claims[2].parent == max(marker for marker in held if marker.generation == 1)
+    log.close()
+    for marker in lineage.commits:
+        assert verified(settings, marker) == (marker in held or marker.generation == 2)
+    check_restored(settings, MarkerId(2, 8), truths)
+
+
+def verified(settings: StreamConfig, marker: MarkerId) -> bool:
+    """Whether every byte of a marker is there."""
+    arguments = ["verify", str(settings.uri), "--marker", str(marker), "--store", str(settings.store), "--json"]
+    return CliRunner().invoke(app, arguments).exit_code == 0
+
+
+def check_restored(settings: StreamConfig, marker: MarkerId, truths: Truths) -> None:
+    state, step, _ = ranks.run(2, jobs.restore_once, PLAN_2, settings, str(marker), {})[0]
+    assert differences(truths[step], state) == []
+
+
+def produce(uri: str, partition: int, *values: bytes | None) -> None:
+    """As any client of the broker may."""
+    import confluent_kafka
+
+    parsed = parse_uri(uri)
+    assert isinstance(parsed, KafkaUri)
+    producer: Any = confluent_kafka.Producer({"bootstrap.servers": parsed.brokers})
+    for value in values:
+        producer.produce(parsed.data_topic, value, partition=partition)
+    assert producer.flush(20) == 0
+
+
+def next_frame(uri: str, partition: int) -> bytes:
+    """A frame that a reader must take for the next one of the stream in this partition."""
+    log = open_log(uri)
+    end = log.ends(1, [partition])[partition]
+    *_, (_, frame) = log.read(LogSpan(1, partition, end - 1, end))
+    log.close()
+    last = parse_header(frame)
+    forged = bytearray(frame)
+    seal(replace(last, seq=last.seq + 1, chain=last.header_crc), forged)
+    assert len(forged) == HEADER_LEN + last.payload_len
+    return bytes(forged)
+
+
+def live_among_strays(spec: Spec, settings: StreamConfig) -> tuple[list[str], Truths]:
+    run, uri = Run(spec, settings), str(settings.uri)
+    for strays in (
+        (b"hello world", None, b""),
+        (Stream(job=OTHER_JOB).frames[0], claim(1).to_frame()),
+    ):
+        run.train(1)
+        run.drain(1)
+        if dist.get_rank() == 0:
+            produce(uri, 0, *strays)
+            produce(uri, 1, *strays)
+        dist.barrier()
+    run.train(1)
+    run.drain(1)
+    if dist.get_rank() == 0:
+        found = json.loads(CliRunner().invoke(app, ["doctor", uri, "--json"]).stdout)
+        (told,) = (each for each in found if each["check"] == "strays")
+        assert told["verdict"] == "warning"
+        assert told["found"].endswith("5 in partition 0, 5 in partition 1")
+        produce(uri, 1, next_frame(uri, 1))
+    dist.barrier()
+    run.train(3)
+    return run.close()
+
+
+def test_strays_are_passed_over_and_a_forged_frame_is_refused_before_its_marker_is_committed(
+    bootstrap: str, tmp_path: Path
+) -> None:
+    uri = f"kafka://{bootstrap}/job-{uuid.uuid4().hex[:8]}"
+    settings = settings_of(uri, tmp_path / "store")
+    said, truths = ranks.run(2, live_among_strays, PLAN_2, settings, timeout_s=240)[0]
+    assert said == ["1:1", "1:2", "1:3", "StreamLostError", "2:5", "2:6"]
+    found = json.loads(CliRunner().invoke(app, ["doctor", uri, "--store", str(tmp_path / "store"), "--json"]).stdout)
+    assert next(each["verdict"] for each in found if each["check"] == "strays") == "ok"  # they are in generation 1
+    for marker in said[:3] + said[4:]:
+        assert verified(settings, MarkerId.parse(marker))
+    check_restored(settings, MarkerId(2, 6), truths)
+    check_restored(settings, MarkerId(1, 3), truths)
