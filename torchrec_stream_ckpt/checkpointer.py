@@ -26,7 +26,7 @@ from torchrec_stream_ckpt.adapter import (
 from torchrec_stream_ckpt.capture.hook import Capture, Drain
 from torchrec_stream_ckpt.capture.oracle import Oracle
 from torchrec_stream_ckpt.capture.prover import Load, Prover, Replicated, window_width
-from torchrec_stream_ckpt.capture.shards import local_shards, local_tables, merge_schema
+from torchrec_stream_ckpt.capture.shards import check_rows_fit, local_shards, local_tables, merge_schema
 from torchrec_stream_ckpt.capture.staging import StreamIdentity, allocate
 from torchrec_stream_ckpt.commit.cadence import NOTHING, Ballot, Cadence
 from torchrec_stream_ckpt.commit.collective import Team, end_group, new_group
@@ -182,6 +182,7 @@ class StreamCheckpointer:
     def _describe(self) -> None:
         """Learn which rows this rank holds, and the schema of all ranks."""
         self._kernels = self._team.together(lambda: fused_kernels(self._dmp))
+        self._team.together(lambda: check_rows_fit(self._kernels))
         self._schema = merge_schema(self._team.gather(local_tables(self._kernels)))
         self._shards = local_shards(self._kernels, self._schema)
 

@@ -47,6 +47,7 @@ def _refusals(directory: Path) -> dict[str, str]:
     expect("no DMP", UnsupportedError, nn.Linear(2, 2))
     expect("no state_dict", ConfigError, job.dmp, job.optimizer, stateful={"loader": object()})
     expect("dense kernel", UnsupportedError, _dense_kernel())
+    expect("wide row", UnsupportedError, _wide_table())
     refused = StreamConfig(uri="kafka://127.0.0.1:9/job", store=f"file://{directory}")
     expect("unreachable broker", LogUnavailableError, job.dmp, job.optimizer, config=refused)
 
@@ -55,6 +56,14 @@ def _refusals(directory: Path) -> dict[str, str]:
         job.dmp.reshard("ebc", {})
     checkpointer.close()
     return said
+
+
+def _wide_table() -> DistributedModelParallel:
+    tables = list(model.TABLES)
+    model.TABLES[0] = ("t_user", 3, 250_000, ["user"])
+    job = trainer(PLAN_2)
+    model.TABLES[:] = tables
+    return job.dmp
 
 
 def _dense_kernel() -> DistributedModelParallel:
@@ -89,6 +98,7 @@ def test_what_cannot_be_captured_is_refused_at_attach_by_name(tmp_path: Path) ->
     assert "Linear is no DistributedModelParallel" in said["no DMP"]
     assert "'loader' (object)" in said["no state_dict"]
     assert "compute_kernel='fused'" in said["dense kernel"]
+    assert "one row of 250000 columns does not fit a frame of 1000000 bytes [table=ebc.t_user" in said["wide row"]
     assert "127.0.0.1:9" in said["unreachable broker"]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torchrec_stream_ckpt.adapter import FusedKernel
 from torchrec_stream_ckpt.errors import UnsupportedError
 from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.format.rows import RowLayout
 from torchrec_stream_ckpt.types import TableShard, TableSpec
 
 
@@ -27,6 +28,21 @@ def merge_schema(tables_by_rank: Iterable[Iterable[TableSpec]]) -> Schema:
             if tables.setdefault(table.name, table) != table:
                 raise UnsupportedError(f"shards differ: {tables[table.name]} and {table}", table=table.name)
     return Schema(tuple(tables[name] for name in sorted(tables)))
+
+
+def check_rows_fit(kernels: Iterable[FusedKernel]) -> None:
+    """Refuse a shard of which one row, weights and states together, is larger than a frame.
+
+    Raises:
+        UnsupportedError: names the table.
+    """
+    for shard in (shard for kernel in kernels for shard in kernel.shards):
+        try:
+            RowLayout.of(shard.table, shard.cols)
+        except ValueError as error:
+            raise UnsupportedError(
+                str(error), hint="split its columns into more shards (column-wise)", table=shard.table.name
+            ) from None
 
 
 def local_shards(kernels: Iterable[FusedKernel], schema: Schema) -> tuple[TableShard, ...]:
