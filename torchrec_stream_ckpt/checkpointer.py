@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -50,24 +49,18 @@ from torchrec_stream_ckpt.errors import (
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Claim, Hello, Schema
 from torchrec_stream_ckpt.format.frame import Kind
-from torchrec_stream_ckpt.format.head import HeadState
-from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import Window
 from torchrec_stream_ckpt.format.ring import FrameRing
-from torchrec_stream_ckpt.layout import parse_uri
 from torchrec_stream_ckpt.loader import TrackedLoader
 from torchrec_stream_ckpt.log.publisher import Publisher
-from torchrec_stream_ckpt.restore.apply import StoreSource, apply_rows
-from torchrec_stream_ckpt.restore.choose import Choice, choose, stay_at
-from torchrec_stream_ckpt.restore.lost import check_not_lost
-from torchrec_stream_ckpt.restore.plan import Behind, RestorePlan, check_schema, plan_behind, plan_restore
+from torchrec_stream_ckpt.restore.choose import Choice, stay_at
+from torchrec_stream_ckpt.restore.plan import RestorePlan, check_schema, plan_behind
+from torchrec_stream_ckpt.restoring import Restoring, Tables
 from torchrec_stream_ckpt.showing import Showing
 from torchrec_stream_ckpt.standby import Standby
 from torchrec_stream_ckpt.stats import Stats
-from torchrec_stream_ckpt.store.head import Head, HeadDamagedError, head_root
 from torchrec_stream_ckpt.telemetry import Telemetry
 from torchrec_stream_ckpt.tiers.job import Tiered
-from torchrec_stream_ckpt.tiers.source import Source
 from torchrec_stream_ckpt.tiers.tier import open_tier
 from torchrec_stream_ckpt.types import Committed, MarkerId, Restored
 
@@ -139,8 +132,7 @@ class StreamCheckpointer:
             self._tiers = Tiered.open(config, self._tier, self._team)
             if self._tiers is not None:
                 undo.callback(self._tiers.close, _JOIN_S)
-            self._source = Source(self._log, self._tier.objects, self._tier.dense)
-            """(restore) Where the marker is read from."""
+            self._restoring = Restoring(config, self._team, self._tier, self._tiers, self._dense)
             self._hook()
             undo.callback(self._unhook)
             self._telemetry = Telemetry(self._team.rank, config.restore_bytes_per_s)
@@ -165,8 +157,6 @@ class StreamCheckpointer:
             self._prover: Prover | None = None
             self._proved_up_to: int | None = None
             """(restore) Where the proof of the restored marker ends; None: it has none that this rank has read."""
-            self._head: Head | None = None
-            """(restore) What rows are copied from; its writer waits until it is closed."""
             self._step = 0
             self._next_marker = 1
             self._broken: BaseException | None = None
@@ -185,6 +175,10 @@ class StreamCheckpointer:
         self._team.together(lambda: check_rows_fit(self._kernels))
         self._schema = merge_schema(self._team.gather(local_tables(self._kernels)))
         self._shards = local_shards(self._kernels, self._schema)
+
+    @property
+    def _tables(self) -> Tables:
+        return Tables(self._kernels, self._schema, self._shards)
 
     def _hook(self) -> None:
         """Hook the kernels as they are now, and what changes rows beside them."""
@@ -231,37 +225,46 @@ class StreamCheckpointer:
         """Bring back a marker, in place, on any number of ranks and any plan.
 
         Args:
-            marker: Which one, as ``"GENERATION:MARKER"``; None: the newest that is whole.
+            marker: Which one, as ``"GENERATION:MARKER"``; None: the newest that is whole. What was passed over, because
+                it is proved to be damaged, stands in ``Restored.skipped``.
 
         Returns:
-            What was restored; None when nothing was ever committed and ``marker`` is None.
+            What was restored; None when nothing was ever committed, or ``StreamConfig.fresh`` is set.
 
         Raises:
             MarkerNotFoundError: ``marker`` is not committed.
             SchemaMismatchError: tables or dense state differ from the model's; names the first, with both values.
             ColumnResplitError: see ``StreamConfig.on_column_resplit``.
-            CorruptionError: bytes that the marker needs are damaged or missing; says where.
+            CorruptionError: bytes that the marker needs are damaged or missing; says where. Without ``marker``: of the
+                newest marker, and ``StreamConfig.max_fallback`` older ones are damaged, too.
+            ConfigError: ``StreamConfig.fresh`` is set and a marker is named.
             TrimmedError: they were trimmed on purpose; says which store holds them.
         """
         self._check_open()
         if self._stream is not None:
             raise ConfigError("restore() comes before the first step() and mark()")
         wanted = _marker_id(marker)
-        chosen = self._choose(wanted)
-        if chosen is None:
-            self._open_root()
+        if self._config.fresh:
+            self._start_fresh(wanted)
             return None
-        plan, choice = chosen
         try:
-            failpoint("restore.planned")
-            plan, choice, rows = self._restore_rows(plan, choice, wanted)
+            found = self._restoring.rows(self._tables, wanted)
             failpoint("restore.rows")
         except BaseException as error:
-            self._broken = error
+            self._broken = error if self._restoring.touched else None
             raise
-        finally:
-            self._close_head()
-        return self._go_on_from(plan, choice, rows)
+        if found is None:
+            self._open_root()
+            return None
+        return self._go_on_from(*found)
+
+    def _start_fresh(self, wanted: MarkerId | None) -> None:
+        if wanted is not None:
+            raise ConfigError(
+                f"fresh=True starts from nothing, and restore() was given marker {wanted}",
+                hint="leave out one of the two",
+            )
+        self._open_root()
 
     def standby(self, takeover: Takeover | None = None) -> Restored | None:
         """Stand by as a hot spare of the trainer of this job, then take over as :meth:`restore` does.
@@ -283,10 +286,12 @@ class StreamCheckpointer:
         self._check_open()
         if self._stream is not None:
             raise ConfigError("standby() comes before the first step() and mark()")
+        if self._config.fresh:
+            raise ConfigError("fresh=True starts from nothing, a spare does not", hint="leave out one of the two")
         if self._tiers is not None:
             raise ConfigError("a spare follows one log", hint="give it the outer one alone; it goes on without a tee")
         takeover = takeover or Takeover()
-        load, advance, uri = self._load_newest, self._apply_behind, self._tier.uri
+        load, advance, uri = self._load_newest, partial(self._restoring.behind, self._tables), self._tier.uri
         spare = Standby(self._team, self._log, self._control, load, advance, takeover, uri)
         try:
             marker = spare.wait()
@@ -305,15 +310,10 @@ class StreamCheckpointer:
 
     def _load_newest(self) -> tuple[RestorePlan, Choice, int] | None:
         """(all ranks) Write the newest marker into the live tables; None while nothing is committed."""
-        chosen = self._choose(None)
         try:
-            return self._restore_rows(*chosen, None) if chosen is not None else None
+            return self._restoring.rows(self._tables, None, fall_back=False)
         finally:
-            self._close_head()
-            self._source.dense.release()
-
-    def _apply_behind(self, behind: Behind) -> int:
-        return apply_rows(self._log, plan_behind(behind, self._schema, self._shards), self._kernels)
+            self._restoring.source.dense.release()
 
     def _taken_over(self, marker: MarkerId) -> Choice:
         """(rank 0) The marker that the live tables hold, its dense state compared."""
@@ -333,7 +333,7 @@ class StreamCheckpointer:
             self._broken = error
             raise
         failpoint("restore.dense")
-        self._source.dense.release()
+        self._restoring.source.dense.release()
         source = f"{self._tiers.place}: {plan.source}" if self._tiers is not None else plan.source
         self._step = plan.step
         self._next_marker = plan.marker.marker + 1
@@ -351,46 +351,11 @@ class StreamCheckpointer:
         return Restored(plan.marker.generation, plan.marker.marker, plan.step, plan.world, rows, choice.skipped, source)
 
     def _load_dense(self, choice: Choice, world: int) -> Callable[[], None]:
-        return self._dense.load(self._source.dense.local(choice.commit), world)
+        return self._dense.load(self._restoring.source.dense.local(choice.commit), world)
 
     def plan(self, marker: MarkerId | str | tuple[int, int] | None = None) -> RestorePlan | None:
         """What ``restore(marker)`` would read and write on this rank; prints with ``describe()``. Writes nothing."""
-        try:
-            chosen = self._choose(_marker_id(marker))
-        finally:
-            self._close_head()
-        return chosen[0] if chosen is not None else None
-
-    def _restore_rows(
-        self, plan: RestorePlan, choice: Choice, wanted: MarkerId | None
-    ) -> tuple[RestorePlan, Choice, int]:
-        """Write all rows, from another source where one turns out to be damaged; what was done in the end."""
-        marker: MarkerId | None = choice.commit.id
-        try:
-            return plan, choice, self._team.together(lambda: self._apply(plan, choice))
-        except HeadDamagedError as error:
-            log.warning("HEAD is damaged, all is restored without it: %s", error.headline)
-        except CorruptionError as error:
-            if self._tiers is None or not self._tiers.try_elsewhere(choice.commit.id, error):
-                raise
-            marker = wanted
-        self._close_head()
-        chosen = self._choose(marker, use_head=False)
-        if chosen is None:
-            raise CorruptionError("no tier has a marker that is whole", hint="see the warnings in front of this")
-        cold, again = chosen
-        again = replace(again, skipped=tuple(dict.fromkeys((*choice.skipped, *again.skipped))))
-        return self._restore_rows(cold, again, wanted)
-
-    def _apply(self, plan: RestorePlan, choice: Choice) -> int:
-        source = self._source
-        store = StoreSource(source.objects, choice.held.scalars) if choice.held is not None else None
-        try:
-            return apply_rows(source.log, plan, self._kernels, store, self._head)
-        except HeadDamagedError:
-            assert self._head is not None
-            self._head.drop()
-            raise
+        return self._restoring.plan(self._tables, _marker_id(marker))
 
     def step(self, batches: int = 1) -> None:
         """A training step is done: forward, backward and optimizer. Drains and cuts markers by cadence.
@@ -623,6 +588,7 @@ class StreamCheckpointer:
     def _ensure_stream(self) -> None:
         self._check_open()
         if self._stream is None:
+            self._team.on_rank0(self._check_restored)
             self._open_root()
 
     def _check_open(self) -> None:
@@ -661,6 +627,22 @@ class StreamCheckpointer:
         claims = (self._control if self._tiers is None else self._tiers.control).refresh().claims
         if claims:
             check_schema(claims[max(claims)].schema, self._schema)
+
+    def _check_restored(self) -> None:
+        """(rank 0) Markers of a run that forgot ``restore()`` would be newer than all that the log holds.
+
+        Raises:
+            ConfigError: it holds some, and nobody has said that this is meant.
+        """
+        control = self._control if self._tiers is None else self._tiers.control
+        newest = control.refresh().newest
+        if newest is not None and not self._config.fresh:
+            raise ConfigError(
+                f"the log holds markers, the newest is {newest.id}, and this run has restored none",
+                hint="add the line `checkpointer.restore()` before the first step(); to start from nothing, set "
+                "StreamConfig(..., fresh=True), in the recipes --restore none",
+                uri=self._config.uris[0],
+            )
 
     def _open(self, parent: MarkerId | None, swept: Sequence[int], parent_bytes: int | None = None) -> None:
         """Claim the next generation, and start this rank's stream in it.
@@ -791,83 +773,6 @@ class StreamCheckpointer:
         if self._tiers is not None:
             return self._tiers.claim(self._schema, world, parent, swept)
         return claim_generation(tier.log, tier.control, tier.dense, tier.config, self._schema, world, parent, swept)
-
-    # Choosing what to restore.
-
-    def _choose(self, marker: MarkerId | None, *, use_head: bool = True) -> tuple[RestorePlan, Choice] | None:
-        """What this rank will do, and the marker behind it. A HEAD that it counts on stays open."""
-        try:
-            return self._choose_for(marker, use_head=use_head)
-        except BaseException:
-            self._close_head()
-            raise
-
-    def _choose_for(self, marker: MarkerId | None, *, use_head: bool) -> tuple[RestorePlan, Choice] | None:
-        choice = self._find(marker, use_head=use_head)
-        if choice is not None and choice.held is not None and choice.held.head is not None:
-            choice = self._everywhere(choice, choice.held.head)
-        if choice is None or choice.held is None or choice.held.head is None:
-            self._close_head()
-        if choice is None:
-            return None
-        held, commit = choice.held, choice.commit
-        merge = self._config.on_column_resplit == "merge"
-        plan = self._team.together(
-            lambda: plan_restore(
-                choice.lineage, commit.id, choice.hellos, self._schema, self._shards, merge=merge, held=held
-            )
-        )
-        self._team.together(lambda: self._dense.check(self._source.dense.local(commit)))
-        return plan, choice
-
-    def _everywhere(self, choice: Choice, head: HeadState) -> Choice:
-        """``choice`` if each host has what rank 0's HEAD holds, else one that counts on none."""
-        if all(self._team.gather(self._has_head(head))):
-            return choice
-        if self._team.rank == 0:
-            log.info("HEAD is not used: not every host of this job has marker %s", head.marker)
-        cold = self._find(choice.commit.id, use_head=False)
-        assert cold is not None
-        return replace(cold, skipped=choice.skipped)
-
-    def _has_head(self, wanted: HeadState) -> bool:
-        """Whether this host holds what rank 0's does; it is open then."""
-        if self._team.rank:
-            self._open_head(wanted.job)
-        return self._head is not None and self._head.state.same_image(wanted)
-
-    def _open_head(self, job: bytes) -> HeadState | None:
-        self._close_head()
-        root = head_root(self._config.head)
-        self._head = Head.open(root, job) if root is not None else None
-        if self._head is None:
-            return None
-        self._head.verify = self._config.verify_head
-        return self._head.state
-
-    def _close_head(self) -> None:
-        if self._head is not None:
-            self._head.close()
-            self._head = None
-
-    def _find(self, marker: MarkerId | None, *, use_head: bool) -> Choice | None:
-        """The marker; behind it, all ranks know where to read it from."""
-        head = self._open_head if use_head else lambda _: None
-        if self._tiers is None:
-            return self._team.on_rank0(lambda: self._look_up(marker, head))
-        choice, self._source = self._tiers.find(marker, head)
-        return choice
-
-    def _look_up(self, marker: MarkerId | None, head: Callable[[bytes], HeadState | None]) -> Choice | None:
-        """(rank 0)"""
-        objects = self._tier.objects
-        lineage = self._control.refresh() if self._log.incarnation() is not None else Lineage()
-        if not lineage.claims:
-            check_not_lost(parse_uri(self._tier.uri), objects)
-            if marker is not None:
-                raise MarkerNotFoundError("there is no log yet", hint="check the URI", uri=self._tier.uri)
-            return None
-        return choose(self._log, lineage, self._tier.dense, marker, objects, head)
 
 
 def _marker_id(marker: MarkerId | str | tuple[int, int] | None) -> MarkerId | None:

@@ -68,6 +68,11 @@ class StreamConfig:
     """Each rank adds digests of so many bytes of its live rows to a marker, each time of other rows: all are proved in
     turn. Readers compare what they have restored with them, so that a row is found that was changed past the hooks, or
     lost on its way (docs/guarantees.md). That of rank 0 counts for all. 0: no digests."""
+    fresh: bool = False
+    """Start from nothing on a log that holds markers. Without it, a first ``step()`` or ``mark()`` there that no
+    ``restore()`` came before is refused: the new run's first marker would be newer than all of them."""
+    max_fallback: int = 3
+    """How many damaged markers ``restore()`` without a name may pass over until it finds one that is whole; 0: none."""
     head: str | None = "auto"
     """Folder in which ``stream-ckpt materialize --head DIR`` keeps a marker warm on this host: a restore of it, or of
     one that stands on it, copies rows from there. ``auto``: this user's folder in shared memory; None: never."""
@@ -126,6 +131,13 @@ class StreamConfig:
                 f"proof_bytes must be a whole number of bytes, it is {self.proof_bytes!r}",
                 hint="leave it out for 4 MiB a rank and marker, or give 0 for no proofs",
             )
+        if isinstance(self.max_fallback, bool) or not isinstance(self.max_fallback, int) or self.max_fallback < 0:
+            raise ConfigError(
+                f"max_fallback must be a whole number, 0 or more, it is {self.max_fallback!r}",
+                hint="0 passes over none",
+            )
+        if not isinstance(self.fresh, bool):
+            raise ConfigError(f"fresh must be True or False, it is {self.fresh!r}", hint="leave it out")
         if self.marker_budget_bytes < 0:
             raise ConfigError("marker_budget_bytes cannot be negative")
         if self.on_stream_failure not in ("continue", "raise"):

@@ -75,6 +75,10 @@ class CorruptionError(StreamCkptError):
     """Bytes are not what was written: restore another marker, or another copy of the log."""
 
 
+class OtherLogError(CorruptionError):
+    """The log is not the one that was written: it was deleted and made again. Bring the old one back."""
+
+
 class MissingObjectError(CorruptionError):
     """The store does not hold an object that it should: restore another marker, or bring the object back."""
 

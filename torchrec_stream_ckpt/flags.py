@@ -168,9 +168,8 @@ def config_from(args: argparse.Namespace) -> StreamConfig | None:
     if args.stream_ckpt is None:
         return None
     uris = args.stream_ckpt
-    return StreamConfig(
-        uri=uris[0] if len(uris) == 1 else tuple(uris), **{name: getattr(args, name) for name in SETTINGS}
-    )
+    settings = {name: getattr(args, name) for name in SETTINGS}
+    return StreamConfig(uri=uris[0] if len(uris) == 1 else tuple(uris), fresh=args.restore == "none", **settings)
 
 
 def _given_without_stream(args: argparse.Namespace) -> str | None:

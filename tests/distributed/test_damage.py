@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests import jobs, ranks
-from tests.model import PLAN_2, PLAN_3, differences, trainer, truth
+from tests import jobs, ranks, stores
+from tests.model import PLAN_1, PLAN_2, PLAN_3, differences, trainer, truth
 from torchrec_stream_ckpt import MarkerId, StreamCkptError, StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.format.control import parse_control
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, parse_header
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.layout import StoreSegment
 from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.types import LogSpan
 
 pytestmark = pytest.mark.distributed
 
@@ -37,10 +42,11 @@ def log(finished: tuple[Path, jobs.Truths], tmp_path: Path) -> Path:
     return tmp_path / "log"
 
 
-def _restore(uri: str, marker: str | None) -> tuple[str, dict[str, torch.Tensor] | None]:
+def _restore(uri: str, marker: str | None, **more: Any) -> tuple[str, dict[str, torch.Tensor] | None]:
     """What a restore says, and the state that it left."""
-    job = trainer(PLAN_3 if dist.get_world_size() == 3 else PLAN_2)
-    checkpointer = jobs.attach(job, StreamConfig(uri=uri))
+    job = trainer({1: PLAN_1, 2: PLAN_2, 3: PLAN_3}[dist.get_world_size()])
+    job.step()  # a live, different state: the restore must replace all of it
+    checkpointer = jobs.attach(job, StreamConfig(uri=uri, **more))
     try:
         restored = checkpointer.restore(marker)
     except StreamCkptError as error:
@@ -111,6 +117,100 @@ def test_a_flipped_byte_behind_an_older_marker_does_not_hurt_it(log: Path, finis
     assert said.startswith("CorruptionError")
 
 
+def _frame_of(log: Path, rank: int, marker: int) -> tuple[int, Header, str]:
+    """(offset, header, table) of the first frame of rows that a marker has and the one before it has not."""
+    lineage, reader = _lineage(log), FileLog(log)
+    commit, before = lineage.find(MarkerId(1, marker)), lineage.find(MarkerId(1, marker - 1)).ranks[rank]
+    end = commit.ranks[rank]
+    names = [each.name for each in lineage.claims[1].schema.tables]
+    for offset, frame in reader.read(LogSpan(1, end.partition, before.end, end.end)):
+        header = parse_header(frame)
+        if header.kind is Kind.ROWS:
+            return offset, header, names[header.table]
+    raise AssertionError
+
+
+@pytest.mark.parametrize("damage", ["payload", "header"])
+def test_damaged_rows_of_the_newest_marker_lead_to_the_one_before_and_it_is_exact(
+    damage: str, log: Path, finished: tuple[Path, jobs.Truths]
+) -> None:
+    segment = _segment(log, 1)
+    offset, header, table = _frame_of(log, 1, 3)
+    _flip(segment, offset + (HEADER_LEN + header.payload_len - 3 if damage == "payload" else 9))
+    for rank, (said, state) in enumerate(ranks.run(3, _restore, f"file://{log}", None)):
+        assert said.startswith("1:2 1:3: ")
+        assert state is not None
+        assert differences(finished[1][8], state, rng=rank == 0) == []
+    said, _ = ranks.run(1, _restore, f"file://{log}", "1:3")[0]
+    assert said.startswith("CorruptionError: ")
+    assert str(segment) in said
+    if damage == "payload":
+        assert f"offset={offset}" in said
+        assert f"table={table}" in said
+
+
+def test_a_damaged_chunk_of_the_store_leads_to_the_log_and_without_it_to_an_older_marker(
+    log: Path, finished: tuple[Path, jobs.Truths]
+) -> None:
+    stores.fold(log)
+    newest = StoreSegment(_lineage(log).job, MarkerId(1, 3), 0, 0).name
+    _flip(log / newest, (log / newest).stat().st_size - 70)
+    said, state = ranks.run(2, _restore, f"file://{log}", None)[0]
+    assert said.strip() == "1:3"
+    assert state is not None
+    assert differences(finished[1][10], state) == []
+    stores.lose_rows(log)
+    said, state = ranks.run(2, _restore, f"file://{log}", None)[0]
+    assert said.startswith("1:2 1:3: chunk's checksum does not match [table=ebc.")
+    assert f"name={newest}, offset=" in said
+    assert state is not None
+    assert differences(finished[1][8], state) == []
+
+
+def test_no_more_markers_are_passed_over_than_is_allowed(log: Path, finished: tuple[Path, jobs.Truths]) -> None:
+    for rank, marker in ((0, 2), (1, 3)):
+        _flip(_segment(log, rank), _frame_of(log, rank, marker)[0] + HEADER_LEN + 70)
+    said, state = ranks.run(2, _restore, f"file://{log}", None)[0]
+    assert said.startswith("1:1 1:3: ")
+    assert " 1:2: " in said
+    assert state is not None
+    assert differences(finished[1][4], state) == []
+    said, _ = ranks.run(1, functools.partial(_restore, max_fallback=1), f"file://{log}", None)[0]
+    assert said.startswith("CorruptionError: ")
+    assert "marker=1:3, older=1:2: " in said
+
+
+def test_an_outage_never_leads_to_an_older_marker(log: Path) -> None:
+    """The disk does not give a folder's names: nobody can tell whether the marker is whole."""
+    shutil.rmtree(log / "data" / "p00001")
+    (log / "data" / "p00001").write_text("what is this")
+    said, _ = ranks.run(1, _restore, f"file://{log}", None)[0]
+    assert said.startswith("LogUnavailableError: ")
+
+
+def _go_on_from_the_older(uri: str) -> tuple[str, dict[str, torch.Tensor]]:
+    job = trainer(PLAN_2)
+    with jobs.attach(job, StreamConfig(uri=uri)) as checkpointer:
+        restored = checkpointer.restore()
+        job.step()
+        checkpointer.step()
+        checkpointer.mark().result(60)
+        return str(restored.id if restored is not None else None), truth(job)
+
+
+def test_a_lost_segment_leads_to_a_marker_before_it_and_the_job_goes_on_from_there(log: Path) -> None:
+    uri = f"file://{log}"
+    assert ranks.run(2, _go_on_from_the_older, uri)[0][0] == "1:3"
+    for segment in (log / "data" / "p00000").glob("g00000002-*.seg"):
+        segment.unlink()
+    (fell_back, state), _ = ranks.run(2, _go_on_from_the_older, uri)
+    assert fell_back == "1:3"
+    said, again = ranks.run(3, _restore, uri, None)[0]
+    assert said.strip() == "3:4"
+    assert again is not None
+    assert differences(state, again) == []
+
+
 def test_a_torn_tail_behind_the_last_marker_is_ignored(log: Path, finished: tuple[Path, jobs.Truths]) -> None:
     for rank in (0, 1):
         with open(_segment(log, rank), "ab") as file:
@@ -155,7 +255,8 @@ def test_a_marker_without_its_dense_state_falls_back_to_the_one_before_and_says_
     assert said.startswith("1:2 1:3: dense state")
     assert str(folder) in said
     assert differences(finished[1][8], state) == []
-    assert ranks.run(2, _restore, f"file://{log}", "1:3")[0][0].startswith("CorruptionError")
+    by_name, _ = ranks.run(2, _restore, f"file://{log}", "1:3")[0]
+    assert by_name.startswith("MissingObjectError" if damage == "gone" else "CorruptionError")
     verify = _cli("verify", f"file://{log}", "--marker", "1:3")
     assert verify.returncode == 1
     assert str(folder) in verify.stderr
@@ -164,7 +265,8 @@ def test_a_marker_without_its_dense_state_falls_back_to_the_one_before_and_says_
 def test_when_no_dense_state_is_left_the_job_does_not_start_from_nothing(log: Path) -> None:
     shutil.rmtree(log / "dense")
     said, _ = ranks.run(2, _restore, f"file://{log}", None)[0]
-    assert said.startswith("CorruptionError: the dense state of all 3 committed markers is gone or altered")
+    assert said.startswith("MissingObjectError: dense state is gone")
+    assert "marker=1:3, older=1:2: dense state is gone: No such file or directory; 1:1: dense state is gone" in said
 
 
 def test_another_jobs_segment_is_refused(log: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from tests import ranks
 from tests.jobs import attach, settle
-from tests.model import PLAN_2, PLAN_3, Trainer, differences, trainer, truth
+from tests.model import PLAN_1, PLAN_2, PLAN_3, Trainer, differences, trainer, truth
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import (
     ConfigError,
@@ -379,3 +380,54 @@ def test_bad_calls_say_what_to_do(tmp_path: Path) -> None:
     assert "GENERATION:MARKER" in said["no marker"]
     assert "there is no log yet" in said["not there"]
     assert "before the first step()" in said["too late"]
+
+
+def _first_call(uri: str, call: str, **more: Any) -> str:
+    """What the first call of a run says that restores nothing."""
+    job = trainer(PLAN_2)
+    checkpointer = attach(job, StreamConfig(uri=uri, marker_every=None, **more))
+    try:
+        job.step()
+        if call == "step":
+            checkpointer.step()
+        return str(checkpointer.mark().result(60).id)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        checkpointer.close()
+
+
+def test_a_run_that_forgets_restore_on_a_log_with_markers_is_refused_unless_it_says_fresh(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}"
+    assert ranks.run(2, _first_call, uri, "step") == ["1:1", "1:1"]
+    for call in ("step", "mark"):
+        for said in ranks.run(2, _first_call, uri, call):
+            assert "the log holds markers, the newest is 1:1, and this run has restored none" in said
+            assert "add the line `checkpointer.restore()` before the first step()" in said
+            assert "StreamConfig(..., fresh=True)" in said
+    assert _lineage(uri).newest_generation == 1
+    assert ranks.run(2, partial(_first_call, fresh=True), uri, "step") == ["2:1", "2:1"]
+
+
+def _fresh_restore(uri: str) -> list[str]:
+    checkpointer = attach(trainer(PLAN_2), StreamConfig(uri=uri, fresh=True))
+    said = []
+    for marker in ("1:1", None):
+        try:
+            said.append(str(checkpointer.restore(marker)))
+        except ConfigError as error:
+            said.append(error.message)
+    checkpointer.close()
+    return said
+
+
+def test_fresh_restores_nothing_and_refuses_a_named_marker(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}"
+    ranks.run(1, _first_call_alone, uri)
+    for said in ranks.run(2, _fresh_restore, uri):
+        assert said == ["fresh=True starts from nothing, and restore() was given marker 1:1", "None"]
+
+
+def _first_call_alone(uri: str) -> None:
+    with attach(trainer(PLAN_1), StreamConfig(uri=uri)) as checkpointer:
+        checkpointer.mark().result(60)

@@ -138,6 +138,18 @@ def test_a_bit_that_flips_on_the_inner_tier_is_found_and_the_outer_one_serves(tm
     check(ranks.run(2, jobs.restore_once, PLAN_2, settings, None, {}), truths, 4, "outer: log")
 
 
+def test_a_marker_that_is_damaged_on_both_tiers_leads_to_the_one_before(tmp_path: Path) -> None:
+    settings = config(tmp_path / "inner", tmp_path / "outer", marker_every=2)
+    trained = ranks.run(2, jobs.train_with, PLAN_2, settings, 5, {})
+    for tier in ("inner", "outer"):
+        (segment,) = (tmp_path / tier).glob(f"{DATA_DIR}/p00001/*.seg")
+        with segment.open("r+b") as file:  # in the MARK of 1:3
+            file.seek(os.path.getsize(segment) - 40)
+            file.write(b"!")
+    found = ranks.run(2, jobs.restore_once, PLAN_2, settings, None, {})
+    check(found, [truths for _, truths in trained], 4, "inner: log")
+
+
 def train_while_relays_die(spec: Spec, settings: StreamConfig, steps: int, kills: int) -> tuple[Truths, int]:
     """A job whose relay gets SIGKILL again and again."""
     process._RESTART_S = (0.1, 0.2)

@@ -131,3 +131,11 @@ def test_a_file_log_takes_no_client_options(tmp_path: Path) -> None:
 def test_opening_a_log_touches_nothing(tmp_path: Path) -> None:
     open_log(f"file://{tmp_path}/log").close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("max_fallback", -1), ("max_fallback", True), ("max_fallback", 1.5), ("fresh", "yes")]
+)
+def test_nonsense_about_what_to_restore_is_refused(setting: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=setting):
+        StreamConfig(uri="file:///log", **{setting: value})  # type: ignore[arg-type]

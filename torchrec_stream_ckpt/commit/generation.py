@@ -177,7 +177,7 @@ def claim_generation(
     incarnation = log_.prepare(world)
     lineage = control.refresh()
     if parent is None and lineage.commits:
-        log.warning("this log holds markers, and none was restored: the job starts from nothing")
+        log.warning("this log holds markers and fresh=True is set: the job starts from nothing")
     if lineage.claims and lineage.claims[lineage.newest_generation].mac and not control.signs:
         log.warning(
             "this log was written with a commit key, this job has none: who has the key ignores what it commits"

@@ -9,7 +9,12 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.errors import (
+    CorruptionError,
+    MissingObjectError,
+    StoreUnavailableError,
+    StreamCkptError,
+)
 from torchrec_stream_ckpt.format.control import Commit, DenseFile
 from torchrec_stream_ckpt.layout import dense_name
 
@@ -53,7 +58,9 @@ def verify_dense(store: Path, commit: Commit) -> None:
     """Compare a marker's dense directory with what COMMIT says of it.
 
     Raises:
-        CorruptionError: a file is missing or altered; names its path.
+        MissingObjectError: a file is missing, or is no plain file; names its path.
+        CorruptionError: one is altered.
+        StoreUnavailableError: the disk or the rights do not allow to look.
     """
     path = dense_path(store, commit)
     check_names(commit, path)
@@ -63,6 +70,15 @@ def verify_dense(store: Path, commit: Commit) -> None:
             # Where the size has changed, nothing has to be read to know: it may be anything.
             found = digest_files(path, [expected.name])[0] if size == expected.num_bytes else None
         except OSError as error:
-            raise CorruptionError(f"dense state is gone: {error.strerror}", path=path / expected.name) from None
+            raise _unreadable(error, path / expected.name) from None
         if found != expected:
             raise CorruptionError("dense state was altered since it was committed", path=path / expected.name)
+
+
+def _unreadable(error: OSError, path: Path) -> StreamCkptError:
+    """A file that is not there is proved to be; where the disk or the rights fail, nothing is."""
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL):
+        return MissingObjectError(f"dense state is gone: {error.strerror}", path=path)
+    return StoreUnavailableError(
+        f"cannot read the dense state: {error.strerror}", hint="mend the disk or the rights and try again", path=path
+    )

@@ -125,6 +125,9 @@ class LogReader(Protocol):
             LogUnavailableError: the log does not answer.
         """
 
+    def place(self, span: LogSpan) -> str:
+        """What holds the first byte of ``span``, for a message: a file, or a topic with its partition."""
+
 
 class Log(LogReader, Protocol):
     """A log as its users see it. Safe to call from several threads."""

@@ -118,7 +118,7 @@ class FileLog:
         folder = partition_dir(self._root, span.partition)
         pieces = [
             (path, base, max(base, span.begin), min(end, span.end))
-            for path, base, end in _segments(folder, span.generation)
+            for path, base, end in ([] if self._has_lost(folder) else _segments(folder, span.generation))
             if base < span.end and end > span.begin
         ]
         position = span.begin
@@ -134,6 +134,16 @@ class FileLog:
             )
         return pieces
 
+    def _has_lost(self, folder: Path) -> bool:
+        """Whether a partition is not there although its log is."""
+        try:
+            folder.stat()
+        except FileNotFoundError:
+            return (self._root / IDENTITY_FILE).is_file()
+        except OSError:  # the next one to look says what it is
+            pass
+        return False
+
     def ends(self, generation: int, partitions: Collection[int]) -> dict[int, int]:
         folders = {partition: partition_dir(self._root, partition) for partition in partitions}
         return {
@@ -144,6 +154,11 @@ class FileLog:
     def check_there(self, spans: Sequence[LogSpan]) -> None:
         for span in spans:
             self._pieces(span)
+
+    def place(self, span: LogSpan) -> str:
+        folder = partition_dir(self._root, span.partition)
+        holds = (path for path, base, end in _segments(folder, span.generation) if base <= span.begin < end)
+        return str(next(holds, folder))
 
     def trim(self, cut: Cut, *, dry_run: bool = False) -> Freed:
         """Whole segments go, oldest first: a kill in between leaves a front that is gone, never a hole."""

@@ -157,4 +157,5 @@ def _located(error: CorruptionError, commit: Commit, end: RankEnd, seq: int, off
         "offset": offset,
         **error.where,
     }
-    return CorruptionError(error.message, hint=error.hint or _HINT, **{key: str(value) for key, value in where.items()})
+    known = {key: str(value) for key, value in where.items() if value is not None}
+    return CorruptionError(error.message, hint=error.hint or _HINT, **known)

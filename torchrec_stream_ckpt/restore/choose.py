@@ -6,13 +6,22 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
-from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, TrimmedError
+from torchrec_stream_ckpt.errors import (
+    ConfigError,
+    CorruptionError,
+    MarkerNotFoundError,
+    MissingObjectError,
+    OtherLogError,
+    TrimmedError,
+)
 from torchrec_stream_ckpt.format.control import Commit, Hello, Schema
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import read_hello
+from torchrec_stream_ckpt.restore.passed import Passed
 from torchrec_stream_ckpt.restore.plan import Behind, Hellos, streams
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
@@ -22,6 +31,7 @@ from torchrec_stream_ckpt.store.reader import Held, load_front, load_held
 from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd, TableShard
 
 _READERS = 16
+NONE: Mapping[str, CorruptionError] = MappingProxyType({})
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +45,7 @@ class Choice:
     hellos: dict[tuple[int, int], Hello]
     """HELLO by (generation, rank), for every generation that the log has to give something of."""
     skipped: tuple[str, ...]
-    """Newer markers whose dense state is damaged, each with its reason."""
+    """Newer markers that were passed over, each with its reason."""
     held: Held | None
     """What HEAD and the store have on the marker's path; None: all comes from the log."""
 
@@ -48,8 +58,11 @@ def choose(
     objects: Objects | None = None,
     head: Callable[[bytes], HeadState | None] = lambda _: None,
     stored_upto: int | None = None,
+    *,
+    passed: Passed | None = None,
+    damaged: Mapping[str, CorruptionError] = NONE,
 ) -> Choice | None:
-    """Look up ``marker``, or the newest one whose dense state is whole; None when nothing was ever committed.
+    """Look up ``marker``, or the newest one that is whole as far as dense state, names and directories tell.
 
     Args:
         log_: The job's log.
@@ -59,32 +72,110 @@ def choose(
         objects: The store, if rows may come from there.
         head: What the HEAD on this host holds of a job, if anything.
         stored_upto: Ask the store for markers up to this generation; None: for all.
+        passed: (without ``marker``) What was passed over so far; what is now is added.
+        damaged: Segments of the store that turned out to be damaged, with what was found: they are read around.
+
+    Returns:
+        None when nothing was ever committed.
 
     Raises:
         MarkerNotFoundError: ``marker`` was never committed, or the store says that it was given up.
-        CorruptionError: its dense state is damaged, or that of every marker is.
+        ConfigError: the dense state lies in another store than this one.
+        CorruptionError: the marker is damaged, or too many newer ones are.
         StoreUnavailableError: the store does not answer.
         TrimmedError: the log was trimmed, and the marker needs what is gone.
         UnsupportedError: the store is of a newer format.
     """
-    skipped: list[str] = []
     catalog = load_catalog(objects, lineage)
     if catalog is not None and stored_upto is not None:
         catalog = catalog.upto(stored_upto)
+    look = _Look(log_, lineage, dense, catalog, head, damaged)
     if marker is not None:
         commit = lineage.find(marker)
         if catalog is not None:
             catalog.check_offered(marker)
+        return look.at(commit)
+    return look.newest(Passed() if passed is None else passed) if lineage.commits else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """Where markers are looked for."""
+
+    log: LogReader
+    lineage: Lineage
+    dense: DenseStore
+    catalog: Catalog | None
+    head: Callable[[bytes], HeadState | None]
+    damaged: Mapping[str, CorruptionError]
+
+    def at(self, commit: Commit) -> Choice:
+        """Raises as :func:`choose`."""
+        verify_dense_state(self.dense, commit)
+        marker, lineage = commit.id, self.lineage
+        head = warm(self.head(lineage.job), lineage, marker)
+        held = hold(self.catalog, lineage, marker, head=head, damaged=self.damaged)
+        try:
+            return Choice(lineage, commit, self._hellos(marker, held), (), held)
+        except (TrimmedError, CorruptionError) as error:
+            damage = self._damage(marker)  # that of the store comes first: without it the log would not be asked
+            raise damage or error from None
+
+    def _hellos(self, marker: MarkerId, held: Held | None) -> dict[tuple[int, int], Hello]:
+        """Of what the log has to give, once it is known to have it."""
+        reach = held.reach if held is not None else None
+        check_not_trimmed(self.log, self.lineage, marker, reach)  # first: a recovered log is another one, too
+        check_incarnation(self.log, self.lineage, marker, reach)
+        return read_hellos(self.log, self.lineage, marker, held)
+
+    def _damage(self, marker: MarkerId) -> CorruptionError | None:
+        """Why the store does not serve a marker that it should."""
+        if self.catalog is None:
+            return None
+        try:
+            held = load_all(self.catalog, self.lineage, marker)
+        except CorruptionError as error:
+            return error
+        name = _first_of(self.damaged, held) if held is not None else None
+        return self.damaged[name] if name is not None else None
+
+    def newest(self, passed: Passed) -> Choice:
+        """The newest marker that is not passed over; what is damaged is from now on."""
+        for commit in reversed(self.lineage.commits.values()):
+            if commit.id in passed or (self.catalog is not None and self.catalog.is_dropped(commit)):
+                continue
+            try:
+                return replace(self.at(commit), skipped=passed.said)
+            except OtherLogError:
+                raise
+            except CorruptionError as error:
+                passed.over(commit.id, error)
+        if passed:
+            raise passed.exhausted()
+        raise MarkerNotFoundError(
+            "every committed marker was given up", hint="name another store", store=self.dense.url
+        )
+
+
+def verify_dense_state(dense: DenseStore, commit: Commit) -> None:
+    """Compare the dense state of a marker with its digests.
+
+    Raises:
+        CorruptionError: a file is missing or altered.
+        ConfigError: one is missing, and the COMMIT names another store than this one.
+        StoreUnavailableError: the store does not answer.
+    """
+    try:
         dense.verify(commit)
-    elif lineage.commits:
-        commit, skipped = _newest_whole(lineage, dense, catalog)
-    else:
-        return None
-    held = hold(catalog, lineage, commit.id, head=warm(head(lineage.job), lineage, commit.id))
-    reach = held.reach if held is not None else None
-    check_not_trimmed(log_, lineage, commit.id, reach)  # first: a log that was recovered is another one, too
-    check_incarnation(log_, lineage, commit.id, reach)
-    return Choice(lineage, commit, read_hellos(log_, lineage, commit.id, held), tuple(skipped), held)
+    except MissingObjectError as error:
+        if commit.store in ("", dense.url):
+            raise
+        raise ConfigError(
+            f"marker {commit.id} keeps its dense state in the store {commit.store}, and {dense.url} does not have it: "
+            f"{error.message}",
+            hint=f"give the marker's store (store={commit.store!r}), or restore an older marker by name",
+            **error.where,
+        ) from None
 
 
 def look_behind(
@@ -172,6 +263,7 @@ def hold(
     marker: MarkerId,
     since: MarkerId | None = None,
     head: HeadState | None = None,
+    damaged: Mapping[str, CorruptionError] = NONE,
 ) -> Held | None:
     """What HEAD and the store have on the path to ``marker``, as far as their directories tell.
 
@@ -184,11 +276,12 @@ def hold(
         marker: What shall be restored.
         since: Only what is behind this marker on its path.
         head: A HEAD on its path: only what is behind it comes from the store.
+        damaged: Segments that are known to be damaged.
 
     Raises:
         StoreUnavailableError: the store does not answer.
     """
-    held = _load_intact(catalog, lineage, marker, since, head) if catalog is not None else None
+    held = _load_intact(catalog, lineage, marker, since, head, damaged) if catalog is not None else None
     if head is None:
         return held
     held = held or _of_head(head)
@@ -199,7 +292,7 @@ def hold(
     if not any(each in catalog.markers and each in strides for each in beyond):
         return held
     # What leads on from HEAD may be gone: gc takes away what a base has made needless.
-    cold = _load_intact(catalog, lineage, marker)
+    cold = _load_intact(catalog, lineage, marker, damaged=damaged)
     if cold is None or cold.reach not in beyond:
         return held
     log.info("HEAD is not used: it leads to marker %s, the store without it to %s", held.reach, cold.reach)
@@ -217,25 +310,39 @@ def _load_intact(
     marker: MarkerId,
     since: MarkerId | None = None,
     head: HeadState | None = None,
+    damaged: Mapping[str, CorruptionError] = NONE,
 ) -> Held | None:
     """As :func:`load_all`, but around damaged folds: they hold nothing that their intervals do not."""
     try:
-        return load_all(catalog, lineage, marker, since, head)
+        held = load_all(catalog, lineage, marker, since, head)
+        if held is None or (name := _first_of(damaged, held)) is None:
+            return held
+        headline = damaged[name].headline
     except CorruptionError as error:
         headline = error.headline
     path = {commit.id for commit in lineage.chain(marker)}
-    damaged = frozenset(fold for fold in catalog.folds if fold[1] in path and _is_damaged(catalog, *fold))
-    if damaged:
-        log.warning("the store is read around %d damaged folds: %s", len(damaged), headline)
-        return _load_intact(replace(catalog, folds=catalog.folds - damaged), lineage, marker, since, head)
+    folds = frozenset(fold for fold in catalog.folds if fold[1] in path and _is_damaged(catalog, *fold, damaged))
+    if folds:
+        log.warning("the store is read around %d damaged folds: %s", len(folds), headline)
+        return _load_intact(replace(catalog, folds=catalog.folds - folds), lineage, marker, since, head, damaged)
     log.warning("the store cannot serve marker %s, the log is read: %s", marker, headline)
     return None
 
 
-def _is_damaged(catalog: Catalog, start: MarkerId | None, end: MarkerId) -> bool:
-    """Whether a fold cannot be read, as far as directories tell."""
+def _first_of(damaged: Mapping[str, CorruptionError], held: Held) -> str | None:
+    """A segment that is needed and known to be damaged."""
+    names = (picked.ref.name for piece in held.pieces for picked in piece.segments)
+    return next((name for name in names if name in damaged), None)
+
+
+def _is_damaged(
+    catalog: Catalog, start: MarkerId | None, end: MarkerId, damaged: Mapping[str, CorruptionError]
+) -> bool:
+    """Whether a fold cannot be read, as far as directories tell and is known."""
     try:
         for ref in catalog.fold(start, end).segments:
+            if ref.name in damaged:
+                return True
             load_front(catalog.objects, ref, catalog.job)
     except CorruptionError:
         return True
@@ -264,13 +371,13 @@ def check_incarnation(log_: LogReader, lineage: Lineage, marker: MarkerId, reach
     """The log must be the very one that the marker's generations wrote to, those that the store serves left out.
 
     Raises:
-        CorruptionError: it was deleted and made again under its name.
+        OtherLogError: it was deleted and made again under its name.
     """
     now = log_.incarnation()
     for generation in {commit.generation: None for commit, _, _ in streams(lineage, marker, reach)}:
         claim = lineage.claims[generation]
         if now is None or now.id != claim.incarnation:
-            raise CorruptionError(
+            raise OtherLogError(
                 "the log was deleted and made again since this generation wrote to it",
                 hint="bring the old log back; its rows are not in this one",
                 generation=generation,
@@ -347,25 +454,3 @@ def _inside(schema: Schema, shards: tuple[TableShard, ...], commit: Commit, end:
             rank=end.rank,
         )
     return shards
-
-
-def _newest_whole(lineage: Lineage, dense: DenseStore, catalog: Catalog | None) -> tuple[Commit, list[str]]:
-    skipped: list[str] = []
-    for commit in reversed(lineage.commits.values()):
-        if catalog is not None and catalog.is_dropped(commit):
-            continue
-        try:
-            dense.verify(commit)
-        except CorruptionError as error:
-            log.warning("marker %s cannot be restored, falling back to the one before: %s", commit.id, error.headline)
-            skipped.append(f"{commit.id}: {error.headline}")
-        else:
-            return commit, skipped
-    if not skipped:
-        raise MarkerNotFoundError("every committed marker was given up", hint="name another store", store=dense.url)
-    raise CorruptionError(
-        f"the dense state of all {len(skipped)} committed markers is gone or altered",
-        hint="bring the store back, or name the right one",
-        store=dense.url,
-        newest=skipped[0],
-    )

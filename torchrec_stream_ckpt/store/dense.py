@@ -16,7 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StoreUnavailableError, StreamCkptError
+from torchrec_stream_ckpt.errors import (
+    ConfigError,
+    CorruptionError,
+    MissingObjectError,
+    StoreUnavailableError,
+    StreamCkptError,
+)
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Commit, DenseFile
 from torchrec_stream_ckpt.format.dense import check_names, dense_path, verify_dense
@@ -297,7 +303,7 @@ class DenseObjects:
         name = dense_file_name(commit.job, commit.id, file.name)
         size = self._objects.size(name)
         if size is None:
-            raise CorruptionError("dense state is gone", store=self.url, name=name)
+            raise MissingObjectError("dense state is gone", store=self.url, name=name)
         digest = hashlib.sha256()
         # Where the size has changed, nothing has to be read to know: it may be anything.
         if size == file.num_bytes:

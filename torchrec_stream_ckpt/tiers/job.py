@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torchrec_stream_ckpt.commit.collective import Team
 from torchrec_stream_ckpt.commit.control import Control
@@ -12,6 +12,7 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Claim, Schema
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.restore.choose import Choice
+from torchrec_stream_ckpt.restore.passed import Passed
 from torchrec_stream_ckpt.tiers.opening import claim_both
 from torchrec_stream_ckpt.tiers.process import RelayProcess
 from torchrec_stream_ckpt.tiers.source import OUTER, Found, Place, Source, look_up
@@ -35,7 +36,7 @@ class Tiered:
         self._tiers = tiers
         self._team = team
         self._relay: RelayProcess | None = None
-        self._damaged: list[tuple[MarkerId, Place]] = []
+        self._damaged: dict[tuple[MarkerId, Place], CorruptionError] = {}
         self._seen: int | None = None
         """The newest generation when a marker was found last, or that of this job since it is open."""
         self.place: Place = OUTER
@@ -60,22 +61,26 @@ class Tiered:
         """(rank 0) The control partition that decides."""
         return self._tiers.outer.control
 
-    def find(self, marker: MarkerId | None, head: Callable[[bytes], HeadState | None]) -> tuple[Choice | None, Source]:
-        """(all ranks) ``marker``, or the newest one, and what to read it from."""
-        damaged = tuple(self._damaged)
-        found: Found | None = self._team.on_rank0(lambda: look_up(self._tiers, marker, head, damaged=damaged))
+    def find(
+        self,
+        marker: MarkerId | None,
+        head: Callable[[bytes], HeadState | None],
+        passed: Passed,
+        damaged: Mapping[str, CorruptionError],
+    ) -> tuple[Choice | None, Source]:
+        """(all ranks) ``marker``, or the newest one that is whole, and what to read it from; see ``look_up``."""
+        found: Found | None = self._team.on_rank0(
+            lambda: look_up(self._tiers, marker, head, places=self._damaged, passed=passed, damaged=damaged)
+        )
         self.place = found.place if found is not None else OUTER
         self._seen = found.generation if found is not None else None
         return (found.choice if found is not None else None), self.place.source(self._tiers)
 
-    def try_elsewhere(self, marker: MarkerId, error: CorruptionError) -> bool:
-        """(all ranks) The marker that was found is damaged where it was read; whether there may be another place."""
-        if self.place.outer_alone:
-            return False
+    def note_damage(self, marker: MarkerId, error: CorruptionError) -> None:
+        """(all ranks) The marker that was found is damaged where it was read: the next look passes that place over."""
         if self._team.rank == 0:
             log.warning("marker %s cannot be had from the %s tier: %s", marker, self.place, error.headline)
-        self._damaged.append((marker, self.place))
-        return True
+        self._damaged[marker, self.place] = error
 
     def claim(self, schema: Schema, world: int, parent: MarkerId | None, swept: tuple[int, ...]) -> Claim:
         """(rank 0) Own the next generation on both tiers; the inner CLAIM.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torchrec_stream_ckpt.errors import (
@@ -17,8 +17,9 @@ from torchrec_stream_ckpt.errors import (
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.layout import parse_uri
 from torchrec_stream_ckpt.log.api import Incarnation, LogReader
-from torchrec_stream_ckpt.restore.choose import Choice, choose
+from torchrec_stream_ckpt.restore.choose import NONE, Choice, choose
 from torchrec_stream_ckpt.restore.lost import check_not_lost
+from torchrec_stream_ckpt.restore.passed import Passed
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.tiers.standing import MIXED, Standing
@@ -97,6 +98,9 @@ class MixedLog:
             if mine:
                 each.check_there(mine)
 
+    def place(self, span: LogSpan) -> str:
+        return self._log_of(span).place(span)
+
     def _log_of(self, span: LogSpan) -> LogReader:
         return self.outer if span.generation <= self.boundary else self.inner
 
@@ -106,7 +110,9 @@ def look_up(
     marker: MarkerId | None,
     head: Callable[[bytes], HeadState | None],
     *,
-    damaged: Collection[tuple[MarkerId, Place]] = (),
+    places: Mapping[tuple[MarkerId, Place], CorruptionError] | None = None,
+    passed: Passed | None = None,
+    damaged: Mapping[str, CorruptionError] = NONE,
 ) -> Found | None:
     """(rank 0) Find ``marker``, or the newest one that is whole, on the nearest tier that has it.
 
@@ -114,16 +120,19 @@ def look_up(
         tiers: Both logs.
         marker: Which one; None for the newest.
         head: What the HEAD on this host holds of a job.
-        damaged: What has turned out to be damaged while it was read.
+        places: Where markers turned out to be damaged while they were read.
+        passed: (without ``marker``) What was passed over so far; what is now is added.
+        damaged: Segments of stores that turned out to be damaged.
 
     Returns:
         None when nothing was ever committed.
 
     Raises:
         MarkerNotFoundError: it was never committed, or given up.
-        CorruptionError: no tier has it whole.
-        LogUnavailableError, StoreUnavailableError: the outer tier does not answer.
+        CorruptionError: no tier has it whole, or too many newer ones are damaged.
+        LogUnavailableError, StoreUnavailableError: a tier does not answer that might have it.
     """
+    places, passed = places or {}, Passed() if passed is None else passed
     standing = Standing.read(tiers)
     if not standing.outer.claims:
         check_not_lost(parse_uri(tiers.outer.uri), tiers.outer.objects)
@@ -131,69 +140,91 @@ def look_up(
             raise MarkerNotFoundError("there is no log yet", hint="check the URIs", uri=tiers.outer.uri)
         return None
     _say_what_is_lost(tiers, standing)
-    failures: list[tuple[MarkerId, StreamCkptError]] = []
-    for candidate, place in _candidates(standing, marker):
-        try:
-            if (candidate, place) in damaged:
-                raise CorruptionError("its rows are damaged there", marker=candidate)
-            return _skipping(_on_inner(tiers, standing, candidate, place, head), failures)
-        except _TRY_ELSEWHERE as error:
-            log.warning("the %s tier cannot give marker %s: %s", place, candidate, error.headline)
-            failures.append((candidate, error))
-    if marker is not None and marker not in standing.outer.commits:
-        raise _not_there(standing, marker, failures)
-    choice = choose(tiers.outer.log, standing.outer, tiers.outer.dense, marker, tiers.outer.objects, head)
-    if choice is None and failures:
-        raise failures[0][1]
-    return _skipping(Found(choice, OUTER, standing.generation), failures) if choice is not None else None
-
-
-def _candidates(standing: Standing, marker: MarkerId | None) -> Iterator[tuple[MarkerId, Place]]:
-    """Where to look before the outer tier alone, the best first.
-
-    All that the inner log has of a marker, then only the marker's own generation: what is before it is on both.
-    """
-    wanted = [marker] if marker is not None else [commit.id for commit in reversed(standing.unrelayed)]
-    if marker is None and standing.outer.newest is not None:
-        wanted.append(standing.outer.newest.id)
-    for each in wanted:
-        if standing.commit(each) is None:
+    wanted = [marker] if marker is not None else _newest_first(standing)
+    for candidate in wanted:
+        if candidate in passed:
             continue
-        parent = standing.inner.claims[each.generation].parent
-        least = standing.boundary(each)
+        failures: list[StreamCkptError] = []
+        for place in _places(standing, candidate):
+            try:
+                if (damage := places.get((candidate, place))) is not None:
+                    raise damage
+                found = _at(tiers, standing, candidate, place, head, damaged)
+                return replace(found, choice=replace(found.choice, skipped=passed.said))
+            except _TRY_ELSEWHERE as error:
+                log.warning("the %s tier cannot give marker %s: %s", place, candidate, error.headline)
+                failures.append(error)
+        if marker is not None:
+            raise _not_there(standing, marker, failures)
+        _pass_over(candidate, failures, passed)
+    if passed:
+        raise passed.exhausted()
+    return None
+
+
+def _newest_first(standing: Standing) -> list[MarkerId]:
+    """All markers that may be the newest one that is whole."""
+    return [commit.id for commit in (*reversed(standing.unrelayed), *reversed(standing.outer.commits.values()))]
+
+
+def _places(standing: Standing, marker: MarkerId) -> Iterator[Place]:
+    """Where to look for a marker, the best first.
+
+    All that the inner log has of it, then only its own generation: what is before it is on both; then the outer log.
+    """
+    if standing.commit(marker) is not None:
+        parent = standing.inner.claims[marker.generation].parent
         most = parent.generation if parent is not None else 0
-        for boundary in dict.fromkeys(number for number in (least, most) if number is not None):
-            yield each, Place(boundary)
+        for boundary in dict.fromkeys((standing.boundary(marker), most)):
+            if boundary is not None:
+                yield Place(boundary)
+    if marker in standing.outer.commits:
+        yield OUTER
 
 
-def _on_inner(
-    tiers: Tiers, standing: Standing, marker: MarkerId, place: Place, head: Callable[[bytes], HeadState | None]
+def _pass_over(marker: MarkerId, failures: list[StreamCkptError], passed: Passed) -> None:
+    """Only proved damage leads to an older marker; one that was given up is none that was offered.
+
+    Raises:
+        LogUnavailableError, StoreUnavailableError, TrimmedError: nobody can tell whether the marker is whole.
+        CorruptionError: too many are damaged.
+    """
+    for error in failures:
+        if isinstance(error, (LogUnavailableError, StoreUnavailableError)):
+            raise error
+    damage = [error for error in failures if isinstance(error, CorruptionError)]
+    trimmed = [error for error in failures if isinstance(error, TrimmedError)]
+    if damage:
+        passed.over(marker, damage[0])
+    elif trimmed:
+        raise trimmed[0]
+
+
+def _at(
+    tiers: Tiers,
+    standing: Standing,
+    marker: MarkerId,
+    place: Place,
+    head: Callable[[bytes], HeadState | None],
+    damaged: Mapping[str, CorruptionError],
 ) -> Found:
-    """The marker from the inner log, and from the outer one what went before it there."""
-    boundary = place.boundary
-    lineage = standing.mixed(boundary) if boundary else standing.inner
-    source = place.source(tiers)
-    choice = choose(source.log, lineage, source.dense, marker, source.objects, head, boundary or None)
+    """The marker from one place."""
+    source, boundary = place.source(tiers), place.boundary
+    lineage = standing.outer if place.outer_alone else standing.mixed(boundary) if boundary else standing.inner
+    upto = boundary or None
+    choice = choose(source.log, lineage, source.dense, marker, source.objects, head, upto, damaged=damaged)
     assert choice is not None
     return Found(choice, place, standing.generation)
 
 
-def _skipping(found: Found, failures: list[tuple[MarkerId, StreamCkptError]]) -> Found:
-    """With the newer markers that could not be had."""
-    chosen = found.choice.commit.id
-    skipped = tuple(f"{marker}: {error.headline}" for marker, error in failures if marker != chosen)
-    return replace(found, choice=replace(found.choice, skipped=(*skipped, *found.choice.skipped)))
-
-
-def _not_there(
-    standing: Standing, marker: MarkerId, failures: list[tuple[MarkerId, StreamCkptError]]
-) -> StreamCkptError:
+def _not_there(standing: Standing, marker: MarkerId, failures: list[StreamCkptError]) -> StreamCkptError:
+    if marker in standing.outer.commits:
+        return failures[-1]  # of the outer tier
     if failures:
-        kind = type(failures[0][1])
-        return kind(
-            f"only the inner tier has marker {marker}, and not whole: {failures[0][1].message}",
+        return type(failures[0])(
+            f"only the inner tier has marker {marker}, and not whole: {failures[0].message}",
             hint="choose one that the outer tier has: stream-ckpt list OUTER",
-            **failures[0][1].where,
+            **failures[0].where,
         )
     try:
         standing.outer.find(marker)

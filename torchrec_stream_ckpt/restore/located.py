@@ -1,0 +1,74 @@
+"""Where damage is, in words that a person can act on: the file, the offset in it, the table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torchrec_stream_ckpt.errors import CorruptionError, StreamCkptError
+from torchrec_stream_ckpt.format.control import Commit, Schema
+from torchrec_stream_ckpt.format.frame import Header, parse_header
+from torchrec_stream_ckpt.log.api import LogReader
+from torchrec_stream_ckpt.store.reader import Held
+from torchrec_stream_ckpt.types import LogSpan, RankEnd
+
+
+def located(
+    error: CorruptionError,
+    log: LogReader,
+    streams: Iterable[tuple[Commit, RankEnd]],
+    schema: Schema,
+    held: Held | None = None,
+) -> CorruptionError:
+    """``error`` with the file, the offset and the table of its damage, as far as they can be told.
+
+    Args:
+        error: What reading has raised.
+        log: Where the streams are.
+        streams: What was read: (commit, end of a rank).
+        schema: Of the tables.
+        held: What was read from the store.
+    """
+    try:
+        found = _in_store(error, held, schema) if "name" in error.where else _in_log(error, log, streams, schema)
+    except StreamCkptError:  # what is damaged may not be readable at all: the error says what it knows
+        found = {}
+    return type(error)(error.message, hint=error.hint, **{**found, **error.where})
+
+
+def _in_log(
+    error: CorruptionError, log: LogReader, streams: Iterable[tuple[Commit, RankEnd]], schema: Schema
+) -> dict[str, object]:
+    where = error.where
+    for commit, end in streams:
+        if (str(commit.generation), str(end.rank)) != (str(where.get("generation")), str(where.get("rank"))):
+            continue
+        found: dict[str, object] = {}
+        offset, header = _frame(error, log, LogSpan(commit.generation, end.partition, end.begin, end.end))
+        if header is not None and header.table < len(schema.tables) and header.rows:
+            found["table"] = schema.tables[header.table].name
+        if offset is not None:
+            found |= {"offset": offset}
+            found["path"] = log.place(LogSpan(commit.generation, end.partition, offset, end.end))
+        return found
+    return {}
+
+
+def _frame(error: CorruptionError, log: LogReader, span: LogSpan) -> tuple[int | None, Header | None]:
+    """The frame with the number that the error names, if its header can be read; else where the error says."""
+    for offset, frame in log.read(span):
+        header = parse_header(frame)
+        if str(header.seq) == str(error.where.get("seq")) and str(header.rank) == str(error.where.get("rank")):
+            return offset, header
+    named = error.where.get("offset")
+    return (int(str(named)) if named is not None else None), None
+
+
+def _in_store(error: CorruptionError, held: Held | None, schema: Schema) -> dict[str, object]:
+    where = error.where
+    for piece in held.pieces if held is not None else ():
+        for picked in piece.segments:
+            directory = picked.front.directory
+            mine = directory[directory["offset"] == int(str(where.get("offset", -1)))]
+            if picked.ref.name == where["name"] and len(mine):
+                return {"table": schema.tables[int(mine["table"][0])].name}
+    return {}
