@@ -41,7 +41,6 @@ from torchrec_stream_ckpt.errors import (
     CorruptionError,
     FencedError,
     LogUnavailableError,
-    MarkerNotFoundError,
     StoreUnavailableError,
     StreamLostError,
     UnsupportedError,

@@ -56,7 +56,10 @@ def _in_log(
 def _frame(error: CorruptionError, log: LogReader, span: LogSpan) -> tuple[int | None, Header | None]:
     """The frame with the number that the error names, if its header can be read; else where the error says."""
     for offset, frame in log.read(span):
-        header = parse_header(frame)
+        try:
+            header = parse_header(frame)
+        except CorruptionError:  # a stray, or the damage itself
+            continue
         if str(header.seq) == str(error.where.get("seq")) and str(header.rank) == str(error.where.get("rank")):
             return offset, header
     named = error.where.get("offset")
