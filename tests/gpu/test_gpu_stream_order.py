@@ -43,12 +43,12 @@ def ordered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @contextmanager
-def held_back(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> Iterator[None]:
-    """In front of each call of a method, the current stream waits."""
+def held_back(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, cycles: int = CYCLES) -> Iterator[None]:
+    """Before each call of a method, the current stream waits."""
     real = getattr(owner, name)
 
     def late(*args: object, **more: object) -> object:
-        torch.cuda._sleep(CYCLES)
+        torch.cuda._sleep(cycles)
         return real(*args, **more)
 
     with monkeypatch.context() as patched:
@@ -88,9 +88,17 @@ def count(checkpointer: StreamCheckpointer) -> None:
 Update = Callable[[Job, StreamCheckpointer, pytest.MonkeyPatch], None]
 
 
-def an_update_that_is_still_waiting(job: Job, checkpointer: StreamCheckpointer, _: pytest.MonkeyPatch) -> None:
-    """Without an event the scan of the mask is through before the update has marked anything."""
-    on_a_side_stream(job, 300, late=True)
+def an_update_that_is_still_waiting(job: Job, checkpointer: StreamCheckpointer, patch: pytest.MonkeyPatch) -> None:
+    """Without an event rows are read before the update, and its marks are cleared after it.
+
+    A drain shows it: a marker waits for the whole device, for its dense state, before it looks at a row.
+    """
+    job.step()
+    count(checkpointer)
+    on_a_side_stream(job, job.number, late=True)  # the same rows
+    with held_back(patch, TouchedRows, "sent", 3 * CYCLES):
+        checkpointer.step()
+    torch.cuda.synchronize()
 
 
 def an_update_behind_a_slow_drain(job: Job, checkpointer: StreamCheckpointer, patch: pytest.MonkeyPatch) -> None:
@@ -107,15 +115,15 @@ def a_prefetch_behind_a_slow_gather(job: Job, checkpointer: StreamCheckpointer, 
     """Without an event a dirty row leaves the cache after its table was read and before the cache is asked."""
     job.step()
     count(checkpointer)
-    (group,) = job.groups()
     next_batch = job.batch(301)
-    indices, offsets = raw(group, next_batch)
+    kernels = [(group.emb_module, *raw(group, next_batch)) for group in job.groups()]
     torch.cuda.synchronize()
     ahead, here = torch.cuda.Stream(job.device), torch.cuda.current_stream(job.device)
     with held_back(patch, FusedKernel, "newest"):
         checkpointer.step()
         with torch.cuda.stream(ahead):
-            group.emb_module.prefetch(indices, offsets, forward_stream=here)
+            for kernel, indices, offsets in kernels:
+                kernel.prefetch(indices, offsets, forward_stream=here)
     torch.cuda.synchronize()
     loss, _ = job.dmp(next_batch)
     loss.backward()

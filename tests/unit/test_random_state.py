@@ -50,8 +50,19 @@ def test_devices_that_only_one_machine_has_are_left_out() -> None:
     assert _placed(_saved(10, current=0), current=0, count=3) == {0: 10}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without CUDA")
-def test_the_marker_of_a_cuda_job_on_a_machine_without_cuda(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_process_that_does_not_use_cuda_is_left_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a host with GPUs: to ask them would set CUDA up, and raise in a forked process."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("current_device", "device_count", "get_rng_state_all", "manual_seed_all", "set_rng_state"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: pytest.fail("CUDA is set up"))
+    state = random_state()
+    assert state["cuda"] is None
+    set_random_state(state, seed=1, rank=0)
+    set_random_state({**state, "cuda": _saved(10, current=0)}, seed=1, rank=0)
+
+
+@pytest.mark.skipif(torch.cuda.is_initialized(), reason="is about a process that does not use CUDA")
+def test_the_marker_of_a_cuda_job_in_a_process_without_cuda(caplog: pytest.LogCaptureFixture) -> None:
     state = {**random_state(), "cuda": _saved(10, current=0)}
     first = _draw()
     set_random_state(state, seed=1, rank=0)
@@ -62,6 +73,7 @@ def test_the_marker_of_a_cuda_job_on_a_machine_without_cuda(caplog: pytest.LogCa
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_the_marker_of_a_cpu_job_seeds_cuda_devices_from_the_job_and_the_rank() -> None:
     state = {**random_state(), "cuda": None}
+    torch.cuda.init()
     drawn = []
     for seed, rank in ((1, 0), (1, 0), (1, 1), (2, 0)):
         set_random_state(state, seed, rank)

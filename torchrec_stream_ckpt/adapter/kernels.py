@@ -17,6 +17,7 @@ from torchrec.optim.fused import FusedOptimizer as FusedModuleOptimizer
 
 from torchrec_stream_ckpt.adapter.optimizers import FusedOptimizer, row_states
 from torchrec_stream_ckpt.adapter.patch import patch, wrap
+from torchrec_stream_ckpt.adapter.slots import CacheSlots
 from torchrec_stream_ckpt.adapter.streams import StreamOrder
 from torchrec_stream_ckpt.adapter.written import Versions
 from torchrec_stream_ckpt.errors import UnsupportedError
@@ -69,6 +70,7 @@ class FusedKernel:
         """For each feature of the kernel, the index of its shard."""
         self._cached = bool(tbe.lxu_cache_weights.numel())
         self._cache_bases = self._first_cache_rows() if self._cached else {}
+        self._slots = CacheSlots(locked=tbe.prefetch_pipeline) if self._cached else None
         self._order = StreamOrder(self.device)
         self._versions = Versions(
             tbe, [(rows, *states) for rows, states in zip(self.weights(), self.states(), strict=True)]
@@ -103,7 +105,9 @@ class FusedKernel:
             UnsupportedError: the tables are not on their device now: memory stashing has moved them to the host.
         """
         for buffer in (self._tbe.weights_dev, self._tbe.weights_host, self._tbe.weights_uvm):
-            if buffer.numel() and (buffer.device.type != self.device.type or not buffer.untyped_storage().size()):
+            if buffer.numel() and (
+                buffer.is_cuda != (self.device.type == "cuda") or not buffer.untyped_storage().size()
+            ):
                 raise UnsupportedError(
                     "there are no tables to read: memory stashing has freed them between a forward and its backward",
                     hint="call step() and mark() behind the backward",
@@ -133,9 +137,15 @@ class FusedKernel:
         return torch.where((slots >= 0).unsqueeze(1), cached, values)
 
     def flush(self) -> None:
-        """Write cached rows back, so that ``weights()`` holds the newest value of every row."""
+        """Write cached rows back, so that ``weights()`` holds the newest value of every row.
+
+        The device's random state stays: FBGEMM has drawn from it to round rows that are rounded already.
+        """
         if self._cached:
+            self._order.settle()
+            random = torch.cuda.get_rng_state(self.device)
             self._tbe.flush()
+            torch.cuda.set_rng_state(random, self.device)
 
     def prepare_write(self) -> None:
         """Rows are about to be written into ``weights()``: no cached row may cover them afterwards.
@@ -172,6 +182,7 @@ class FusedKernel:
         def forward_hook(tbe: SplitTableBatchedEmbeddingBagsCodegen, _args: object, output: torch.Tensor) -> None:
             if torch.compiler.is_compiling():
                 raise UnsupportedError("a compiled lookup keeps no ids", hint="leave sharded embeddings uncompiled")
+            number = self._slots.looked_up() if self._slots is not None else 0
             node = output.grad_fn
             if node is None:
                 return
@@ -181,6 +192,8 @@ class FusedKernel:
                     hint="use the versions of torchrec and fbgemm that the README names",
                 )
             lookup = Lookup(tbe._indices, tbe._offsets, tbe._vbe_B_offsets, int(tbe._vbe_max_B))
+            if self._slots is not None:
+                node.register_prehook(partial(self._check_slots, number))
             # In front of what tells the streams of a write: rows may be read once more before it.
             node.register_prehook(lambda *_grads: before(lookup))
             if output.is_cuda:
@@ -194,7 +207,7 @@ class FusedKernel:
         self._order.settle()  # what was queued before, no hook has seen
         handle: RemovableHandle = self._tbe.register_forward_hook(forward_hook, prepend=True)
         # Moves rows in and out of the cache, inside a forward or ahead of it on a pipeline's prefetch stream.
-        undo = patch(self._tbe, "_prefetch", lambda *_args, **_more: self._order.writing()) if self._cached else None
+        undo = patch(self._tbe, "_prefetch", self._fetching) if self._cached else None
 
         def remove() -> None:
             handle.remove()
@@ -211,6 +224,16 @@ class FusedKernel:
     def expect_writes(self) -> None:
         """Writes in place so far are known."""
         self._versions.rebase()
+
+    def _fetching(self, *_args: object, **_more: object) -> None:
+        """Rows are about to move in and out of the cache."""
+        assert self._slots is not None
+        self._slots.fetched()
+        self._order.writing()
+
+    def _check_slots(self, lookup: int, *_grads: object) -> None:
+        assert self._slots is not None
+        self._slots.check(lookup, ",".join(shard.table.name for shard in self.shards))
 
     def on_rewrite(self, callback: Callable[[torch.Tensor | None], None]) -> Callable[[], None]:
         """Call ``callback`` when the kernel is about to rewrite rows outside its update; returns the remover.
@@ -238,12 +261,15 @@ class FusedKernel:
             logical_table_ids: torch.Tensor,
             buffer_ids: torch.Tensor,
         ) -> None:
-            for position, shard in enumerate(logical_table_ids.tolist()):
-                begin, end = pruned_indices_offsets[position : position + 2].tolist()
-                rewriting(pruned_indices[begin:end].long() + self.bases[shard])
+            tables, ends, rows = (
+                tensor.to(self.device).long() for tensor in (logical_table_ids, pruned_indices_offsets, pruned_indices)
+            )
+            # Its length is said: to learn it the host would wait for a GPU.
+            rewriting(rows + first_rows[tables].repeat_interleave(ends.diff(), output_size=rows.numel()))
             reset(pruned_indices, pruned_indices_offsets, logical_table_ids, buffer_ids)
             self.expect_writes()
 
+        first_rows = torch.tensor(self.bases, device=self.device)
         undo = [
             patch(self._tbe, "ema_inplace", averaging),
             patch(self._tbe, "ensemble_and_swap", swapping),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -128,7 +129,7 @@ def _check_hook_points(embedding: Any, where: dict[str, str]) -> None:
     for table in embedding.config.embedding_tables:
         versions.TABLE.require(table, **where)
     versions.KERNEL.require(embedding.emb_module, **where)
-    if torch.device(embedding.emb_module.current_device).type == "cuda":
+    if _on_gpu(embedding.emb_module):
         versions.CUDA_OPERATORS.require(torch.ops.fbgemm, **where)
 
 
@@ -144,6 +145,12 @@ def _check_kernel(tbe: SplitTableBatchedEmbeddingBagsCodegen, where: dict[str, s
         raise UnsupportedError(
             f"weights in {tbe.weights_precision.name} are not captured", hint="use FP32, FP16 or BF16", **where
         )
+    if tbe.weights_precision is SparseType.BF16 and _on_gpu(tbe):
+        raise UnsupportedError(
+            "weights in BF16 are not captured on a GPU: FBGEMM has no kernels that train them there",
+            hint="use FP32 or FP16",
+            **where,
+        )
     if tbe.lxu_cache_weights.numel():
         if tbe.lxu_cache_weights.dtype != tbe.weights_precision.as_dtype():
             raise UnsupportedError(
@@ -157,6 +164,10 @@ def _check_kernel(tbe: SplitTableBatchedEmbeddingBagsCodegen, where: dict[str, s
                 "a direct-mapped UVM cache is not captured", hint="use a set-associative one", **where
             )
     return kind
+
+
+def _on_gpu(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
+    return torch.device(tbe.current_device).type == "cuda"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -134,6 +134,7 @@ KERNEL = HookPoints(
         "lxu_cache_state",
         "lxu_cache_weights",
         "optimizer",
+        "prefetch_pipeline",
         "reset_cache_states",
         "reset_embedding_weight_momentum",
         "set_learning_rate",

@@ -76,7 +76,7 @@ class RowStager:
         shard, layout = self._shard, self._layout
         count = rows.numel()
         offsets, length = layout.offsets(count)
-        frame = torch.from_numpy(buffer.array)
+        frame = tensor_of(buffer.array)
         ids, *values = (
             _section(frame, section, offset, count) for section, offset in zip(layout.sections, offsets, strict=True)
         )
@@ -108,6 +108,15 @@ class RowStager:
             section_offsets=offsets,
             payload_len=length,
         )
+
+
+def tensor_of(array: Bytes) -> torch.Tensor:
+    """An array as a tensor, the very one that ``allocate`` has made if it is pinned.
+
+    Of copies into that one torch's allocator of pinned memory knows: it gives none of the memory away before they are
+    done, also where a frame is dropped half filled. Of copies to the same address by another tensor it knows nothing.
+    """
+    return array.base if isinstance(array.base, torch.Tensor) else torch.from_numpy(array)
 
 
 def _copied(device: torch.device) -> Callable[[], None]:

@@ -15,15 +15,23 @@ log = logging.getLogger(__name__)
 
 
 def random_state() -> dict[str, Any]:
-    """Python's, numpy's, torch's and that of every visible CUDA device."""
+    """Python's, numpy's, torch's and, where this process uses CUDA, that of every visible CUDA device.
+
+    A process that does not is left so: to ask a device for its state sets CUDA up, and raises in a forked process.
+    """
     version, words, gauss = random.getstate()
     return {
         # As a tensor: a pickle of torch's asks of each of the 625 numbers whether it is a storage, at each marker.
         "python": (version, torch.tensor(words), gauss),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
-        "cuda": _cuda_state() if torch.cuda.is_available() else None,
+        "cuda": _cuda_state() if _uses_cuda() else None,
     }
+
+
+def _uses_cuda() -> bool:
+    used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return used
 
 
 def _cuda_state() -> dict[str, Any]:
@@ -34,17 +42,17 @@ def _cuda_state() -> dict[str, Any]:
 def set_random_state(state: Mapping[str, Any], seed: int, rank: int) -> None:
     """Put back what :func:`random_state` said.
 
-    A marker of a CUDA job on a machine without CUDA: the devices' state has no place, a warning says so. A marker of a
-    CPU job on CUDA devices: they are seeded as a new rank would be, from the job's seed and the rank.
+    A marker of a CUDA job in a process that does not use CUDA: the devices' state has no place, a warning says so. A
+    marker of a CPU job on CUDA devices: they are seeded as a new rank would be, from the job's seed and the rank.
     """
     version, words, gauss = state["python"]
     # Markers of version 0.1.0 hold a tuple.
     random.setstate((version, tuple(words.tolist()) if isinstance(words, torch.Tensor) else words, gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    if not torch.cuda.is_available():
+    if not _uses_cuda():
         if state["cuda"] is not None:
-            log.warning("the marker's random state of CUDA devices is left out: this machine has none")
+            log.warning("the marker's random state of CUDA devices is left out: this job uses none")
     elif state["cuda"] is None:
         torch.cuda.manual_seed_all(_derived_seed(seed, rank))
     else:

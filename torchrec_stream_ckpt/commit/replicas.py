@@ -59,10 +59,14 @@ class Copies:
 
     @torch.no_grad()
     def copy(self, tensors: Tensors) -> dict[Place, torch.Tensor]:
-        """On the CPU, as they are now; pinned memory for what is on a GPU. Memory of names that are gone is freed."""
+        """On the CPU, as they are now; pinned memory for what is on a GPU, for which the host waits once.
+
+        Memory of names that are gone is freed."""
         self._kept = {name: self._room(name, tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
-            self._kept[name].copy_(tensor)
+            self._kept[name].copy_(tensor, non_blocking=True)
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
         return dict(self._kept)
 
     def _room(self, name: Place, tensor: torch.Tensor) -> torch.Tensor:

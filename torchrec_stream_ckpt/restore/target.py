@@ -193,7 +193,7 @@ class Plane:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.array: Array | None = None
-        if tensor.device.type == "cpu":
+        if not tensor.is_cuda:
             plain = tensor.detach()
             self.array = (plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain).numpy()
 

@@ -1,0 +1,184 @@
+"""What only a played GPU can show, in counts: run by ``tests/played``, beside the tests of this folder.
+
+The first test takes one part of the branches for a GPU out of the library, another one each time: the tests that pass
+on the played device would notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.gpu.job import Build, attach, make, restored, run, truth
+from tests.played import cuda
+from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
+from torchrec_stream_ckpt.adapter.kernels import FusedKernel, Lookup
+from torchrec_stream_ckpt.capture import staging
+from torchrec_stream_ckpt.capture.touched import TouchedRows
+from torchrec_stream_ckpt.commit.replicas import Copies
+from torchrec_stream_ckpt.errors import StreamCkptError, UnsupportedError
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+FUSED = Build()
+CACHED = Build(kernel="fused_uvm_caching")
+VBE = Build(vbe=True)
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """What was asked of the device inside, once it is over."""
+    before, asked = cuda.calls.copy(), dict[str, int]()
+    yield asked
+    asked.update(cuda.calls - before)
+
+
+def without_the_cache(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FusedKernel, "newest", lambda _kernel, _shard, _rows, values: values)
+
+
+def without_batch_sizes_by_feature(patch: pytest.MonkeyPatch) -> None:
+    real = FusedKernel.linear_rows
+    patch.setattr(FusedKernel, "linear_rows", lambda kernel, it: real(kernel, Lookup(it.indices, it.offsets)))
+
+
+def without_emptying_the_cache(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FusedKernel, "prepare_write", lambda _kernel: None)
+
+
+@pytest.mark.parametrize(
+    ("take_out", "build"),
+    [
+        (without_the_cache, CACHED),
+        (without_batch_sizes_by_feature, VBE),
+        (without_emptying_the_cache, CACHED),
+    ],
+)
+def test_a_branch_that_is_taken_out_is_missed(
+    take_out: Callable[[pytest.MonkeyPatch], None],
+    build: Build,
+    device: torch.device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    take_out(monkeypatch)
+    job = make(build, device)
+    try:
+        with attach(job, tmp_path, drain_every=1) as checkpointer:
+            for _ in range(3):
+                run(job, checkpointer, 3)
+                checkpointer.mark().result(60)
+            expected = truth(job)
+        wrong = restored(build, tmp_path, expected, device)[1]
+    except (StreamCkptError, RuntimeError, IndexError) as error:  # rows that do not exist
+        wrong = [str(error)]
+    assert wrong != []
+
+
+@pytest.mark.parametrize("build", [FUSED, CACHED], ids=lambda build: build.kernel)
+def test_each_update_is_ordered_and_a_step_that_drains_waits_for_nothing(
+    build: Build, device: torch.device, tmp_path: Path
+) -> None:
+    job = make(build, device)
+    with attach(job, tmp_path, drain_every=1) as checkpointer:
+        run(job, checkpointer, 2)
+        checkpointer.mark().result(60)
+        with counted() as step:
+            job.step()
+        with counted() as boundary:
+            checkpointer.step()
+            checkpointer.step()
+        checkpointer.mark().result(60)
+    kernels = len(list(job.groups()))
+    moves = 2 if build is CACHED else 1  # rows into the cache, and the update itself
+    assert step["wait_event"] == moves * kernels
+    assert step["linearize_cache_indices"] == kernels
+    assert boundary["wait_stream"] >= kernels
+    assert boundary["record"] >= kernels
+    assert "synchronize" not in boundary
+    assert "stream.synchronize" not in boundary
+
+
+def test_a_lookup_on_a_stream_of_its_own_is_waited_for(device: torch.device, tmp_path: Path) -> None:
+    job = make(FUSED, device)
+    with attach(job, tmp_path) as checkpointer:
+        run(job, checkpointer, 1)
+        checkpointer.mark().result(60)
+        with counted() as one:
+            checkpointer.mark().result(60)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            job.step()
+        with counted() as two:
+            checkpointer.mark().result(60)
+    assert two["wait_stream"] == 2 * one["wait_stream"]
+
+
+def test_a_frame_is_filled_by_copies_that_the_allocator_of_pinned_memory_knows() -> None:
+    with counted() as asked:
+        array = staging.allocate(cuda.DEVICE, 4096)
+    assert asked["pinned"] == 1
+    memory = staging.tensor_of(array)
+    assert memory is array.base
+    assert memory.data_ptr() == array.ctypes.data
+    assert staging.tensor_of(np.empty(8, np.uint8)).numel() == 8
+
+
+def test_dense_state_is_waited_for_once() -> None:
+    tensors = {(str(number),): torch.rand(5) for number in range(7)}
+    with counted() as asked:
+        copies = Copies().copy(tensors)
+    assert asked == {"pinned": 7, "stream.synchronize": 1}
+    assert all(torch.equal(copies[name], tensor) for name, tensor in tensors.items())
+
+
+def test_the_oracle_leaves_the_random_state_of_the_device_alone(device: torch.device, tmp_path: Path) -> None:
+    job = make(CACHED, device)
+    config = StreamConfig(uri=f"file://{tmp_path}", marker_every=None)
+    with StreamCheckpointer(job.dmp, job.optimizer, config=config, paranoid=True) as checkpointer:
+        run(job, checkpointer, 2)
+        before = torch.cuda.get_rng_state()
+        with counted() as asked:
+            checkpointer.mark().result(60)
+        assert asked["flush"] > 0
+        assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+def test_rows_that_are_reset_are_marked_without_a_wait(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make(FUSED, device)
+    (group,) = job.groups()
+    seen: list[torch.Tensor] = []
+
+    def waited(_tensor: torch.Tensor) -> None:
+        pytest.fail("the host asks the device for a value")
+
+    with attach(job, tmp_path) as checkpointer:
+        run(job, checkpointer, 1)
+        monkeypatch.setattr(torch.ops.fbgemm, "reset_weight_momentum", lambda **_tensors: None)  # a GPU alone has it
+        real = TouchedRows.mark_rows
+        monkeypatch.setattr(TouchedRows, "mark_rows", lambda rows, which: (seen.append(which), real(rows, which)))
+        with monkeypatch.context() as waiting:
+            for name in ("tolist", "numpy", "cpu"):  # item() FBGEMM itself calls
+                waiting.setattr(torch.Tensor, name, waited)
+            rows, ends, tables = torch.tensor([3, 5, 200, 0]), torch.tensor([0, 1, 3, 4]), torch.tensor([0, 1, 2])
+            group.emb_module.reset_embedding_weight_momentum(rows, ends, tables, tables)
+    assert torch.cat(seen).tolist() == [3, 257 + 5, 257 + 200, 257 + 401]
+
+
+def test_a_restore_behind_rows_that_were_fetched_by_hand_is_refused(device: torch.device, tmp_path: Path) -> None:
+    job = make(CACHED, device)
+    with attach(job, tmp_path) as checkpointer:
+        run(job, checkpointer, 1)
+        checkpointer.mark().result(60)
+    other = make(CACHED, device)
+    with attach(other, tmp_path) as checkpointer:
+        for group in other.groups():
+            group.emb_module._prefetch()
+        with pytest.raises(UnsupportedError, match="prefetched"):
+            checkpointer.restore()
