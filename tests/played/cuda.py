@@ -130,6 +130,11 @@ def _placed(real: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
+def _pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+    calls["pinned"] += 1
+    return tensor
+
+
 def play(patch: pytest.MonkeyPatch) -> None:
     """Every tensor is on the device from here on, and says so."""
     for name, value in CUDA.items():
@@ -139,5 +144,6 @@ def play(patch: pytest.MonkeyPatch) -> None:
     for name in MAKERS:
         patch.setattr(torch, name, _placed(getattr(torch, name)))
     patch.setattr(torch.Tensor, "to", _placed(torch.Tensor.to))
+    patch.setattr(torch.Tensor, "pin_memory", _pin_memory)
     patch.setattr(torch.Tensor, "record_stream", _counted("record_stream"))
     patch.setattr(torch.Tensor, "is_cuda", property(lambda _tensor: True), raising=False)

@@ -1,0 +1,168 @@
+"""The order of streams under random schedules: what ``StreamOrder`` asks for is enough, and all of it is needed.
+
+The code of the adapter itself, on simulated streams. Work is cut into pieces of one row: an update, a prefetch that
+moves a row into the cache or out of it, and a drain that looks at the marks, reads table and cache, and clears. In
+the end the log must have the newest value of every row.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+from tests.unit.simulated_streams import Device, Stream
+from torchrec_stream_ckpt.adapter import streams
+from torchrec_stream_ckpt.adapter.streams import StreamOrder
+
+ROWS = 8
+SCHEDULES = 1_500
+
+
+class Job:
+    """A kernel with a cache, its masks and its log, and the streams of a pipeline: main, two of lookups, prefetch."""
+
+    def __init__(self, seed: int, patch: pytest.MonkeyPatch) -> None:
+        self.chance = random.Random(seed)
+        self.device = Device(4, self.chance)
+        patch.setattr(streams, "torch", SimpleNamespace(cuda=self.device))
+        self.order = StreamOrder(SimpleNamespace(type="cuda"))  # type: ignore[arg-type]
+        self.table, self.log = [0] * ROWS, [0] * ROWS
+        self.cache: dict[int, int] = {}
+        self.marked = [False] * ROWS
+        self.updates = 0
+        self.last: Stream | None = None
+        """The stream of the last update: a pipeline orders updates among themselves."""
+
+    def update(self, stream: Stream) -> None:
+        """As the hooks see it: before the kernel, the kernel row by row, then the marks."""
+        if self.last not in (None, stream):
+            stream.wait_stream(self.last)
+        stream.wait_stream(self.device.streams[3])  # FBGEMM: the backward waits for what was fetched
+        self.device.current, self.last = stream, stream
+        self.order.writing()
+        self.updates += 1
+        rows = self.chance.sample(range(ROWS), 3)
+        for row in rows:
+            stream.put(partial(self._write, row, self.updates))
+        for row in rows:
+            stream.put(partial(self.marked.__setitem__, row, True))
+        self.device.streams[3].wait_stream(stream)  # FBGEMM: and what is fetched next for the backward
+
+    def _write(self, row: int, value: int) -> None:
+        if row in self.cache:
+            self.cache[row] = value
+        else:
+            self.table[row] = value
+
+    def prefetch(self, stream: Stream) -> None:
+        self.device.current = stream
+        self.order.writing()
+        stream.put(partial(self._move, self.chance.randrange(ROWS)))
+
+    def _move(self, row: int) -> None:
+        """Into the cache, or out of it."""
+        if row in self.cache:
+            self.table[row] = self.cache.pop(row)
+        else:
+            self.cache[row] = self.table[row]
+
+    def drain(self, stream: Stream) -> None:
+        """Table and cache are read in two kernels, and marks are cleared in a third."""
+        self.device.current = stream
+        found: list[int] = []
+        values: dict[int, int] = {}
+        with self.order.reading():
+            stream.put(lambda: found.extend(row for row in range(ROWS) if self.marked[row]))
+            for row in range(ROWS):
+                stream.put(lambda row=row: row in found and values.__setitem__(row, self.table[row]))
+                stream.put(lambda row=row: row in found and values.update({row: self.cache.get(row, values[row])}))
+            stream.put(lambda: [self.log.__setitem__(row, value) for row, value in values.items()])
+            for row in range(ROWS):
+                stream.put(lambda row=row: row in found and self.marked.__setitem__(row, False))
+
+    def run(self) -> list[int]:
+        """Anything in any order, then a last drain; the rows whose newest value the log does not have."""
+        main, *lookups, ahead = self.device.streams
+        for _ in range(self.chance.randrange(4, 14)):
+            draw = self.chance.random()
+            if draw < 0.45:
+                self.update(self.chance.choice([main, *lookups]))
+            elif draw < 0.65:
+                self.prefetch(ahead)
+            else:
+                self.drain(main if draw < 0.93 else lookups[0])
+            for _ in range(self.chance.randrange(30)):
+                self.device.advance()
+        self.drain(main)
+        self.device.synchronize()
+        return [row for row in range(ROWS) if self.log[row] != self.cache.get(row, self.table[row])]
+
+
+def schedules_that_lose_rows(count: int, patch: pytest.MonkeyPatch, first: int = 0) -> list[int]:
+    return [seed for seed in range(first, first + count) if Job(seed, patch).run()]
+
+
+def test_no_schedule_loses_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert schedules_that_lose_rows(SCHEDULES, monkeypatch) == []
+
+
+@pytest.mark.slow
+def test_no_schedule_of_many_loses_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert schedules_that_lose_rows(100_000, monkeypatch, SCHEDULES) == []
+
+
+def _writers_wait_for_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StreamOrder, "writing", lambda _order: None)
+
+
+def _drains_wait_for_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StreamOrder, "reading", lambda _order: nullcontext())
+
+
+def _nothing_waits(patch: pytest.MonkeyPatch) -> None:
+    _writers_wait_for_nothing(patch)
+    _drains_wait_for_nothing(patch)
+
+
+def _drains_leave_no_event(patch: pytest.MonkeyPatch) -> None:
+    real = StreamOrder.reading
+
+    @contextmanager
+    def reading(order: StreamOrder) -> Iterator[None]:
+        with real(order):
+            yield
+        order._read = None
+
+    patch.setattr(StreamOrder, "reading", reading)
+
+
+def _drains_forget_the_writers(patch: pytest.MonkeyPatch) -> None:
+    real = StreamOrder.reading
+
+    def reading(order: StreamOrder) -> AbstractContextManager[None]:
+        order._writers.clear()
+        return real(order)
+
+    patch.setattr(StreamOrder, "reading", reading)
+
+
+@pytest.mark.parametrize(
+    "take_out",
+    [
+        _nothing_waits,
+        _writers_wait_for_nothing,
+        _drains_wait_for_nothing,
+        _drains_leave_no_event,
+        _drains_forget_the_writers,
+    ],
+)
+def test_without_a_part_of_the_order_schedules_lose_rows(
+    take_out: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_out(monkeypatch)
+    assert len(schedules_that_lose_rows(300, monkeypatch)) > 3
