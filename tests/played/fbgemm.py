@@ -71,8 +71,9 @@ class Cache:
         object.__setattr__(self._tbe, name, value)
 
     def _row(self, linear: int) -> torch.Tensor:
+        """As a kernel writes it: past the version of the table."""
         table = next(t for t, (begin, end) in enumerate(pairwise(self._bases)) if begin <= linear < end)
-        return self._tbe.split_embedding_weights()[table][linear - self._bases[table]]
+        return self._tbe.split_embedding_weights()[table].data[linear - self._bases[table]]
 
     @torch.no_grad()
     def flush(self) -> None:
