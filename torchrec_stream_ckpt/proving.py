@@ -5,9 +5,11 @@ Rows are copied first and added up later: the copy is what a cut has to wait for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, groupby
 
 import numpy as np
 import torch
@@ -42,6 +44,23 @@ _WORDS = {1: "|i1", 2: "<i2", 4: "<i4", 8: "<i8"}
 
 
 @dataclass(frozen=True, slots=True)
+class Section:
+    """One tensor of a shard: its weights, or a state."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Of one row: its columns; empty for one value a row."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Section:
+        return cls(tensor.dtype, tuple(tensor.shape[1:]))
+
+    @property
+    def row_bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """The rows of some blocks, as far as one shard has them."""
 
@@ -55,24 +74,14 @@ class Piece:
     """First global row of the shard."""
     col0: int
     cols: int
-    row_bytes: tuple[int, ...]
-    """What a row takes in each section: weights, then states."""
+    sections: tuple[Section, ...]
+    """Weights, then states in the schema's order."""
     blocks: Ints
     """Ascending."""
     counts: Ints
     """How many rows of each block the shard has."""
     rows: torch.Tensor
     """Local rows, int64, on a CPU; pinned where the shard is on a GPU."""
-
-    @property
-    def sections(self) -> int:
-        """Numbers for each block."""
-        return len(self.row_bytes)
-
-    @property
-    def room_bytes(self) -> int:
-        """What the copies take of a :class:`Room`."""
-        return sum(_padded(self.rows.numel() * each) for each in self.row_bytes)
 
     def part(self, begin: int, end: int) -> Piece:
         """Only blocks ``begin`` to ``end``, by their places."""
@@ -111,9 +120,12 @@ def pieces_of(kernels: Sequence[FusedKernel], schema: Schema, blocks_of: BlocksO
                 counts, rows = _rows_of(blocks, shard.row0, shard.rows)
                 if kernel.device.type == "cuda":
                     rows = rows.pin_memory()
-                row_bytes = tuple(section.row_bytes for section in RowLayout.of(shard.table, shard.cols).sections[1:])
+                sections = tuple(
+                    Section(getattr(torch, each.dtype), () if each.per_row else (each.width,))
+                    for each in RowLayout.of(shard.table, shard.cols).sections[1:]
+                )
                 pieces.append(
-                    Piece(number, position, id_, shard.row0, shard.col0, shard.cols, row_bytes, blocks, counts, rows)
+                    Piece(number, position, id_, shard.row0, shard.col0, shard.cols, sections, blocks, counts, rows)
                 )
     return pieces
 
@@ -130,20 +142,12 @@ def replicated_piece(name: str, tensor: torch.Tensor, position: int, blocks_of: 
     id_ = replicated_id(name)
     blocks = blocks_of(id_, 0, len(tensor))
     counts, rows = _rows_of(blocks, 0, len(tensor))
-    return Piece(-1, position, id_, 0, 0, columns_of(tensor), (_row_bytes(tensor),), blocks, counts, rows)
+    return Piece(-1, position, id_, 0, 0, columns_of(tensor), (Section.of(tensor),), blocks, counts, rows)
 
 
 def columns_of(tensor: torch.Tensor) -> int:
     """1 for one value a row."""
     return tensor.shape[1] if tensor.dim() == 2 else 1
-
-
-def _row_bytes(tensor: torch.Tensor) -> int:
-    return tensor.element_size() * columns_of(tensor)
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNED) * _ALIGNED
 
 
 def _rows_of(blocks: Ints, row0: int, rows: int) -> tuple[Ints, torch.Tensor]:
@@ -156,7 +160,7 @@ def _rows_of(blocks: Ints, row0: int, rows: int) -> tuple[Ints, torch.Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Section:
+class _Rows:
     """Copied rows of one tensor, and what their digest is of."""
 
     piece: Piece
@@ -181,26 +185,28 @@ class _Section:
 
 
 class Room:
-    """Memory for copied rows: one piece after the other, pinned for a GPU."""
+    """Memory for copied rows, used again and again; pinned for a GPU."""
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._used = 0
+        self.targets: list[list[torch.Tensor]] = []
+        """For each piece, where each of its sections goes."""
 
-    def reserve(self, num_bytes: int) -> None:
-        """Begin anew, with room for so many bytes. What was taken before is overwritten."""
-        self._used = 0
-        if self._memory.numel() < num_bytes:
-            more = num_bytes + num_bytes // 8  # windows differ a little
+    def reserve(self, pieces: Sequence[Piece]) -> None:
+        """Make targets for these pieces; they lie where those before lay."""
+        sizes = [piece.rows.numel() * section.row_bytes for piece in pieces for section in piece.sections]
+        begins = [0, *accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
+        if self._memory.numel() < begins[-1]:
+            more = begins[-1] + begins[-1] // 8  # windows differ a little
             self._memory = torch.zeros(more, dtype=torch.uint8, pin_memory=self._pinned)
+        places = iter(zip(begins, sizes, strict=False))
+        self.targets = [
+            [self._target(*next(places), piece.rows.numel(), section) for section in piece.sections] for piece in pieces
+        ]
 
-    def take(self, source: torch.Tensor, rows: int) -> torch.Tensor:
-        """Memory for ``rows`` rows of ``source``, of its dtype."""
-        size = rows * _row_bytes(source)
-        begin, self._used = self._used, self._used + _padded(size)
-        assert self._used <= self._memory.numel()
-        return self._memory[begin : begin + size].view(source.dtype).view(rows, *source.shape[1:])
+    def _target(self, begin: int, size: int, rows: int, section: Section) -> torch.Tensor:
+        return self._memory[begin : begin + size].view(section.dtype).view(rows, *section.shape)
 
 
 class Copied:
@@ -219,33 +225,30 @@ class Copied:
     def __init__(
         self, kernels: Sequence[FusedKernel], pieces: Sequence[Piece], replicated: Sequence[torch.Tensor], room: Room
     ) -> None:
-        self._copies: list[tuple[Piece, list[torch.Tensor]]] = []
+        self._copies: list[tuple[Piece, list[torch.Tensor]]] = list(zip(pieces, room.targets, strict=True))
         self._waits: list[tuple[torch.device, torch.cuda.Event]] = []
-        of_kernel: dict[int, list[Piece]] = {}
-        for piece in pieces:
-            of_kernel.setdefault(piece.kernel, []).append(piece)
-        for number, group in of_kernel.items():
+        for number, group in groupby(self._copies, lambda copy: copy[0].kernel):
             if number < 0:
-                self._copy_replicated(group, replicated, room)
+                self._copy_replicated(group, replicated)
             else:
-                self._copy_kernel(kernels[number], group, room)
+                self._copy_kernel(kernels[number], group)
 
-    def _copy_kernel(self, kernel: FusedKernel, pieces: Sequence[Piece], room: Room) -> None:
+    def _copy_kernel(self, kernel: FusedKernel, copies: Iterable[tuple[Piece, list[torch.Tensor]]]) -> None:
         with kernel.reading():
             weights, states = kernel.weights(), kernel.states()
-            for piece in pieces:
+            for piece, (first, *others) in copies:
                 at = piece.position
-
-                newest = partial(kernel.newest, at)
-                first = _copy(weights[at], piece.rows, room, kernel.device, newest)
-                others = [_copy(state, piece.rows, room, kernel.device) for state in states[at]]
-                self._copies.append((piece, [first, *others]))
+                _copy(weights[at], piece.rows, first, partial(kernel.newest, at))
+                for state, target in zip(states[at], others, strict=True):
+                    _copy(state, piece.rows, target)
             self._note(kernel.device)
 
-    def _copy_replicated(self, pieces: Sequence[Piece], tensors: Sequence[torch.Tensor], room: Room) -> None:
-        for piece in pieces:
-            source = tensors[piece.position].detach()
-            self._copies.append((piece, [_copy(source, piece.rows, room, source.device)]))
+    def _copy_replicated(
+        self, copies: Iterable[tuple[Piece, list[torch.Tensor]]], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        for piece, (target,) in copies:
+            source = tensors[piece.position]
+            _copy(source, piece.rows, target)
             self._note(source.device)
 
     def _note(self, device: torch.device) -> None:
@@ -262,7 +265,7 @@ class Copied:
                 event.synchronize()
         for piece, copies in self._copies:
             columns = [
-                _Section(piece, number, number > 0 and copy.dim() == 1, _bits(copy)).digests()
+                _Rows(piece, number, number > 0 and copy.dim() == 1, _bits(copy)).digests()
                 for number, copy in enumerate(copies)
             ]
             yield piece, np.stack(columns, 1)
@@ -271,18 +274,14 @@ class Copied:
 def _copy(
     source: torch.Tensor,
     rows: torch.Tensor,
-    room: Room,
-    device: torch.device,
-    newest: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
-) -> torch.Tensor:
-    target = room.take(source, rows.numel())
-    if device.type == "cuda":
-        there = rows.to(device, non_blocking=True)
-        gathered = source.index_select(0, there)
-        target.copy_(newest(there, gathered) if newest is not None else gathered, non_blocking=True)
+    target: torch.Tensor,
+    newest: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda _, values: values,
+) -> None:
+    if source.is_cuda:
+        there = rows.to(source.device, non_blocking=True)
+        target.copy_(newest(there, source.index_select(0, there)), non_blocking=True)
     else:
         torch.index_select(source, 0, rows, out=target)
-    return target
 
 
 def _bits(values: torch.Tensor) -> Words:
@@ -305,8 +304,7 @@ def digests(kernels: Sequence[FusedKernel], schema: Schema, blocks_of: BlocksOf)
     for piece in pieces_of(kernels, schema, blocks_of):
         shard = kernels[piece.kernel].shards[piece.position]
         place = TableShard(index[shard.table.name], shard.row0, shard.rows, shard.col0, shard.cols)
-        sections = 1 + len(shard.table.states)
-        found = [np.empty((0, sections), np.uint64), *_parts(kernels, piece, ())]
+        found = [np.empty((0, len(piece.sections)), np.uint64), *_parts(kernels, piece, ())]
         yield ShardDigests(place, piece.blocks, np.concatenate(found))
 
 
@@ -322,6 +320,6 @@ def _parts(kernels: Sequence[FusedKernel], piece: Piece, replicated: Sequence[to
     room, step = Room(pinned=device.type == "cuda"), _PART_ROWS // BLOCK_ROWS
     for begin in range(0, len(piece.blocks), step):
         part = piece.part(begin, min(begin + step, len(piece.blocks)))
-        room.reserve(part.room_bytes)
+        room.reserve([part])
         for _, found in Copied(kernels, [part], replicated, room).digests():
             yield found

@@ -84,10 +84,8 @@ class _Prepared:
     """Of shards, in the order of HELLO, then of replicated tensors."""
     replicated: Tensors
     """Those that were there."""
-
-    @property
-    def room_bytes(self) -> int:
-        return sum(piece.room_bytes for piece in self.pieces)
+    room: Room
+    """Where the rows go."""
 
     def fits(self, replicated: Tensors) -> bool:
         """Whether these are the same tensors, by name and shape."""
@@ -115,10 +113,10 @@ class Taken:
     Args:
         prepared: Which rows.
         copied: Their copies.
-        give_back: Called once the copies are not needed any longer.
+        give_back: Gets the room once the copies are not needed any longer.
     """
 
-    def __init__(self, prepared: _Prepared, copied: Copied, give_back: Callable[[], None]) -> None:
+    def __init__(self, prepared: _Prepared, copied: Copied, give_back: Callable[[Room], None]) -> None:
         self._prepared = prepared
         self._copied: Copied | None = copied
         self._give_back = give_back
@@ -131,7 +129,7 @@ class Taken:
     def blank(self) -> Proof:
         """As long as the proof will be, without a digest in it. Waits for nothing."""
         return self._prepared.proof(
-            [np.zeros((len(piece.blocks), piece.sections), np.uint64) for piece in self._prepared.pieces]
+            [np.zeros((len(piece.blocks), len(piece.sections)), np.uint64) for piece in self._prepared.pieces]
         )
 
     def proof(self) -> Proof:
@@ -139,7 +137,7 @@ class Taken:
         if self._copied is not None:
             self._proof = self._prepared.proof([numbers for _, numbers in self._copied.digests()])
             self._copied = None
-            self._give_back()
+            self._give_back(self._prepared.room)
         assert self._proof is not None
         return self._proof
 
@@ -161,48 +159,39 @@ class Prover:
         """The next one."""
         self.proved = 0
         """Markers of this generation that were committed with their proof."""
-        self._room: Room | None = None
-        """Where the next window goes; None while the last one has not been added up."""
-        self._prepared = self._prepare(replicated())
+        self._tensors = replicated()
+        self._spare: Room | None = None
+        """A room whose rows were added up."""
+        self._ready: _Prepared | None = self._prepare()
 
     def take(self) -> Taken:
         """(training thread, while nobody writes rows) Copy the rows of the window as they are now."""
-        replicated = self._replicated()
-        if not self._prepared.fits(replicated):  # an optimizer has made its state
-            self._prepared = self._prepare(replicated)
-        room, self._room = self._make_room(), None
-        tensors = list(replicated.values())
-        copied = Copied(self._kernels, self._prepared.pieces, tensors, room)
-        return Taken(self._prepared, copied, lambda: self._take_back(room))
+        self._tensors = self._replicated()
+        ready, self._ready = self._ready, None
+        if ready is None or not ready.fits(self._tensors):  # an optimizer has made its state
+            ready = self._prepare()
+        copied = Copied(self._kernels, ready.pieces, list(self._tensors.values()), ready.room)
+        return Taken(ready, copied, self._take_back)
 
     def settled(self, window: Window, *, committed: bool) -> None:
         """(commit thread) The marker with this window is decided: choose the rows of the next one, ahead of its cut."""
         if committed:
             self.proved += 1
             self.window = window.following
-        if self._prepared.window != self.window:
-            self._prepared = self._prepare(self._prepared.replicated)
-        self._room = self._make_room()
+        self._ready = self._prepare()
 
-    def _prepare(self, replicated: Tensors) -> _Prepared:
+    def _prepare(self) -> _Prepared:
         with self._on_device():
             pieces = pieces_of(self._kernels, self._schema, self.window.blocks)
-        for position, (name, tensor) in enumerate(replicated.items()):
-            pieces.append(replicated_piece(name, tensor, position, self.window.blocks))
-        return _Prepared(self.window, tuple(pieces), dict(replicated))
-
-    def _make_room(self) -> Room:
-        room = self._room
-        if room is None:
-            room = Room(pinned=self._device.type == "cuda")
-        with self._on_device():
-            room.reserve(self._prepared.room_bytes)
-        return room
+            for position, (name, tensor) in enumerate(self._tensors.items()):
+                pieces.append(replicated_piece(name, tensor, position, self.window.blocks))
+            room, self._spare = self._spare or Room(pinned=self._device.type == "cuda"), None
+            room.reserve(pieces)
+        return _Prepared(self.window, tuple(pieces), dict(self._tensors), room)
 
     def _take_back(self, room: Room) -> None:
-        """(publisher thread) What was in it is added up."""
-        if self._room is None:
-            self._room = room
+        """(publisher thread)"""
+        self._spare = room
 
     def _on_device(self) -> AbstractContextManager[object]:
         """(GPU) Pinned memory belongs to the tables' GPU, whatever thread asks for it."""
