@@ -12,6 +12,7 @@ from tests import builders
 from tests.builders import Stream
 from torchrec_stream_ckpt.format.control import Commit, Mark, Schema
 from torchrec_stream_ckpt.format.frame import Kind
+from torchrec_stream_ckpt.format.proof import Proof, Window
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.types import MarkerId, TableShard
@@ -30,11 +31,13 @@ class PaperJob:
         root: Folder of the log.
         schema: Tables without optimizer states.
         world: Ranks.
+        window: What its MARKs say that they prove; they have no digests.
     """
 
     root: Path
     schema: Schema
     world: int = 1
+    window: Window | None = None
     generation: int = 0
     step: int = 0
     marker: int = 0
@@ -81,6 +84,7 @@ class PaperJob:
         """A whole stream at one go; what it answers tells where it stood at which marker."""
         stream = Stream(rank, self.generation, shards=self._shards(rank), schema=self.schema, world=self.world)
         places, rows, num_bytes = [], 0, len(stream.frames[0])
+        proof = Proof.of(self.window, np.empty(0, np.uint64)) if self.window is not None else None
         for each in range(markers):
             begin = len(stream.frames)
             for table, ids in self._sent(rank, whole=whole and not each):
@@ -89,7 +93,7 @@ class PaperJob:
                 rows += len(ids)
             num_bytes += sum(map(len, stream.frames[begin:]))
             place = {"marker": self.marker + each + 1, "step": self.step + 10 * (each + 1)}
-            stream.json(Kind.MARK, Mark(rows, num_bytes, ()).to_json(), **place)
+            stream.json(Kind.MARK, Mark(rows, num_bytes, (), proof).to_json(), **place)
             num_bytes += len(stream.frames[-1])
             places.append((len(stream.frames), rows, num_bytes))
         acks = builders.write(self.log, stream.frames, generation=self.generation, partition=rank, timeout_s=20.0)

@@ -218,7 +218,7 @@ class StreamCheckpointer:
 
     def stats(self) -> Stats:
         """Where this rank stands: what it has sent, what would be lost now, how long it took. Local, on any thread."""
-        return self._telemetry.stats(self._step, self._capture, self._ring)
+        return self._telemetry.stats(self._step, self._capture, self._ring, self._prover)
 
     def restore(self, marker: MarkerId | str | tuple[int, int] | None = None) -> Restored | None:
         """Bring back a marker, in place, on any number of ranks and any plan.

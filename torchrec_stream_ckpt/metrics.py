@@ -76,6 +76,15 @@ TRAINER_METRICS: Mapping[str, Metric] = {
         f"{_OURS}_data_loss_seconds", "Lost if the job died now: seconds since the cut of the last committed marker."
     ),
     "loss_steps": Metric(f"{_OURS}_data_loss_steps", "Lost if the job died now: steps since that marker."),
+    "proof_round_markers": Metric(
+        f"{_OURS}_proof_round_markers", "Markers that prove every row once; 0: markers have no proof."
+    ),
+    "proved_ratio": Metric(
+        f"{_OURS}_proved_ratio", "How much of the rows this generation's markers have proved, 0 to 1."
+    ),
+    "oldest_proof_markers": Metric(
+        f"{_OURS}_oldest_proof_markers", "Committed markers since the oldest of these proofs that stands."
+    ),
     "restore_bytes": Metric(
         f"{_OURS}_restore_bytes", "This rank's share of what a restore would read from the log alone."
     ),

@@ -135,6 +135,8 @@ def scalars(stats: Stats, before: Stats | None, peak_s: float) -> dict[str, floa
         "markers_failed": stats.markers_failed,
         "data_loss_seconds": stats.loss_s,
         "data_loss_steps": stats.loss_steps,
+        "proved_ratio": stats.proved_ratio,
+        "oldest_proof_markers": stats.oldest_proof_markers,
         "restore_estimate_seconds": stats.restore_s,
         "blocked_ms_mean": _mean_ms(stats.blocked, before.blocked if before is not None else Timing()),
         "blocked_ms_max": 1e3 * peak_s,

@@ -112,6 +112,12 @@ class Stats:
     since the generation was opened."""
     loss_steps: int
     """The same in steps."""
+    proof_round_markers: int
+    """Markers that prove every row of this rank once; 0 without proofs."""
+    proved_ratio: float
+    """How much of the rows the committed markers of this generation have proved, 0 to 1."""
+    oldest_proof_markers: int
+    """How many committed markers ago the oldest of these proofs was made that no newer one has replaced."""
     restore_bytes: int
     """This rank's share of what a restore of the newest state would read from the log alone."""
     restore_s: float

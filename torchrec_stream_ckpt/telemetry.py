@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from torchrec_stream_ckpt.capture.hook import Capture
+from torchrec_stream_ckpt.capture.prover import Prover
+from torchrec_stream_ckpt.format.proof import Proved
 from torchrec_stream_ckpt.format.ring import FrameRing
 from torchrec_stream_ckpt.log.publisher import Publisher
 from torchrec_stream_ckpt.stats import Stats, Stopwatch
@@ -95,8 +97,9 @@ class Telemetry:
             self._newest = cut
             self.commit.add(time.monotonic() - cut.cut_s)
 
-    def stats(self, step: int, capture: Capture, ring: FrameRing) -> Stats:
+    def stats(self, step: int, capture: Capture, ring: FrameRing, prover: Prover | None) -> Stats:
         """Everything, as of now. On any thread."""
+        proved = prover.proved if prover is not None else Proved(0, 0.0, 0)
         sent, newest, publisher = self._sent, self._newest, self._sent.publisher
         rows, num_bytes = (publisher.rows, publisher.num_bytes) if publisher is not None else (0, 0)
         pending, pending_bytes = publisher.backlog if publisher is not None else (0, 0)
@@ -126,6 +129,9 @@ class Telemetry:
             newest_step=newest.step,
             loss_s=time.monotonic() - newest.cut_s,
             loss_steps=max(0, step - newest.step),
+            proof_round_markers=proved.round_markers,
+            proved_ratio=proved.share,
+            oldest_proof_markers=proved.oldest_markers,
             restore_bytes=restore_bytes,
             restore_s=restore_bytes / self._bytes_per_s,
             blocked=self.blocked.read(),

@@ -19,6 +19,7 @@ from tests.jobs_on_paper import EVIL, PaperJob, tables
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.cli.watching import line, view
 from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.format.proof import Window
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.reporting.now import Look, look
 from torchrec_stream_ckpt.types import MarkerId
@@ -102,6 +103,24 @@ def test_the_store_that_the_materializer_writes_is_taken_into_account(job: Paper
     assert [alert["kind"] for alert in behind["alerts"]] == ["lag"]  # of the new generation no distance is known yet
 
 
+def test_how_much_is_proved_is_known_from_the_second_marker_on(tmp_path: Path) -> None:
+    job = PaperJob(tmp_path / "log", tables("a"), window=Window(0, 20_000))
+    job.run(1)
+    assert json.loads(run(f"file://{job.root}", "--once", "--json"))["proved"] is None
+    job.run(3, parent=MarkerId(1, 1))
+    uri = f"file://{job.root}"
+    some = json.loads(run(uri, "--once", "--json"))["proved"]
+    assert some == {"round_markers": 4, "share": pytest.approx(60_000 / 65_536), "oldest_markers": 2}
+    assert "92%, a round has 4" in run(uri, "--once")
+    job.run(6, parent=MarkerId(2, 4))
+    assert json.loads(run(uri, "--once", "--json"))["proved"] == {"round_markers": 4, "share": 1, "oldest_markers": 3}
+    assert "all, 3 markers old" in run(uri, "--once")
+
+
+def test_a_job_without_proofs_says_nothing_of_them(job: PaperJob) -> None:
+    assert json.loads(run(f"file://{job.root}", "--once", "--json"))["proved"] is None
+
+
 def test_json_names_are_stable(job: PaperJob) -> None:
     record = json.loads(run(f"file://{job.root}", "--once", "--json"))
     assert list(record) == [
@@ -117,6 +136,7 @@ def test_json_names_are_stable(job: PaperJob) -> None:
         "interval_s",
         "loss_s",
         "restore",
+        "proved",
         "backlog",
         "alerts",
     ]

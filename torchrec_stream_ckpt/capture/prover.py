@@ -16,7 +16,7 @@ import torch
 from torchrec_stream_ckpt.adapter import FusedKernel
 from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
-from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Digests, Proof, ReplicatedProof, Window
+from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Digests, Proof, Proved, ReplicatedProof, Window
 from torchrec_stream_ckpt.format.rows import RowLayout
 from torchrec_stream_ckpt.proving import Copied, Piece, Room, pieces_of, replicated_piece
 from torchrec_stream_ckpt.types import TableSpec
@@ -157,12 +157,16 @@ class Prover:
         self._device = kernels[0].device if kernels else torch.device("cpu")
         self.window = window
         """The next one."""
-        self.proved = 0
-        """Markers of this generation that were committed with their proof."""
+        self._committed = 0
         self._tensors = replicated()
         self._spare: Room | None = None
         """A room whose rows were added up."""
         self._ready: _Prepared | None = self._prepare()
+
+    @property
+    def proved(self) -> Proved:
+        """What the committed markers of this generation prove; on any thread."""
+        return Proved.by(self.window.width, self._committed)
 
     def take(self) -> Taken:
         """(training thread, while nobody writes rows) Copy the rows of the window as they are now."""
@@ -176,7 +180,7 @@ class Prover:
     def settled(self, window: Window, *, committed: bool) -> None:
         """(commit thread) The marker with this window is decided: choose the rows of the next one, ahead of its cut."""
         if committed:
-            self.proved += 1
+            self._committed += 1
             self.window = window.following
         self._ready = self._prepare()
 

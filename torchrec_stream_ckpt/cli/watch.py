@@ -29,6 +29,7 @@ from torchrec_stream_ckpt.cli.watching import line, view
 from torchrec_stream_ckpt.errors import LogUnavailableError, StoreUnavailableError
 from torchrec_stream_ckpt.layout import FileUri, parse_uri
 from torchrec_stream_ckpt.reporting.now import Alert, Look, MarkerRow, look
+from torchrec_stream_ckpt.reporting.proofs import window_width
 from torchrec_stream_ckpt.stats import RESTORE_BYTES_PER_S
 from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.store.identity import check_store
@@ -70,6 +71,8 @@ class Watcher:
         """(marker that was looked at, when, what it lacks)."""
         self._held: tuple[MarkerId, float, Holdings | None] | None = None
         """(newest marker when the store was listed, when that was, what it holds)."""
+        self._widths: dict[int, tuple[MarkerId, int | None]] = {}
+        """Generation -> (marker that was looked at, how wide its window is)."""
         self._last: Look | None = None
 
     def look(self) -> Look:
@@ -80,7 +83,7 @@ class Watcher:
         """
         lineage = self._job.control.refresh()
         job = replace(self._job, lineage=lineage, _holdings=[])
-        self._last = look(lineage, self._holdings(job), self._rate, time.time(), self._lacks(job))
+        self._last = look(lineage, self._holdings(job), self._rate, time.time(), self._lacks(job), self._width(job))
         return self._last
 
     def look_or_say_why_not(self) -> Look:
@@ -106,6 +109,17 @@ class Watcher:
             held = Holdings.load(objects, job.lineage) if check_store(objects) else None
             self._held = (newest.id, now, held)
         return self._held[2]
+
+    def _width(self, job: Job) -> int | None:
+        """That of the windows of the newest marker's generation: one is as wide as the other."""
+        newest = job.lineage.newest
+        if newest is None:
+            return None
+        marker, width = self._widths.get(newest.generation, (None, None))
+        if width is None and marker != newest.id:
+            width = window_width(job.log, job.lineage, newest)
+            self._widths[newest.generation] = newest.id, width
+        return width
 
     def _lacks(self, job: Job) -> str:
         """What the newest marker lacks: looked for when it is new, and now and then."""

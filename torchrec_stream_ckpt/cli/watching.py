@@ -11,11 +11,12 @@ from rich.text import Text
 
 from torchrec_stream_ckpt.cli.common import plain, size
 from torchrec_stream_ckpt.errors import printable
+from torchrec_stream_ckpt.format.proof import Proved
 from torchrec_stream_ckpt.reporting.now import Look, MarkerRow, RankRow, for_people
 
 _WIDE = 110
 _RANKS = 8
-_FIXED_LINES = 8
+_FIXED_LINES = 9
 """Lines of a screen that are neither alerts nor of the tables: the head, and one that stays free."""
 
 
@@ -66,8 +67,15 @@ def facts(seen: Look) -> list[tuple[str, str]]:
         ("steps a second", f"{seen.steps_per_s:.2f}" if seen.steps_per_s is not None else "-"),
         ("restore", f"{for_people(restore.seconds)} from {restore.source}" if restore is not None else "-"),
         ("it reads", size(restore.num_bytes) if restore is not None else "-"),
+        ("proved", _proved(seen.proved) if seen.proved is not None else "-"),
         ("store", f"{backlog.markers} behind, {size(backlog.num_bytes)}" if backlog is not None else "not folded"),
     ]
+
+
+def _proved(proved: Proved) -> str:
+    if proved.share < 1:
+        return f"{100 * proved.share:.0f}%, a round has {proved.round_markers}"
+    return f"all, {proved.oldest_markers} markers old"
 
 
 def _alerts(seen: Look) -> RenderableType:

@@ -77,6 +77,24 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
+class Proved:
+    """How far the markers of a generation have come around the circle."""
+
+    round_markers: int
+    """Markers that prove every row once."""
+    share: float
+    """Of the rows: how many were proved in this generation, 0 to 1."""
+    oldest_markers: int
+    """How many committed markers ago the oldest proof was made that no newer one has replaced."""
+
+    @classmethod
+    def by(cls, width: int, markers: int) -> Proved:
+        """After so many committed markers with windows of this width."""
+        round_markers = -(-POSITIONS // width)
+        return cls(round_markers, min(1.0, markers * width / POSITIONS), max(0, min(markers, round_markers) - 1))
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicatedProof:
     """What the MARK of rank 0 says of one tensor of the dense state that belongs to a replicated table."""
 

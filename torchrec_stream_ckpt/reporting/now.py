@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.proof import Proved
 from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -97,12 +98,21 @@ class Look:
     loss_s: float | None
     """Age of the newest marker: what would be lost if the job died now. None before there is one."""
     restore: Restore | None
+    proved: Proved | None
+    """What the markers of the newest marker's generation prove; None: nothing, or it is not known yet."""
     backlog: Backlog | None
     """None where no store is known, or nobody has written there."""
     alerts: tuple[Alert, ...]
 
 
-def look(lineage: Lineage, holdings: Holdings | None, bytes_per_s: float, time_s: float, gap: str = "") -> Look:
+def look(
+    lineage: Lineage,
+    holdings: Holdings | None,
+    bytes_per_s: float,
+    time_s: float,
+    gap: str = "",
+    window_width: int | None = None,
+) -> Look:
     """Look at a job.
 
     Args:
@@ -111,6 +121,7 @@ def look(lineage: Lineage, holdings: Holdings | None, bytes_per_s: float, time_s
         bytes_per_s: What one rank restores in a second.
         time_s: Now, by the wall clock.
         gap: What of the newest marker is missing; empty for nothing.
+        window_width: That of the proofs of the newest marker's generation, if they are known.
     """
     commits = list(lineage.commits.values())
     recent = tuple(row(lineage, commit) for commit in commits[: -RECENT - 1 : -1])
@@ -133,9 +144,15 @@ def look(lineage: Lineage, holdings: Holdings | None, bytes_per_s: float, time_s
         interval_s=interval_s,
         loss_s=loss_s,
         restore=restore_of(lineage, newest, holdings, bytes_per_s) if newest is not None else None,
+        proved=Proved.by(window_width, _markers_of(lineage, newest)) if newest is not None and window_width else None,
         backlog=backlog,
         alerts=tuple(_alerts(lineage, loss_s, interval_s, backlog, time_s, gap)),
     )
+
+
+def _markers_of(lineage: Lineage, newest: Commit) -> int:
+    """Committed markers of a generation."""
+    return sum(marker.generation == newest.generation for marker in lineage.commits)
 
 
 def before(lineage: Lineage, commit: Commit) -> Commit | None:
