@@ -496,18 +496,18 @@ def truth(job: Job) -> dict[str, torch.Tensor]:
 
 
 def _fused_states(job: Job) -> dict[str, torch.Tensor]:
-    """Optimizer rows and counters of the kernels of all ranks."""
+    """Optimizer rows of all ranks, and the counters of the kernels that hold a table, table by table."""
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, list(_local_states(job)))
     full: dict[str, torch.Tensor] = {}
     scalars: dict[str, set[tuple[float, ...]]] = {}
     for name, size, row0, col0, rows, counters in (piece for pieces in everywhere for piece in pieces):
-        scalars.setdefault(name.split(".")[1], set()).add(counters)
+        scalars.setdefault(name.removeprefix("fused."), set()).add(counters)
         if rows is not None:
             key = name if rows.dim() == 2 else f"{name} columns {col0}:{col0 + size[1]}"
             whole = full.setdefault(key, torch.full(_shape(rows, size), float("nan"), dtype=rows.dtype))
             whole[row0 : row0 + rows.shape[0], *([slice(col0, col0 + rows.shape[1])] if rows.dim() == 2 else [])] = rows
-    return full | {f"counters.{part}": torch.tensor(sorted(found)) for part, found in scalars.items()}
+    return full | {f"counters.{table}": torch.tensor(sorted(found)) for table, found in scalars.items()}
 
 
 def _shape(rows: torch.Tensor, size: tuple[int, int, int]) -> tuple[int, ...]:
@@ -544,9 +544,9 @@ def part_has_no_state(job: Job) -> bool:
 Marks = dict[str, dict[str, torch.Tensor]]
 
 
-def attach(job: Job, settings: StreamConfig) -> StreamCheckpointer:
-    """Under the oracle, as ``tests.jobs`` does."""
-    return StreamCheckpointer(job.dmp, job.optimizer, config=settings, stateful={"loader": job}, paranoid=True)
+def attach(job: Job, settings: StreamConfig, *, paranoid: bool = True) -> StreamCheckpointer:
+    """As ``tests.jobs`` does: a fresh job under the oracle, a restored one in the default mode."""
+    return StreamCheckpointer(job.dmp, job.optimizer, config=settings, stateful={"loader": job}, paranoid=paranoid)
 
 
 def start(model: Model, plan: Plan, settings: StreamConfig, events: tuple[str, ...]) -> Marks:
@@ -565,7 +565,7 @@ def resume(
     job = build(model, plan)
     job.step = 900
     train(job)  # a live, different state: the restore must replace all of it
-    with attach(job, settings) as checkpointer:
+    with attach(job, settings, paranoid=False) as checkpointer:
         assert checkpointer.restore(marker) is not None
         restored = truth(job)
         play(job, checkpointer, events)

@@ -436,10 +436,11 @@ class StreamCheckpointer:
         return self._cut(deadline_s=time.monotonic() + self._config.commit_timeout_s)
 
     def mark_all(self) -> None:
-        """Send all rows again: tables were written in place by hand, or by ``dcp.load`` into ``dmp.state_dict()``.
+        """Send all rows again: tables were written past torch, by ``.data``, NumPy, a raw pointer or a collective.
 
-        To be called behind the write, before the next ``step()`` or ``mark()``. Loading through ``load_state_dict`` is
-        noticed without this call. A marker whose rows have not all been sent is given up: their values are gone.
+        To be called after the write, before the next ``step()`` or ``mark()``. Writes in place by torch, and loading by
+        ``load_state_dict``, are seen without this call. A marker whose rows have not all been sent is given up: their
+        values are gone.
         """
         self._capture.mark_all()
 

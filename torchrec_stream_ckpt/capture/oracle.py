@@ -253,7 +253,7 @@ def mismatch(
     total = f"; rows of shards that differ in all: {rows.total()} ({tables})" if rows else ""
     return CaptureMismatchError(
         f"the stream does not say what the tables hold: {first.said}{total}",
-        hint="look for what writes this table beside the fused update (a write in place needs mark_all()), then "
+        hint="look for what writes this table past torch (.data, NumPy, a collective: they need mark_all()), then "
         "restart from the last committed marker; if nothing of yours writes it, report this",
         table=first.table,
         row=first.row,
