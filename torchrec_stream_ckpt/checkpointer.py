@@ -119,7 +119,9 @@ class StreamCheckpointer:
             self._dmp, self._optimizer, self._paranoid = dmp, optimizer, paranoid
             self._describe()
             self._dense = self._team.together(
-                lambda: DenseState(dmp, optimizer, stateful or {}, stateful_per_rank or {}, self._dense_group)
+                lambda: DenseState(
+                    dmp, optimizer, stateful or {}, stateful_per_rank or {}, self._kernels, self._dense_group
+                )
             )
             handed = (*(stateful or {}).values(), *(stateful_per_rank or {}).values())
             self._loaders = [item for item in handed if isinstance(item, TrackedLoader)]
@@ -461,6 +463,7 @@ class StreamCheckpointer:
             raise
         self._unhook()
         self._describe()
+        self._dense.kernels = self._kernels
         self._hook()
         if parent is not None:
             after = self._column_splits()

@@ -381,10 +381,7 @@ def _shares(uri: str) -> tuple[set[str], tuple[str, ...]]:
     job = build()
     with attach(job, uri) as checkpointer:
         job.step()
-        staged = checkpointer._dense.stage()
-        states = staged["optim"]["optimizer0"]
-        mine = {f"model.{name}" for name in staged["model"]}
-        mine |= {f"optim.optimizer0.{name}.{key}" for name, values in states.items() for key in values}
+        mine = {name for name in checkpointer._dense.stage() if name.startswith(("model.", "optim."))}
         return mine, checkpointer._dense.listing
 
 

@@ -9,10 +9,10 @@ from torchrec_stream_ckpt.commit.replicas import Copies, check_same, listing, ow
 from torchrec_stream_ckpt.errors import MarkerFailedError
 
 TENSORS = {
-    ("model", "a"): torch.arange(12.0).view(3, 4),
-    ("model", "b"): torch.arange(6, dtype=torch.int32),
-    ("model", "c"): torch.ones(10),
-    ("optim", "0", "a", "step"): torch.tensor(3.0),
+    "model.a": torch.arange(12.0).view(3, 4),
+    "model.b": torch.arange(6, dtype=torch.int32),
+    "model.c": torch.ones(10),
+    "optim.0.a.step": torch.tensor(3.0),
 }
 
 
@@ -25,7 +25,7 @@ def test_every_tensor_has_one_owner_whatever_the_order_of_the_names(world: int) 
 
 
 def test_bytes_are_spread() -> None:
-    tensors = {("model", str(number)): torch.empty(1 + number % 3, 100) for number in range(30)}
+    tensors = {f"model.{number}": torch.empty(1 + number % 3, 100) for number in range(30)}
     load = [0] * 4
     for place, rank in owners(tensors, 4).items():
         load[rank] += tensors[place].nbytes
@@ -45,7 +45,7 @@ def test_a_copy_stays_as_it_was_until_the_next_one_is_made() -> None:
 
 
 def test_memory_follows_shapes_and_dtypes() -> None:
-    copies, place = Copies(), ("model", "a")
+    copies, place = Copies(), "model.a"
     for tensor in (torch.ones(2, 3), torch.ones(3, 2), torch.ones(3, 2, dtype=torch.bfloat16), torch.ones(4)):
         (copy,) = copies.copy({place: tensor}).values()
         assert torch.equal(copy, tensor)
@@ -53,13 +53,27 @@ def test_memory_follows_shapes_and_dtypes() -> None:
 
 
 def test_memory_does_not_keep_a_gradient_graph() -> None:
-    (copy,) = Copies().copy({("model", "a"): torch.nn.Parameter(torch.ones(2))}).values()
+    (copy,) = Copies().copy({"model.a": torch.nn.Parameter(torch.ones(2))}).values()
     assert not copy.requires_grad
 
 
 def test_ranks_that_hold_different_tensors_are_told_which() -> None:
-    mine = listing(TENSORS)
-    other = listing({**TENSORS, ("model", "b"): torch.ones(7)})
+    mine = listing(TENSORS, {}, ())
+    other = listing({**TENSORS, "model.b": torch.ones(7)}, {}, ())
     check_same([mine, mine])
     with pytest.raises(MarkerFailedError, match=r"ranks 0 and 1 .* model\.b \[[67]\]"):
         check_same([mine, other])
+
+
+def test_ranks_that_hold_a_frozen_parameter_otherwise_are_told_which() -> None:
+    mine = listing(TENSORS, {}, ["model.a"])
+    check_same([mine, listing({**TENSORS, "model.b": torch.zeros(6, dtype=torch.int32)}, {}, ["model.a"])])
+    with pytest.raises(MarkerFailedError, match=r"ranks 0 and 1 hold .* frozen parameter: model\.a \[3, 4\]"):
+        check_same([mine, listing({**TENSORS, "model.a": torch.ones(3, 4)}, {}, ["model.a"])])
+    with pytest.raises(MarkerFailedError, match=r"only one of them has model\.a \[3\]"):
+        check_same([listing({"model.a": torch.ones(3)}, {}, ["model.a"]), listing({}, {}, [])])
+
+
+def test_a_nested_tensor_is_named_by_its_place() -> None:
+    mine = listing({"nested.optimizer0.3": torch.ones(2)}, {"nested.optimizer0.3": "history[1]"}, ())
+    assert mine == ("nested.optimizer0.3 (history[1]) [2] torch.float32",)

@@ -14,8 +14,11 @@ of ``DistributedModelParallel``:
 of ``torch.nn.Module`` (torch 2.11 is the oldest that was looked at):
 ``_non_persistent_buffers_set``                       2.11   which buffers are state
 ``_modules``                                          2.11   whether a kernel was replaced
+``_state_dict_hooks``                                 2.11   whether a module saves what only its own code knows
 of ``torch.Tensor``:
 ``_version``                                          2.11   whether something has written in place
+of ``torch.optim.Optimizer``:
+``_optimizer_state_dict_post_hooks``                  2.11   the same of an optimizer
 of a sharded module:
 ``_lookups``                                          1.0    one lookup a sharding type
 of a lookup:
@@ -38,6 +41,7 @@ of ``SplitTableBatchedEmbeddingBagsCodegen``:
 ``split_embedding_weights``, ``embedding_specs``      1.0    views of the rows, one a table
 ``split_optimizer_states``                            1.0    views of the optimizer's rows
 ``optimizer``, ``weights_precision``                  1.0    which states and dtypes those have
+``optimizer_args``                                    1.0    numbers that the update reads
 ``use_rowwise_bias_correction``                       1.2    (Adam) one state more
 ``_used_rowwise_adagrad_with_counter``                1.0    (row-wise Adagrad) two states more
 ``_used_rowwise_adagrad_with_global_weight_decay``    1.0    (row-wise Adagrad) one state more
@@ -83,13 +87,25 @@ in 1.2.
 
 from torchrec_stream_ckpt.adapter.claimed import check_free, claim
 from torchrec_stream_ckpt.adapter.collision import COUNTERS, NO_ID, IdMap, id_maps
-from torchrec_stream_ckpt.adapter.dense import ReplicatedTables, check_dense, dense_optimizers, dense_view
+from torchrec_stream_ckpt.adapter.dense import (
+    ReplicatedTables,
+    check_dense,
+    dense_optimizers,
+    dense_view,
+    has_own_state_dict,
+    named_states,
+)
 from torchrec_stream_ckpt.adapter.kernels import FusedKernel, LocalShard, Lookup
 from torchrec_stream_ckpt.adapter.modules import fused_kernels, sharded_embeddings
 from torchrec_stream_ckpt.adapter.optimizers import optimizer_states
 from torchrec_stream_ckpt.adapter.outside import watch_outside_writes
 from torchrec_stream_ckpt.adapter.standing import Standing
-from torchrec_stream_ckpt.adapter.wrappers import check_wrappers, load_wrapper_states, wrapper_states
+from torchrec_stream_ckpt.adapter.wrappers import (
+    check_wrappers,
+    load_wrapper_states,
+    wrapper_parameters,
+    wrapper_states,
+)
 
 __all__ = [
     "COUNTERS",
@@ -107,10 +123,13 @@ __all__ = [
     "dense_optimizers",
     "dense_view",
     "fused_kernels",
+    "has_own_state_dict",
     "id_maps",
     "load_wrapper_states",
+    "named_states",
     "optimizer_states",
     "sharded_embeddings",
     "watch_outside_writes",
+    "wrapper_parameters",
     "wrapper_states",
 ]

@@ -16,6 +16,7 @@ from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.warmup import WarmupOptimizer
 
+from torchrec_stream_ckpt.adapter import versions
 from torchrec_stream_ckpt.adapter.collision import holds_id_maps
 from torchrec_stream_ckpt.adapter.modules import is_sharded_embedding, sharded_embeddings
 from torchrec_stream_ckpt.adapter.wrappers import walk
@@ -40,11 +41,7 @@ def _view(module: nn.Module) -> nn.Module:
         return nn.Module()  # they are saved by row range, not by rank
     if not any(isinstance(child, ShardedModule) for child in module.modules()):
         return module
-    if type(module).get_extra_state is not nn.Module.get_extra_state:
-        raise UnsupportedError(
-            f"{type(module).__name__} has extra state and holds a sharded module: this is not captured yet",
-            hint="hand its state over as a Stateful, or move it to a child without embeddings",
-        )
+    _check_state_is_known(module)
     view = nn.Module()
     for name, parameter in module.named_parameters(recurse=False):
         view.register_parameter(name, parameter)
@@ -53,6 +50,28 @@ def _view(module: nn.Module) -> nn.Module:
     for name, child in module.named_children():
         view.add_module(name, _view(child))
     return view
+
+
+def _check_state_is_known(module: nn.Module) -> None:
+    """A view has parameters and buffers of a module; what its own code saves beside them would be lost.
+
+    Raises:
+        UnsupportedError: it has such code; names it.
+    """
+    what = [
+        f"its own {method}()"
+        for method in ("_save_to_state_dict", "state_dict")
+        if getattr(type(module), method) is not getattr(nn.Module, method) and not isinstance(module, ShardedModule)
+    ]
+    if type(module).get_extra_state is not nn.Module.get_extra_state:
+        what.append("extra state")
+    if module._state_dict_hooks and not isinstance(module, ShardedModule):
+        what.append("a state dict hook")
+    if what:
+        raise UnsupportedError(
+            f"{type(module).__name__} has {what[0]} and holds a sharded module: this is not captured yet",
+            hint="hand its state over as a Stateful, or move it to a child without embeddings",
+        )
 
 
 def _data_parallel_tables(module: Any) -> nn.Module:
@@ -77,6 +96,15 @@ def _data_parallel_tables(module: Any) -> nn.Module:
     return view
 
 
+def named_states(values: Any) -> dict[str, torch.Tensor]:
+    """Of what an optimizer keeps for a parameter: the tensors right below it whose keys can end an entry's name."""
+    return {
+        key: value
+        for key, value in (values.items() if isinstance(values, dict) else ())
+        if isinstance(value, torch.Tensor) and type(key) is str and key and "." not in key
+    }
+
+
 class ReplicatedTables:
     """The tensors of tables that all ranks hold alike: weights, and what a dense optimizer keeps of their rows.
 
@@ -98,8 +126,8 @@ class ReplicatedTables:
         found: dict[str, torch.Tensor] = {f"model.{name}": table for name, table in self._tables.items()}
         for key, optimizer in self._optimizers.items():
             for name, table in self._tables.items():
-                for state, value in optimizer.state.get(table, {}).items():
-                    if isinstance(value, torch.Tensor) and value.shape in (table.shape, table.shape[:1]):
+                for state, value in named_states(optimizer.state.get(table)).items():
+                    if value.shape in (table.shape, table.shape[:1]):
                         found[f"optim.{key}.{name}.{state}"] = value
         return found
 
@@ -136,6 +164,18 @@ def check_dense(dmp: DistributedModelParallel, optimizers: dict[str, torch.optim
             )
     if stepped and not dmp._ddp_wrapped:
         raise UnsupportedError("the dense part is not data parallel yet", hint="call dmp.init_data_parallel() first")
+
+
+def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``state_dict()`` may say more than torch's own does, which is ``state`` and ``param_groups``."""
+    versions.DENSE_OPTIMIZER.require(optimizer)
+    return (
+        any(
+            getattr(type(optimizer), method) is not getattr(torch.optim.Optimizer, method) or method in vars(optimizer)
+            for method in ("state_dict", "load_state_dict")
+        )
+        or len(optimizer._optimizer_state_dict_post_hooks) > 0
+    )
 
 
 def dense_optimizers(optimizer: torch.optim.Optimizer | None) -> dict[str, torch.optim.Optimizer]:

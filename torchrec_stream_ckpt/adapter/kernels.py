@@ -15,7 +15,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torchrec.optim.fused import FusedOptimizer as FusedModuleOptimizer
 
-from torchrec_stream_ckpt.adapter.optimizers import FusedOptimizer, row_states
+from torchrec_stream_ckpt.adapter.optimizers import (
+    FusedOptimizer,
+    hyperparameters,
+    row_states,
+    set_hyperparameters,
+)
 from torchrec_stream_ckpt.adapter.patch import patch, wrap
 from torchrec_stream_ckpt.adapter.slots import CacheSlots
 from torchrec_stream_ckpt.adapter.streams import StreamOrder
@@ -328,6 +333,15 @@ class FusedKernel:
     def next_learning_rate(self) -> float:
         """What the fused optimizer's param group says: the kernel takes it over at the next ``step``."""
         return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def hyperparameters(self) -> dict[str, float]:
+        """Numbers that the update reads, such as ``eps`` and ``weight_decay``; without the learning rate."""
+        return hyperparameters(self._tbe)
+
+    def set_hyperparameters(self, values: Mapping[str, float]) -> None:
+        """Put back what ``hyperparameters`` said."""
+        set_hyperparameters(self._tbe, values)
 
     def set_scalars(self, iteration: int, max_counter: float, learning_rate: float, next_learning_rate: float) -> None:
         """Put back what the properties of these names said."""

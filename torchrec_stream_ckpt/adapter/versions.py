@@ -101,7 +101,7 @@ def _uses(kind: type, name: str) -> bool:
 
 MODEL = HookPoints(
     "model",
-    ("_ddp_wrapped", "_modules", "_non_persistent_buffers_set", "fused_optimizer", "reshard"),
+    ("_ddp_wrapped", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks", "fused_optimizer", "reshard"),
     used_inside=("_ddp_wrapped",),
 )
 SHARDED_MODULE = HookPoints("sharded module", ("_lookups",), used_inside=("_lookups",))
@@ -134,6 +134,7 @@ KERNEL = HookPoints(
         "lxu_cache_state",
         "lxu_cache_weights",
         "optimizer",
+        "optimizer_args",
         "prefetch_pipeline",
         "reset_cache_states",
         "reset_embedding_weight_momentum",
@@ -158,6 +159,7 @@ KERNEL = HookPoints(
         "iter",
         "iter_cpu",
         "max_counter",
+        "optimizer_args",
     ),
 )
 TENSOR = HookPoints("tensor of a kernel", ("_version",))
@@ -185,6 +187,7 @@ ID_MAP = HookPoints(
     used_inside=("_current_history_buffer_offset", "_evicted_emb_indices", "_history_accumulator"),
 )
 CUDA_OPERATORS = HookPoints("namespace torch.ops.fbgemm", ("linearize_cache_indices", "lxu_cache_lookup"))
+DENSE_OPTIMIZER = HookPoints("dense optimizer", ("_optimizer_state_dict_post_hooks",))
 OPTIMIZER_WRAPPER = HookPoints("wrapper of an optimizer", (), used_inside=("_optimizer",))
 WARM_UP = HookPoints("warm-up wrapper", ("_get_warmup_state",), used_inside=("_stages", "_warmup_param"))
 CLIPPING = HookPoints("clipping wrapper", (), used_inside=("_step_num",))
@@ -201,6 +204,7 @@ HOOK_POINTS = (
     COLLISION_COLLECTION,
     ID_MAP,
     CUDA_OPERATORS,
+    DENSE_OPTIMIZER,
     OPTIMIZER_WRAPPER,
     WARM_UP,
     CLIPPING,

@@ -33,6 +33,11 @@ def wrapper_states(optimizer: torch.optim.Optimizer | None) -> list[State]:
     return [_state(wrapper) for wrapper in _wrappers(optimizer)]
 
 
+def wrapper_parameters(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+    """Parameters that wrappers have made: :func:`wrapper_states` saves what stands below them in the shared state."""
+    return [wrapper._warmup_param for wrapper in _wrappers(optimizer) if isinstance(wrapper, WarmupOptimizer)]
+
+
 def check_wrappers(optimizer: torch.optim.Optimizer | None, saved: list[State]) -> None:
     """Compare a job's wrappers with those of a marker.
 

@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrec_stream_ckpt.commit.collective import Team
-from torchrec_stream_ckpt.commit.dense import DenseState, written_by
+from torchrec_stream_ckpt.commit.dcp import written_by
+from torchrec_stream_ckpt.commit.dense import DenseState
 from torchrec_stream_ckpt.commit.generation import Generation
 from torchrec_stream_ckpt.commit.replicas import check_same
 from torchrec_stream_ckpt.commit.seal import Seal

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -69,25 +65,3 @@ def check_replicas(dmp: DistributedModelParallel, view: nn.Module) -> None:
                 f"neither DDP nor FSDP2 holds the dense parameter {name}: ranks may differ in it",
                 hint="let the DataParallelWrapper take in every parameter",
             )
-
-
-def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
-    """{parameter: {state: value}}: DTensors for sharded parameters, of which DCP saves each rank's part.
-
-    Raises:
-        UnsupportedError: the optimizer keeps something for a sharded parameter that does not say how it is sharded.
-    """
-    state: dict[str, dict[str, Any]] = {}
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        values, name = optimizer.state.get(parameter), names[id(parameter)]
-        for key, value in values.items() if values and isinstance(parameter, DTensor) else ():
-            scalar = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim() == 0
-            like = isinstance(value, DTensor) and value.shape == parameter.shape
-            if isinstance(value, torch.Tensor) and not scalar and not like:
-                raise UnsupportedError(
-                    f"the {key} that {type(optimizer).__name__} keeps for the sharded parameter {name} is not captured",
-                    hint="use DDP for this optimizer, or one whose states are sharded as their parameters are",
-                )
-        if values:
-            state[name] = dict(values)
-    return state

@@ -1,24 +1,26 @@
 """A copy of what the ranks hold alike: each of them copies a part, into memory that is kept for the next marker.
 
-DDP keeps parameters and optimizer states equal on all ranks, so one copy of them is saved. Which rank makes it follows
+DDP keeps parameters and optimizer states equal on all ranks, so one copy of them is saved; a frozen parameter is
+compared, for nobody keeps it equal. Which rank makes it follows
 from names and sizes alone: every rank comes to the same answer without asking, and the votes of a marker compare what
 the answer was made from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
+from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import MarkerFailedError
 
-Place = tuple[str, ...]
-"""Keys of nested mappings, outermost first."""
-Tensors = Mapping[Place, torch.Tensor]
+Tensors = Mapping[str, torch.Tensor]
+"""By entry."""
+FROZEN = " frozen, CRC-32C "
 
 
-def owners(tensors: Tensors, world: int) -> dict[Place, int]:
+def owners(tensors: Tensors, world: int) -> dict[str, int]:
     """The rank that saves each tensor: bytes are spread, the largest tensors first."""
     load = [0] * world
     found = {}
@@ -29,23 +31,45 @@ def owners(tensors: Tensors, world: int) -> dict[Place, int]:
     return found
 
 
-def listing(tensors: Tensors) -> tuple[str, ...]:
-    """What :func:`owners` looks at, and what has to be the same on all ranks."""
-    return tuple(f"{'.'.join(name)} {list(tensors[name].shape)} {tensors[name].dtype}" for name in sorted(tensors))
+def listing(tensors: Tensors, places: Mapping[str, str], frozen: Collection[str]) -> tuple[str, ...]:
+    """What :func:`owners` looks at, and what has to be the same on all ranks.
+
+    Args:
+        tensors: What each rank holds a copy of.
+        places: Entry -> where its tensor stands, for people.
+        frozen: Entries of parameters that nobody keeps equal: a checksum of their bytes is in the listing.
+    """
+    return tuple(
+        f"{name}{f' ({places[name]})' if name in places else ''} {list(tensor.shape)} {tensor.dtype}"
+        + (f"{FROZEN}{_checksum(tensor):08x}" if name in frozen else "")
+        for name, tensor in sorted(tensors.items())
+    )
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return int(crc32c(data.data))
 
 
 def check_same(listings: list[tuple[str, ...]]) -> None:
-    """Refuse a marker to which the ranks would save different sets of tensors: some would be saved by none.
+    """Refuse a marker to which the ranks would save different sets of tensors, or other values of a frozen one.
 
     Raises:
-        MarkerFailedError: names the first tensor that one rank holds and another does not.
+        MarkerFailedError: names the first tensor that one rank holds and another does not, or holds otherwise.
     """
     for rank, other in enumerate(listings):
-        if different := sorted(set(listings[0]) ^ set(other)):
+        if not (different := sorted(set(listings[0]) ^ set(other))):
+            continue
+        tensor, frozen, _ = different[0].partition(FROZEN)
+        if frozen and sum(each.startswith(f"{tensor}{FROZEN}") for each in different) > 1:
             raise MarkerFailedError(
-                f"ranks 0 and {rank} hold different dense state: only one of them has {different[0]}",
-                hint="let DDP or FSDP2 hold every dense parameter, and step its optimizer on every rank",
+                f"ranks 0 and {rank} hold different values of a frozen parameter: {tensor}",
+                hint="give all ranks the same values, or register it as a buffer, which is saved for each rank",
             )
+        raise MarkerFailedError(
+            f"ranks 0 and {rank} hold different dense state: only one of them has {different[0]}",
+            hint="let DDP or FSDP2 hold every dense parameter, and step its optimizer on every rank",
+        )
 
 
 class Copies:
@@ -55,10 +79,10 @@ class Copies:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[Place, torch.Tensor] = {}
+        self._kept: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
-    def copy(self, tensors: Tensors) -> dict[Place, torch.Tensor]:
+    def copy(self, tensors: Tensors) -> dict[str, torch.Tensor]:
         """On the CPU, as they are now; pinned memory for what is on a GPU, for which the host waits once.
 
         Memory of names that are gone is freed."""
@@ -69,7 +93,7 @@ class Copies:
             torch.cuda.current_stream(device).synchronize()
         return dict(self._kept)
 
-    def _room(self, name: Place, tensor: torch.Tensor) -> torch.Tensor:
+    def _room(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         kept = self._kept.get(name)
         if kept is not None and kept.shape == tensor.shape and kept.dtype == tensor.dtype:
             return kept

@@ -16,12 +16,16 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from torchrec_stream_ckpt.commit.dcp import read_json
+from torchrec_stream_ckpt.commit.optimizer_state import NESTED, read
 from torchrec_stream_ckpt.errors import CorruptionError, UnsupportedError
+
+_OF_RANK_0 = ("rank0.buffers", "rank0.optimizers")
 
 
 @dataclass(frozen=True, slots=True)
 class DenseTensors:
-    """Whole tensors, and plain values where an optimizer keeps such."""
+    """Whole tensors, and nested and plain values where an optimizer keeps such."""
 
     model: dict[str, Any]
     """By name: parameters, data-parallel tables, buffers of rank 0."""
@@ -44,17 +48,30 @@ def read_dense(folder: Path) -> DenseTensors:
             f"the id maps of managed collision ({', '.join(maps)}) fit no state dict of another plan",
             hint="restore the marker with StreamCheckpointer, or export its rows to safetensors or Parquet",
         )
-    wanted = [name for name in names if name.startswith(("model.", "optim.")) or name == "rank0.buffers"]
+    wanted = [name for name in names if name.startswith(("model.", "optim.", f"{NESTED}.")) or name in _OF_RANK_0]
     values = read_entries(reader, metadata, wanted)
     model = {name.removeprefix("model."): value for name, value in values.items() if name.startswith("model.")}
     if "rank0.buffers" in values:
         model |= torch.load(io.BytesIO(values["rank0.buffers"].numpy().tobytes()), weights_only=True)
+    return DenseTensors(model, _optimizer_states(values))
+
+
+def _optimizer_states(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """By parameter and state; of rank 0 where ranks may differ."""
+    if "rank0.optimizers" in values:
+        saved = read(read_json(values["rank0.optimizers"]), values, {})
+        return {
+            name: state
+            for optimizer in saved.values()
+            for name, state in optimizer.state.items()
+            if isinstance(state, dict)
+        }
     optimizer: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         if name.startswith("optim."):
             parameter, _, state = name.split(".", 2)[2].rpartition(".")
             optimizer.setdefault(parameter, {})[state] = value
-    return DenseTensors(model, optimizer)
+    return optimizer
 
 
 def read_entries(reader: FileSystemReader, metadata: Metadata, names: list[str]) -> dict[str, Any]:

@@ -1,0 +1,125 @@
+"""The files of a marker's dense state, written and read by torch's own DCP; blobs are uint8 tensors in them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from torchrec_stream_ckpt.errors import SchemaMismatchError
+from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.layout import fsync_dir
+
+Entries = Mapping[str, Any]
+"""Name -> DCP's metadata."""
+
+
+class _Writer(FileSystemWriter):
+    """DCP's own, with points between its parts."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        failpoint("dense.part")
+        written = super().write_data(plan, planner)
+        failpoint("dense.part_written")
+        return written
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        failpoint("dense.metadata")
+        super().finish(metadata, results)
+
+
+@contextlib.contextmanager
+def _as_error() -> Iterator[None]:
+    """DCP's failure is a BaseException that no handler of errors would see, and its text is tracebacks."""
+    try:
+        yield
+    except CheckpointException as error:
+        said = [f"rank {rank}: {type(failure).__name__}: {failure}" for rank, (failure, _) in error.failures.items()]
+        raise RuntimeError("; ".join(said)) from error
+
+
+def save_together(state: dict[str, Any], path: Path, group: dist.ProcessGroup) -> None:
+    """(all ranks) Write each rank's part; returns when it is durable."""
+    with _as_error():
+        save(state, storage_writer=_Writer(path), process_group=group)
+
+
+def written_by(path: Path, rank: int) -> list[str]:
+    """Names of the files that ``rank`` wrote into a dense directory; rank 0 also wrote DCP's metadata."""
+    mine = [entry.name for entry in path.iterdir() if entry.name.startswith(f"__{rank}_")]
+    if rank == 0:
+        fsync_dir(path)
+        fsync_dir(path.parent)
+        mine.append(".metadata")
+    return mine
+
+
+def load_here(state: dict[str, Any], reader: FileSystemReader) -> dict[str, Any]:
+    """Fill the tensors of ``state`` in place, by entry; returned with its plain values filled in too.
+
+    Every rank reads for itself, so that one that fails leaves none waiting.
+    """
+    if state:
+        with warnings.catch_warnings(), _as_error():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def flat(prefix: str, value: Any) -> dict[str, Any]:
+    """The leaves of nested mappings, by their dotted names."""
+    if not isinstance(value, dict):
+        return {prefix: value}
+    return {
+        name: leaf
+        for key, child in value.items()
+        for name, leaf in flat(f"{prefix}.{key}" if prefix else str(key), child).items()
+    }
+
+
+def blob(value: object) -> torch.Tensor:
+    """Any object as one uint8 tensor."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+
+
+def unblob(saved: torch.Tensor) -> Any:
+    """What :func:`blob` was given. A pickle, vouched for by the digest in COMMIT."""
+    return torch.load(io.BytesIO(saved.numpy().tobytes()), map_location="cpu", weights_only=False)
+
+
+def json_blob(value: object) -> torch.Tensor:
+    """JSON as one uint8 tensor."""
+    return torch.frombuffer(bytearray(json.dumps(value, separators=(",", ":")).encode()), dtype=torch.uint8)
+
+
+def read_json(saved: torch.Tensor) -> Any:
+    """What :func:`json_blob` was given."""
+    return json.loads(saved.numpy().tobytes())
+
+
+def empty_blob(entries: Entries, name: str) -> torch.Tensor:
+    """Room for a blob of the marker.
+
+    Raises:
+        SchemaMismatchError: it has none of this name.
+    """
+    entry = entries.get(name)
+    if not isinstance(entry, TensorStorageMetadata):
+        raise SchemaMismatchError(
+            f"the marker holds no '{name}'", hint="hand over the same stateful objects as the job that wrote it"
+        )
+    return torch.empty(entry.size, dtype=torch.uint8)
