@@ -27,6 +27,7 @@ from torchrec_stream_ckpt.capture.oracle import Oracle
 from torchrec_stream_ckpt.capture.prover import Load, Prover, Replicated, window_width
 from torchrec_stream_ckpt.capture.shards import check_rows_fit, local_shards, local_tables, merge_schema
 from torchrec_stream_ckpt.capture.staging import StreamIdentity, allocate
+from torchrec_stream_ckpt.checking import Checked, check_live, refuse_or_accept
 from torchrec_stream_ckpt.commit.cadence import NOTHING, Ballot, Cadence
 from torchrec_stream_ckpt.commit.collective import Team, end_group, new_group
 from torchrec_stream_ckpt.commit.coordinator import Coordinator
@@ -156,8 +157,8 @@ class StreamCheckpointer:
             self._coordinator: Coordinator | None = None
             self._cuts: Cuts | None = None
             self._prover: Prover | None = None
-            self._proved_up_to: int | None = None
-            """(restore) Where the proof of the restored marker ends; None: it has none that this rank has read."""
+            self._proved_up_to = 0
+            """Where the window of the next marker begins: behind that of the restored one."""
             self._step = 0
             self._next_marker = 1
             self._broken: BaseException | None = None
@@ -222,12 +223,15 @@ class StreamCheckpointer:
         """Where this rank stands: what it has sent, what would be lost now, how long it took. Local, on any thread."""
         return self._telemetry.stats(self._step, self._capture, self._ring, self._prover)
 
-    def restore(self, marker: MarkerId | str | tuple[int, int] | None = None) -> Restored | None:
+    def restore(
+        self, marker: MarkerId | str | tuple[int, int] | None = None, *, accept_unproved: bool = False
+    ) -> Restored | None:
         """Bring back a marker, in place, on any number of ranks and any plan.
 
         Args:
             marker: Which one, as ``"GENERATION:MARKER"``; None: the newest that is whole. What was passed over, because
                 it is proved to be damaged, stands in ``Restored.skipped``.
+            accept_unproved: Go on with rows that are not as a marker proved them, and send them again.
 
         Returns:
             What was restored; None when nothing was ever committed, or ``StreamConfig.fresh`` is set.
@@ -240,6 +244,8 @@ class StreamCheckpointer:
                 newest marker, and ``StreamConfig.max_fallback`` older ones are damaged, too.
             ConfigError: ``StreamConfig.fresh`` is set and a marker is named.
             TrimmedError: they were trimmed on purpose; says which store holds them.
+            ProofMismatchError: (without ``accept_unproved``) rows are not as they were in the tables at a cut; names
+                them. No older marker is tried: it may have lost the same.
         """
         self._check_open()
         if self._stream is not None:
@@ -257,7 +263,7 @@ class StreamCheckpointer:
         if found is None:
             self._open_root()
             return None
-        return self._go_on_from(*found)
+        return self._go_on_from(*found, accept_unproved=accept_unproved)
 
     def _start_fresh(self, wanted: MarkerId | None) -> None:
         if wanted is not None:
@@ -267,7 +273,7 @@ class StreamCheckpointer:
             )
         self._open_root()
 
-    def standby(self, takeover: Takeover | None = None) -> Restored | None:
+    def standby(self, takeover: Takeover | None = None, *, accept_unproved: bool = False) -> Restored | None:
         """Stand by as a hot spare of the trainer of this job, then take over as :meth:`restore` does.
 
         Instead of ``restore()``, on ranks of their own, any number of them and under any plan of the trainer's column
@@ -276,6 +282,7 @@ class StreamCheckpointer:
 
         Args:
             takeover: When; default: after 60 s without a sign of life.
+            accept_unproved: As of :meth:`restore`.
 
         Returns:
             What was taken over; None when nothing was ever committed.
@@ -300,14 +307,14 @@ class StreamCheckpointer:
             self._broken = error if spare.touched else None
             raise
         if marker is None:
-            return self.restore()
+            return self.restore(accept_unproved=accept_unproved)
         try:
             choice = self._team.on_rank0(lambda: self._taken_over(marker))
         except CorruptionError as error:  # of its dense state: an older marker may be whole
             log.warning("marker %s cannot be taken over: %s", marker, error.headline)
-            return self.restore()
+            return self.restore(accept_unproved=accept_unproved)
         plan = self._team.together(lambda: plan_behind(stay_at(choice), self._schema, self._shards))
-        return self._go_on_from(plan, choice, spare.rows)
+        return self._go_on_from(plan, choice, spare.rows, accept_unproved=accept_unproved)
 
     def _load_newest(self) -> tuple[RestorePlan, Choice, int] | None:
         """(all ranks) Write the newest marker into the live tables; None while nothing is committed."""
@@ -323,9 +330,10 @@ class StreamCheckpointer:
         self._tier.dense.verify(commit)
         return Choice(lineage, commit, {}, (), None)
 
-    def _go_on_from(self, plan: RestorePlan, choice: Choice, rows: int) -> Restored:
+    def _go_on_from(self, plan: RestorePlan, choice: Choice, rows: int, *, accept_unproved: bool) -> Restored:
         """(all ranks) The rows of a marker are in the live tables: load the rest, and open a generation on it."""
         try:
+            checked = self._check_proofs(plan, accept_unproved=accept_unproved)
             load_rest = self._team.together(lambda: self._load_dense(choice, plan.world))
             merged = {table for tables in self._team.gather(plan.merged) for table in tables}
             self._begin(merged)
@@ -343,13 +351,32 @@ class StreamCheckpointer:
         self._open(plan.marker, sorted(merged), parent_bytes)
         if self._team.rank == 0:
             log.info(
-                "restored marker %s (step %d, written by %d ranks) from %s",
+                "restored marker %s (step %d, written by %d ranks) from %s; %.1f%% of its rows are as they were proved",
                 plan.marker,
                 plan.step,
                 plan.world,
                 source,
+                100 * checked.share,
             )
-        return Restored(plan.marker.generation, plan.marker.marker, plan.step, plan.world, rows, choice.skipped, source)
+        if checked.unproved is not None:
+            self._capture.mark_ranges(checked.unproved.rows(plan.schema))
+        return Restored(
+            plan.marker.generation,
+            plan.marker.marker,
+            plan.step,
+            plan.world,
+            rows,
+            choice.skipped,
+            source,
+            checked.share,
+        )
+
+    def _check_proofs(self, plan: RestorePlan, *, accept_unproved: bool) -> Checked:
+        """(all ranks) Compare the rows with what markers proved of them, before anybody changes one."""
+        checked = check_live(self._team, self._kernels, plan.schema, self._shards, self._restoring.met)
+        refuse_or_accept(checked, plan.marker, accept=accept_unproved, say=self._team.rank == 0)
+        self._proved_up_to = checked.proved_up_to
+        return checked
 
     def _load_dense(self, choice: Choice, world: int) -> Callable[[], None]:
         return self._dense.load(self._restoring.source.dense.local(choice.commit), world)
@@ -702,13 +729,13 @@ class StreamCheckpointer:
         if self._team.rank == 0:
             replicated = ReplicatedTables(self._dmp, dense_optimizers(self._optimizer)).tensors
         load = Load.of(self._kernels, replicated())
-        said = self._team.gather((self._config.proof_bytes, load, self._proved_up_to))
-        proof_bytes, position = said[0][0], next((each for _, _, each in said if each is not None), 0)
+        said = self._team.gather((self._config.proof_bytes, load))
+        proof_bytes, position = said[0][0], self._proved_up_to
         if self._prover is not None:
             position = self._prover.window.position
         self._prover = None
         if proof_bytes:
-            width = window_width([each for _, each, _ in said], proof_bytes)
+            width = window_width([each for _, each in said], proof_bytes)
             self._prover = Prover(self._kernels, schema, replicated, Window(position, width))
         return self._prover
 

@@ -116,5 +116,9 @@ class CaptureMismatchError(StreamCkptError):
     """(``paranoid=True``) Rows changed that the stream does not know of: find their writer, restart from a marker."""
 
 
+class ProofMismatchError(StreamCkptError):
+    """Rows are not as a marker proved them at its cut: restore a marker that is older than the loss, or accept them."""
+
+
 class CommitUnknownError(StreamCkptError):
     """Nobody knows yet whether the COMMIT arrived: read the log once it answers again."""

@@ -27,6 +27,7 @@ from torchrec_stream_ckpt.restore.located import located
 from torchrec_stream_ckpt.restore.lost import check_not_lost
 from torchrec_stream_ckpt.restore.passed import Passed
 from torchrec_stream_ckpt.restore.plan import Behind, RestorePlan, plan_behind, plan_restore
+from torchrec_stream_ckpt.restore.proofs import Met, Path
 from torchrec_stream_ckpt.store.head import Head, HeadDamagedError, head_root
 from torchrec_stream_ckpt.tiers.job import Tiered
 from torchrec_stream_ckpt.tiers.source import Source
@@ -70,6 +71,8 @@ class Restoring:
         """Segments of the store that turned out to be damaged."""
         self.source = Source(tier.log, tier.objects, tier.dense)
         """Where the marker is read from that was found last."""
+        self.met = Met(Path())
+        """What the rows of the live tables came with."""
         self.touched = False
         """Whether rows of the live tables have been written."""
 
@@ -117,7 +120,9 @@ class Restoring:
 
     def behind(self, tables: Tables, behind: Behind) -> int:
         """(each rank) Write what is behind the marker that the tables hold."""
-        return apply_rows(self._tier.log, plan_behind(behind, tables.schema, tables.shards), tables.kernels)
+        plan = plan_behind(behind, tables.schema, tables.shards)
+        self.met.path = self.met.path.then(behind.since, plan.path)
+        return apply_rows(self._tier.log, plan, tables.kernels, met=self.met)
 
     def _begin(self) -> None:
         self._use_head, self._passed = True, Passed(self._config.max_fallback)
@@ -166,8 +171,11 @@ class Restoring:
     def _apply(self, tables: Tables, plan: RestorePlan, choice: Choice) -> int:
         source, held = self.source, choice.held
         store = StoreSource(source.objects, held.scalars) if held is not None else None
+        self.met = Met(plan.path)
         try:
-            return apply_rows(source.log, plan, tables.kernels, store, self._head)
+            if held is not None:
+                self.met.held(held)
+            return apply_rows(source.log, plan, tables.kernels, store, self._head, self.met)
         except HeadDamagedError:
             assert self._head is not None
             self._head.drop()

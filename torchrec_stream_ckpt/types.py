@@ -130,6 +130,8 @@ class Restored:
     source: str = "log"
     """Where the rows came from: ``head 1:40``, ``store 1:40 + log``, ``log``; with two tiers, behind which of them:
     ``inner: log``, ``inner + outer: log``, ``outer: store 1:40 + log``."""
+    proved: float = 0.0
+    """Share of all rows that were compared with what markers proved of them; weights and states count apart."""
 
     @property
     def id(self) -> MarkerId:

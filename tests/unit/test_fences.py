@@ -46,8 +46,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cuts": LEAVES | {"format", "capture", "log", "commit", "proving"},
     "telemetry": LEAVES | {"format", "capture", "log"},
     "showing": LEAVES | {"commit", "telemetry"},
+    "checking": LEAVES | {"format", "adapter", "commit", "proving", "restore"},
     "checkpointer": LEAVES
     | {
+        "checking",
         "loader",
         "format",
         "adapter",
@@ -104,6 +106,7 @@ WITH_TORCH = frozenset(
         "capture/staging.py",
         "capture/sweep.py",
         "capture/touched.py",
+        "checking.py",
         "checkpointer.py",
         "commit/cadence.py",
         "commit/collective.py",

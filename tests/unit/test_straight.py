@@ -66,7 +66,14 @@ class Base:
         ref = SegmentRef(NAME, front.num_bytes, front.front_bytes, front.header_crc, front.rows)
         picked = Picked(ref, front, np.arange(len(front.directory)))
         plan = RestorePlan(
-            MarkerId(1, 1), 0, 1, SCHEMA, tuple(self.shards), (), frozenset(), (StoreRead(picked, moves, True),)
+            MarkerId(1, 1),
+            0,
+            1,
+            SCHEMA,
+            tuple(self.shards),
+            (),
+            frozenset(),
+            (StoreRead(picked, moves, True, MarkerId(1, 1)),),
         )
         rows, rest = read_runs(plan, self.objects, self.targets)
         return rows, [front.directory[number] for read in rest for number in read.picked.chunks]

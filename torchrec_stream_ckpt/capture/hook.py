@@ -317,6 +317,16 @@ class Capture:
                 tables,
             )
 
+    def mark_ranges(self, ranges: Collection[tuple[str, int, int]]) -> None:
+        """Send rows again that have not changed: (table, first row, row after the last one) of each range."""
+        for kernel, mask in zip(self._kernels, self._masks, strict=True):
+            for position, shard in enumerate(kernel.shards):
+                for table, begin, end in ranges:
+                    first, last = max(begin, shard.row0), min(end, shard.row0 + shard.rows)
+                    if table == shard.table.name and first < last:
+                        base = kernel.bases[position] - shard.row0
+                        mask.mark_rows(torch.arange(base + first, base + last))
+
     def _save(self, cut: FrozenCut, position: int, find: Callable[[], torch.Tensor]) -> None:
         """Send frozen rows in front of a write, within the marker's budget; a write neither waits nor fails."""
         drain = replace(cut.drain, saving=True)

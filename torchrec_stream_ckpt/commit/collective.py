@@ -7,6 +7,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar, cast
 
+import numpy as np
+import numpy.typing as npt
+import torch
 import torch.distributed as dist
 
 from torchrec_stream_ckpt.errors import StreamCkptError
@@ -44,6 +47,12 @@ class Team:
         values: list[T | None] = [None] * self.world
         dist.all_gather_object(values, value, group=self._group)
         return cast("list[T]", values)
+
+    def add(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """(all ranks) The sum over ranks of arrays of one shape."""
+        total = torch.from_numpy(np.array(numbers))
+        dist.all_reduce(total, group=self._group)
+        return cast("npt.NDArray[np.int64]", total.numpy())
 
     def together(self, action: Callable[[], T]) -> T:
         """(all ranks) Do ``action`` on each rank; if it fails on one, the lowest such rank's error is raised on all.

@@ -168,6 +168,11 @@ def replicated_id(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") % MAX_ID
 
 
+def positions(table_id: int, blocks: Ints) -> Ints:
+    """Where on the circle blocks of a table are."""
+    return (_reversed_bits()[blocks % POSITIONS] + table_id) % POSITIONS
+
+
 def words_of(values: npt.NDArray[Any]) -> Words:
     """The bits of (rows, columns) elements as signed integers; an element of 8 bytes is two words, low half first."""
     values = np.ascontiguousarray(values)

@@ -16,6 +16,7 @@ from torchrec_stream_ckpt.restore.from_head import apply_head
 from torchrec_stream_ckpt.restore.from_log import apply_log
 from torchrec_stream_ckpt.restore.from_store import apply_store
 from torchrec_stream_ckpt.restore.plan import RestorePlan
+from torchrec_stream_ckpt.restore.proofs import Met
 from torchrec_stream_ckpt.restore.reshard import Move, intersect
 from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.store.api import Objects
@@ -41,6 +42,7 @@ def apply_rows(
     kernels: list[FusedKernel],
     store: StoreSource | None = None,
     head: Head | None = None,
+    met: Met | None = None,
 ) -> int:
     """Write every row that the plan names into the live tables, and set the kernels' own state.
 
@@ -52,6 +54,7 @@ def apply_rows(
         kernels: The live tables.
         store: Where ``plan.stored`` is, and the scalars of its reach; None if the plan has none.
         head: Where ``plan.warm`` is; None if the plan has none.
+        met: Takes what the rows come with: MARKs, and which marker last sent a row of which block.
 
     Returns:
         How many row records this rank applied.
@@ -61,7 +64,8 @@ def apply_rows(
         CorruptionError: the log or the store is damaged or incomplete.
         SchemaMismatchError: the plan puts tables with different learning rates into one kernel.
     """
-    targets = _targets(plan, kernels)
+    met = Met(plan.path) if met is None else met
+    targets = _targets(plan, kernels, met)
     scalars: list[TableScalars] = []
     applied = 0
     for kernel in kernels:
@@ -73,7 +77,7 @@ def apply_rows(
         applied += apply_store(plan, store.objects, targets)
         if plan.reach == plan.marker:
             scalars += [each for each in store.scalars if _concerns(each, plan.targets)]
-    rows, found = apply_log(plan, log, targets)
+    rows, found = apply_log(plan, log, targets, met)
     applied += rows
     scalars += found
     for shard, target in targets.items():
@@ -90,7 +94,7 @@ def _concerns(record: TableScalars, targets: Sequence[TableShard]) -> bool:
     return any(intersect(shard, target) is not None for target in targets)
 
 
-def _targets(plan: RestorePlan, kernels: list[FusedKernel]) -> dict[TableShard, Target]:
+def _targets(plan: RestorePlan, kernels: list[FusedKernel], met: Met) -> dict[TableShard, Target]:
     index = plan.schema.index()
     moves: dict[TableShard, list[Move]] = {}
     for move in plan.moves:
@@ -100,7 +104,9 @@ def _targets(plan: RestorePlan, kernels: list[FusedKernel]) -> dict[TableShard, 
         for shard, weights, states in zip(kernel.shards, kernel.weights(), kernel.states(), strict=True):
             key = TableShard(index[shard.table.name], shard.row0, shard.rows, shard.col0, shard.cols)
             if key in plan.targets:
-                targets[key] = Target(key, weights, states, moves.get(key, ()), merged=key.table in plan.merged)
+                sent = met.begin(key, plan.based_on)
+                merged = key.table in plan.merged
+                targets[key] = Target(key, weights, states, moves.get(key, ()), merged=merged, sent=sent)
     return targets
 
 

@@ -23,6 +23,7 @@ from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import read_hello
 from torchrec_stream_ckpt.restore.passed import Passed
 from torchrec_stream_ckpt.restore.plan import Behind, Hellos, streams
+from torchrec_stream_ckpt.restore.proofs import Path
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore
@@ -202,7 +203,8 @@ def look_behind(
         hello = known.get(commit.generation, {}).get(place)
         hellos[place] = hello or read_hello(log_, lineage.claims[commit.generation], commit, end)
     schema = lineage.claims[marker.generation].schema
-    return Behind(since, lineage.find(marker), schema, needed, hellos, lineage.bases(marker))
+    path = Path.to(lineage, marker, since)
+    return Behind(since, lineage.find(marker), schema, needed, hellos, lineage.bases(marker), path)
 
 
 def stay_at(choice: Choice) -> Behind:
@@ -301,7 +303,8 @@ def hold(
 
 def _of_head(head: HeadState) -> Held:
     scalars = tuple(record for each in head.notes for record in each.mark.scalars)
-    return Held(head.marker, (), scalars, tuple(each.shards for each in head.notes), head)
+    told = ((head.marker, head.notes),)
+    return Held(head.marker, (), scalars, tuple(each.shards for each in head.notes), head, told)
 
 
 def _load_intact(

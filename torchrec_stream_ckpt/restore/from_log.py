@@ -21,9 +21,10 @@ from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import checked_payload, read_mark, read_stream
 from torchrec_stream_ckpt.restore.plan import RestorePlan, StreamRead
+from torchrec_stream_ckpt.restore.proofs import Met
 from torchrec_stream_ckpt.restore.reshard import Move
 from torchrec_stream_ckpt.restore.target import Target
-from torchrec_stream_ckpt.types import TableShard
+from torchrec_stream_ckpt.types import MarkerId, TableShard
 
 BATCH_BYTES = 8 * 2**20
 BATCH_FRAMES = 64
@@ -41,12 +42,14 @@ class _Frame:
     header: Header
     data: memoryview
     moves: tuple[Move, ...]
+    place: int
+    """Of the marker that it was sent for."""
 
 
 def apply_log(
-    plan: RestorePlan, log: LogReader, targets: Mapping[TableShard, Target]
+    plan: RestorePlan, log: LogReader, targets: Mapping[TableShard, Target], met: Met
 ) -> tuple[int, list[TableScalars]]:
-    """Write what ``plan.reads`` names into the targets.
+    """Write what ``plan.reads`` names into the targets; the MARKs on the way go into ``met``.
 
     Memory: ``BATCHES`` + 1 batches of frames where the log is no folder.
 
@@ -63,7 +66,7 @@ def apply_log(
         threads = max(THREADS_AT_LEAST, torch.get_num_threads())
         checkers = stack.enter_context(ThreadPoolExecutor(threads, "stream-ckpt-check"))
         lanes = [stack.enter_context(ThreadPoolExecutor(1, "stream-ckpt-place")) for _ in range(threads)]
-        for batch in _batches(_frames(plan, log, scalars)):
+        for batch in _batches(_frames(plan, log, scalars, met)):
             checked = checkers.submit(_check, plan.schema, batch)
             for number, lane in enumerate(lanes):
                 mine = [at for at, frame in enumerate(batch) if frame.header.table % threads == number]
@@ -75,7 +78,7 @@ def apply_log(
     return applied, scalars
 
 
-def _frames(plan: RestorePlan, log: LogReader, scalars: list[TableScalars]) -> Iterator[_Frame]:
+def _frames(plan: RestorePlan, log: LogReader, scalars: list[TableScalars], met: Met) -> Iterator[_Frame]:
     """The frames of rows that concern this rank, oldest first; what the last MARK says goes into ``scalars``."""
     for read in plan.reads:
         moves: dict[tuple[int, int, int], tuple[Move, ...]] = {}
@@ -86,9 +89,12 @@ def _frames(plan: RestorePlan, log: LogReader, scalars: list[TableScalars]) -> I
             if header.kind is Kind.ROWS:
                 wanted = moves.get((header.table, header.col0, header.cols))
                 if wanted:
-                    yield _Frame(read, header, data, wanted)
-            elif header.seq == read.end.frames - 1 and read.commit.id == plan.marker:
-                scalars += read_mark(header, data, read.commit, read.end).scalars
+                    yield _Frame(read, header, data, wanted, met.path.place(MarkerId(header.generation, header.marker)))
+            elif header.kind is Kind.MARK and met.path.place_of(header) is not None:
+                mark = read_mark(header, data, read.commit, read.end)
+                met.mark(header, read.shards, mark)
+                if header.seq == read.end.frames - 1 and read.commit.id == plan.marker:
+                    scalars += mark.scalars
 
 
 def _batches(frames: Iterator[_Frame]) -> Iterator[list[_Frame]]:
@@ -126,6 +132,8 @@ def _place(
     rows = checked.result()
     applied = 0
     for number in numbers:
-        applied += sum(targets[move.target].put(move, rows[number]) for move in batch[number].moves)
+        applied += sum(
+            targets[move.target].put(move, rows[number], batch[number].place) for move in batch[number].moves
+        )
         failpoint("restore.frame")
     return applied

@@ -15,8 +15,10 @@ from itertools import groupby
 import torch
 
 from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
 from torchrec_stream_ckpt.format.segment import decode_chunk
-from torchrec_stream_ckpt.restore.plan import RestorePlan, StoreRead, pick
+from torchrec_stream_ckpt.restore.plan import RestorePlan, pick
+from torchrec_stream_ckpt.restore.proofs import blocks_of
 from torchrec_stream_ckpt.restore.reshard import Move
 from torchrec_stream_ckpt.restore.straight import read_runs
 from torchrec_stream_ckpt.restore.target import Scratch, Target
@@ -79,9 +81,12 @@ def _lanes(plan: RestorePlan, threads: int) -> list[list[_Window]]:
 def _windows(plan: RestorePlan, threads: int) -> Iterator[_Window]:
     for target in plan.targets:
         count = min(threads, 1 + 4 * target.rows * target.cols // WINDOW_BYTES)
-        height = max(1, -(-target.rows // count))
-        for row0 in range(target.row0, target.row0 + target.rows, height):
-            yield _Window(target, row0, min(height, target.row0 + target.rows - row0))
+        first, last = blocks_of(target)
+        height = max(1, -(-(last - first) // count)) * BLOCK_ROWS  # no block is of two threads
+        for edge in range(first * BLOCK_ROWS, last * BLOCK_ROWS, height):
+            row0, end = max(edge, target.row0), min(edge + height, target.row0 + target.rows)
+            if row0 < end:
+                yield _Window(target, row0, end - row0)
 
 
 @torch.no_grad()
@@ -104,18 +109,20 @@ def _write(
         parts = within(read.moves)
         picked = pick(read.picked, parts)
         if len(picked.chunks):
-            reads.append(StoreRead(picked, parts, read.is_base))
+            reads.append(replace(read, picked=picked, moves=parts))
     base = [read for read in reads if read.is_base]
     reads = [*base, *(read for read in reversed(reads) if not read.is_base)]
     straight = {read.picked.ref.name for read in base}
+    places = {read.picked.ref.name: plan.path.place(read.end) for read in reads}
     moves = {read.picked.ref.name: by_slice(read.moves) for read in reads}
     scratch, rows = Scratch(), 0
     for picked, entry, data in read_chunks(objects, [read.picked for read in reads], readers, ahead):
         chunk = decode_chunk(entry, data, plan.schema, picked.ref.name)
         for move in moves[picked.ref.name].get((entry.table, entry.col0, entry.cols), ()):
             target = targets[move.target]
-            straight_on = picked.ref.name in straight
-            rows += target.put_sorted(move, chunk) if straight_on else target.fill(move, chunk, scratch)
+            name = picked.ref.name
+            straight_on = name in straight
+            rows += target.put_sorted(move, chunk) if straight_on else target.fill(move, chunk, scratch, places[name])
         failpoint("restore.chunk")
     return rows
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 
@@ -14,6 +14,7 @@ from torchrec_stream_ckpt.format.control import Commit, Hello, Schema
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.segment import check_tables, slices_of
+from torchrec_stream_ckpt.restore.proofs import Path
 from torchrec_stream_ckpt.restore.reshard import Move, intersect
 from torchrec_stream_ckpt.store.reader import Held, Picked
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, TableShard, TableSpec
@@ -28,6 +29,8 @@ class StreamRead:
     moves: tuple[Move, ...]
     after: RankEnd | None = None
     """Only what is behind this end of an earlier marker: the store has given the rest."""
+    shards: tuple[TableShard, ...] = ()
+    """What the rank held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,8 @@ class StoreRead:
     moves: tuple[Move, ...]
     is_base: bool
     """Of the oldest piece: written straight. Else a row is written if no newer piece has given it."""
+    end: MarkerId
+    """The marker that the piece leads to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,10 @@ class RestorePlan:
     """What is copied from HEAD; their sources are its column slices."""
     live: MarkerId | None = None
     """The marker that the targets hold already: only what was sent behind it is read."""
+    path: Path = field(default_factory=Path, repr=False)
+    """The markers that lead to it; with ``live``, those behind that one."""
+    based_on: MarkerId | None = None
+    """The marker that HEAD or the base of the store gives; None: there is neither."""
 
     @property
     def moves(self) -> list[Move]:
@@ -163,7 +172,11 @@ def plan_reads(
     warm = _head_moves(schema, head, targets, bases) if head is not None else ()
     reads = [
         StreamRead(
-            ancestor, end, _moves(hellos[ancestor.generation, end.rank], targets, bases, ancestor.generation), after
+            ancestor,
+            end,
+            _moves(hellos[ancestor.generation, end.rank], targets, bases, ancestor.generation),
+            after,
+            hellos[ancestor.generation, end.rank].shards,
         )
         for ancestor, end, after in streams(lineage, marker, held.reach if held is not None else None)
     ]
@@ -181,6 +194,8 @@ def plan_reads(
         held.reach if held is not None else None,
         head.marker if head is not None else None,
         warm,
+        path=Path.to(lineage, marker),
+        based_on=head.marker if head is not None else held.pieces[0].end if held is not None else None,
     )
 
 
@@ -205,6 +220,8 @@ class Behind:
     streams: tuple[tuple[Commit, RankEnd, RankEnd | None], ...]
     hellos: Hellos
     bases: Mapping[int, int]
+    path: Path = field(default_factory=Path)
+    """The markers behind ``since``."""
 
 
 def plan_behind(behind: Behind, schema: Schema, targets: Sequence[TableShard]) -> RestorePlan:
@@ -217,7 +234,7 @@ def plan_behind(behind: Behind, schema: Schema, targets: Sequence[TableShard]) -
     check_schema(behind.schema, schema)
     schema = behind.schema
     reads = tuple(
-        StreamRead(ancestor, end, moves, after)
+        StreamRead(ancestor, end, moves, after, behind.hellos[ancestor.generation, end.rank].shards)
         for ancestor, end, after in behind.streams
         if (moves := _moves(behind.hellos[ancestor.generation, end.rank], targets, behind.bases, ancestor.generation))
     )
@@ -230,6 +247,7 @@ def plan_behind(behind: Behind, schema: Schema, targets: Sequence[TableShard]) -
         reads,
         _resplit_tables(schema, [move for read in reads for move in read.moves]),
         live=behind.since,
+        path=behind.path,
     )
     _check_resplit(plan, merge=False)
     return plan
@@ -256,7 +274,8 @@ def _store_reads(
             check_tables(picked.front, schema, picked.ref.name)
             slices = slices_of(picked.front.directory)
             moves = moves_of(tuple(each for each in slices if piece.generation >= bases.get(each[0], 0)))
-            yield StoreRead(pick(picked, moves), moves, is_base=held.head is None and not number)
+            is_base = held.head is None and not number
+            yield StoreRead(pick(picked, moves), moves, is_base, piece.end)
 
 
 def _head_moves(
@@ -312,11 +331,11 @@ def check_schema(saved: Schema, here: Schema) -> None:
 
 
 def _check_table(there: TableSpec, here: TableSpec) -> None:
-    for field in ("rows", "dim", "dtype", "optimizer", "states"):
-        saved, found = getattr(there, field), getattr(here, field)
+    for name in ("rows", "dim", "dtype", "optimizer", "states"):
+        saved, found = getattr(there, name), getattr(here, name)
         if saved != found:
             raise SchemaMismatchError(
-                f"{field} is {saved} in the log and {found} in this model",
+                f"{name} is {saved} in the log and {found} in this model",
                 hint="restore with the tables that the log was written with, or use another URI",
                 table=there.name,
             )

@@ -13,7 +13,10 @@ import numpy.typing as npt
 import torch
 
 from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
 from torchrec_stream_ckpt.format.rows import Array, RowsView
+from torchrec_stream_ckpt.restore.proofs import NEVER, blocks_of
+from torchrec_stream_ckpt.restore.proofs import Places as Markers
 from torchrec_stream_ckpt.restore.reshard import Move
 from torchrec_stream_ckpt.types import TableShard
 
@@ -48,6 +51,8 @@ class Target:
         states: Live, shape (rows,) or (rows, cols).
         moves: All that will be made into it.
         merged: Whether states with one value a row are to be merged over column shards.
+        sent: For each block with rows of the shard, the place of the newest marker that sent one; kept up to date;
+            None: nobody asks.
     """
 
     def __init__(
@@ -58,8 +63,11 @@ class Target:
         moves: Sequence[Move],
         *,
         merged: bool,
+        sent: Markers | None = None,
     ) -> None:
         self._shard = shard
+        self._first_block, last_block = blocks_of(shard)
+        self._sent = sent if sent is not None else np.full(last_block - self._first_block, -1, np.int32)
         self._weights = Plane(weights)
         self._states = [Plane(state) for state in states]
         self._merged = merged
@@ -72,15 +80,27 @@ class Target:
         # Row-wise state as one column shard of the source has it, kept apart until all have arrived.
         self._pieces = {(move.col0, move.cols): [np.zeros(shard.rows) for _ in states] for move in moves if merged}
 
-    def put(self, move: Move, rows: RowsView) -> int:
-        """Put those rows that this move takes over all that came before; returns how many."""
+    def put(self, move: Move, rows: RowsView, place: int = NEVER) -> int:
+        """Put those rows that this move takes over all that came before; returns how many.
+
+        Args:
+            move: Which rows.
+            rows: Of a frame.
+            place: Of the marker that it was sent for; left out: nobody knows.
+        """
         chosen = np.flatnonzero((rows.ids >= move.row0) & (rows.ids < move.row0 + move.rows))
         if not len(chosen):
             return 0
         if len(chosen) < len(rows.ids):
             rows = RowsView(rows.ids[chosen], rows.weights[chosen], tuple(state[chosen] for state in rows.states))
         self._put(move, _places(rows.ids - self._shard.row0), rows.weights, rows.states)
+        self._note_sent(rows.ids, place)
         return len(rows.ids)
+
+    def _note_sent(self, ids: npt.NDArray[np.int64], place: int) -> None:
+        """Streams come one after the other, so that an older marker may follow a newer one."""
+        blocks = ids // BLOCK_ROWS - self._first_block
+        self._sent[blocks] = np.maximum(self._sent[blocks], np.int32(place))
 
     def put_block(self, move: Move, weights: Array, states: Sequence[Array]) -> None:
         """Put all rows of a move, given in their order. Safe from several threads for different rows."""
@@ -88,7 +108,7 @@ class Target:
         self._put(move, slice(begin, begin + move.rows), weights, states)
 
     def put_sorted(self, move: Move, rows: RowsView) -> int:
-        """As :meth:`put`, of rows whose ids ascend. Safe from several threads for different rows."""
+        """As :meth:`put`, of rows of a base whose ids ascend. Safe from several threads for different rows."""
         begin, end = _between(rows.ids, move)
         if begin == end:
             return 0
@@ -118,12 +138,13 @@ class Target:
         for cut in self._columns(move):
             self._arrived[cut][begin : begin + rows] = True
 
-    def fill(self, move: Move, rows: RowsView, scratch: Scratch) -> int:
+    def fill(self, move: Move, rows: RowsView, scratch: Scratch, place: int = NEVER) -> int:
         """Put those rows that no newer chunk has given, returns how many: ids ascend, and chunks come newest first.
 
-        Safe from several threads for different rows.
+        Safe from several threads for rows of different blocks.
         """
         begin, end = _between(rows.ids, move)
+        self._note_sent(rows.ids[begin:end], place)
         places, written = rows.ids[begin:end] - self._shard.row0, 0
         for cut in self._columns(move):
             newer = self._newer[cut]

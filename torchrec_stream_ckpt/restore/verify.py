@@ -14,8 +14,8 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.rows import decode_rows
-from torchrec_stream_ckpt.format.segment import decode_chunk
+from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
+from torchrec_stream_ckpt.format.segment import decode_chunk, slices_of
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.stream import checked_payload, read_mark, read_stream
 from torchrec_stream_ckpt.restore.choose import (
@@ -25,7 +25,10 @@ from torchrec_stream_ckpt.restore.choose import (
     load_catalog,
     read_hellos,
 )
-from torchrec_stream_ckpt.restore.plan import plan_reads, streams
+from torchrec_stream_ckpt.restore.plan import Hellos, plan_reads, streams
+from torchrec_stream_ckpt.restore.proofs import Met, Path
+from torchrec_stream_ckpt.restore.rowsums import RowSums
+from torchrec_stream_ckpt.restore.unproved import Unproved
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.store.reader import Held, read_chunks
@@ -54,6 +57,10 @@ class Verified:
     stored_rows: int = 0
     stored_bytes: int = 0
     """Of chunks."""
+    proved: float = 0.0
+    """Share of all rows that were compared with what markers proved of them; weights and states count apart."""
+    unproved: Unproved | None = None
+    """What is not as a marker proved it."""
 
 
 def verify_marker(
@@ -93,18 +100,26 @@ def verify_marker(
     plan = plan_reads(lineage, marker, hellos, schema, whole, held)
     coverage = _Coverage(schema)
     bases = lineage.bases(marker)
+    met = Met(Path.to(lineage, marker))
+    if held is not None:
+        met.held(held)
+    sums = RowSums(schema, met, _slices(hellos, held, bases), _own_shards(marker, hellos, held))
     stored_rows = stored_bytes = 0
     if held is not None and objects is not None:
-        stored_rows, stored_bytes = _read_store(objects, held, schema, bases, coverage, progress)
+        stored_rows, stored_bytes = _read_store(objects, held, schema, bases, coverage, met, sums, progress)
     read = frames = rows = num_bytes = 0
     for ancestor, end, after in streams(lineage, marker, reach):
         read += 1
         for header, frame in read_stream(log, ancestor, end, after):
             payload = checked_payload(header, frame, ancestor, end)
             if header.kind is Kind.ROWS:
-                coverage.add_frame(header, payload, fresh=ancestor.generation >= bases.get(header.table, 0))
+                view = coverage.add_frame(header, payload, fresh=ancestor.generation >= bases.get(header.table, 0))
+                if view is not None:
+                    place = met.path.place(MarkerId(header.generation, header.marker))
+                    sums.rows(header.table, header.col0, header.cols, view, place)
             elif header.kind is Kind.MARK:
-                read_mark(header, frame, ancestor, end)
+                shards = hellos[ancestor.generation, end.rank].shards
+                met.mark(header, shards, read_mark(header, frame, ancestor, end))
             frames, rows, num_bytes = (
                 frames + 1,
                 rows + (header.rows if header.kind is Kind.ROWS else 0),
@@ -112,6 +127,7 @@ def verify_marker(
             )
             progress(len(frame))
     coverage.check()
+    proved, unproved = sums.compare()
     return Verified(
         plan.marker,
         len(lineage.path(marker)),
@@ -125,7 +141,33 @@ def verify_marker(
         sum(len(piece.segments) for piece in held.pieces) if held is not None else 0,
         stored_rows,
         stored_bytes,
+        proved,
+        unproved,
     )
+
+
+def _slices(hellos: Hellos, held: Held | None, bases: Mapping[int, int]) -> dict[int, set[tuple[int, int]]]:
+    """By table, the column slices that its rows come in."""
+    found: dict[int, set[tuple[int, int]]] = {}
+    for (generation, _), hello in hellos.items():
+        for shard in hello.shards:
+            if generation >= bases.get(shard.table, 0):
+                found.setdefault(shard.table, set()).add((shard.col0, shard.cols))
+    for piece in held.pieces if held is not None else ():
+        for picked in piece.segments:
+            for table, col0, cols in slices_of(picked.front.directory):
+                if piece.generation >= bases.get(table, 0):
+                    found.setdefault(table, set()).add((col0, cols))
+    return found
+
+
+def _own_shards(marker: MarkerId, hellos: Hellos, held: Held | None) -> list[TableShard]:
+    """What the ranks of the marker held."""
+    if held is not None and held.reach == marker:
+        return [shard for shards in held.shards for shard in shards]
+    return [
+        shard for (generation, _), each in hellos.items() if generation == marker.generation for shard in each.shards
+    ]
 
 
 def _hold(objects: Objects | None, lineage: Lineage, marker: MarkerId) -> Held | None:
@@ -142,6 +184,8 @@ def _read_store(
     schema: Schema,
     bases: Mapping[int, int],
     coverage: _Coverage,
+    met: Met,
+    sums: RowSums,
     progress: Callable[[int], None],
 ) -> tuple[int, int]:
     """Read all chunks; returns (rows, bytes)."""
@@ -152,6 +196,7 @@ def _read_store(
                 view = decode_chunk(entry, data, schema, picked.ref.name)
                 if piece.generation >= bases.get(entry.table, 0):
                     coverage.add(entry.table, entry.col0, entry.cols, view.ids)
+                    sums.rows(entry.table, entry.col0, entry.cols, view, met.path.place(piece.end))
                 rows, num_bytes = rows + len(view.ids), num_bytes + len(data)
                 progress(len(data))
     return rows, num_bytes
@@ -165,13 +210,16 @@ class _Coverage:
         self._sent: dict[tuple[int, int, int], npt.NDArray[np.bool_]] = {}
         self._records = [0] * len(schema.tables)
 
-    def add_frame(self, header: Header, payload: memoryview, *, fresh: bool) -> None:
+    def add_frame(self, header: Header, payload: memoryview, *, fresh: bool) -> RowsView | None:
+        """Check a frame; its rows, if they count."""
         if header.table >= len(self._schema.tables):
             raise CorruptionError(f"table {header.table} is not in the schema", **header.place())
         table = self._schema.tables[header.table]
         view = decode_rows(header, payload, table)
-        if fresh:
-            self.add(header.table, header.col0, header.cols, view.ids)
+        if not fresh:
+            return None
+        self.add(header.table, header.col0, header.cols, view.ids)
+        return view
 
     def add(self, table: int, col0: int, cols: int, ids: npt.NDArray[np.int64]) -> None:
         key = (table, col0, cols)

@@ -24,6 +24,8 @@ RANGE_BYTES = 16 * 2**20
 """What one read asks for at most."""
 GAP_BYTES = 128 * 1024
 """Chunks closer than this are read together: a request costs more than so many bytes."""
+NOTES_READS = 256
+"""Reads for what ranks said at markers whose rows are in folds."""
 AHEAD = 8
 """Reads in flight."""
 
@@ -47,6 +49,7 @@ class HeldPiece:
 
     generation: int
     """The one that it ends in."""
+    end: MarkerId
     segments: tuple[Picked, ...]
     """All chunks of each."""
 
@@ -64,6 +67,8 @@ class Held:
     """Of each rank in the generation of ``reach``."""
     head: HeadState | None = None
     """The HEAD that the pieces lie behind."""
+    told: tuple[tuple[MarkerId, tuple[Notes, ...]], ...] = ()
+    """What the ranks said at markers up to ``reach``, as far as it was read."""
 
 
 def load_held(objects: Objects, catalog: Catalog, cover: Cover, pool: Executor, head: HeadState | None = None) -> Held:
@@ -78,6 +83,7 @@ def load_held(objects: Objects, catalog: Catalog, cover: Cover, pool: Executor, 
     pieces = tuple(
         HeldPiece(
             piece.end.generation,
+            piece.end,
             tuple(
                 Picked(ref, front, np.arange(len(front.directory)))
                 for ref, front in zip(piece.segments, islice(fronts, len(piece.segments)), strict=True)
@@ -87,7 +93,48 @@ def load_held(objects: Objects, catalog: Catalog, cover: Cover, pool: Executor, 
     )
     notes = load_notes(objects, catalog, cover.reach, pool)
     scalars = tuple(record for each in notes for record in each.mark.scalars)
-    return Held(cover.reach, pieces, scalars, tuple(each.shards for each in notes), head)
+    told = {cover.reach: notes, **_told(pieces), **_told_in_folds(objects, catalog, cover, pool)}
+    if head is not None:
+        told[head.marker] = head.notes
+    return Held(cover.reach, pieces, scalars, tuple(each.shards for each in notes), head, tuple(told.items()))
+
+
+def _told(pieces: Sequence[HeldPiece]) -> dict[MarkerId, tuple[Notes, ...]]:
+    """What stands in the segments of intervals, whose directories were read for their rows."""
+    found: dict[MarkerId, list[Notes]] = {}
+    for piece in pieces:
+        for picked in piece.segments:
+            if picked.front.notes:
+                found.setdefault(piece.end, []).append(Notes.from_json(picked.front.notes, picked.ref.name))
+    return {marker: tuple(notes) for marker, notes in found.items()}
+
+
+def _told_in_folds(
+    objects: Objects, catalog: Catalog, cover: Cover, pool: Executor
+) -> dict[MarkerId, tuple[Notes, ...]]:
+    """What the ranks said at markers within folds, the newest first, and as many as are read in a moment.
+
+    Nobody needs it to have the rows. So what is damaged is left out: less of them can be proved.
+    """
+    within = [
+        marker
+        for piece in cover.pieces
+        for marker in catalog.markers - catalog.dropped
+        if (piece.start, piece.end) in catalog.folds
+        and marker <= piece.end
+        and (marker > piece.start if piece.start is not None else marker == piece.end)
+    ]
+    found: dict[MarkerId, tuple[Notes, ...]] = {}
+    reads = 0
+    for marker in sorted(set(within) - {cover.reach}, reverse=True):
+        if reads >= NOTES_READS:
+            break
+        try:
+            found[marker] = load_notes(objects, catalog, marker, pool)
+        except CorruptionError:
+            continue
+        reads += 1 + len(found[marker])
+    return found
 
 
 def load_notes(objects: Objects, catalog: Catalog, marker: MarkerId, pool: Executor) -> tuple[Notes, ...]:

@@ -1,0 +1,413 @@
+"""What readers of any plan can check of what markers of any plan proved, on tables and markers made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.format.proof import (
+    BLOCK_ROWS,
+    POSITIONS,
+    Digests,
+    Ints,
+    Proof,
+    Window,
+    column_keys,
+    digest_blocks,
+    digest_rows,
+    per_row_keys,
+    row_keys,
+    words_of,
+)
+from torchrec_stream_ckpt.format.rows import RowsView
+from torchrec_stream_ckpt.restore.compare import Check, Tally, shared_blocks
+from torchrec_stream_ckpt.restore.proofs import NEVER, Circle, Marks, Met, Path, agree, blocks_of
+from torchrec_stream_ckpt.restore.rowsums import RowSums
+from torchrec_stream_ckpt.restore.unproved import name_blocks
+from torchrec_stream_ckpt.types import MarkerId, StateSpec, TableShard, TableSpec
+
+ROWS, DIM = 500, 8
+TABLES = (
+    TableSpec("a", ROWS, DIM, "float32", "adam", (StateSpec("m", "float32", per_row=False),), id=7),
+    TableSpec("b", ROWS, DIM, "float16", "rowwise", (StateSpec("s", "float64", per_row=True),), id=2**52 + 3),
+)
+SCHEMA = Schema(TABLES)
+
+Values = dict[int, list[np.ndarray]]
+"""By table: weights and states."""
+
+
+def digests_of(values: Values, shard: TableShard, blocks: Ints) -> Digests:
+    """Digests of one shard's part of some blocks, by the functions that the format's own tests prove."""
+    table = TABLES[shard.table]
+    assert table.id is not None
+    sections = []
+    for section, array in enumerate(values[shard.table]):
+        per_row = array.ndim == 1
+        part = array[:, None] if per_row else array[:, shard.col0 : shard.col0 + shard.cols]
+        keys = (per_row_keys if per_row else column_keys)(shard.col0, shard.cols, part.dtype.itemsize // 4 or 1)
+        found = []
+        for block in blocks.tolist():
+            begin, end = max(block * 64, shard.row0), min(block * 64 + 64, shard.row0 + shard.rows)
+            per = digest_rows(words_of(part[begin:end]), keys, row_keys(table.id, section, np.arange(begin, end)))
+            found.append(digest_blocks(per, np.array([end - begin]))[0])
+        sections.append(np.array(found, np.uint64))
+    return np.stack(sections, 1)
+
+
+def new_values(seed: int) -> Values:
+    rng = np.random.default_rng(seed)
+    a = [rng.random((ROWS, DIM), np.float32) for _ in range(2)]
+    return {0: a, 1: [rng.random((ROWS, DIM), np.float32).astype(np.float16), rng.random(ROWS)]}
+
+
+def grid(row_cuts: Sequence[int], col_cuts: Sequence[int]) -> list[TableShard]:
+    """Both tables, cut at the same places."""
+    rows, cols = sorted({0, ROWS, *row_cuts}), sorted({0, DIM, *col_cuts})
+    return [
+        TableShard(table, top, bottom - top, left, right - left)
+        for table in range(2)
+        for top, bottom in pairwise(rows)
+        for left, right in pairwise(cols)
+    ]
+
+
+def deal(shards: Sequence[TableShard], ranks: int, seed: int) -> list[tuple[TableShard, ...]]:
+    owner = np.random.default_rng(seed).integers(0, ranks, len(shards))
+    return [tuple(shard for shard, who in zip(shards, owner, strict=True) if who == rank) for rank in range(ranks)]
+
+
+@dataclass
+class Job:
+    """Live tables, and what their markers said."""
+
+    ranks: list[tuple[TableShard, ...]]
+    values: Values = field(default_factory=lambda: new_values(0))
+    windows: list[Window] = field(default_factory=list)
+    marks: list[list[Proof | None]] = field(default_factory=list)
+    sent: dict[int, np.ndarray] = field(default_factory=lambda: {t: np.zeros(ROWS, np.int32) for t in (0, 1)})
+    """By table and row: the marker that sent it last."""
+
+    def train(self, rows: Sequence[int], seed: int) -> None:
+        """Rows change, and are sent for the marker to come."""
+        fresh, place = new_values(seed), len(self.marks)
+        for table in range(2):
+            for array, new in zip(self.values[table], fresh[table], strict=True):
+                array[list(rows)] = new[list(rows)]
+            self.sent[table][list(rows)] = place
+
+    def mark(self, width: int, without: int | None = None) -> None:
+        window = Window(self.windows[-1].next if self.windows else 0, width)
+        said: list[Proof | None] = []
+        for rank, shards in enumerate(self.ranks):
+            numbers = []
+            for shard in shards:
+                begin, end = blocks_of(shard)
+                of_table = blocks(window, TABLES[shard.table].id or 0)
+                here = of_table[(of_table >= begin) & (of_table < end)]
+                numbers.append(digests_of(self.values, shard, here).ravel())
+            flat = np.concatenate([np.empty(0, np.uint64), *numbers])
+            said.append(Proof.of(window, flat) if rank != without else None)
+        self.windows.append(window)
+        self.marks.append(said)
+
+    @property
+    def path(self) -> Path:
+        chain = tuple(MarkerId(1, number + 1) for number in range(len(self.marks)))
+        return Path(chain, tuple((0,) for _ in chain), {1: tuple(table.id for table in TABLES)})
+
+
+@dataclass
+class Outcome:
+    tally: Tally
+    path: Path
+    circle: Circle
+    checked: set[tuple[int, int, int]]
+    """(table, block, section)."""
+
+    @property
+    def differing(self) -> set[tuple[int, int, int]]:
+        return {(each.table, each.block, each.section) for each in self.tally.named}
+
+
+def compare(job: Job, readers: Sequence[tuple[TableShard, ...]], values: Values) -> Outcome:
+    """What some readers find who hold ``values``; each has met only the MARKs of ranks that it reads from."""
+    path, checks = job.path, []
+    met = [Marks() for _ in readers]
+    for place, said in enumerate(job.marks):
+        for rank, proof in enumerate(said):
+            for marks, shards in zip(met, readers, strict=True):
+                if any(overlap(mine, theirs) for mine in shards for theirs in job.ranks[rank]):
+                    marks.add(place, rank, job.ranks[rank], proof)
+    circle = Circle(agree((marks.windows() for marks in met), max(marks.floor for marks in met)))
+    for marks, shards in zip(met, readers, strict=True):
+        check = Check(SCHEMA, path, marks, circle, {shard: sent_blocks(job, shard) for shard in shards})
+        check.expect()
+        for shard in shards:
+            mine = check.blocks_of(TABLES[shard.table].id or 0, shard.row0, shard.row0 + shard.rows)
+            check.found(shard.table, mine, digests_of(values, shard, mine))
+        checks.append(check)
+    shared = shared_blocks(SCHEMA, readers)
+    total = sum((check.tally(shared) for check in checks), Tally())
+    for table, numbers in shared.items():
+        parts = [check.part(table, numbers) for check in checks]
+        sums = [np.sum([part[number] for part in parts], 0, np.uint64) for number in range(2)]
+        total = sum((check.close(table, numbers, *sums) for check in checks), total)
+    checked = {
+        (table, found.begin + int(row), int(section))
+        for check in checks
+        for table, found in check.tables.items()
+        for row, section in np.argwhere(found.open & (found.cells[:, None] > 0)).tolist()
+    }
+    return Outcome(total, path, circle, checked)
+
+
+def sent_blocks(job: Job, shard: TableShard) -> np.ndarray:
+    first, last = blocks_of(shard)
+    sent = [
+        job.sent[shard.table][max(block * 64, shard.row0) : min(block * 64 + 64, shard.row0 + shard.rows)].max()
+        for block in range(first, last)
+    ]
+    return np.array(sent, np.int32)
+
+
+def overlap(one: TableShard, other: TableShard) -> bool:
+    return (
+        one.table == other.table
+        and one.row0 < other.row0 + other.rows
+        and other.row0 < one.row0 + one.rows
+        and one.col0 < other.col0 + other.cols
+        and other.col0 < one.col0 + one.cols
+    )
+
+
+def provable(job: Job, *, states: bool) -> set[tuple[int, int, int]]:
+    """What markers have proved, in plain words: the newest one with the block is no older than its rows."""
+    found = set()
+    for table, spec in enumerate(TABLES):
+        windows = [set(blocks(window, spec.id or 0).tolist()) for window in job.windows]
+        for block in range(-(-ROWS // 64)):
+            proofs = [place for place, each in enumerate(windows) if all(job.marks[place]) and block in each]
+            if proofs and proofs[-1] >= job.sent[table][block * 64 : block * 64 + 64].max():
+                found |= {(table, block, 0)}
+                if states or not spec.has_row_state:
+                    found |= {(table, block, 1)}
+    return found
+
+
+@cache
+def blocks(window: Window, table_id: int) -> Ints:
+    """Of a whole table."""
+    return window.blocks(table_id, 0, ROWS)
+
+
+ROW_CUTS = st.lists(st.integers(1, ROWS - 1), max_size=3)
+COL_CUTS = st.lists(st.integers(1, DIM - 1), max_size=2)
+
+
+@settings(max_examples=30)
+@given(data=st.data(), rows=ROW_CUTS, cols=COL_CUTS, to_rows=ROW_CUTS, to_cols=COL_CUTS, same=st.booleans())
+def test_what_is_proved_is_checked_and_what_is_changed_is_found_under_any_plans(
+    data: st.DataObject, rows: list[int], cols: list[int], to_rows: list[int], to_cols: list[int], same: bool
+) -> None:
+    ranks, readers = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    job = Job(deal(grid(rows, cols), ranks, data.draw(st.integers(0, 99))))
+    for number in range(data.draw(st.integers(1, 5))):
+        job.train(data.draw(st.lists(st.integers(0, ROWS - 1), max_size=3)), number + 1)
+        job.mark(data.draw(st.integers(POSITIONS // 8, POSITIONS)))
+    to_cols = cols if same else to_cols
+    held = deal(grid(to_rows, to_cols), readers, data.draw(st.integers(0, 99)))
+    outcome = compare(job, held, job.values)
+    assert outcome.tally.count == 0
+    same_slices = set(cols) == set(to_cols)
+    full = {each for each in provable(job, states=True) if each in outcome.checked or same_slices}
+    assert provable(job, states=False) <= outcome.checked
+    assert outcome.checked == full
+    table, row = data.draw(st.integers(0, 1)), data.draw(st.integers(0, ROWS - 1))
+    section = data.draw(st.integers(0, 1))
+    values = {key: [array.copy() for array in arrays] for key, arrays in job.values.items()}
+    changed = values[table][section]
+    changed.view(f"u{changed.itemsize}")[row] ^= 1
+    place = (table, row // BLOCK_ROWS, section)
+    assert compare(job, held, values).differing == ({place} & outcome.checked)
+
+
+def test_the_share_of_rows_counts_weights_and_states_apart() -> None:
+    whole = [tuple(grid([], []))]
+    job = Job(whole)
+    job.train(range(ROWS), 1)
+    job.mark(POSITIONS)
+    assert compare(job, whole, job.values).tally.share == 1.0
+    split = compare(job, [tuple(grid([], [4]))], job.values)
+    assert split.tally.share == 0.75  # the row-wise state of one of two tables belongs to other columns
+    job.train(range(64), 2)
+    job.mark(1)
+    outcome = compare(job, whole, job.values)
+    assert outcome.tally.share == pytest.approx(1 - 64 / ROWS, abs=64 / ROWS)
+
+
+def test_a_marker_with_a_rank_without_a_proof_proves_nothing() -> None:
+    job = Job(deal(grid([250], []), 2, 1))
+    job.mark(POSITIONS, without=1)
+    assert compare(job, [tuple(grid([], []))], job.values).tally.share == 0
+    job.mark(POSITIONS)
+    assert compare(job, job.ranks, job.values).tally.share == 1
+
+
+def test_what_differs_is_named_with_the_marker_that_proved_it_and_the_one_before() -> None:
+    whole = tuple(grid([], []))
+    job = Job([whole])
+    for _ in range(3):
+        job.mark(POSITIONS)
+    job.values[1][1][450] += 1
+    outcome = compare(job, [whole], job.values)
+    unproved = name_blocks(outcome.tally, SCHEMA, outcome.path, outcome.circle)
+    assert unproved is not None
+    assert [str(block) for block in unproved.blocks] == ["b s rows [448, 500) (proved by 1:3, before it by 1:2)"]
+    assert unproved.rows(SCHEMA) == (("b", 448, 500),)
+    error = unproved.error(MarkerId(1, 3))
+    assert error.where == {
+        "marker": MarkerId(1, 3),
+        "table": "b",
+        "state": "s",
+        "rows": "448-499",
+        "proved": MarkerId(1, 3),
+        "proved_before": MarkerId(1, 2),
+    }
+
+
+def test_a_table_that_has_another_id_now_is_not_compared_with_the_proof_of_the_old_one() -> None:
+    job = Job([tuple(grid([], []))])
+    job.mark(POSITIONS)
+    job.mark(1)
+    path = Path(
+        (MarkerId(1, 1), MarkerId(2, 2)), ((0,), (0,)), {1: (7, 5), 2: (7, TABLES[1].id)}
+    )  # b was another table
+    marks = Marks()
+    marks.add(0, 0, job.ranks[0], job.marks[0][0])
+    check = Check(SCHEMA, path, marks, Circle(agree([marks.windows()], 0)), dict.fromkeys(job.ranks[0], np.zeros(8)))
+    assert check.tables[0].open.all()
+    assert not check.tables[1].open.any()
+
+
+def test_rows_of_which_nobody_knows_when_they_were_sent_are_not_checked() -> None:
+    job = Job([tuple(grid([], []))])
+    job.mark(POSITIONS)
+    marks = Marks()
+    marks.add(0, 0, job.ranks[0], job.marks[0][0])
+    circle = Circle(agree([marks.windows()], 0))
+    sent = {shard: np.full(8, NEVER, np.int32) for shard in job.ranks[0]}
+    check = Check(SCHEMA, job.path, marks, circle, sent)
+    check.expect()
+    assert check.tally({}).share == 0
+
+
+def test_only_the_newest_rounds_of_marks_are_kept() -> None:
+    marks, window = Marks(), Window(0, POSITIONS // 4)
+    for place in range(50):
+        marks.add(place, 0, (), Proof.of(window, np.empty(0, np.uint64)))
+        window = Window(window.next, window.width)
+    kept = marks.windows()
+    assert sorted(kept) == list(range(42, 50))
+    assert marks.floor == 42
+    assert (Circle(agree([kept], marks.floor)).newest(3, 0, 2000) >= 46).all()
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_proof_with_more_or_fewer_digests_than_blocks_is_refused(change: int) -> None:
+    job = Job([tuple(grid([], []))])
+    job.mark(POSITIONS)
+    proof = job.marks[0][0]
+    assert proof is not None
+    numbers = proof.numbers()
+    bad = numbers[:-1] if change < 0 else np.append(numbers, np.uint64(1))
+    job.marks[0][0] = Proof.of(proof.window, bad)
+    with pytest.raises(CorruptionError, match="digests"):
+        compare(job, job.ranks, job.values)
+
+
+def test_many_blocks_that_differ_are_counted_and_their_tables_sent_again_whole() -> None:
+    big = Schema((TableSpec("t", 64 * 1500, 1, "float32", "sgd", (), id=1),))
+    shard = TableShard(0, 0, 64 * 1500, 0, 1)
+    path, marks = Path((MarkerId(1, 1),), ((0,),), {1: (1,)}), Marks()
+    marks.add(0, 0, (shard,), Proof.of(Window(0, POSITIONS), np.ones(1500, np.uint64)))
+    circle = Circle(agree([marks.windows()], 0))
+    check = Check(big, path, marks, circle, {shard: np.zeros(1500, np.int32)})
+    check.expect()
+    unproved = name_blocks(check.tally({}), big, path, circle)
+    assert unproved is not None
+    assert (unproved.count, len(unproved.blocks)) == (1500, 1000)
+    assert unproved.rows(big) == (("t", 0, 64 * 1500),)
+    assert "and 1492 more" in unproved.error(MarkerId(1, 1)).message
+
+
+@settings(max_examples=30)
+@given(data=st.data(), rows=ROW_CUTS, cols=COL_CUTS, seed=st.integers(0, 99))
+def test_a_reader_of_frames_checks_what_is_proved_without_holding_a_table(
+    data: st.DataObject, rows: list[int], cols: list[int], seed: int
+) -> None:
+    job = Job(deal(grid(rows, cols), data.draw(st.integers(1, 3)), seed))
+    frames = [frame(job, shard, range(shard.row0, shard.row0 + shard.rows), 0) for s in job.ranks for shard in s]
+    for number in range(data.draw(st.integers(1, 4))):
+        touched = data.draw(st.lists(st.integers(0, ROWS - 1), max_size=3, unique=True))
+        job.train(touched, number + 1)
+        frames += [frame(job, shard, touched, number) for shards in job.ranks for shard in shards]
+        job.mark(data.draw(st.integers(POSITIONS // 8, POSITIONS)))
+    assert len(summed(job, frames, 2**30)[1]) == 0
+    cells = sum((min(ROWS, b * 64 + 64) - b * 64) * DIM for _, b, _ in provable(job, states=True))
+    assert summed(job, frames, 2**30)[0] == pytest.approx(cells / (4 * ROWS * DIM))
+    shard, view, place = frames[data.draw(st.integers(0, len(frames) - 1))]
+    if not len(view.ids):
+        return
+    section, at = data.draw(st.integers(0, 1)), data.draw(st.integers(0, len(view.ids) - 1))
+    array = (view.weights, *view.states)[section]
+    array.view(f"u{array.itemsize}")[at] ^= 1
+    row = int(view.ids[at])
+    newest = job.sent[shard.table][row] == place
+    expected = {(shard.table, row // 64, section)} & provable(job, states=True) if newest else set()
+    assert summed(job, frames, 2**30)[1] == expected
+
+
+def test_memory_bounds_the_share_that_a_reader_of_frames_checks() -> None:
+    job = Job([tuple(grid([], []))])
+    frames = [frame(job, shard, range(ROWS), 0) for shard in job.ranks[0]]
+    job.mark(POSITIONS)
+    shares = [summed(job, frames, num_bytes)[0] for num_bytes in (0, 8 * ROWS, 2**20)]
+    assert shares[0] == 0 < shares[1] < shares[2] == 1
+
+
+Frame = tuple[TableShard, RowsView, int]
+
+
+def frame(job: Job, shard: TableShard, rows: Sequence[int], place: int) -> Frame:
+    """What a rank sends of its shard."""
+    ids = np.array([row for row in rows if shard.row0 <= row < shard.row0 + shard.rows], np.int64)
+    columns = slice(shard.col0, shard.col0 + shard.cols)
+    weights, state = (a[ids] if a.ndim == 1 else a[ids, columns].copy() for a in job.values[shard.table])
+    return shard, RowsView(ids, weights, (state,)), place
+
+
+def summed(job: Job, frames: Sequence[Frame], memory_bytes: int) -> tuple[float, set[tuple[int, int, int]]]:
+    """(share that a reader of frames checks, what differs)."""
+    met = Met(job.path)
+    shards = [shard for held in job.ranks for shard in held]
+    slices = {table: {(s.col0, s.cols) for s in shards if s.table == table} for table in range(2)}
+    sums = RowSums(SCHEMA, met, slices, shards, memory_bytes)
+    for shard, view, place in frames:
+        sums.rows(shard.table, shard.col0, shard.cols, view, place)
+    for place, said in enumerate(job.marks):
+        for rank, proof in enumerate(said):
+            met.marks.add(place, rank, job.ranks[rank], proof)
+    share, unproved = sums.compare()
+    names = {table.name: number for number, table in enumerate(TABLES)}
+    differing = unproved.blocks if unproved is not None else ()
+    return share, {(names[each.table], each.begin // 64, int(each.state != "weights")) for each in differing}

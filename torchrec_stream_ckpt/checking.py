@@ -1,0 +1,104 @@
+"""All ranks compare the tables that they hold with what the marker's path has proved of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchrec_stream_ckpt.adapter import FusedKernel
+from torchrec_stream_ckpt.commit.collective import Team
+from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.format.proof import Digests, Ints
+from torchrec_stream_ckpt.proving import digests
+from torchrec_stream_ckpt.restore.compare import Check, Tally, shared_blocks
+from torchrec_stream_ckpt.restore.proofs import Circle, Met, agree
+from torchrec_stream_ckpt.restore.unproved import Unproved, name_blocks
+from torchrec_stream_ckpt.types import MarkerId, TableShard
+
+log = logging.getLogger(__name__)
+
+_CHUNK_BLOCKS = 1 << 16
+"""Blocks whose sums are added over ranks at a time."""
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What the live tables of all ranks were compared with; the same on every rank."""
+
+    share: float
+    """Of the rows, how many were compared; weights and states count apart."""
+    unproved: Unproved | None
+    """What is not as a marker proved it."""
+    proved_up_to: int
+    """Where the window of the newest proof ends; 0: there is no proof."""
+
+
+def check_live(
+    team: Team, kernels: Sequence[FusedKernel], schema: Schema, shards: Sequence[TableShard], met: Met
+) -> Checked:
+    """(all ranks) Compare the live tables, which hold the last marker of ``met.path``, with what was proved.
+
+    Args:
+        team: All ranks.
+        kernels: Of this rank.
+        schema: As the marker's generation claimed it: with ids.
+        shards: What this rank holds.
+        met: What it met when it read them.
+    """
+    marks = met.marks
+    said = team.gather((marks.windows(), marks.floor, tuple(shards)))
+    windows = agree((each for each, _, _ in said), max(floor for _, floor, _ in said))
+    circle = Circle(windows)
+    if not windows:
+        return Checked(0.0, None, 0)
+    check = Check(schema, met.path, marks, circle, met.sent)
+    team.together(lambda: _compare(check, kernels, schema))
+    shared = shared_blocks(schema, [held for _, _, held in said])
+    tally = check.tally(shared)
+    for table, blocks in shared.items():
+        for begin in range(0, len(blocks), _CHUNK_BLOCKS):
+            part = blocks[begin : begin + _CHUNK_BLOCKS]
+            tally += check.close(table, part, *_added(team, check, table, part))
+    tally = sum(team.gather(tally), Tally())
+    end = windows[max(windows)].following.position if windows else 0
+    return Checked(tally.share, name_blocks(tally, schema, met.path, circle), end)
+
+
+def _compare(check: Check, kernels: Sequence[FusedKernel], schema: Schema) -> None:
+    check.expect()
+    for each in digests(kernels, schema, check.blocks_of):
+        check.found(each.shard.table, each.blocks, each.digests)
+
+
+def _added(team: Team, check: Check, table: int, blocks: Ints) -> tuple[Digests, Digests]:
+    """(all ranks) What all of them have of shared blocks; sums of halves, which overflow nowhere."""
+    difference, closed = check.part(table, blocks)
+    parts = np.stack([difference & _LOW, difference >> _HALF, closed]).astype(np.int64)
+    low, high, count = team.add(parts).astype(np.uint64)
+    return low + (high << _HALF), count
+
+
+def refuse_or_accept(checked: Checked, marker: MarkerId, *, accept: bool, say: bool) -> None:
+    """Raise if rows are not as a marker proved them, or say what is accepted.
+
+    Args:
+        checked: What came of the comparison.
+        marker: What was restored.
+        accept: Whether to go on with such rows.
+        say: Whether this rank logs.
+
+    Raises:
+        ProofMismatchError: without ``accept``.
+    """
+    if checked.unproved is None:
+        return
+    error = checked.unproved.error(marker)
+    if not accept:
+        raise error
+    if say:
+        log.warning("accepted although unproved, and sent again in this generation: %s", error.headline)

@@ -1,0 +1,192 @@
+"""Digests of the newest version of each row, kept while a reader goes over a marker that it does not hold as tables.
+
+One number for each row, section and column slice: a newer version of a row takes the place of the older one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.format.proof import (
+    BLOCK_ROWS,
+    POSITIONS,
+    Digests,
+    Ints,
+    Window,
+    column_keys,
+    digest_rows,
+    per_row_keys,
+    row_keys,
+    words_of,
+)
+from torchrec_stream_ckpt.format.rows import Array, RowsView
+from torchrec_stream_ckpt.restore.compare import Check
+from torchrec_stream_ckpt.restore.proofs import NEVER, Circle, Met, agree
+from torchrec_stream_ckpt.restore.unproved import Unproved, name_blocks
+from torchrec_stream_ckpt.types import TableShard, TableSpec
+
+MEMORY_BYTES = 2 * 2**30
+"""What the numbers may take. Where all blocks would take more, a share of them is looked at."""
+_CHUNK_WORDS = 1 << 16
+"""Words that are added up at a time, so that they stay in a cache."""
+
+Slice = tuple[int, int]
+"""(first column, columns)."""
+
+
+class RowSums:
+    """The numbers of all tables, or of a share of their blocks.
+
+    Args:
+        schema: As the marker's generation claimed it: with ids.
+        met: Takes which marker last sent a row of which block.
+        slices: By table, all column slices that rows will come in, of whichever generation.
+        shards: What the ranks of the marker's own generation held.
+        memory_bytes: What the numbers may take.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        met: Met,
+        slices: Mapping[int, Iterable[Slice]],
+        shards: Iterable[TableShard],
+        memory_bytes: int = MEMORY_BYTES,
+    ) -> None:
+        self._schema, self._met = schema, met
+        own: dict[int, set[Slice]] = {}
+        for shard in shards:
+            own.setdefault(shard.table, set()).add((shard.col0, shard.cols))
+        tables = {
+            table: _Sums(spec, sorted(slices.get(table, ())), sorted(own.get(table, ())))
+            for table, spec in enumerate(schema.tables)
+            if spec.id is not None and spec.rows
+        }
+        wanted = sum(each.num_bytes for each in tables.values())
+        width = POSITIONS if wanted <= memory_bytes else int(POSITIONS * memory_bytes / wanted)
+        marker = met.path.chain[-1].marker
+        self._window = Window(marker * width % POSITIONS, width)  # the next marker's is another one
+        self._tables = tables if width else {}
+        for table, each in self._tables.items():
+            sent = each.allocate(self._window)
+            for col0, cols in each.own:
+                met.sent[TableShard(table, 0, each.spec.rows, col0, cols)] = sent
+
+    def rows(self, table: int, col0: int, cols: int, rows: RowsView, place: int) -> None:
+        """Rows that are newer than all before.
+
+        Args:
+            table: Index in the schema.
+            col0: First column of their slice.
+            cols: Columns of it.
+            rows: Each row once.
+            place: Of the marker that they were sent for, or that they are as of.
+        """
+        if table in self._tables and len(rows.ids):
+            self._tables[table].take(col0, cols, rows, place)
+
+    def compare(self) -> tuple[float, Unproved | None]:
+        """(share of the rows that was compared, what differs), once all rows and MARKs have come."""
+        met = self._met
+        circle = Circle(agree([met.marks.windows()], met.marks.floor))
+        check = Check(self._schema, met.path, met.marks, circle, met.sent)
+        check.expect()
+        for shard in met.sent:
+            sums = self._tables[shard.table]
+            assert sums.spec.id is not None
+            blocks = check.blocks_of(sums.spec.id, 0, shard.rows)
+            check.found(shard.table, blocks, sums.digests((shard.col0, shard.cols), blocks))
+        tally = check.tally({})
+        return tally.checked / max(1, _cells(self._schema)), name_blocks(tally, self._schema, met.path, circle)
+
+
+def _cells(schema: Schema) -> int:
+    return sum(table.rows * table.dim * (1 + len(table.states)) for table in schema.tables)
+
+
+class _Sums:
+    """The numbers of one table.
+
+    ``own`` are the slices of the marker's generation. Between two edges of any slice, columns come together.
+    """
+
+    def __init__(self, spec: TableSpec, slices: Sequence[Slice], own: Sequence[Slice]) -> None:
+        self.spec, self.own = spec, own
+        edges = sorted({edge for col0, cols in (*slices, *own) for edge in (col0, col0 + cols)})
+        parts = [(begin, end - begin) for begin, end in pairwise(edges)]
+        self._numbers: dict[tuple[int, Slice], int] = {}
+        """(section, columns) -> which of a row's numbers."""
+        for section in range(1 + len(spec.states)):
+            for columns in own if self._per_row(section) else parts:
+                self._numbers[section, columns] = len(self._numbers)
+        self._parts = parts
+
+    def _per_row(self, section: int) -> bool:
+        return section > 0 and self.spec.states[section - 1].per_row
+
+    @property
+    def num_bytes(self) -> int:
+        return 8 * self.spec.rows * len(self._numbers)
+
+    def allocate(self, window: Window) -> npt.NDArray[np.int32]:
+        """Begin, with the blocks of ``window``; returns the place of the marker that sent each block last."""
+        assert self.spec.id is not None
+        count = -(-self.spec.rows // BLOCK_ROWS)
+        chosen = window.blocks(self.spec.id, 0, self.spec.rows)
+        self._slot = np.full(count, -1, np.int64)
+        self._slot[chosen] = np.arange(len(chosen))
+        self._values = np.zeros((len(chosen) * BLOCK_ROWS, len(self._numbers)), np.int64)
+        self._sent = np.full(count, NEVER, np.int32)
+        self._sent[chosen] = -1
+        return self._sent
+
+    def take(self, col0: int, cols: int, rows: RowsView, place: int) -> None:
+        ids, arrays = rows.ids, (rows.weights, *rows.states)
+        slots = self._slot[ids // BLOCK_ROWS]
+        if int(slots.min()) < 0:
+            chosen = np.flatnonzero(slots >= 0)
+            ids, slots = ids[chosen], slots[chosen]
+            arrays = tuple(array[chosen] for array in arrays)
+        blocks = ids // BLOCK_ROWS
+        self._sent[blocks] = np.maximum(self._sent[blocks], np.int32(place))
+        if self.spec.has_row_state and (col0, cols) not in self.own:
+            self._sent[blocks] = NEVER  # a state of other columns has no number
+            return
+        places = slots * BLOCK_ROWS + ids % BLOCK_ROWS
+        for section, array in enumerate(arrays):
+            for columns in self._columns(section, col0, cols):
+                self._values[places, self._numbers[section, columns]] = self._digests(
+                    section, columns, ids, array, columns[0] - col0
+                )
+
+    def _columns(self, section: int, col0: int, cols: int) -> list[Slice]:
+        if self._per_row(section):
+            return [(col0, cols)]
+        return [part for part in self._parts if col0 <= part[0] and part[0] + part[1] <= col0 + cols]
+
+    def _digests(self, section: int, columns: Slice, ids: Ints, array: Array, first: int) -> Ints:
+        """One number a row."""
+        assert self.spec.id is not None
+        per_row = self._per_row(section)
+        values = array[:, None] if per_row else array[:, first : first + columns[1]]
+        keys = (per_row_keys if per_row else column_keys)(*columns, 2 if values.itemsize == 8 else 1)
+        found, step = np.empty(len(ids), np.int64), max(1, _CHUNK_WORDS // len(keys))
+        for begin in range(0, len(ids), step):
+            part = slice(begin, begin + step)
+            found[part] = digest_rows(words_of(values[part]), keys, row_keys(self.spec.id, section, ids[part]))
+        return found
+
+    def digests(self, own: Slice, blocks: Ints) -> Digests:
+        """Digests of one slice of the marker's generation, shape (blocks, sections)."""
+        found = np.zeros((len(blocks), 1 + len(self.spec.states)), np.int64)
+        by_block = self._values.reshape(-1, BLOCK_ROWS, len(self._numbers))
+        slots = self._slot[blocks]
+        for section in range(found.shape[1]):
+            for columns in self._columns(section, *own):
+                found[:, section] += by_block[slots, :, self._numbers[section, columns]].sum(1)
+        return found.view(np.uint64)

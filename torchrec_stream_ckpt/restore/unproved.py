@@ -1,0 +1,91 @@
+"""Rows that are not as a marker proved them, in words and as what has to be sent again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchrec_stream_ckpt.errors import ProofMismatchError
+from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
+from torchrec_stream_ckpt.restore.compare import Tally
+from torchrec_stream_ckpt.restore.proofs import Circle, Path
+from torchrec_stream_ckpt.types import MarkerId
+
+_SAID = 8
+"""Blocks that a message names."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnprovedBlock:
+    """One block of one table, its weights or one of its states."""
+
+    table: str
+    state: str
+    """``weights``, or the name of a state."""
+    begin: int
+    """First row."""
+    end: int
+    proved: MarkerId
+    """The marker whose proof it does not fit."""
+    before: MarkerId | None
+    """The marker that proved it before that one; None: that is not known."""
+
+    def __str__(self) -> str:
+        before = f"before it by {self.before}" if self.before is not None else "not before it"
+        return f"{self.table} {self.state} rows [{self.begin}, {self.end}) (proved by {self.proved}, {before})"
+
+
+@dataclass(frozen=True, slots=True)
+class Unproved:
+    """All that differs."""
+
+    count: int
+    """Blocks, each once for weights and once for each state."""
+    blocks: tuple[UnprovedBlock, ...]
+    """Sorted; the first ones of them, where there are many."""
+    tables: tuple[str, ...]
+    """Of all of them."""
+
+    def rows(self, schema: Schema) -> tuple[tuple[str, int, int], ...]:
+        """(table, first row, row after the last one) of all rows that have to be sent again."""
+        if self.count > len(self.blocks):  # not all are named
+            return tuple((table.name, 0, table.rows) for table in schema.tables if table.name in self.tables)
+        return tuple(sorted({(block.table, block.begin, block.end) for block in self.blocks}))
+
+    def error(self, marker: MarkerId) -> ProofMismatchError:
+        """What a reader of ``marker`` raises."""
+        first = self.blocks[0]
+        named = "; ".join(str(block) for block in self.blocks[:_SAID])
+        more = f"; and {self.count - _SAID} more" if self.count > _SAID else ""
+        return ProofMismatchError(
+            f"{self.count} blocks of rows are not as they were in the tables at a cut: {named}{more}",
+            hint="restore a marker before the one that proved them, or go on with these rows: "
+            "restore(..., accept_unproved=True), on a command line --accept-unproved",
+            marker=marker,
+            table=first.table,
+            state=first.state,
+            rows=f"{first.begin}-{first.end - 1}",
+            proved=first.proved,
+            proved_before=first.before,
+        )
+
+
+def name_blocks(tally: Tally, schema: Schema, path: Path, circle: Circle) -> Unproved | None:
+    """What differs, by name; None: nothing does."""
+    found = []
+    for each in tally.named:
+        table, id_ = schema.tables[each.table], path.id(each.table)
+        before = circle.before(id_, each.block, each.place) if id_ is not None else None
+        begin = each.block * BLOCK_ROWS
+        found.append(
+            UnprovedBlock(
+                table.name,
+                table.states[each.section - 1].name if each.section else "weights",
+                begin,
+                min(begin + BLOCK_ROWS, table.rows),
+                path.chain[each.place],
+                path.chain[before] if before is not None else None,
+            )
+        )
+    tables = tuple(schema.tables[table].name for table in sorted(tally.tables))
+    return Unproved(tally.count, tuple(found), tables) if tally.count else None
