@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from device import finish_queued
 
 Times = dict[str, list[float]]
 
@@ -43,6 +44,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "load_average": os.getloadavg()[0],
+        **({"gpu": torch.cuda.get_device_name(0)} if torch.cuda.is_available() else {}),
     }
 
 
@@ -247,9 +249,11 @@ def synced(path: Path) -> None:
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Seconds."""
+    """Seconds, of a GPU's work too."""
+    finish_queued()
     begin = time.perf_counter()
     action()
+    finish_queued()
     return time.perf_counter() - begin
 
 

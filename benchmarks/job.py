@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from device import join
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -39,6 +40,8 @@ class Shape:
     sharding: str = "table_wise"
     """Or ``row_wise``, over all ranks."""
     dense_optimizer: str = "sgd"
+    device: str = "cpu"
+    """Or ``cuda``: of each rank the GPU of its number."""
 
     @property
     def features(self) -> list[str]:
@@ -84,7 +87,7 @@ class Job:
     def train(self, ids: list[torch.Tensor], bags: int = 1) -> None:
         """One step, on ids of each table; every ``len(ids[n]) / bags`` of them make a bag."""
         self.optimizer.zero_grad()
-        self.model(features(self.shape, ids, bags)).backward()
+        self.model(features(self.shape, ids, bags).to(torch.device(self.shape.device))).backward()
         self.optimizer.step()
 
     @property
@@ -110,7 +113,7 @@ def states(by_table: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def build(shape: Shape) -> Job:
     """(all ranks) A job whose first state is the same on every run."""
     torch.manual_seed(0)
-    net = Net(shape)
+    net, device = Net(shape), torch.device(shape.device)
     world = dist.get_world_size()
     sharder = EmbeddingBagCollectionSharder(
         fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
@@ -120,11 +123,11 @@ def build(shape: Shape) -> Job:
         "row_wise": lambda _: row_wise(compute_kernel="fused"),
     }
     placement = {f"t{number:02d}": makers[shape.sharding](number) for number in range(len(shape.rows))}
-    plan = construct_module_sharding_plan(net.ebc, placement, sharder, world, world, "cpu")
+    plan = construct_module_sharding_plan(net.ebc, placement, sharder, world, world, device.type)
     model = DistributedModelParallel(
         net,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=torch.device("cpu"),
+        device=device,
         plan=ShardingPlan({"ebc": plan}),
         sharders=[sharder],
     )
@@ -141,23 +144,24 @@ def build(shape: Shape) -> Job:
     return job
 
 
-def join_group(folder: Path, rank: int, world: int) -> None:
+def join_group(folder: Path, rank: int, world: int, device: str = "cpu") -> None:
     """Make this process a rank."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group-{world}", rank=rank, world_size=world)
+    join(device, folder / f"group-{world}", rank, world)
 
 
-def spread(body: Callable[..., Any], world: int, folder: Path, *args: Any) -> Any:
-    """Run ``body(*args)`` on ``world`` fresh ranks of one gloo group; what rank 0 returns."""
+def spread(body: Callable[..., Any], world: int, folder: Path, *args: Any, device: str = "cpu") -> Any:
+    """Run ``body(*args)`` on ``world`` fresh ranks of one group; what rank 0 returns."""
     results = mp.get_context("spawn").SimpleQueue()
     (folder / f"group-{world}").unlink(missing_ok=True)
-    mp.spawn(_rank, (body, world, folder, args, results), nprocs=world)
+    mp.spawn(_rank, (body, world, folder, device, args, results), nprocs=world)
     return results.get()
 
 
-def _rank(rank: int, body: Callable[..., Any], world: int, folder: Path, args: tuple[Any, ...], results: Any) -> None:
+def _rank(
+    rank: int, body: Callable[..., Any], world: int, folder: Path, device: str, args: tuple[Any, ...], results: Any
+) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
-    join_group(folder, rank, world)
+    join_group(folder, rank, world, device)
     result = body(*args)
     if rank == 0:
         results.put(result)

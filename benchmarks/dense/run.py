@@ -23,6 +23,7 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from common import Goal, Measured, Report, UnavailableError, arguments, check_memory, scratch, synced, take_turns, timed  # noqa: E402
+from device import add_device  # noqa: E402
 from job import Job, Shape, build, spread  # noqa: E402
 
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
@@ -59,9 +60,9 @@ def mark(job: Job, checkpointer: StreamCheckpointer) -> float:
     return taken
 
 
-def measure(num_bytes: int, rounds: int, folder: str) -> tuple[Measured, int]:
+def measure(num_bytes: int, rounds: int, folder: str, device: str) -> tuple[Measured, int]:
     """(all ranks) And how many bytes the dense state has."""
-    job = build(Shape((ROWS,), 16, dense_bytes=num_bytes))
+    job = build(Shape((ROWS,), 16, dense_bytes=num_bytes, device=device))
     dense = sum(each.nbytes for name, each in job.model.state_dict().items() if "top" in name)
     config = StreamConfig(uri=f"file://{folder}/log", marker_every=None, head=None)
     with StreamCheckpointer(job.model, job.optimizer, config=config) as checkpointer:
@@ -86,7 +87,8 @@ def point(args: argparse.Namespace, report: Report, megabytes: int, ranks: int) 
     name = f"{megabytes} MB, {ranks} ranks"
     check_memory(int(1e6 * megabytes * ranks * 4), f"{name}: parameters, gradients, DDP's buckets and a copy a rank")
     with scratch("dense") as folder:
-        measured, num_bytes = spread(measure, ranks, folder, megabytes * 1_000_000, args.rounds, str(folder))
+        what = (megabytes * 1_000_000, args.rounds, str(folder), args.device)
+        measured, num_bytes = spread(measure, ranks, folder, *what, device=args.device)
         report.add(name, measured, SAVE)
         report.facts[f"{name}: bytes"] = num_bytes
         report.facts[f"{name}: bytes written by each rank"] = written(folder)
@@ -96,6 +98,7 @@ def main() -> None:
     parser = arguments(__doc__, rounds=5)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[100, 600])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    add_device(parser)
     args = parser.parse_args()
     report = Report("dense", args)
     for megabytes in args.megabytes:

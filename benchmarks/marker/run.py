@@ -29,6 +29,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from common import Goal, Report, UnavailableError, arguments, check_memory, scratch, synced, take_turns, timed  # noqa: E402
+from device import add_device  # noqa: E402
 from job import Job, Shape, build, join_group  # noqa: E402
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions  # noqa: E402
 
@@ -111,7 +112,7 @@ class Markers:
 
 
 def measure(args: argparse.Namespace, rows: int, touched: int, folder: Path, only: tuple[str, ...] = ()) -> Any:
-    shape = Shape((rows,), args.dim)
+    shape = Shape((rows,), args.dim, device=args.device)
     check_memory(int(3.5 * shape.table_bytes), f"a table of {shape.table_bytes / 1e9:.1f} GB and two copies")
     job = build(shape)
     config = StreamConfig(uri=f"file://{folder}/log", marker_every=None, drain_every=1 << 30, head=None)
@@ -128,6 +129,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=5_000_000)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--touched", type=float, default=0.01, help="share of the rows")
+    add_device(parser)
     args = parser.parse_args()
     report = Report("marker", args)
     touched = round(args.rows * args.touched) // 10 * 10
@@ -136,7 +138,7 @@ def main() -> None:
     for point, rows in names.items():
         few = touched // 10 if point == "a tenth of the rows" else touched
         with scratch("marker") as folder:
-            join_group(folder, 0, 1)
+            join_group(folder, 0, 1, args.device)
             try:
                 measured, num_bytes = measure(args, rows, few, folder, () if point == "table" else (OURS,))
                 report.add(point, measured, SAVE)

@@ -15,12 +15,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
 import torch  # noqa: E402
 from common import Goal, Report, arguments, scratch, tell  # noqa: E402
+from device import add_device, finish_queued  # noqa: E402
 from job import Job, Shape, build, join_group  # noqa: E402
 
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
@@ -53,8 +55,10 @@ def stretch(job: Job, checkpointer: StreamCheckpointer, ids: int, seconds: float
     before, steps, ours_s, begin = checkpointer.stats(), 0, 0.0, time.perf_counter()
     while time.perf_counter() - begin < seconds:
         job.train(batches[steps % len(batches)], BAGS)
+        finish_queued()
         entered = time.perf_counter()
         checkpointer.step()
+        finish_queued()
         ours_s += time.perf_counter() - entered
         steps += 1
     whole_s, after = time.perf_counter() - begin, checkpointer.stats()
@@ -73,12 +77,13 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--bound", type=float, default=0.01)
     parser.add_argument("--seconds", type=float, default=30.0)
+    add_device(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
     report = Report("overhead", args)
     with scratch("overhead") as folder:
-        join_group(folder, 0, 1)
-        job = build(SHAPE)
+        join_group(folder, 0, 1, args.device)
+        job = build(replace(SHAPE, device=args.device))
         config = StreamConfig(
             uri=f"file://{folder}/log", drain_every="auto", max_overhead=args.bound, sweep_bytes=2**28
         )

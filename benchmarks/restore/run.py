@@ -31,6 +31,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from common import Goal, Measured, Report, UnavailableError, arguments, check_memory, scratch, take_turns, timed  # noqa: E402
+from device import add_device  # noqa: E402
 from job import Job, Shape, build, spread  # noqa: E402
 
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
@@ -86,8 +87,9 @@ class Restores:
 
     def __init__(self, shape: Shape, folder: Path) -> None:
         self._job, self._folder = build(shape), folder
-        saved = torch.load(folder / "tables.pt", mmap=True)
-        self._truth = {name: self._mine(name, value).clone() for name, value in saved.items()}
+        saved = torch.load(folder / "tables.pt", mmap=True, map_location="cpu")
+        device = torch.device(shape.device)
+        self._truth = {name: self._mine(name, value).clone().to(device) for name, value in saved.items()}
 
     def _mine(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         shard = self._job.sharded()[name].local_shards()[0]
@@ -112,7 +114,7 @@ class Restores:
 
     @torch.no_grad()
     def _load(self) -> None:
-        loaded = torch.load(self._folder / "tables.pt")
+        loaded = torch.load(self._folder / "tables.pt", map_location="cpu")
         for name, value in self._job.sharded().items():
             value.local_shards()[0].tensor.copy_(self._mine(name, loaded[name]))
 
@@ -140,6 +142,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    add_device(parser)
     args = parser.parse_args()
     report = Report("restore", args)
     try:
@@ -154,15 +157,16 @@ def main() -> None:
 
 
 def _measure_all(args: argparse.Namespace, report: Report) -> None:
-    shape = Shape((args.rows, args.rows), args.dim, sharding="row_wise")
+    shape = Shape((args.rows, args.rows), args.dim, sharding="row_wise", device=args.device)
     check_memory(5 * shape.table_bytes, f"tables of {shape.table_bytes / 1e9:.1f} GB, the truth and what is loaded")
     with scratch("restore") as folder:
-        report.facts |= spread(train, 1, folder, shape, folder, args.steps)
+        report.facts |= spread(train, 1, folder, shape, folder, args.steps, device=args.device)
         for ours, source in ((LOG, "log"), (STORE, "store")):
             if ours == STORE:
                 fold(folder)
             for ranks in args.ranks:
-                measured = spread(measure, ranks, folder, shape, folder, args.rounds, ours, source)
+                what = (shape, folder, args.rounds, ours, source)
+                measured = spread(measure, ranks, folder, *what, device=args.device)
                 report.add(f"{source}, on {ranks}", measured, LOAD)
 
 

@@ -19,7 +19,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
+sys.path[:0] = [str(ROOT), str(ROOT / "recipes"), str(ROOT / "benchmarks")]
+
+from device import add_device, finish_queued, join  # noqa: E402
 
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
 from torchrec_stream_ckpt.commit.control import Control  # noqa: E402
@@ -47,6 +49,8 @@ class Shape:
     """Width of the dense model's upper layers."""
     more_drains: int = 0
     """(probes) Small frames in the log, so many from each table."""
+    device: str = "cpu"
+    """Or ``cuda``: of each rank the GPU of its number."""
 
     def workload(self, ranks: int, step_s: float, dense_bytes: int) -> Workload:
         """The same for the model, draining every step."""
@@ -68,6 +72,7 @@ class Live:
 
     def steps(self, count: int, checkpointer: StreamCheckpointer | None) -> float:
         """Seconds of so many steps."""
+        finish_queued()
         begin = time.perf_counter()
         for step in range(count):
             self.optimizer.zero_grad()
@@ -76,6 +81,7 @@ class Live:
             self.optimizer.step()
             if checkpointer is not None:
                 checkpointer.step()
+        finish_queued()
         return time.perf_counter() - begin
 
     def blank(self) -> None:
@@ -105,8 +111,8 @@ def build(shape: Shape, rank: int, ranks: int) -> Live:
         ]
     )
     loader = recipe.open_loader(flags, rank, ranks)
-    batches = [batch for batch, _ in zip(loader, range(8), strict=False)]
-    device = torch.device("cpu")
+    device = torch.device(shape.device)
+    batches = [batch.to(device) for batch, _ in zip(loader, range(8), strict=False)]
     torch.manual_seed(0)
     dlrm = recipe.build_model(flags, loader, device)
     sharder = recipe.EmbeddingBagCollectionSharder(
@@ -122,6 +128,14 @@ def attach(live: Live, folder: Path, head: Path | None = None) -> StreamCheckpoi
         uri=f"file://{folder}", marker_every=None, head=str(head) if head is not None else None, sweep_bytes=2**28
     )
     return StreamCheckpointer(live.model, live.optimizer, config=config)
+
+
+def drain(checkpointer: StreamCheckpointer) -> None:
+    """Send what is marked: on a GPU one boundary counts it, and the next one sends it."""
+    checkpointer.step()
+    if torch.cuda.is_initialized():
+        finish_queued()
+        checkpointer.step()
 
 
 def settle(checkpointer: StreamCheckpointer) -> None:
@@ -184,22 +198,23 @@ def dense_bytes_of(folder: Path) -> int:
     return sum(file.num_bytes for file in commit.dense_files)
 
 
-def spawn(ranks: int, function: Callable[..., Any], *args: Any) -> Any:
-    """What rank 0 of ``function(rank, ranks, *args)`` returns, on so many new processes of one thread each."""
+def spawn(ranks: int, function: Callable[..., Any], shape: Shape, *args: Any) -> Any:
+    """What rank 0 of ``function(rank, ranks, shape, *args)`` returns, on N new processes of one thread each."""
     import tempfile
 
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="scale-group-") as group:
-        mp.spawn(_rank_main, (ranks, group, results, function, args), nprocs=ranks)
+        mp.spawn(_rank_main, (ranks, group, results, function, shape, args), nprocs=ranks)
         return results.get()
 
 
-def _rank_main(rank: int, ranks: int, group: str, results: Any, function: Callable[..., Any], args: Any) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+def _rank_main(
+    rank: int, ranks: int, group: str, results: Any, function: Callable[..., Any], shape: Shape, args: Any
+) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{group}/group", rank=rank, world_size=ranks)
-    value = function(rank, ranks, *args)
+    join(shape.device, Path(group) / "group", rank, ranks)
+    value = function(rank, ranks, shape, *args)
     if rank == 0:
         results.put(value)
     dist.barrier()
@@ -211,6 +226,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rows", type=int, default=100_000, help="of each table of the jobs that are predicted")
     parser.add_argument("--rounds", type=int, default=7)
+    add_device(parser)
     parser.add_argument("--kafka", action="store_true", help="measure a broker on loopback, too")
     parser.add_argument("--quick", action="store_true", help="small, under a minute: no figure means anything then")
     parser.add_argument("--out", type=Path, metavar="PREFIX", help="file PREFIX.json and PREFIX_*.png")

@@ -61,6 +61,7 @@ def measure_units(
         except StreamCkptError as error:
             print(f"broker: not measured: {error}", file=sys.stderr)
     samples = {}
+    shapes = {name: (ranks, dataclasses.replace(shape, device=args.device)) for name, (ranks, shape) in shapes.items()}
     for name, (ranks, shape) in shapes.items():
         samples[name] = spawn(ranks, probe, shape, scratch / name, head / name)
         print(f"probe {name}: done", file=sys.stderr, flush=True)
@@ -72,7 +73,8 @@ def compare(
     args: argparse.Namespace, costs: UnitCosts, cpu: dict[str, float], scratch: Path, head: Path
 ) -> dict[str, Any]:
     """By number of ranks: what was measured, what was predicted, and their ratio."""
-    shape = Shape(tables=8, rows=20_000 if args.quick else args.rows, dim=64, batch=2048, ids=10, over=512)
+    rows = 20_000 if args.quick else args.rows
+    shape = Shape(tables=8, rows=rows, dim=64, batch=2048, ids=10, over=512, device=args.device)
     report = {}
     for ranks in args.ranks:
         folder, warm = scratch / f"real-{ranks}", head / f"real-{ranks}"
@@ -141,6 +143,7 @@ def main() -> None:
         costs, processor, found = measure_units(args, Path(scratch), Path(head))
         checked = compare(args, costs, processor, Path(scratch), Path(head))
     flags = [f"--ranks {' '.join(map(str, args.ranks))}", f"--rounds {args.rounds}", "--kafka" * args.kafka]
+    flags.append(f"--device {args.device}")
     report = {
         "case": "scale",
         "date": time.strftime("%Y-%m-%d"),

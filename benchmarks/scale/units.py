@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from crc32c import crc32c
-from live import ZIPF, Shape, attach, build, dense_bytes_of, fold, sent, settle, timed_markers, timed_restores
+from live import ZIPF, Shape, attach, build, dense_bytes_of, drain, fold, sent, settle, timed_markers, timed_restores
 
 from torchrec_stream_ckpt.broker.kraft import Broker
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
@@ -77,14 +77,14 @@ def probe(rank: int, ranks: int, shape: Shape, folder: Path, head: Path) -> Samp
     settle(checkpointer)
     capture = checkpointer._capture
     scan_s = _median(lambda: [mask.touched() for mask in capture._masks])
-    step_s = max(0.0, _median(checkpointer.step) - scan_s)
+    step_s = max(0.0, _median(lambda: drain(checkpointer)) - scan_s)
     drained = min(shape.rows, DRAINED[shape.dim]) * shape.tables
     walls, publish, cpus = [], [], []
     for _ in range(REPEATS + 2):
         _touch(capture, drained)
         before, cpu = sent(checkpointer), time.process_time()
         begin = time.perf_counter()
-        checkpointer.step()
+        drain(checkpointer)
         walls.append(time.perf_counter() - begin)
         own = time.process_time() - cpu
         settle(checkpointer)
@@ -94,7 +94,7 @@ def probe(rank: int, ranks: int, shape: Shape, folder: Path, head: Path) -> Samp
         assert drained_bytes > drained * 4, "all of it fits the ring"
     for _ in range(shape.more_drains):
         _touch(capture, drained)
-        checkpointer.step()
+        drain(checkpointer)
         settle(checkpointer)
     checkpointer.mark().result(600)
     marker_s, marker_cpu_s = (statistics.median(each[1:]) for each in timed_markers(live, checkpointer, REPEATS))

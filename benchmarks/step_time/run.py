@@ -35,6 +35,7 @@ sys.path[1:1] = [str(ROOT / "benchmarks")]
 
 from common import machine  # noqa: E402
 from data import CRITEO_ROWS  # noqa: E402
+from device import add_device, finish_queued, join  # noqa: E402
 
 # variant -> settings of its stream; None: no streaming at all
 VARIANTS: dict[str, dict[str, Any] | None] = {
@@ -67,7 +68,7 @@ class Job:
     blocks_s: list[float] = field(default_factory=list)
     caught_up_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
-    """Of the training thread, which the backward runs on as well."""
+    """Of the training thread, which on a CPU the backward runs on as well."""
     num_bytes: int = 0
     markers: int = 0
     pause: Any = None
@@ -78,6 +79,7 @@ class Job:
         sent, markers = self._sent(), self._markers()
         if self.pause is not None:
             self.pause.__exit__(None, None, None)
+        finish_queued()
         begin, cpu = time.perf_counter(), time.thread_time()
         for step in range(steps):
             self.optimizer.zero_grad()
@@ -86,6 +88,7 @@ class Job:
             self.optimizer.step()
             if self.checkpointer is not None:
                 self.checkpointer.step()
+        finish_queued()
         end = time.perf_counter()
         self.cpu_s.append(time.thread_time() - cpu)
         self.settle()
@@ -126,14 +129,13 @@ class Job:
 def _rank(rank: int, args: argparse.Namespace, scratch: str, results: Any) -> None:
     import train_dlrm as recipe
 
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(args.ranks), "LOCAL_WORLD_SIZE": str(args.ranks)}
     torch.set_num_threads(1)
     recipe.configure_logging(1)
-    dist.init_process_group("gloo", init_method=f"file://{scratch}/group", rank=rank, world_size=args.ranks)
+    device = join(args.device, Path(scratch) / "group", rank, args.ranks)
     flags = recipe.parse_args(["--sharding", "mixed", "--zipf", str(args.zipf), *CONFIGS[args.config]])
     loader = recipe.open_loader(flags, rank, args.ranks)
-    batches = [batch for batch, _ in zip(loader, range(4), strict=False)]
-    jobs = {name: _job(recipe, flags, loader, VARIANTS[name], scratch, name) for name in args.variants}
+    batches = [batch.to(device) for batch, _ in zip(loader, range(4), strict=False)]
+    jobs = {name: _job(recipe, flags, loader, VARIANTS[name], scratch, name, device) for name in args.variants}
     for job in jobs.values():
         job.block(batches, args.steps)  # warm-up, and the sweep of the streamed ones
         while job.checkpointer is not None and not job.checkpointer._capture.swept:
@@ -162,9 +164,14 @@ def _rank(rank: int, args: argparse.Namespace, scratch: str, results: Any) -> No
 
 
 def _job(
-    recipe: Any, flags: argparse.Namespace, loader: Any, settings: dict[str, Any] | None, scratch: str, name: str
+    recipe: Any,
+    flags: argparse.Namespace,
+    loader: Any,
+    settings: dict[str, Any] | None,
+    scratch: str,
+    name: str,
+    device: torch.device,
 ) -> Job:
-    device = torch.device("cpu")
     torch.manual_seed(0)
     dlrm = recipe.build_model(flags, loader, device)
     sharder = recipe.EmbeddingBagCollectionSharder(
@@ -191,6 +198,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=tuple(VARIANTS), default=list(VARIANTS), metavar="NAME")
     parser.add_argument("--zipf", type=float, default=1.05)
     parser.add_argument("--out", type=Path, help="file the result as JSON")
+    add_device(parser)
     args = parser.parse_args()
     here = machine()
     context = mp.get_context("spawn")
@@ -202,7 +210,7 @@ def main() -> None:
         "case": "step_time",
         "date": time.strftime("%Y-%m-%d"),
         "command": f"python benchmarks/step_time/run.py --ranks {args.ranks} --rounds {args.rounds} "
-        f"--steps {args.steps} --config {args.config} --zipf {args.zipf}"
+        f"--steps {args.steps} --config {args.config} --zipf {args.zipf} --device {args.device}"
         + (f" --variants {' '.join(map(repr, args.variants))}" if args.variants != list(VARIANTS) else ""),
         "machine": here,
         "variants": {name: _summary(name, blocks, args.steps) for name in args.variants},

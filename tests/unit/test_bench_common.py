@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import pickle
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -93,3 +95,49 @@ def test_chunks_of_the_thesis_design_come_together_again(monkeypatch: pytest.Mon
     assert max(map(len, pieces)) <= design.CHUNK_BYTES + 12
     found = list(design.reassembled(iter(pieces)))
     assert all(torch.equal(one, other) for one, other in zip(found, tables, strict=True))
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load("device", monkeypatch)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without CUDA")
+@pytest.mark.parametrize("case", ["marker", "scale", "step_time"])
+def test_a_case_on_a_gpu_that_is_not_there_says_so(case: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / case / "run.py"), "--device", "cuda"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 2
+    assert "argument --device: torch finds no CUDA device here" in done.stderr
+
+
+def test_more_ranks_than_gpus_are_refused(device: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SystemExit, match="2 ranks need a GPU each, torch finds 1"):
+        device.join("cuda", tmp_path / "group", 0, 2)
+
+
+def test_a_rank_on_a_gpu_has_the_gpu_of_its_number_and_nccl(
+    device: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", asked.append)
+    monkeypatch.setattr(device.dist, "init_process_group", lambda backend, **_more: asked.append(backend))
+    monkeypatch.setattr(device.os, "environ", {})
+    assert device.join("cuda", tmp_path / "group", 1, 2) == torch.device("cuda", 1)
+    assert asked == [1, "cpu:gloo,cuda:nccl"]
+
+
+def test_a_time_ends_when_the_gpu_is_through(common: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: asked.append("wait"))
+    common.timed(lambda: asked.append("work"))
+    assert asked == ["wait", "work", "wait"]
