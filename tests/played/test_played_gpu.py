@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 ASKED = (
     "cache filled",
@@ -24,6 +26,7 @@ ASKED = (
 """A branch that nothing goes through shows nothing."""
 
 
+@pytest.mark.timeout(600)  # half a minute where nobody else works
 def test_the_tests_of_a_gpu_pass_on_a_played_one(tmp_path: Path) -> None:
     """In a process of its own, which takes its CPU for the device."""
     report = tmp_path / "report.json"
@@ -34,7 +37,7 @@ def test_the_tests_of_a_gpu_pass_on_a_played_one(tmp_path: Path) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=580,
         check=False,
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
