@@ -6,78 +6,205 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests import ranks
-from tests.jobs import attach
-from tests.model import PLAN_2, Spec, trainer, truth
+from tests import zoo
+from tests.laps import config
 from tests.plain_proof import Said, Shards, in_window, plain_digest, plain_digests, said_in, shards_of
-from torchrec_stream_ckpt import StreamConfig
+from tests.pool import Pool
+from tests.zoo import MARK, OPTIMIZERS, Job, Model, Part, Place, Plan, Table
+from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.adapter import fused_kernels
-from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS
+from torchrec_stream_ckpt.errors import MarkerFailedError
+from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Window, replicated_id
+from torchrec_stream_ckpt.types import MarkerId
 
 pytestmark = pytest.mark.distributed
 
-SMALL = 9_000
-"""Bytes of a window: about a quarter of what the tables of a rank take."""
+BAGS = (
+    Table("t_tw", 150, 8, ("a",), dtype="fp16"),
+    Table("t_rw", 200, 8, ("b",)),
+    Table("t_few", 2, 8, ("c",)),
+    Table("t_cw", 130, 32, ("d",)),
+    Table("t_dp", 70, 4, ("e",)),
+)
+SEQUENCES = (Table("s_rw", 140, 12, ("f",)),)
+PLACES = {
+    2: (Place("tw", (1,)), Place("rw"), Place("rw"), Place("cw", (0, 1)), Place("dp"), Place("rw")),
+    3: (Place("tw", (2,)), Place("rw"), Place("rw"), Place("cw", (2, 0)), Place("dp"), Place("rw")),
+}
+"""Some ranks hold no row of ``t_few``."""
+
+Found = dict[str, tuple[Shards, dict[str, torch.Tensor]]]
+"""Marker -> this rank's shards, and the truth, at its boundary."""
 
 
-def _train(uri: str, spec: Spec, build: dict[str, Any], proof_bytes: int) -> dict[int, tuple[Shards, dict[str, Any]]]:
-    """Four markers; by marker, this rank's shards and the truth at its boundary."""
-    job = trainer(spec, **build)
-    found = {}
-    with attach(job, StreamConfig(uri=uri, marker_every=None, drain_every=2, proof_bytes=proof_bytes)) as checkpointer:
-        checkpointer.restore()
-        kernels = fused_kernels(job.dmp)
-        for _ in range(4):
-            for _ in range(3):
-                job.step()
-                checkpointer.step()
+def model(optimizer: str) -> Model:
+    return Model((Part("ebc", BAGS), Part("ec", SEQUENCES)), optimizer)
+
+
+def plan(world: int) -> Plan:
+    return Plan(world, world, PLACES[world])
+
+
+def play(job: Job, checkpointer: StreamCheckpointer, events: tuple[str, ...]) -> Found:
+    """As ``zoo.play``, with the shards of this rank at each marker."""
+    found, kernels = {}, fused_kernels(job.dmp)
+    for event in events:
+        if event == MARK:
             future = checkpointer.mark()
-            state = shards_of(kernels), truth(job)
-            found[future.result(60).marker] = state
-            job.step()  # later steps change what later markers say alone
-            checkpointer.step()
+            state = shards_of(kernels), zoo.truth(job)
+            found[str(future.result(60).id)] = state
+        else:
+            zoo.play(job, checkpointer, (event,))
     return found
 
 
-def _numbers(said: Said) -> list[list[list[int]]]:
-    """By shard, block and section, as the page says that they stand."""
+def go_on(described: Model, where: StreamConfig, events: tuple[str, ...]) -> Found:
+    """A job on as many ranks as there are; it restores what is there."""
+    job = zoo.build(described, plan(torch.distributed.get_world_size()))
+    with zoo.attach(job, where) as checkpointer:
+        checkpointer.restore()
+        return play(job, checkpointer, events)
+
+
+def numbers(said: Said) -> list[list[list[int]]]:
+    """What a rank has said, by shard, block and section as the page has them."""
     proof = said.mark.proof
     assert proof is not None
-    numbers, found = iter(proof.numbers().tolist()), []
+    digests, found = iter(proof.numbers().tolist()), []
     for shard in said.hello.shards:
         table = said.hello.schema.tables[shard.table]
         first, last = shard.row0 // BLOCK_ROWS, (shard.row0 + shard.rows - 1) // BLOCK_ROWS
         blocks = [block for block in range(first, last + 1) if in_window(proof.window, table.id or 0, block)]
-        found.append([[next(numbers) for _ in range(1 + len(table.states))] for _ in blocks])
-    assert not list(numbers)
+        found.append([[next(digests) for _ in range(1 + len(table.states))] for _ in blocks])
+    assert not list(digests)
     return found
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        pytest.param({"optimizer": "rowwise"}, id="rowwise"),
-        pytest.param({"optimizer": "adagrad", "dtype": "fp16"}, id="adagrad fp16"),
-    ],
-)
-@pytest.mark.parametrize("proof_bytes", [SMALL, 2**22])
-def test_each_rank_proves_its_live_rows_of_the_boundary(
-    build: dict[str, Any], proof_bytes: int, tmp_path: Path
-) -> None:
-    uri = f"file://{tmp_path}"
-    by_rank = ranks.run(2, _train, uri, PLAN_2, build, proof_bytes)
+def replicated(said: Said) -> dict[str, list[int]]:
+    assert said.mark.proof is not None
+    return {each.name: each.numbers().tolist() for each in said.mark.proof.replicated}
+
+
+def expected_replicated(state: dict[str, torch.Tensor], window: Window) -> dict[str, list[int]]:
+    """Of the truth: the table that all ranks hold, and what Adam keeps of its rows."""
+    name = "part0.embedding_bags.t_dp.weight"
+    tensors = {f"model.{name}": state[f"model.{name}"]}
+    tensors |= {f"optim.optimizer0.{name}.{key}": state[f"dense.{name}.{key}"] for key in ("exp_avg", "exp_avg_sq")}
+    found = {}
+    for entry, tensor in tensors.items():
+        id_ = replicated_id(entry)
+        blocks = [block for block in range(-(-len(tensor) // BLOCK_ROWS)) if in_window(window, id_, block)]
+        found[entry] = [plain_digest(tensor, block, id_, 0, 0, 0, tensor.shape[1], per_row=False) for block in blocks]
+    return found
+
+
+def windows(uri: str) -> dict[MarkerId, Window]:
+    """Of each committed marker; all of its ranks have the same."""
+    found: dict[MarkerId, Window] = {}
     for said in said_in(uri):
-        shards, state = by_rank[said.rank][said.commit.marker]
+        assert said.mark.proof is not None
+        assert found.setdefault(said.commit.id, said.mark.proof.window) == said.mark.proof.window
+    return found
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_each_rank_proves_its_live_rows_of_the_boundary(optimizer: str, pool: Pool, tmp_path: Path) -> None:
+    where = config(tmp_path, proof_bytes=6_000, drain_every=2)
+    events = ("train", "two_forwards", MARK, "train", "evaluate", MARK, "skip_backward", "train", MARK)
+    by_rank: list[Found] = pool.run(3, go_on, model(optimizer), where, events)
+    told = list(said_in(where.uris[0]))
+    assert len(told) == 9
+    for said in told:
+        shards, state = by_rank[said.rank][str(said.commit.id)]
         assert said.mark.proof is not None
         window = said.mark.proof.window
-        assert (window.width == POSITIONS) == (proof_bytes > SMALL)
-        assert _numbers(said) == plain_digests(shards, said.hello.schema, window)
-        assert bool(said.mark.proof.replicated) == (said.rank == 0)
-        for each in said.mark.proof.replicated:
-            kind, name = each.name.split(".", 1)
-            tensor = state[each.name if kind == "model" else f"dense.{name.split('.', 1)[1]}"]
-            assert (each.rows, each.cols) == tuple(tensor.shape)
-            blocks = [block for block in range(-(-each.rows // BLOCK_ROWS)) if in_window(window, each.id, block)]
-            expected = [plain_digest(tensor, block, each.id, 0, 0, 0, each.cols, per_row=False) for block in blocks]
-            assert each.numbers().tolist() == expected
+        assert 0 < window.width < POSITIONS
+        assert numbers(said) == plain_digests(shards, said.hello.schema, window)
+        assert replicated(said) == (expected_replicated(state, window) if said.rank == 0 else {})
+
+
+def test_a_small_job_proves_all_of_itself_at_each_marker(pool: Pool, tmp_path: Path) -> None:
+    where = config(tmp_path)
+    (found,) = pool.run(1, small, where, ("train", MARK, "train", MARK))
+    for said in said_in(where.uris[0]):
+        shards, _ = found[str(said.commit.id)]
+        assert said.mark.proof is not None
+        assert said.mark.proof.window.width == POSITIONS
+        assert numbers(said) == plain_digests(shards, said.hello.schema, said.mark.proof.window)
+        assert [len(blocks) for blocks in numbers(said)] == [3]
+
+
+def test_without_proofs_a_marker_says_nothing(pool: Pool, tmp_path: Path) -> None:
+    where = config(tmp_path, proof_bytes=0)
+    pool.run(1, small, where, ("train", MARK))
+    assert [said.mark.proof for said in said_in(where.uris[0])] == [None]
+
+
+ONE = Model((Part("ebc", (Table("t", 150, 8, ("a",)),)),), "rowwise_adagrad")
+
+
+def small(where: StreamConfig, events: tuple[str, ...]) -> Found:
+    job = zoo.build(ONE, Plan(1, 1, (Place("tw", (0,)),)))
+    with zoo.attach(job, where) as checkpointer:
+        checkpointer.restore()
+        return play(job, checkpointer, events)
+
+
+class Failing:
+    """A Stateful whose state cannot be had at some calls."""
+
+    def __init__(self, at: set[int]) -> None:
+        self.calls = 0
+        self.at = at
+
+    def state_dict(self) -> dict[str, Any]:
+        self.calls += 1
+        if self.calls in self.at:
+            raise RuntimeError("not now")
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def _some_fail(where: StreamConfig) -> list[bool]:
+    job = zoo.build(ONE, Plan(1, 1, (Place("tw", (0,)),)))
+    handed = {"failing": Failing({2, 3})}
+    outcomes = []
+    with StreamCheckpointer(job.dmp, job.optimizer, config=where, stateful=handed) as checkpointer:
+        for _ in range(6):
+            zoo.play(job, checkpointer, ("train",))
+            error = checkpointer.mark().exception(60)
+            assert error is None or isinstance(error, MarkerFailedError)
+            outcomes.append(error is None)
+        stats = checkpointer.stats()
+    assert stats.proof_round_markers == 3
+    assert (stats.proved_ratio, stats.oldest_proof_markers) == (1.0, 2)
+    return outcomes
+
+
+def test_a_marker_that_fails_does_not_move_the_window(pool: Pool, tmp_path: Path) -> None:
+    where = config(tmp_path, proof_bytes=2_000)
+    assert pool.run(1, _some_fail, where) == [[True, False, False, True, True, True]]
+    found = windows(where.uris[0])
+    width = next(iter(found.values())).width
+    assert [window.position for window in found.values()] == [at * width % POSITIONS for at in range(4)]
+
+
+def _changed_past_hooks(where: StreamConfig) -> Shards:
+    job = zoo.build(ONE, Plan(1, 1, (Place("tw", (0,)),)))
+    with StreamCheckpointer(job.dmp, job.optimizer, config=where) as checkpointer:
+        zoo.play(job, checkpointer, ("train",))
+        (kernel,) = fused_kernels(job.dmp)
+        kernel.weights()[0].data[149, 7] += 1.0  # its tensor counts no version
+        checkpointer.mark().result(60)
+        return shards_of([kernel])
+
+
+def test_a_row_that_was_changed_past_all_hooks_is_in_the_proof(pool: Pool, tmp_path: Path) -> None:
+    where = config(tmp_path)
+    (shards,) = pool.run(1, _changed_past_hooks, where)
+    (said,) = said_in(where.uris[0])
+    assert said.mark.proof is not None
+    assert numbers(said) == plain_digests(shards, said.hello.schema, said.mark.proof.window)
