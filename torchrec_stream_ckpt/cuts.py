@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -165,25 +166,34 @@ class Cuts:
         staged: dict[str, Any] | None = None
         taken: Taken | None = None
         try:
-            if prepare(drain):
-                staged = self._dense.stage()
-                self._open = _Open(step, marker, seal, self._capture.scalars())
-                self._capture.freeze(drain, seal.fail)
-                self._open.taken = taken = self._prover.take() if self._prover is not None else None
-            else:
-                seal.fail(self._no_space())
-        except Exception as error:  # a Stateful of the user, memory, the publisher
+            # The oracle compares live tables: until it has, no update may run on another thread.
+            with self._capture.still() if self._oracle is not None else nullcontext():
+                if prepare(drain):
+                    staged = self._dense.stage()
+                    with self._capture.still():
+                        self._open = _Open(step, marker, seal, self._capture.freeze(drain, seal.fail))
+                        self._open.taken = taken = self._prover.take() if self._prover is not None else None
+                else:
+                    seal.fail(self._no_space())
+                self._push(drain)
+            if deadline_s is not None:
+                self.give_up(self._no_space())
+        except BaseException as error:  # a Stateful of the user, memory, the publisher; or somebody interrupts
             self._fail(marker, error)
-        self._push(drain)
-        if deadline_s is not None:
-            self.give_up(self._no_space())
-        cut = Cut(marker, step, seal, staged)
+            if not isinstance(error, Exception):
+                self._hand_over(Cut(marker, step, seal, staged), taken)
+                raise
+        future = self._hand_over(Cut(marker, step, seal, staged), taken)
+        self._ask()
+        return future
+
+    def _hand_over(self, cut: Cut, taken: Taken | None) -> Future[Committed]:
+        """(all ranks) To the commit thread, a cut that was given up too: all ranks are to know."""
+        if self._oracle is not None:
+            self._asking = cut
         future = self._coordinator.begin(cut)
         if taken is not None:
             future.add_done_callback(partial(self._settled, taken.window))
-        if self._oracle is not None:
-            self._asking = cut
-            self._ask()
         return future
 
     def _settled(self, window: Window, future: Future[Committed]) -> None:
@@ -211,9 +221,8 @@ class Cuts:
 
     def give_up(self, reason: str) -> None:
         """The cut that is open is none: its rows go with the next one."""
-        if self._open is not None:
-            self._capture.give_up(reason)
-            self._let_go()
+        self._capture.give_up(reason)  # which may have frozen rows for a cut that was never open
+        self._let_go()
 
     def _complete_here(self, deadline_s: float) -> None:
         if self._open is not None:
@@ -233,8 +242,10 @@ class Cuts:
             elif self._oracle is not None and not cut.held:
                 self._oracle.hold()
                 cut.held = True
-        except Exception as error:  # the publisher has died, or memory is short
+        except BaseException as error:  # the publisher has died, or memory is short; or somebody interrupts
             self._fail(cut.marker, error)
+            if not isinstance(error, Exception):
+                raise
 
     def _finish(self, cut: _Open, buffer: FrameBuffer) -> None:
         """Everything is in the ring but the MARK."""
@@ -251,7 +262,7 @@ class Cuts:
         self._capture.finish()
         self._let_go()
 
-    def _fail(self, marker: int, error: Exception) -> None:
+    def _fail(self, marker: int, error: BaseException) -> None:
         log.exception("marker %d:%d cannot be cut on this rank", self._generation.claim.generation, marker)
         reason = f"{type(error).__name__}: {error}"
         self.give_up(reason)

@@ -81,8 +81,10 @@ class Marks:
         rows: list[torch.Tensor] = []
 
         def drain() -> None:
-            rows.append(self._masks.touched())
-            self._masks.sent(rows[0])
+            found = self._masks.look()
+            assert found is not None
+            rows.append(found.rows)
+            self._masks.sent(rows[0], rows[0].numel())
 
         taken = timed(mark) + timed(drain)
         self.found = rows[0].numel()

@@ -83,7 +83,8 @@ class Job:
             for number, rows in enumerate(ROWS)
         ]
         config = SimpleNamespace(embedding_tables=tables)
-        return modules._kernel("m", SimpleNamespace(config=config, emb_module=self.tbe, fused_optimizer=None))
+        optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}])
+        return modules._kernel("m", SimpleNamespace(config=config, emb_module=self.tbe, fused_optimizer=optimizer))
 
     def tables(self) -> State:
         """Weights and states: live views. A write to them between a forward and its backward goes unnoticed."""

@@ -202,7 +202,7 @@ def _merge(mask: RowMask) -> None:
     RowMask(mask.total, CPU).merge(mask)
 
 
-@pytest.mark.parametrize("clears", [_clear, _merge, RowMask.clear_all, RowMask.forget_ids])
+@pytest.mark.parametrize("clears", [_clear, _merge, RowMask.clear_all, RowMask.take])
 def test_who_clears_a_mark_drops_the_counts(clears: Callable[[RowMask], None]) -> None:
     copies = Copies()
     mask = RowMask(BASES[-1], CPU, LateCounts(BASES, copies))

@@ -19,6 +19,9 @@ of ``torch.Tensor``:
 ``_version``                                          2.11   whether something has written in place
 of ``torch.optim.Optimizer``:
 ``_optimizer_state_dict_post_hooks``                  2.11   the same of an optimizer
+of ``torch``, ``torch._C`` and ``torch.autograd.Variable``:
+``_C``, ``_current_graph_task_id``                    2.11   which run of the autograd engine this is
+``_execution_engine``                                 2.11   whether that run has ended
 of a sharded module:
 ``_lookups``                                          1.0    one lookup a sharding type
 of a lookup:
@@ -30,9 +33,8 @@ of a group of tables:
 of ``embedding_tables[i]``:
 ``local_metadata``, ``local_rows``, ``local_cols``    1.0    shard offsets and sizes
 of ``SplitTableBatchedEmbeddingBagsCodegen``:
-``_indices``                                          1.0    ids of the last forward, behind the bounds check
-``_offsets``                                          1.0    their bounds by feature
-``_vbe_B_offsets``, ``_vbe_max_B``                    1.0    bags by feature; only with VBE
+``prepare_inputs``                                    1.0    ids of a forward, after the bounds check; bags with VBE
+``placeholder_autograd_tensor``                       1.0    where the graphs of all its lookups end
 ``feature_table_map``, ``hash_size_cumsum``           1.0    feature to table, and to linear rows
 ``iter``, ``max_counter``                             1.0    state of the kernel that no state_dict holds
 ``iter_cpu``                                          1.2    the same: what the kernel really counts in
@@ -95,7 +97,8 @@ from torchrec_stream_ckpt.adapter.dense import (
     has_own_state_dict,
     named_states,
 )
-from torchrec_stream_ckpt.adapter.kernels import FusedKernel, LocalShard, Lookup
+from torchrec_stream_ckpt.adapter.kernels import FusedKernel, LocalShard
+from torchrec_stream_ckpt.adapter.lookups import Key, Lookup, Update
 from torchrec_stream_ckpt.adapter.modules import fused_kernels, sharded_embeddings
 from torchrec_stream_ckpt.adapter.optimizers import optimizer_states
 from torchrec_stream_ckpt.adapter.outside import watch_outside_writes
@@ -112,10 +115,12 @@ __all__ = [
     "NO_ID",
     "FusedKernel",
     "IdMap",
+    "Key",
     "LocalShard",
     "Lookup",
     "ReplicatedTables",
     "Standing",
+    "Update",
     "check_dense",
     "check_free",
     "check_wrappers",

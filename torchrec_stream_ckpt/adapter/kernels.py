@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -12,9 +11,9 @@ from itertools import accumulate
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from torchrec.optim.fused import FusedOptimizer as FusedModuleOptimizer
 
+from torchrec_stream_ckpt.adapter.lookups import Key, Lookup, Lookups, Update
 from torchrec_stream_ckpt.adapter.optimizers import (
     FusedOptimizer,
     hyperparameters,
@@ -38,20 +37,6 @@ class LocalShard:
     rows: int
     col0: int
     cols: int
-
-
-@dataclass(frozen=True, slots=True)
-class Lookup:
-    """The ids of one forward of one kernel, bound while later forwards overwrite the kernel's attributes."""
-
-    indices: torch.Tensor
-    """Local rows, behind the bounds check, ordered by feature."""
-    offsets: torch.Tensor
-    """Where the ids of each bag begin, and where the last ones end; features one behind the other."""
-    bag_starts: torch.Tensor | None = None
-    """First bag of each feature, and the number of bags; None: all features have the same number of bags."""
-    max_bags: int = -1
-    """With ``bag_starts``: the largest number of bags of a feature."""
 
 
 class FusedKernel:
@@ -80,10 +65,7 @@ class FusedKernel:
         self._versions = Versions(
             tbe, [(rows, *states) for rows, states in zip(self.weights(), self.states(), strict=True)]
         )
-        self._lookups = 0
-        """Forwards that an update may follow."""
-        self._pending: dict[int, weakref.ref[Callable[..., None]]] = {}
-        """Number of a forward behind the last update -> its hook, which lives as long as its graph does."""
+        self._lookups = Lookups(tbe, count=kind.reads_iteration)
 
     @property
     def module(self) -> nn.Module:
@@ -173,58 +155,35 @@ class FusedKernel:
         """Rows were written: whichever stream looks them up next finds them."""
         self._order.settle()
 
-    def on_update(self, before: Callable[[Lookup], None], after: Callable[[Lookup], None]) -> Callable[[], None]:
-        """Call ``before`` and ``after`` around the fused update of every forward; returns the remover.
+    def on_update(
+        self, before: Callable[[Update], None], after: Callable[[Lookup, Key], None], unseen: Callable[[], None]
+    ) -> Callable[[], None]:
+        """Call ``before`` and ``after`` around the fused update of every forward, as ``Lookups`` says.
 
-        Both calls run on the autograd thread, right around the kernel (on its stream on a GPU). A forward
-        without a backward calls nothing.
+        Returns:
+            The remover.
         """
-
-        def updated(lookup: Lookup, number: int, *_grads: object) -> None:
-            self._pending = {later: hook for later, hook in self._pending.items() if later > number}
-            after(lookup)
-
-        def forward_hook(tbe: SplitTableBatchedEmbeddingBagsCodegen, _args: object, output: torch.Tensor) -> None:
-            if torch.compiler.is_compiling():
-                raise UnsupportedError("a compiled lookup keeps no ids", hint="leave sharded embeddings uncompiled")
-            number = self._slots.looked_up() if self._slots is not None else 0
-            node = output.grad_fn
-            if node is None:
-                return
-            if "LookupFunction" not in node.name():
-                raise UnsupportedError(
-                    f"the output of the fused kernel comes from {node.name()}, not from its lookup",
-                    hint="use the versions of torchrec and fbgemm that the README names",
-                )
-            lookup = Lookup(tbe._indices, tbe._offsets, tbe._vbe_B_offsets, int(tbe._vbe_max_B))
-            if self._slots is not None:
-                node.register_prehook(partial(self._check_slots, number))
-            # In front of what tells the streams of a write: rows may be read once more before it.
-            node.register_prehook(lambda *_grads: before(lookup))
-            if output.is_cuda:
-                node.register_prehook(lambda *_grads: self._order.writing())
-            self._lookups += 1
-            hook = partial(updated, lookup, self._lookups)
-            node.register_hook(hook)
-            self._pending = {number: known for number, known in self._pending.items() if known() is not None}
-            self._pending[self._lookups] = weakref.ref(hook)
-
         self._order.settle()  # what was queued before, no hook has seen
-        handle: RemovableHandle = self._tbe.register_forward_hook(forward_hook, prepend=True)
+        guard = self._guard if self._slots is not None else None
+        hooked = self._lookups.on_update(before, after, unseen, self._order.writing, guard)
         # Moves rows in and out of the cache, inside a forward or ahead of it on a pipeline's prefetch stream.
         undo = patch(self._tbe, "_prefetch", self._fetching) if self._cached else None
 
         def remove() -> None:
-            handle.remove()
+            hooked()
             if undo is not None:
                 undo()
 
         return remove
 
     def written(self) -> set[int]:
-        """Shards that something has written in place since the last call, or ``expect_writes``; of a tensor that holds
-        several tables, all of them. The kernel's own update, and its copies to and from a cache, are none."""
+        """Shards that something has written in place since ``writes_marked``, or ``expect_writes``; of a tensor that
+        holds several tables, all of them. The kernel's own update, and its copies to and from a cache, are none."""
         return self._versions.changed()
+
+    def writes_marked(self) -> None:
+        """What ``written`` has returned last need not be returned again."""
+        self._versions.told()
 
     def expect_writes(self) -> None:
         """Writes in place so far are known."""
@@ -236,9 +195,11 @@ class FusedKernel:
         self._slots.fetched()
         self._order.writing()
 
-    def _check_slots(self, lookup: int, *_grads: object) -> None:
+    def _guard(self) -> Callable[[], None]:
+        """A forward has ended: what to call before its update."""
         assert self._slots is not None
-        self._slots.check(lookup, ",".join(shard.table.name for shard in self.shards))
+        tables = ",".join(shard.table.name for shard in self.shards)
+        return partial(self._slots.check, self._slots.looked_up(), tables)
 
     def on_rewrite(self, callback: Callable[[torch.Tensor | None], None]) -> Callable[[], None]:
         """Call ``callback`` when the kernel is about to rewrite rows outside its update; returns the remover.
@@ -307,11 +268,8 @@ class FusedKernel:
 
     @property
     def in_flight(self) -> int:
-        """Lookups that a restored pipeline makes again, where their number matters to the updates; else 0.
-
-        In flight is a forward behind the last update whose backward may still come: its graph is alive.
-        """
-        return sum(hook() is not None for hook in self._pending.values()) if self.reads_iteration else 0
+        """Lookups that a restored pipeline makes again, where their number matters to the updates; else 0."""
+        return self._lookups.in_flight
 
     @property
     def max_counter(self) -> float:
@@ -348,7 +306,7 @@ class FusedKernel:
         # set_optimizer_step() sets `iter` only, while the kernels count on in `iter_cpu`.
         self._tbe.iter.fill_(iteration)
         self._tbe.iter_cpu.fill_(iteration)
-        self._pending = {}
+        self._lookups.forget()
         counter = self._counter()
         if counter is not None:
             counter.fill_(max_counter)

@@ -66,6 +66,9 @@ def fused_kernels(dmp: DistributedModelParallel) -> list[FusedKernel]:
             that the capture hooks into is gone from TorchRec or FBGEMM.
     """
     versions.check_versions()
+    versions.TORCH.require(torch)
+    versions.BINDINGS.require(torch._C)
+    versions.VARIABLE.require(torch.autograd.Variable)
     versions.OPTIMIZER_WRAPPER.require(KeyedOptimizerWrapper)
     versions.WARM_UP.require(WarmupOptimizer)
     versions.CLIPPING.require(GradientClippingOptimizer)

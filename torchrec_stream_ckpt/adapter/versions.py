@@ -112,13 +112,9 @@ TABLE = HookPoints("table of a group", ("local_cols", "local_metadata", "local_r
 KERNEL = HookPoints(
     "kernel",
     (
-        "_indices",
-        "_offsets",
         "_prefetch",
         "_used_rowwise_adagrad_with_counter",
         "_used_rowwise_adagrad_with_global_weight_decay",
-        "_vbe_B_offsets",
-        "_vbe_max_B",
         "cache_hash_size_cumsum",
         "current_device",
         "ema_inplace",
@@ -135,6 +131,8 @@ KERNEL = HookPoints(
         "lxu_cache_weights",
         "optimizer",
         "optimizer_args",
+        "placeholder_autograd_tensor",
+        "prepare_inputs",
         "prefetch_pipeline",
         "reset_cache_states",
         "reset_embedding_weight_momentum",
@@ -149,17 +147,15 @@ KERNEL = HookPoints(
         "weights_uvm",
     ),
     used_inside=(
-        "_indices",
-        "_offsets",
         "_prefetch",
-        "_vbe_B_offsets",
-        "_vbe_max_B",
         "ema_inplace",
         "ensemble_and_swap",
         "iter",
         "iter_cpu",
         "max_counter",
         "optimizer_args",
+        "placeholder_autograd_tensor",
+        "prepare_inputs",
     ),
 )
 TENSOR = HookPoints("tensor of a kernel", ("_version",))
@@ -186,6 +182,9 @@ ID_MAP = HookPoints(
     ),
     used_inside=("_current_history_buffer_offset", "_evicted_emb_indices", "_history_accumulator"),
 )
+TORCH = HookPoints("package", ("_C",))
+BINDINGS = HookPoints("bindings of torch", ("_current_graph_task_id",))
+VARIABLE = HookPoints("class of tensors", ("_execution_engine",))
 CUDA_OPERATORS = HookPoints("namespace torch.ops.fbgemm", ("linearize_cache_indices", "lxu_cache_lookup"))
 DENSE_OPTIMIZER = HookPoints("dense optimizer", ("_optimizer_state_dict_post_hooks",))
 OPTIMIZER_WRAPPER = HookPoints("wrapper of an optimizer", (), used_inside=("_optimizer",))
@@ -203,6 +202,9 @@ HOOK_POINTS = (
     COLLISION_WRAPPER,
     COLLISION_COLLECTION,
     ID_MAP,
+    TORCH,
+    BINDINGS,
+    VARIABLE,
     CUDA_OPERATORS,
     DENSE_OPTIMIZER,
     OPTIMIZER_WRAPPER,

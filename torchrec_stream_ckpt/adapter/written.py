@@ -38,7 +38,7 @@ class Versions:
             for view in tensors:
                 if view.numel():
                     self._shards.setdefault(holders[view.untyped_storage().data_ptr()], set()).add(shard)
-        self._seen = self._now()
+        self._seen = self._looked = self._now()
 
     def _now(self) -> list[tuple[torch.Tensor, int]]:
         """The tensors themselves too: one that was replaced may have the version of the other."""
@@ -47,10 +47,14 @@ class Versions:
 
     def rebase(self) -> None:
         """All writes so far are known."""
-        self._seen = self._now()
+        self._seen = self._looked = self._now()
 
     def changed(self) -> set[int]:
-        """Shards that may have been written since the last call, or ``rebase``."""
-        before, self._seen = self._seen, self._now()
-        pairs = zip(self._shards.values(), before, self._seen, strict=True)
+        """Shards that may have been written since ``told``, or ``rebase``."""
+        self._looked = now = self._now()
+        pairs = zip(self._shards.values(), self._seen, now, strict=True)
         return set().union(*(shards for shards, was, now in pairs if was[0] is not now[0] or was[1] != now[1]))
+
+    def told(self) -> None:
+        """What ``changed`` has returned last is known."""
+        self._seen = self._looked

@@ -1,7 +1,8 @@
 """The capture of one rank: from the fused update to frames in the ring.
 
 Rows are marked once the fused update has been applied, never at lookup, and read only when they are
-drained: a row that is hot for a hundred steps is sent once a drain, with its latest value.
+drained: a row that is hot for a hundred steps is sent once a drain, with its latest value. An update is noted before
+it runs, so that its rows count as touched whatever keeps it from marking them.
 
 A cut *freezes* what is touched at its step boundary. Frozen rows are sent as the ring gets space, at that boundary
 and at later ones; whoever is about to overwrite one that has not been sent sends it first (copy on write: the copy is
@@ -12,22 +13,28 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from torchrec_stream_ckpt.adapter import FusedKernel, Lookup
+from torchrec_stream_ckpt.adapter import FusedKernel, Key, Lookup, Update
 from torchrec_stream_ckpt.capture.counts import Record, deferral
 from torchrec_stream_ckpt.capture.found import Found
 from torchrec_stream_ckpt.capture.staging import RowStager, StreamIdentity
 from torchrec_stream_ckpt.capture.touched import TouchedRows
+from torchrec_stream_ckpt.capture.updates import RunningUpdates
 from torchrec_stream_ckpt.format.control import Schema, TableScalars
 from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
 
 log = logging.getLogger(__name__)
+
+_MANY_NOTES = 64
+"""Of updates; with more of them, those that were left are settled before the next drain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,9 @@ class FrozenCut:
 class Capture:
     """Hooks every fused kernel of this rank. All methods but the hooks run on the training thread.
 
+    Hooks run on any thread that trains. Whatever is raised in here, and wherever, no changed row is lost: marks, notes
+    and the cut are changed in an order that each step leaves usable.
+
     Args:
         kernels: All of this rank.
         schema: Of the job.
@@ -82,7 +92,10 @@ class Capture:
         self._stagers: list[list[RowStager]] = []
         self._ring: FrameRing | None = None
         self._submit: Callable[[FrameBuffer], int] | None = None
+        self._updates = RunningUpdates()
         self._cut: FrozenCut | None = None
+        self._sending = threading.RLock()
+        """Held while rows of a cut are sent, and while it is given up: by one thread at a time."""
         self._begun: Drain | None = None
         self._quota = 0
         """Frames that the drain in progress may still fill: acknowledgements that come meanwhile do not prolong it."""
@@ -99,9 +112,13 @@ class Capture:
         self._warned: set[str] = set()
         self._removers: list[Callable[[], None]] = [
             remover
-            for position, (kernel, mask) in enumerate(zip(kernels, self._masks, strict=True))
+            for position, kernel in enumerate(kernels)
             for remover in (
-                kernel.on_update(partial(self._before_update, position), mask.mark),
+                kernel.on_update(
+                    partial(self._before_update, position),
+                    partial(self._after_update, position),
+                    partial(self._unseen_update, position),
+                ),
                 kernel.on_rewrite(partial(self._before_rewrite, position)),
             )
         ]
@@ -111,8 +128,7 @@ class Capture:
         for kernel, mask in zip(self._kernels, self._masks, strict=True):
             kernel.expect_writes()
             with kernel.reading():
-                mask.sent(mask.touched())
-                mask.forget_ids()
+                mask.forget()
         self._announced.clear()
 
     def open(
@@ -137,6 +153,7 @@ class Capture:
         """
         if not self._deferred:
             return due
+        self._count_left()
         asked = [position for position in self._deferred if self._masks[position].asked]
         if asked:
             return all(self._masks[position].counted for position in asked)
@@ -153,6 +170,8 @@ class Capture:
         Not while a cut is being sent: newer values in front of its MARK would be taken for its own.
         """
         assert self._cut is None
+        self._updates.let_go()
+        self._count_left()
         self._note_writes()
         try:
             return self._may_send(drain) and all(self._drain_kernel(drain, n) for n in range(len(self._kernels)))
@@ -165,12 +184,12 @@ class Capture:
             found = self._masks[position].look()
             if found is None:
                 return False
-            self._left[position] = found.rows.numel()
-            return self._send(position, found, drain, partial(self._drained, position))
-
-    def _drained(self, position: int, rows: torch.Tensor) -> None:
-        self._left[position] -= rows.numel()
-        self._masks[position].sent(rows)
+            rows = found.rows
+            self._left[position] = rows.numel()
+            sent = self._send(position, found, drain)
+            self._masks[position].sent(rows, sent)
+            self._left[position] -= sent
+            return sent == rows.numel()
 
     def sweep(self, drain: Drain, max_bytes: int) -> bool:
         """Send up to about ``max_bytes`` of rows that were never sent. Whether all that was looked at found space."""
@@ -182,10 +201,12 @@ class Capture:
             row_bytes = max((stager.row_bytes for stager in self._stagers[position]), default=1)
             while not mask.swept and max_bytes > 0:
                 with self._kernels[position].reading():
-                    found = mask.unswept(max(1, max_bytes // row_bytes))
-                    if not self._send(position, found, drain, mask.sweep_sent):
-                        return False
-                max_bytes -= found.rows.numel() * row_bytes
+                    found = mask.take_unswept(max(1, max_bytes // row_bytes))
+                    sent = self._send(position, found, drain)
+                    mask.sweep_sent(found.rows, sent)
+                if sent < found.rows.numel():
+                    return False
+                max_bytes -= sent * row_bytes
         return True
 
     @property
@@ -204,21 +225,33 @@ class Capture:
 
     # A cut.
 
-    def freeze(self, drain: Drain, on_give_up: Callable[[str], object]) -> None:
+    def freeze(self, drain: Drain, on_give_up: Callable[[str], object]) -> tuple[TableScalars, ...]:
         """All that is touched now is a cut, to be sent as it is now, in frames that carry ``drain``'s step and marker.
 
-        It is open until ``finish`` or ``give_up``; hooks may give it up in between, on any thread that writes rows.
+        No fused update runs meanwhile, on whatever thread. The cut is open until ``finish`` or ``give_up``; hooks may
+        give it up in between, on any thread that writes rows. If this raises, it is to be given up.
+
+        Returns:
+            The kernels' own state at this moment.
         """
         assert self._cut is None
         assert self.swept
-        self._note_writes()
-        for kernel, mask in zip(self._kernels, self._masks, strict=True):
-            with kernel.reading():
-                mask.check_ids()
-        for mask in self._masks:
-            mask.freeze()
+        with self._updates.still():
+            self._count_left()
+            self._note_writes()
+            for kernel, mask in zip(self._kernels, self._masks, strict=True):
+                with kernel.reading():
+                    mask.check_ids()
+            scalars = self._scalars()
+            self._cut = FrozenCut(drain, on_give_up)
+            for mask in self._masks:
+                mask.freeze()
         self._left, self._left_frozen = [0] * len(self._masks), self._left
-        self._cut = FrozenCut(drain, on_give_up)
+        return scalars
+
+    def still(self) -> AbstractContextManager[None]:
+        """No fused update of another thread runs inside."""
+        return self._updates.still()
 
     def push(self, drain: Drain) -> bool:
         """Send the frozen rows that find space. Whether nothing is left of an open cut."""
@@ -226,18 +259,17 @@ class Capture:
         if not self._may_send(drain):
             return False
         for position, (kernel, mask) in enumerate(zip(self._kernels, self._masks, strict=True)):
-            with kernel.reading():
+            with self._sending, kernel.reading():
                 if self._cut is None:
                     return False
                 rows = mask.frozen()
                 self._left_frozen[position] = rows.numel()
-                if not self._send(position, Found(rows), drain, partial(self._pushed, position)):
+                sent = self._send(position, Found(rows), drain)
+                mask.frozen_sent(rows[:sent] if sent < rows.numel() else rows)
+                self._left_frozen[position] -= sent
+                if sent < rows.numel():
                     return False
         return self._cut is not None
-
-    def _pushed(self, position: int, rows: torch.Tensor) -> None:
-        self._left_frozen[position] -= rows.numel()
-        self._masks[position].frozen_sent(rows)
 
     def finish(self) -> None:
         """The cut is in the ring to its last row, and so is its MARK."""
@@ -246,18 +278,43 @@ class Capture:
 
     def give_up(self, reason: str) -> None:
         """The cut, if one is open, is none: its rows that were not sent are touched rows again."""
-        cut, self._cut = self._cut, None
-        if cut is not None:
+        with self._sending:
+            if self._cut is None:
+                return
+            self._cut.on_give_up(reason)  # first: whatever is raised from here on, this cut is never taken for whole
             for mask in self._masks:
                 mask.thaw()
             self._left = [sum(left) for left in zip(self._left, self._left_frozen, strict=True)]
             self._left_frozen = [0] * len(self._masks)
-            cut.on_give_up(reason)
+            self._cut = None
 
-    def _before_update(self, position: int, lookup: Lookup) -> None:
-        """The fused update is about to change the rows of a lookup."""
+    def _before_update(self, position: int, update: Update) -> None:
+        """A fused update is about to run."""
+        self._updates.begin(position, update)
+        if len(self._updates) > _MANY_NOTES:
+            self._count_left()
         if self._cut is not None:
-            self._save(self._cut, position, lambda: self._masks[position].frozen_in(lookup))
+            self._save(position, lambda: self._masks[position].frozen_in(update.lookup))
+
+    def _after_update(self, position: int, lookup: Lookup, key: Key) -> None:
+        """It has been applied."""
+        self._masks[position].mark(lookup)
+        self._updates.settle(position, key)
+
+    def _count_left(self) -> None:
+        """Rows of updates that were stopped before they had marked them are touched."""
+        for position, key, lookup in self._updates.left():
+            self._after_update(position, lookup, key)
+
+    def _unseen_update(self, position: int) -> None:
+        """An update has run that no hook has seen before: any row of its kernel may have changed."""
+        self.give_up("rows were updated by a lookup that was not seen: one from before the attach, or a compiled one")
+        self._masks[position].mark_rows(None)
+        log.warning(
+            "a lookup was updated that was not seen, made before the attach or past the hooks of its module: "
+            "all rows of %s are sent again",
+            ",".join(shard.table.name for shard in self._kernels[position].shards),
+        )
 
     def _before_rewrite(self, position: int, rows: torch.Tensor | None) -> None:
         """Linear rows are about to change outside the fused update; None: all of them."""
@@ -266,7 +323,7 @@ class Capture:
         self._note_writes_of(position)
         mask = self._masks[position]
         if self._cut is not None:
-            self._save(self._cut, position, lambda: mask.frozen_among(rows))
+            self._save(position, lambda: mask.frozen_among(rows))
         mask.mark_rows(rows)
         if rows is None:
             self._announced.add(position)
@@ -303,12 +360,14 @@ class Capture:
         kernel = self._kernels[position]
         written = sorted(kernel.written())
         if not written or position in self._announced:
+            kernel.writes_marked()
             return
         tables = ", ".join(dict.fromkeys(kernel.shards[shard].table.name for shard in written))
         self.written_in_place = True
         self.give_up(f"{tables} was written in place before all rows of the marker had been sent")
         kernel.writing()
         self._masks[position].mark_shards(written)
+        kernel.writes_marked()
         if tables not in self._warned:
             self._warned.add(tables)
             log.warning(
@@ -327,25 +386,30 @@ class Capture:
                         base = kernel.bases[position] - shard.row0
                         mask.mark_rows(torch.arange(base + first, base + last))
 
-    def _save(self, cut: FrozenCut, position: int, find: Callable[[], torch.Tensor]) -> None:
+    def _save(self, position: int, find: Callable[[], torch.Tensor]) -> None:
         """Send frozen rows in front of a write, within the marker's budget; a write neither waits nor fails."""
-        drain = replace(cut.drain, saving=True)
         begin = time.perf_counter()
-        try:
-            with self._kernels[position].reading():
-                rows = find()
-                sent = self._send(position, Found(rows), drain, self._masks[position].frozen_sent)
-            if sent:
-                self.saved_rows += rows.numel()
-            else:
-                self.give_up("rows that the marker has not sent are overwritten, and ring and marker budget are full")
-        except Exception as error:  # the publisher has died, or memory is short
-            log.exception("the rows of marker %d cannot be sent on this rank", drain.marker)
-            self.give_up(f"{type(error).__name__}: {error}")
-        finally:
-            self.saving_s += time.perf_counter() - begin
+        with self._sending:
+            cut = self._cut
+            if cut is None:  # another thread has given it up
+                return
+            try:
+                with self._kernels[position].reading():
+                    rows = find()
+                    sent = self._send(position, Found(rows), replace(cut.drain, saving=True))
+                    self._masks[position].frozen_sent(rows[:sent])
+                self.saved_rows += sent
+                if sent < rows.numel():
+                    self.give_up(
+                        "rows that the marker has not sent are overwritten, and ring and marker budget are full"
+                    )
+            except Exception as error:  # the publisher has died, or memory is short
+                log.exception("the rows of marker %d cannot be sent on this rank", cut.drain.marker)
+                self.give_up(f"{type(error).__name__}: {error}")
+            finally:
+                self.saving_s += time.perf_counter() - begin
 
-    def scalars(self) -> tuple[TableScalars, ...]:
+    def _scalars(self) -> tuple[TableScalars, ...]:
         """The kernels' own state, a record a shard; the iteration is that of the trained batches."""
         if any(kernel.in_flight for kernel in self._kernels):
             gc.collect()  # the graph of a forward that was dropped may hang in a cycle: nobody looks it up again
@@ -372,11 +436,11 @@ class Capture:
             self._removers.pop()()
 
     @torch.no_grad()
-    def _send(self, position: int, found: Found, drain: Drain, on_sent: Callable[[torch.Tensor], None]) -> bool:
-        """Gather and submit rows of one kernel; whether all of them found space."""
+    def _send(self, position: int, found: Found, drain: Drain) -> int:
+        """Gather and submit rows of one kernel; how many of them found space, from the first on."""
         rows, cuts = found
         if not rows.numel():
-            return True
+            return 0
         assert self._submit is not None
         kernel, mask = self._kernels[position], self._masks[position]
         if cuts is None:
@@ -387,8 +451,7 @@ class Capture:
                 local = rows[begin : min(begin + stager.max_rows, cuts[shard + 1])] - mask.bases[shard]
                 buffer = self._buffer(drain, stager.frame_bytes(local.numel()))
                 if buffer is None:
-                    on_sent(rows[:begin])
-                    return False
+                    return begin
                 stager.fill(
                     buffer,
                     local,
@@ -399,8 +462,7 @@ class Capture:
                     marker=drain.marker,
                 )
                 self._submit(buffer)
-        on_sent(rows)
-        return True
+        return rows.numel()
 
     def _may_send(self, drain: Drain) -> bool:
         """A drain begins or goes on: whether a look at the masks is worth it. While the log takes nothing it is not."""

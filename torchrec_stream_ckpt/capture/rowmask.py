@@ -55,6 +55,10 @@ class RowMask:
         self._flags = np.zeros(blocks, np.bool_) if device.type == "cpu" and late is None else None
         self._found: torch.Tensor | None = None
         """What the last scan returned, unless something was set since."""
+        self._hand: torch.Tensor | None = None
+        """Rows that were taken and may not have been sent."""
+        self._torn = False
+        """Flags are being taken: some may be cleared whose rows are not in hand yet."""
 
     def fill(self, begin: int, end: int, ids: Ids) -> None:
         """(CPU) Set the rows ``begin`` + ``ids`` of the shard [``begin``, ``end``).
@@ -94,12 +98,55 @@ class RowMask:
         self._flags[rows >> _SHIFT] = True
 
     def merge(self, other: RowMask) -> None:
-        """Set what is set in ``other``, and clear it there."""
-        self.bits.logical_or_(other.bits)
-        self._found = None
-        if self._flags is not None and other._flags is not None:
-            self._flags |= other._flags
+        """Set what is set in ``other``, and clear it there; on a CPU other threads may set rows here meanwhile."""
+        if self._flags is None:
+            self.bits.logical_or_(other.bits)
+            self._found = None
+        else:
+            self.fill_rows(other.find())
         other.clear_all()
+
+    def take(self) -> torch.Tensor:
+        """Find the rows that are set, and clear them; on a CPU other threads may set rows meanwhile.
+
+        They are in hand until ``put_back`` says which of them were sent. Without that word, because something was
+        raised, all of them are set again by the next call.
+        """
+        if self._flags is None:
+            return self.take_set(self.find())
+        self.put_back()
+        self._torn = True
+        # Whoever sets a row sets its flag after it. So flags go first: a row that the scan misses keeps its flag.
+        blocks = np.flatnonzero(self._flags)
+        self._flags[blocks] = False
+        self._hand = rows = self._scan(blocks)
+        self._torn = False
+        self._clear_bits(rows)
+        return rows
+
+    def take_set(self, rows: torch.Tensor) -> torch.Tensor:
+        """The same for these rows, which are set."""
+        self.put_back()
+        self._hand = rows
+        self._clear_bits(rows)
+        return rows
+
+    def _clear_bits(self, rows: torch.Tensor) -> None:
+        self.bits.index_fill_(0, rows, False)
+        self._cleared()
+
+    def put_back_from(self, row: int) -> None:
+        """Of the rows in hand, those from ``row`` on are set again."""
+        self.put_back(int((self._hand < row).sum()) if self._hand is not None else 0)
+
+    def put_back(self, sent: int = 0) -> None:
+        """Of the rows in hand, all but the first ``sent`` are set again."""
+        if self._torn and self._flags is not None:
+            self._flags.fill(True)
+        self._torn = False
+        if self._hand is not None and sent < self._hand.numel():
+            self.fill_rows(self._hand[sent:])
+        self._hand = None
 
     def clear(self, rows: torch.Tensor) -> None:
         """Clear linear rows. What the last ``find`` returned, handed back as it is, empties the mask at once."""
@@ -112,14 +159,10 @@ class RowMask:
         self._cleared()
 
     def clear_all(self) -> None:
+        self._hand, self._torn = None, False
         self.bits.zero_()
         if self._flags is not None:
             self._flags.fill(False)
-        self._cleared()
-
-    def forget_ids(self) -> None:
-        """Clear the mark of ids that lie in no table."""
-        self.bits[self.total] = False
         self._cleared()
 
     def _cleared(self) -> None:
@@ -130,17 +173,19 @@ class RowMask:
 
     def find(self) -> torch.Tensor:
         """The linear rows that are set, int64, ascending. On a GPU the host waits, to learn how many."""
-        found = self._scan() if self._flags is not None else self.bits[: self.total].nonzero().flatten()
+        self.put_back()
+        if self._flags is not None:
+            found = self._scan(np.flatnonzero(self._flags))
+        else:
+            found = self.bits[: self.total].nonzero().flatten()
         self._found = found
         if self._flags is not None and not found.numel():
             self._flags.fill(False)
         return found
 
-    def _scan(self) -> torch.Tensor:
-        """(CPU) numpy finds what is set four to eight times as fast as torch's ``nonzero``."""
-        assert self._flags is not None
-        blocks = np.flatnonzero(self._flags)
-        if blocks.size * _MANY > self._flags.size:
-            return torch.from_numpy(np.flatnonzero(self.bits[: self.total].numpy()))
+    def _scan(self, blocks: npt.NDArray[np.intp]) -> torch.Tensor:
+        """(CPU) What is set in some blocks. numpy finds it four to eight times as fast as torch's ``nonzero``."""
+        if blocks.size * _MANY > self._padded.numel() // BLOCK:
+            return torch.from_numpy(np.flatnonzero(self._bits[: self.total]))
         hits = np.flatnonzero(self._padded.numpy().reshape(-1, BLOCK)[blocks])
         return torch.from_numpy((blocks[hits >> _SHIFT] << _SHIFT) + (hits & (BLOCK - 1)))

@@ -6,6 +6,10 @@ not read the whole mask where little of it is set (``rowmask``), and on a GPU it
 
 There are two masks of touched rows. Updates mark in one of them. A cut swaps them: the other one then holds the
 *frozen* rows, those of the cut that have not been sent yet, and becomes empty as they are.
+
+A drain *takes* rows: their marks are cleared before they are read. So an update of another thread that ends meanwhile
+leaves a mark, and a row that was read half written is sent again. Rows that were taken and not sent, for lack of space
+or because something was raised, are marked again.
 """
 
 from __future__ import annotations
@@ -34,13 +38,23 @@ class TouchedRows:
         self._kernel = kernel
         self.bases = kernel.bases
         self.total = self.bases[-1]
-        self._touched, self._frozen = (
+        touched, frozen = (
             RowMask(self.total, kernel.device, LateCounts(self.bases, record) if record is not None else None)
             for _ in range(2)
         )
+        self._masks = touched, frozen
+        """One value, so that no exception falls between the halves of a swap."""
         self._sweep = RangeSweep(self.bases, kernel.device) if record is not None else MaskSweep(self.bases)
         self._feature_rows = [(self.bases[shard], self.bases[shard + 1]) for shard in kernel.feature_shards]
         """For each feature, the linear rows of its shard."""
+
+    @property
+    def _touched(self) -> RowMask:
+        return self._masks[0]
+
+    @property
+    def _frozen(self) -> RowMask:
+        return self._masks[1]
 
     def mark(self, lookup: Lookup) -> None:
         """Mark the rows of a lookup whose update has been applied. Never makes the host wait for a GPU."""
@@ -48,10 +62,10 @@ class TouchedRows:
             rows = self._kernel.linear_rows(lookup).clamp_(max=self.total)
             self._touched.fill_rows(rows)
             return
-        ids = lookup.indices.numpy()
+        ids, touched = lookup.indices.numpy(), self._touched
         for (first, last), (begin, end) in zip(self._feature_rows, pairwise(self._bounds(lookup)), strict=True):
             if end > begin:
-                self._touched.fill(first, last, ids[begin:end])
+                touched.fill(first, last, ids[begin:end])
 
     def _bounds(self, lookup: Lookup) -> list[int]:
         """Where the ids of each feature begin, and where the last ones end."""
@@ -94,11 +108,6 @@ class TouchedRows:
                 tables=",".join(shard.table.name for shard in self._kernel.shards),
             )
 
-    def forget_ids(self) -> None:
-        """What was trained so far is sent as it is, whatever changed it."""
-        self._touched.forget_ids()
-        self._frozen.forget_ids()
-
     # What a drain looks at.
 
     @property
@@ -127,7 +136,9 @@ class TouchedRows:
             self._touched.late.drop()
 
     def look(self) -> Found | None:
-        """Rows to drain: all that changed since they were last sent, or as many as the counts say, once.
+        """Take the rows to drain: all that changed since they were last sent, or as many as the counts say, once.
+
+        ``sent`` says what became of them.
 
         Returns:
             None when the counts are not there.
@@ -138,21 +149,19 @@ class TouchedRows:
         late = self._touched.late
         if late is None:
             self.check_ids()
-            return Found(self.touched())
+            return Found(self._touched.take())
         taken = late.take()
         if taken is None:
             return None
         counts, outside = taken
         self._refuse_ids(outside)
-        return late.first(self._touched.bits, counts)
+        found = late.first(self._touched.bits, counts)
+        self._touched.take_set(found.rows)
+        return found
 
     def touched(self) -> torch.Tensor:
         """Linear rows that changed since they were last sent, ascending. On a GPU the host waits."""
         return self._touched.find()
-
-    def unswept(self, limit: int) -> Found:
-        """Up to ``limit`` rows to be swept, none when ``swept``. Where drains are deferred, of one shard."""
-        return self._sweep.window(limit)
 
     @property
     def swept(self) -> bool:
@@ -164,31 +173,47 @@ class TouchedRows:
         """How many rows the sweep has behind it, as far as is known without a scan."""
         return self.total - self._sweep.left
 
-    def sent(self, rows: torch.Tensor) -> None:
-        """These rows were gathered: they have to be sent again only if they change again."""
-        self._touched.clear(rows)
+    def sent(self, rows: torch.Tensor, count: int) -> None:
+        """Of the rows that ``look`` has returned, the first ``count`` were sent: again only if they change again."""
+        self._touched.put_back(count)
         if isinstance(self._sweep, MaskSweep):
-            self._sweep.sent(rows)
+            self._sweep.sent(rows[:count])
 
-    def sweep_sent(self, rows: torch.Tensor) -> None:
-        """What ``unswept`` has returned, or the first of it, was gathered.
+    def forget(self) -> None:
+        """What has changed so far is sent as it is, or not at all."""
+        self._touched.clear_all()
+        self._frozen.clear_all()
 
-        On a GPU marks of these rows stay: to clear them would drop the counts, and a sweep goes on at every step.
+    def take_unswept(self, limit: int) -> Found:
+        """Up to ``limit`` rows to be swept, none when ``swept``. Where drains are deferred, of one shard.
+
+        Their marks are taken too. On a GPU they stay: to clear them would drop the counts, and a sweep goes on at every
+        step.
         """
+        found = self._sweep.window(limit)
+        if isinstance(self._sweep, MaskSweep):
+            self._touched.take_set(found.rows[self._touched.bits[found.rows]])
+        return found
+
+    def sweep_sent(self, rows: torch.Tensor, count: int) -> None:
+        """Of the rows that ``take_unswept`` has returned, the first ``count`` were sent."""
         if isinstance(self._sweep, RangeSweep):
-            self._sweep.advance(rows.numel())
-        else:
-            self.sent(rows)
+            self._sweep.advance(count)
+            return
+        self._sweep.sent(rows[:count])
+        self._touched.put_back_from(int(rows[count]) if count < rows.numel() else self.total)
 
     # A cut.
 
     def freeze(self) -> None:
         """What is touched now belongs to a cut; what is touched from here on does not. The last cut must be over."""
-        self._touched, self._frozen = self._frozen, self._touched
+        touched, frozen = self._masks
+        touched.put_back()
+        self._masks = frozen, touched
         self.forget_counts()
 
     def thaw(self) -> None:
-        """The cut is over: frozen rows that were not sent are touched rows again."""
+        """The cut is over: frozen rows that were not sent are touched rows again. To be called again if it raises."""
         self._touched.merge(self._frozen)
 
     def frozen(self) -> torch.Tensor:

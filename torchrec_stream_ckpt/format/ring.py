@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,9 +17,12 @@ from torchrec_stream_ckpt.format.frame import HEADER_LEN, MAX_FRAME_BYTES, Heade
 Bytes = npt.NDArray[np.uint8]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class FrameBuffer:
-    """Memory for one frame. Its owner is whoever holds it: drain, then publisher, then the ring again."""
+    """Memory for one frame. Its owner is whoever holds it: drain, then publisher, then the ring again.
+
+    An owner that an exception stops just drops it.
+    """
 
     array: Bytes
     pooled: bool
@@ -63,8 +67,10 @@ class FrameRing:
         self._extra_bytes = extra_bytes
         self._allocate = allocate
         self._free: list[FrameBuffer] = []
-        self._taken = 0
-        self._borrowed_bytes = 0
+        self._out: dict[int, weakref.ref[FrameBuffer]] = {}
+        """Buffers of the ring that somebody holds, by identity: one that is dropped is not missed for ever."""
+        self._lent: dict[int, tuple[weakref.ref[FrameBuffer], int]] = {}
+        """The same of the marker's budget, and their bytes."""
         self._changed = threading.Condition()
         self.waits = 0
         """How often a call had to wait for space."""
@@ -97,7 +103,8 @@ class FrameRing:
         if self._taken == self._capacity:
             return None
         buffer = self._free.pop() if self._free else FrameBuffer(self._allocate(MAX_FRAME_BYTES), pooled=True)
-        self._taken += 1
+        key = id(buffer)
+        self._out[key] = weakref.ref(buffer, lambda _dropped: self._out.pop(key, None))
         self._note_peak()
         return buffer
 
@@ -105,7 +112,8 @@ class FrameRing:
         if self._borrowed_bytes + num_bytes > self._extra_bytes:
             return None
         buffer = FrameBuffer(self._allocate(num_bytes), pooled=False)
-        self._borrowed_bytes += num_bytes
+        key = id(buffer)
+        self._lent[key] = weakref.ref(buffer, lambda _dropped: self._lent.pop(key, None)), num_bytes
         self._note_peak()
         return buffer
 
@@ -116,11 +124,19 @@ class FrameRing:
         with self._changed:
             if buffer.pooled:
                 buffer.header, buffer.ready = None, None
-                self._taken -= 1
+                del self._out[id(buffer)]
                 self._free.append(buffer)
             else:
-                self._borrowed_bytes -= len(buffer.array)
+                del self._lent[id(buffer)]
             self._changed.notify_all()
+
+    @property
+    def _taken(self) -> int:
+        return len(self._out)
+
+    @property
+    def _borrowed_bytes(self) -> int:
+        return sum(num_bytes for _, num_bytes in self._lent.copy().values())
 
     @property
     def capacity(self) -> int:

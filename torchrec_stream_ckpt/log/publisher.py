@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchrec_stream_ckpt.errors import LogUnavailableError, StreamLostError
 from torchrec_stream_ckpt.failpoints import failpoint
@@ -44,6 +45,14 @@ class StreamEnd:
     chain: int
 
 
+class _Totals(NamedTuple):
+    """What was submitted up to a frame, that one included."""
+
+    frames: int = 0
+    rows: int = 0
+    num_bytes: int = 0
+
+
 class Publisher:
     """Sends one rank's frames in order. ``submit``, ``wait`` and ``close`` are for other threads.
 
@@ -55,21 +64,18 @@ class Publisher:
     def __init__(self, open_writer: Callable[[int], DataWriter], ring: FrameRing) -> None:
         self._open_writer = open_writer
         self._ring = ring
-        self.rows = 0
-        """Row records submitted."""
-        self.num_bytes = 0
-        """Bytes of frames submitted."""
         self.failure: str | None = None
         """Why the log does not take frames now; None while it does."""
         self.lost: StreamLostError | None = None
         """Set once what the log had acknowledged is gone: the stream is over, and what is submitted is dropped."""
-        self._submitted = 0
         self._acked_bytes = 0
         self._chain = 0
         self._acked = StreamEnd(0, 0, 0, 0)
         self._marks: dict[int, StreamEnd] = {}
         self._gaps: list[Gap] = []
-        self._queue: deque[FrameBuffer] = deque()
+        self._queue: deque[tuple[FrameBuffer, _Totals]] = deque()
+        self._unqueued = _Totals()
+        """Of the last frame that has left the queue, or was dropped."""
         self._flight: deque[FrameBuffer] = deque()
         self._enough = min(_ENOUGH, ring.capacity // 2)
         self._due = False
@@ -88,23 +94,41 @@ class Publisher:
         A few frames of rows do not wake the publisher: while the next one is gathered it would take the interpreter
         and memory bandwidth from the training thread (docs/performance.md). A MARK does.
         """
-        assert buffer.header is not None
+        header = buffer.header
+        assert header is not None
         with self._changed:
             if self.lost is None:
                 self._check()
-            seq = buffer.header.seq = self._submitted
-            self._submitted += 1
+            frames, rows, num_bytes = self._totals()
+            header.seq = frames
             if self.lost is not None:
+                self._unqueued = _Totals(frames + 1, rows, num_bytes)
                 self._ring.release(buffer)
-                return seq
-            self.rows += buffer.header.rows
-            self.num_bytes += HEADER_LEN + buffer.header.payload_len
-            self._queue.append(buffer)
+                return frames
+            totals = _Totals(frames + 1, rows + header.rows, num_bytes + HEADER_LEN + header.payload_len)
+            # All that changes, at once: whatever is raised here on the training thread, no seq is missing or doubled.
+            self._queue.append((buffer, totals))
             self._queued_s = time.monotonic()
-            if buffer.header.kind is not Kind.ROWS or len(self._queue) >= self._enough:
+            if header.kind is not Kind.ROWS or len(self._queue) >= self._enough:
                 self._due = True
                 self._changed.notify_all()
-            return seq
+            return frames
+
+    def _totals(self) -> _Totals:
+        try:
+            return self._queue[-1][1]
+        except IndexError:  # it has left the queue: that was said before it did
+            return self._unqueued
+
+    @property
+    def rows(self) -> int:
+        """Row records submitted."""
+        return self._totals().rows
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of frames submitted."""
+        return self._totals().num_bytes
 
     def wait_mark(self, seq: int, timeout_s: float) -> StreamEnd | None:
         """Wait until the MARK frame ``seq`` is durable; where the stream ends behind it, or None on time-out.
@@ -146,13 +170,14 @@ class Publisher:
     @property
     def pending(self) -> int:
         """Frames that are not acknowledged."""
-        return self._submitted - self._acked.frames
+        return self._totals().frames - self._acked.frames
 
     @property
     def backlog(self) -> tuple[int, int]:
         """(frames, bytes of frames) that are not acknowledged."""
         with self._changed:
-            return self._submitted - self._acked.frames, self.num_bytes - self._acked_bytes
+            totals = self._totals()
+            return totals.frames - self._acked.frames, totals.num_bytes - self._acked_bytes
 
     def close(self, timeout_s: float) -> bool:
         """Send what is queued, for at most ``timeout_s``; whether everything was acknowledged."""
@@ -172,8 +197,9 @@ class Publisher:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             return  # its writer still reads these buffers
-        for buffer in (*self._flight, *self._queue):
+        for buffer in (*self._flight, *(buffer for buffer, _ in self._queue)):
             self._ring.release(buffer)
+        self._unqueued = self._totals()
         self._flight.clear()
         self._queue.clear()
 
@@ -232,7 +258,8 @@ class Publisher:
         if not self._flight:
             self._await_frames()
         for _ in range(min(len(self._queue), _MAX_BATCH)):
-            buffer = self._queue.popleft()
+            buffer, self._unqueued = self._queue[0]
+            self._queue.popleft()
             self._seal(buffer)
             self._flight.append(buffer)
             writer.send(buffer.view())
