@@ -263,7 +263,8 @@ class Cuts:
         self._let_go()
 
     def _fail(self, marker: int, error: BaseException) -> None:
-        log.exception("marker %d:%d cannot be cut on this rank", self._generation.claim.generation, marker)
+        if not self._seal.failed:
+            log.exception("marker %d:%d cannot be cut on this rank", self._generation.claim.generation, marker)
         reason = f"{type(error).__name__}: {error}"
         self.give_up(reason)
         self._seal.fail(reason)

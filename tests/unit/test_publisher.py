@@ -429,13 +429,24 @@ def test_the_ring_is_bounded(ring: FrameRing) -> None:
 
 
 def test_a_marker_may_take_from_its_budget_and_gives_it_back(ring: FrameRing) -> None:
-    assert None not in taken(ring, 4)
+    held = taken(ring, 4)
+    assert None not in held
     extra = taken(ring, 3, extra=True)
     assert [buffer is not None and not buffer.pooled for buffer in extra] == [True, True, False]
     assert extra[0] is not None
     ring.release(extra[0])
     assert ring.acquire() is None
     assert ring.acquire(extra=True) is not None
+
+
+def test_a_buffer_that_its_owner_drops_is_not_missed(ring: FrameRing) -> None:
+    held = taken(ring, 6, extra=True)
+    assert None not in held
+    assert not ring.has_room
+    held.clear()  # an exception has stopped whoever was filling them
+    assert ring.has_room
+    assert ring.used_bytes == 0
+    assert None not in taken(ring, 4)
 
 
 def test_a_ring_has_room_for_two_frames_at_least() -> None:
@@ -454,7 +465,8 @@ def test_waiting_for_a_buffer_ends_when_one_comes_back(ring: FrameRing) -> None:
 
 
 def test_waiting_for_a_buffer_is_bounded(ring: FrameRing) -> None:
-    taken(ring, 4)
+    held = taken(ring, 4)
+    assert None not in held
     assert ring.acquire(wait_s=0.01) is None
 
 
