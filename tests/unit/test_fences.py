@@ -107,6 +107,7 @@ WITH_TORCH = frozenset(
         "capture/sweep.py",
         "capture/touched.py",
         "checking.py",
+        "capture/updates.py",
         "checkpointer.py",
         "commit/cadence.py",
         "commit/collective.py",
