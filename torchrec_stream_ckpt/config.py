@@ -209,8 +209,17 @@ def check_tiers(uris: Sequence[str], outer_every: int) -> None:
         return
     if not isinstance(parsed[0], FileUri):
         raise ConfigError(f"the nearest tier must be a folder, it is {parsed[0]}", hint=hint)
-    if parsed[0] == parsed[1]:
-        raise ConfigError(f"both tiers are {parsed[0]}", hint=hint)
+    if isinstance(parsed[1], FileUri):
+        _check_apart(parsed[0].directory, parsed[1].directory, hint)
+
+
+def _check_apart(inner: Path, outer: Path, hint: str) -> None:
+    """Two folders, whatever links lead there, and neither of them inside the other."""
+    first, second = inner.resolve(), outer.resolve()
+    if first == second:
+        raise ConfigError(f"both tiers are {first}", hint=hint, inner=inner, outer=outer)
+    if first in second.parents or second in first.parents:
+        raise ConfigError("one tier is inside the other one's folder", hint=hint, inner=first, outer=second)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

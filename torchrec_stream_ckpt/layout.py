@@ -62,9 +62,11 @@ HEAD_FILE = "HEAD"
 HEAD_LOCK = "lock"
 MAX_PARTITIONS = 65_536
 MAX_GENERATION = 99_999_999
+_MAX_PORT = 65_535
 
 _SEGMENT = re.compile(r"g(\d{8})-(\d{20})\.seg")
-_BROKER = re.compile(r"[^\s:/]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
+_BROKER = re.compile(r"(?:[^\s:/@]+|\[[0-9a-fA-F:]+\]):(\d{1,5})")
+_LOGIN_HINT = "write kafka://HOST:PORT/JOB; a login goes into the client options"
 _MARKER = r"g([0-9]{8,20})-m([0-9]{8,20})"
 _JOB = r"([0-9a-f]{32})"
 _STORE_SEGMENT = re.compile(
@@ -112,18 +114,35 @@ class KafkaUri:
         return f"{self.job}.control"
 
 
+def without_login(uri: str) -> str:
+    """``uri`` as it may be shown: with stars for what stands before an ``@``, unless it is a path."""
+    scheme, separator, rest = uri.partition("://")
+    if not separator or scheme == "file" or "@" not in rest:
+        return uri
+    return f"{scheme}://***@{rest.rpartition('@')[2]}"
+
+
 def parse_uri(uri: str) -> FileUri | KafkaUri:
     """Read ``file://DIR`` (relative or absolute) or ``kafka://HOST:PORT[,HOST:PORT...]/JOB``."""
     scheme, separator, rest = uri.partition("://")
+    shown = without_login(uri)
     if not separator or scheme not in ("file", "kafka"):
-        raise ConfigError(f"'{uri}' is not a log that we know", hint=_URI_HINT)
+        raise ConfigError(f"'{shown}' is not a log that we know", hint=_URI_HINT)
     if scheme == "file":
         if not rest:
-            raise ConfigError(f"'{uri}' names no directory", hint=_URI_HINT)
+            raise ConfigError(f"'{shown}' names no directory", hint=_URI_HINT)
+        if "\0" in rest:
+            raise ConfigError(f"{uri!r} is not a path: it has a NUL", hint="take it out")
         return FileUri(Path(rest).absolute())
+    if "@" in rest:
+        raise ConfigError(f"'{shown}' holds a login", hint=_LOGIN_HINT)
     brokers, _, job = rest.partition("/")
-    if not all(_BROKER.fullmatch(broker) for broker in brokers.split(",")):
-        raise ConfigError(f"'{uri}' names no broker as HOST:PORT", hint=_URI_HINT)
+    for broker in brokers.split(","):
+        match = _BROKER.fullmatch(broker)
+        if match is None:
+            raise ConfigError(f"'{uri}' names no broker as HOST:PORT", hint=_URI_HINT)
+        if not 0 < int(match[1]) <= _MAX_PORT:
+            raise ConfigError(f"'{broker}' has no port: {match[1]}", hint=f"give one from 1 to {_MAX_PORT}")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", job):
         raise ConfigError(f"'{job}' is not a job name", hint="letters, digits, '.', '_' and '-', at most 200 of them")
     return KafkaUri(brokers, job)
@@ -153,7 +172,7 @@ def check_store_url(store: str) -> StoreUrl:
         ConfigError: it is none, or holds a secret: it is written into the log, for all to read.
     """
     if not store.isprintable():
-        raise ConfigError(f"{store!r} is not a store: it has control characters", hint=_STORE_HINT)
+        raise ConfigError(f"{without_login(store)!r} is not a store: it has control characters", hint=_STORE_HINT)
     scheme, separator, rest = store.partition("://")
     if not separator or scheme == "file":
         if not rest and (separator or not store):
@@ -166,7 +185,7 @@ def check_store_url(store: str) -> StoreUrl:
         )
     parts = place.split("/")
     if not _SCHEME.fullmatch(scheme) or scheme == "kafka" or "::" in place or not {"", ".", ".."}.isdisjoint(parts):
-        raise ConfigError(f"'{store}' is not a store", hint=_STORE_HINT)
+        raise ConfigError(f"'{without_login(store)}' is not a store", hint=_STORE_HINT)
     return StoreUrl(scheme, place)
 
 

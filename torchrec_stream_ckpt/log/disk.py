@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import statistics
@@ -56,6 +57,15 @@ def file_system(folder: Path) -> str:
     found = {Path(fields[4]): fields[fields.index("-") + 1] for fields in map(str.split, lines)}
     place = folder.resolve()
     return next((found[each] for each in (place, *place.parents) if each in found), "unknown")
+
+
+def files_left(place: Path) -> bool:
+    """Whether the file system that holds ``place`` can take one more file; True where it does not tell."""
+    folder = next((each for each in (place, *place.parents) if each.exists()), Path("/"))
+    with contextlib.suppress(OSError):
+        found = os.statvfs(folder)
+        return not found.f_files or found.f_favail > 0
+    return True
 
 
 def _room(what: str, folder: Path) -> Finding:

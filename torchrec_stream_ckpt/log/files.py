@@ -26,7 +26,7 @@ from torchrec_stream_ckpt.errors import (
     StreamLostError,
 )
 from torchrec_stream_ckpt.failpoints import failpoint
-from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, parse_header
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, parse_header
 from torchrec_stream_ckpt.layout import (
     CONTROL_FILE,
     CONTROL_LOCK,
@@ -41,7 +41,8 @@ from torchrec_stream_ckpt.layout import (
 )
 from torchrec_stream_ckpt.locks import held
 from torchrec_stream_ckpt.log.api import Ack, Cut, DataWriter, Finding, Freed, Incarnation
-from torchrec_stream_ckpt.log.disk import examine_folder
+from torchrec_stream_ckpt.log.control_file import ControlEnd, records
+from torchrec_stream_ckpt.log.disk import examine_folder, files_left
 from torchrec_stream_ckpt.log.worker import Worker
 from torchrec_stream_ckpt.types import LogSpan
 
@@ -179,18 +180,18 @@ class FileLog:
             raise _unavailable("cannot trim the log", self._root, error) from None
         return Freed("segments", len(sizes), sum(sizes))
 
-    def append_control(self, record: bytes) -> int:
+    def append_control(self, record: bytes, *, garbage: bool = False) -> int:
         path = self._root / CONTROL_FILE
         try:
             with held(self._root / CONTROL_LOCK, timeout_s=LOCK_TIMEOUT_S), open(path, "ab") as file:
-                return self._append_locked(path, file.fileno(), record)
+                return self._append_locked(path, file.fileno(), record, garbage=garbage)
         except OSError as error:
             raise _unavailable("cannot append to the control log", path, error) from None
 
-    def _append_locked(self, path: Path, fd: int, record: bytes) -> int:
+    def _append_locked(self, path: Path, fd: int, record: bytes, *, garbage: bool) -> int:
         if not os.fstat(fd).st_size:
             fsync_dir(self._root)
-        offset = self._cut_torn_tail(path, fd)
+        offset = self._cut_torn_tail(path, fd, garbage=garbage)
         try:
             _write_all(fd, [memoryview(record)])
             failpoint("control.written")
@@ -208,7 +209,7 @@ class FileLog:
             raise
         return offset
 
-    def _cut_torn_tail(self, path: Path, fd: int) -> int:
+    def _cut_torn_tail(self, path: Path, fd: int, *, garbage: bool) -> int:
         """Remove what an appender left that died in the middle of a record: it held the lock, so it is gone."""
         if os.fstat(fd).st_size < self._control_end:
             raise LogUnavailableError(
@@ -216,43 +217,28 @@ class FileLog:
                 hint="it was cut or deleted under a running job: bring it back, or start a new job",
                 path=path,
             )
-        for offset, record in self.read_control(self._control_end):
-            self._control_end = offset + len(record)
+        end = ControlEnd(self._control_end)
+        for _ in self._records(self._control_end, end, garbage=garbage):
+            pass
+        self._control_end = end.offset
         if os.fstat(fd).st_size != self._control_end:
             os.ftruncate(fd, self._control_end)
         return self._control_end
 
-    def read_control(self, start: int = 0) -> Iterator[tuple[int, bytes]]:
+    def read_control(self, start: int = 0, *, garbage: bool = False) -> Iterator[tuple[int, bytes]]:
+        return self._records(start, ControlEnd(start), garbage=garbage)
+
+    def _records(self, start: int, end: ControlEnd, *, garbage: bool) -> Iterator[tuple[int, bytes]]:
         path = self._root / CONTROL_FILE
         try:
-            with open(path, "rb") as file:
-                file.seek(start)
-                data = file.read()
+            yield from records(path, start, end, garbage=garbage)
         except FileNotFoundError:
             return
         except OSError as error:
             raise _unavailable("cannot read the control log", path, error) from None
-        position = 0
-        while (header := _next_header(data, position, path, start)) is not None:
-            end = position + HEADER_LEN + header.payload_len
-            if end > len(data):
-                return
-            yield start + position, data[position:end]
-            position = end
 
     def close(self) -> None:
         pass
-
-
-def _next_header(data: bytes, position: int, path: Path, start: int) -> Header | None:
-    """The header at ``position``, or None at the end and at a torn tail (cut short, or never written)."""
-    rest = memoryview(data)[position:]
-    if len(rest) < HEADER_LEN or not any(rest):
-        return None
-    try:
-        return parse_header(rest)
-    except CorruptionError as error:
-        raise CorruptionError(error.message, hint=error.hint, path=path, offset=start + position) from None
 
 
 class FileWriter:
@@ -491,4 +477,10 @@ def _unavailable(what: str, path: Path, error: OSError) -> LogUnavailableError:
         errno.ETIMEDOUT: "another trainer holds the lock: if it is stopped or hangs, end it",
     }
     hint = hints.get(error.errno or 0, "check the disk and the path")
+    if error.errno == errno.ENOSPC and not files_left(path):
+        return LogUnavailableError(
+            f"{what}: no inodes are left",
+            hint="delete files on that file system: it has bytes, and no inodes",
+            path=path,
+        )
     return LogUnavailableError(f"{what}: {error.strerror}", hint=hint, path=path)

@@ -289,7 +289,7 @@ class KafkaLog:
                 raise self._unavailable(doing, error)
         return {}
 
-    def append_control(self, record: bytes) -> int:
+    def append_control(self, record: bytes, *, garbage: bool = False) -> int:
         """Append one record; see :meth:`Log.append_control`.
 
         Raises:
@@ -309,7 +309,7 @@ class KafkaLog:
                 self._drop_control()
                 raise
 
-    def read_control(self, start: int = 0) -> Iterator[tuple[int, bytes]]:
+    def read_control(self, start: int = 0, *, garbage: bool = False) -> Iterator[tuple[int, bytes]]:
         """Records from ``start`` to what is the end now; none while there is no topic yet."""
         if not start and self._uri.control_topic not in self._describe():
             return iter(())

@@ -150,6 +150,12 @@ _MEANINGS = (
         "the broker does not allow it",
         "give this user READ, WRITE, DESCRIBE and DESCRIBE_CONFIGS on the job's topics, and CREATE for a new job",
     ),
+    (
+        "INVALID_RECORD",
+        1,
+        "the broker takes no records without a key: cleanup.policy of the topic is compact",
+        "set cleanup.policy=delete on the topic: stream-ckpt doctor prints the command",
+    ),
     ("_TRANSPORT", 1, "no connection to the broker", "check that the broker runs and can be reached from here"),
 )
 _FINAL_RANK = 4

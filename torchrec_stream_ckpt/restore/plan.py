@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from torchrec_stream_ckpt.format.control import Commit, Hello, Schema
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.segment import check_tables, slices_of
+from torchrec_stream_ckpt.restore.cover import covered_cells
 from torchrec_stream_ckpt.restore.proofs import Path
 from torchrec_stream_ckpt.restore.reshard import Move, intersect
 from torchrec_stream_ckpt.store.reader import Held, Picked
@@ -371,19 +371,7 @@ def _check_cover(schema: Schema, targets: Sequence[TableShard], moves: Sequence[
     for move in moves:
         cells_of[move.target].add((move.row0, move.rows, move.col0, move.cols))
     for target, cells in cells_of.items():
-        if sum(rows * cols for _, rows, _, cols in _disjoint(cells)) < target.rows * target.cols:
+        if covered_cells(cells) < target.rows * target.cols:
             raise CorruptionError(
                 "no source holds all of this shard", table=schema.tables[target.table].name, row0=target.row0
             )
-
-
-def _disjoint(cells: set[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
-    """Cut overlapping rectangles (several generations hold the same rows) into disjoint ones."""
-    row_cuts = sorted({edge for row0, rows, _, _ in cells for edge in (row0, row0 + rows)})
-    col_cuts = sorted({edge for _, _, col0, cols in cells for edge in (col0, col0 + cols)})
-    return [
-        (top, bottom - top, left, right - left)
-        for top, bottom in pairwise(row_cuts)
-        for left, right in pairwise(col_cuts)
-        if any(r <= top and bottom <= r + n and c <= left and right <= c + m for r, n, c, m in cells)
-    ]

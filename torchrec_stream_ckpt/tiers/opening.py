@@ -146,4 +146,4 @@ def _adopt(tiers: Tiers, standing: Standing, parent: MarkerId) -> None:
 
 def _append(tiers: Tiers, record: Claim | Commit) -> None:
     """As it stands on the outer log, its signature included."""
-    tiers.inner.log.append_control(record.to_frame())
+    tiers.inner.log.append_control(record.to_frame(), garbage=tiers.inner.control.signs)

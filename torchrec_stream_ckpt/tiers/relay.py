@@ -147,7 +147,9 @@ class Relay:
             return
         for number in sorted(standing.outer.claims):
             if number > standing.inner.newest_generation:
-                self._tiers.inner.log.append_control(standing.outer.claims[number].to_frame())
+                self._tiers.inner.log.append_control(
+                    standing.outer.claims[number].to_frame(), garbage=self._tiers.inner.control.signs
+                )
         raise FencedError(
             f"generation {standing.generation} has taken over this job on the outer log",
             hint="another trainer restored it: the one that writes here is told at its next marker",
