@@ -262,6 +262,32 @@ def test_a_marker_without_its_dense_state_falls_back_to_the_one_before_and_says_
     assert str(folder) in verify.stderr
 
 
+def test_verify_all_gives_each_marker_a_verdict_and_names_each_damage(log: Path) -> None:
+    offset, _, table = _frame_of(log, 1, 2)
+    _flip(_segment(log, 1), offset + HEADER_LEN + 70)
+    _flip(next(_dense(log, 1).glob("__1_*")), 100)
+    done = _cli("verify", f"file://{log}", "--all", "--json")
+    assert (done.returncode, done.stderr) == (1, "")
+    third, second, first = json.loads(done.stdout)
+    assert [each["verdict"] for each in (third, second, first)] == ["damaged"] * 3
+    assert third["damage"] == second["damage"]
+    (damage,) = second["damage"]
+    assert (damage["marker"], damage["path"], damage["offset"], damage["table"]) == (
+        "1:2",
+        str(_segment(log, 1)),
+        str(offset),
+        table,
+    )
+    (damage,) = first["damage"]
+    assert damage["message"] == "dense state was altered since it was committed"
+    assert str(_dense(log, 1)) in damage["path"]
+    told = _cli("verify", f"file://{log}", "--all")
+    assert told.returncode == 1
+    assert [line[:10] for line in told.stdout.splitlines() if "is damaged" in line] == [
+        f"marker {marker}" for marker in ("1:3", "1:2", "1:1")
+    ]
+
+
 def test_when_no_dense_state_is_left_the_job_does_not_start_from_nothing(log: Path) -> None:
     shutil.rmtree(log / "dense")
     said, _ = ranks.run(2, _restore, f"file://{log}", None)[0]
@@ -286,7 +312,7 @@ def test_a_log_made_again_under_its_name_is_refused(log: Path) -> None:
 def test_a_whole_log_verifies_from_the_command_line(log: Path) -> None:
     done = _cli("verify", f"file://{log}", "--all", "--json")
     assert done.returncode == 0, done.stderr
-    assert [result["marker"] for result in json.loads(done.stdout)] == ["1:1", "1:2", "1:3"]
+    assert [result["marker"] for result in json.loads(done.stdout)] == ["1:3", "1:2", "1:1"]
     shown = json.loads(_cli("show", f"file://{log}", "--marker", "1:2", "--json").stdout)
     assert shown["step"] == 8
     assert [table["name"] for table in shown["tables"]] == ["ebc.t_item", "ebc.t_small", "ebc.t_user", "ebc.t_wide"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
@@ -21,10 +22,12 @@ from torchrec_stream_ckpt.cli.common import (
     size,
 )
 from torchrec_stream_ckpt.cli.show import Marker
-from torchrec_stream_ckpt.errors import TrimmedError, printable
+from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError, printable
 from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.restore.located import located
 from torchrec_stream_ckpt.restore.plan import streams
-from torchrec_stream_ckpt.restore.verify import Verified, verify_marker
+from torchrec_stream_ckpt.restore.verdicts import Verdict, Verifier
+from torchrec_stream_ckpt.types import MarkerId
 
 
 def verify_markers(
@@ -42,60 +45,56 @@ def verify_markers(
 ) -> None:
     """Read everything that a restore would and check every checksum, chain, sequence and digest.
 
-    That is what the store has, and the log behind it. Ends at the first thing that is wrong, says where it is, and
-    exits with status 1. With --all, markers that were given up, and those whose log was trimmed on purpose while the
-    store does not serve them, are named and passed over.
+    That is what the store has, and of the log what follows on it. Without --all it ends at the first thing that is
+    wrong and says where it is, and compares the rows with what markers proved of them. With --all there is a verdict for each marker, newest first, with the marker, the file
+    and the offset of each damage, and no byte is read twice; markers that were given up, and those whose log was
+    trimmed on purpose while the store does not serve them, are named and not read. Exit status 1 if any is damaged.
     """
     with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
-        commits = list(job.lineage.commits.values()) if all_markers else [job.find(marker)]
-        verified: list[Verified] = []
-        passed: list[dict[str, str]] = []
-        for commit in commits:
-            given_up = None if log_alone or not all_markers else _given_up(job, commit)
-            if given_up is not None:
-                passed.append({"marker": str(commit.id), "dropped": given_up})
-                continue
-            try:
-                verified.append(_verify(job, commit, quiet=json, log_alone=log_alone))
-            except TrimmedError as error:
-                if not all_markers:
-                    raise
-                passed.append({"marker": str(commit.id), "trimmed": str(error.where["store"])})
+        said: list[Verified | Verdict | _NotRead]
+        if all_markers:
+            said = [*_verdicts(job, quiet=json, log_alone=log_alone)]
+        else:
+            said = [_verify(job, job.find(marker), quiet=json, log_alone=log_alone)]
     if json:
-        print_json([*passed, *(_record(result) for result in verified)])
-        return
-    for each in passed:
-        why = f"trimmed, in the store {each['trimmed']}" if "trimmed" in each else f"given up on {each['dropped']}"
-        typer.echo(f"marker {each['marker']} was not read: {printable(why)}")
-    for result in verified:
-        typer.echo(_describe(result))
+        print_json([_record(each) for each in said])
+    else:
+        for each in said:
+            typer.echo(_describe(each))
+    if any(isinstance(each, Verdict) and each.damage for each in said):
+        raise typer.Exit(1)
 
 
-def _given_up(job: Job, commit: Commit) -> str | None:
-    """When a marker was given up; None when it was not."""
-    holdings = job.holdings()
-    if holdings is None or commit.id not in holdings.catalog.dropped:
-        return None
-    return holdings.catalog.drop_of(commit.id).day
+@dataclass(frozen=True, slots=True)
+class _NotRead:
+    """A marker that is not to be had, on purpose."""
+
+    marker: MarkerId
+    key: str
+    what: str
+    """When it was given up, or in which store it is."""
 
 
-def _record(result: Verified) -> dict[str, Any]:
-    reach = str(result.reach) if result.reach is not None else None
-    return asdict(result) | {"marker": str(result.marker), "reach": reach}
-
-
-def _describe(result: Verified) -> str:
-    parts = []
-    if result.reach is not None:
-        held = f"{result.stored_rows} rows in {result.segments} segments ({size(result.stored_bytes)})"
-        parts.append(f"from the store up to marker {result.reach} {held}")
-    if result.streams:
-        parts.append(
-            f"{result.frames} frames and {result.rows} rows in {result.streams} "
-            f"streams of {result.generations} generations ({size(result.num_bytes)})"
-        )
-    parts.append(f"{result.dense_files} dense files ({size(result.dense_bytes)})")
-    return f"marker {result.marker} is whole: {', '.join(parts)}"
+def _verdicts(job: Job, *, quiet: bool, log_alone: bool) -> Iterator[Verdict | _NotRead]:
+    """One a marker, newest first."""
+    commits = list(reversed(job.lineage.commits.values()))
+    with progress_bar(quiet=quiet) as progress:
+        task = progress.add_task("verifying", total=None)
+        objects = None if log_alone else job.objects()
+        verifier = Verifier(job.log, job.lineage, lambda count: progress.advance(task, count), objects)
+        progress.update(task, total=verifier.num_bytes(commits))
+        for commit in commits:
+            given_up = None if log_alone else _given_up(job, commit)
+            if given_up is not None:
+                yield _NotRead(commit.id, "dropped", given_up)
+                continue
+            dense = job.dense_of(commit)
+            try:
+                yield verifier.verdict(commit, dense)
+            except TrimmedError as error:
+                yield _NotRead(commit.id, "trimmed", str(error.where["store"]))
+            finally:
+                dense.release()
 
 
 def _verify(job: Job, commit: Commit, *, quiet: bool, log_alone: bool) -> Verified:
@@ -113,5 +112,63 @@ def _verify(job: Job, commit: Commit, *, quiet: bool, log_alone: bool) -> Verifi
 
         try:
             return verify_marker(job.log, job.lineage, dense, commit.id, advance, objects)
+        except CorruptionError as error:
+            read = [(ancestor, end) for ancestor, end, _ in streams(job.lineage, commit.id)]
+            raise located(error, job.log, read, job.lineage.claims[commit.generation].schema) from None
         finally:
             dense.release()
+
+
+def _given_up(job: Job, commit: Commit) -> str | None:
+    """When a marker was given up; None when it was not."""
+    holdings = job.holdings()
+    if holdings is None or commit.id not in holdings.catalog.dropped:
+        return None
+    return holdings.catalog.drop_of(commit.id).day
+
+
+def _record(said: Verified | Verdict | _NotRead) -> dict[str, Any]:
+    marker = str(said.marker)
+    if isinstance(said, Verified):
+        return _read(said)
+    if isinstance(said, _NotRead):
+        return {"marker": marker, "verdict": "not read", said.key: said.what}
+    if said.verified is None:
+        damage = [
+            {"message": error.message, **{key: str(value) for key, value in error.where.items()}}
+            for error in said.damage
+        ]
+        return {"marker": marker, "verdict": "damaged", "damage": damage}
+    record = _read(said.verified) | {"verdict": "whole"}
+    return {key: value for key, value in record.items() if key not in ("proved", "unproved")}
+
+
+def _read(result: Verified) -> dict[str, Any]:
+    reach = str(result.reach) if result.reach is not None else None
+    return asdict(result) | {"marker": str(result.marker), "reach": reach}
+
+
+def _place(error: CorruptionError) -> dict[str, str]:
+    return {"message": error.message} | {key: str(value) for key, value in error.where.items()}
+
+
+def _describe(said: Verified | Verdict | _NotRead) -> str:
+    if isinstance(said, _NotRead):
+        why = f"trimmed, in the store {said.what}" if said.key == "trimmed" else f"given up on {said.what}"
+        return f"marker {said.marker} was not read: {printable(why)}"
+    if isinstance(said, Verdict) and said.verified is None:
+        lines = [f"marker {said.marker} is damaged:", *(f"  {error.headline}" for error in said.damage)]
+        return "\n".join(lines)
+    result = said if isinstance(said, Verified) else said.verified
+    assert result is not None
+    parts = []
+    if result.reach is not None:
+        held = f"{result.stored_rows} rows in {result.segments} segments ({size(result.stored_bytes)})"
+        parts.append(f"from the store up to marker {result.reach} {held}")
+    if result.streams:
+        parts.append(
+            f"{result.frames} frames and {result.rows} rows in {result.streams} "
+            f"streams of {result.generations} generations ({size(result.num_bytes)})"
+        )
+    parts.append(f"{result.dense_files} dense files ({size(result.dense_bytes)})")
+    return f"marker {result.marker} is whole: {', '.join(parts)}"

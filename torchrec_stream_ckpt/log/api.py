@@ -125,8 +125,8 @@ class LogReader(Protocol):
             LogUnavailableError: the log does not answer.
         """
 
-    def place(self, span: LogSpan) -> str:
-        """What holds the first byte of ``span``, for a message: a file, or a topic with its partition."""
+    def place(self, span: LogSpan) -> tuple[str, int]:
+        """Where the first byte of ``span`` is, for a message: a file or a partition, and the offset there."""
 
 
 class Log(LogReader, Protocol):

@@ -156,10 +156,12 @@ class FileLog:
         for span in spans:
             self._pieces(span)
 
-    def place(self, span: LogSpan) -> str:
+    def place(self, span: LogSpan) -> tuple[str, int]:
         folder = partition_dir(self._root, span.partition)
-        holds = (path for path, base, end in _segments(folder, span.generation) if base <= span.begin < end)
-        return str(next(holds, folder))
+        for path, base, end in _segments(folder, span.generation):
+            if base <= span.begin < end:
+                return str(path), span.begin - base
+        return str(folder), span.begin
 
     def trim(self, cut: Cut, *, dry_run: bool = False) -> Freed:
         """Whole segments go, oldest first: a kill in between leaves a front that is gone, never a hole."""

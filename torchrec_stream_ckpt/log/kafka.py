@@ -187,8 +187,8 @@ class KafkaLog:
     def ends(self, generation: int, partitions: Collection[int]) -> dict[int, int]:
         return {partition: high for partition, (_, high) in self._edges(partitions).items()}
 
-    def place(self, span: LogSpan) -> str:
-        return f"{self._uri.data_topic}[{span.partition}]"
+    def place(self, span: LogSpan) -> tuple[str, int]:
+        return f"{self._uri.data_topic}[{span.partition}]", span.begin
 
     def check_there(self, spans: Sequence[LogSpan]) -> None:
         """One look at both ends of all partitions: a retention eats from the front, a failure takes the tail.

@@ -127,6 +127,11 @@ def read_stream(
 def read_hello(log_: LogReader, claim: Claim, commit: Commit, end: RankEnd) -> Hello:
     """The first frame of a rank: its shards, and the schema that its generation claimed."""
     header, frame = next(read_stream(log_, commit, end))
+    return check_hello(header, frame, claim, commit, end)
+
+
+def check_hello(header: Header, frame: memoryview, claim: Claim, commit: Commit, end: RankEnd) -> Hello:
+    """The payload of the first frame of a rank, held against its CLAIM."""
     if header.kind is not Kind.HELLO:
         raise _located(CorruptionError(f"begins with {header.kind.name}"), commit, end, 0, end.begin)
     hello = Hello.from_json(checked_payload(header, frame, commit, end), header.version)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torchrec_stream_ckpt.errors import CorruptionError, StreamCkptError
 from torchrec_stream_ckpt.format.control import Commit, Schema
 from torchrec_stream_ckpt.format.frame import Header, parse_header
 from torchrec_stream_ckpt.log.api import LogReader
-from torchrec_stream_ckpt.store.reader import Held
+from torchrec_stream_ckpt.store.reader import Held, Picked
 from torchrec_stream_ckpt.types import LogSpan, RankEnd
 
 
@@ -29,10 +29,14 @@ def located(
         held: What was read from the store.
     """
     try:
-        found = _in_store(error, held, schema) if "name" in error.where else _in_log(error, log, streams, schema)
+        found = (
+            in_segments(error, _segments(held), schema)
+            if "name" in error.where
+            else _in_log(error, log, streams, schema)
+        )
     except StreamCkptError:  # what is damaged may not be readable at all: the error says what it knows
         found = {}
-    return type(error)(error.message, hint=error.hint, **{**found, **error.where})
+    return type(error)(error.message, hint=error.hint, **{**error.where, **found})
 
 
 def _in_log(
@@ -46,9 +50,9 @@ def _in_log(
         offset, header = _frame(error, log, LogSpan(commit.generation, end.partition, end.begin, end.end))
         if header is not None and header.table < len(schema.tables) and header.rows:
             found["table"] = schema.tables[header.table].name
-        if offset is not None:
-            found |= {"offset": offset}
-            found["path"] = log.place(LogSpan(commit.generation, end.partition, offset, end.end))
+        if offset is not None and "path" not in where:
+            path, within = log.place(LogSpan(commit.generation, end.partition, offset, end.end))
+            found |= {"path": path, "offset": str(within)}
         return found
     return {}
 
@@ -66,12 +70,18 @@ def _frame(error: CorruptionError, log: LogReader, span: LogSpan) -> tuple[int |
     return (int(str(named)) if named is not None else None), None
 
 
-def _in_store(error: CorruptionError, held: Held | None, schema: Schema) -> dict[str, object]:
-    where = error.where
+def _segments(held: Held | None) -> Iterator[Picked]:
     for piece in held.pieces if held is not None else ():
-        for picked in piece.segments:
+        yield from piece.segments
+
+
+def in_segments(error: CorruptionError, segments: Iterable[Picked], schema: Schema) -> dict[str, object]:
+    """The table of a damaged chunk of one of these segments."""
+    name, offset = error.where.get("name"), error.where.get("offset")
+    for picked in segments:
+        if picked.ref.name == name and offset is not None:
             directory = picked.front.directory
-            mine = directory[directory["offset"] == int(str(where.get("offset", -1)))]
-            if picked.ref.name == where["name"] and len(mine):
+            mine = directory[directory["offset"] == int(str(offset))]
+            if len(mine) and int(mine["table"][0]) < len(schema.tables):
                 return {"table": schema.tables[int(mine["table"][0])].name}
     return {}

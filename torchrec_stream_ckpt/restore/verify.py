@@ -7,9 +7,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.frame import Header, Kind
@@ -25,6 +22,7 @@ from torchrec_stream_ckpt.restore.choose import (
     load_catalog,
     read_hellos,
 )
+from torchrec_stream_ckpt.restore.coverage import Coverage
 from torchrec_stream_ckpt.restore.plan import Hellos, plan_reads, streams
 from torchrec_stream_ckpt.restore.proofs import Met, Path
 from torchrec_stream_ckpt.restore.rowsums import RowSums
@@ -32,7 +30,7 @@ from torchrec_stream_ckpt.restore.unproved import Unproved
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.store.reader import Held, read_chunks
-from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
+from torchrec_stream_ckpt.types import MarkerId, TableShard
 
 READERS = 4
 """Threads that read the store and compare checksums."""
@@ -202,13 +200,11 @@ def _read_store(
     return rows, num_bytes
 
 
-class _Coverage:
-    """Which cells of each table have been sent: one row of flags for each column slice."""
+class _Coverage(Coverage):
+    """Of all tables."""
 
     def __init__(self, schema: Schema) -> None:
-        self._schema = schema
-        self._sent: dict[tuple[int, int, int], npt.NDArray[np.bool_]] = {}
-        self._records = [0] * len(schema.tables)
+        super().__init__(schema, range(len(schema.tables)))
 
     def add_frame(self, header: Header, payload: memoryview, *, fresh: bool) -> RowsView | None:
         """Check a frame; its rows, if they count."""
@@ -220,31 +216,3 @@ class _Coverage:
             return None
         self.add(header.table, header.col0, header.cols, view.ids)
         return view
-
-    def add(self, table: int, col0: int, cols: int, ids: npt.NDArray[np.int64]) -> None:
-        key = (table, col0, cols)
-        if key not in self._sent:
-            self._sent[key] = _flags(self._schema.tables[table])
-        self._sent[key][ids] = True
-        self._records[table] += len(ids)
-
-    def check(self) -> None:
-        for index, table in enumerate(self._schema.tables):
-            missing = table.rows - self._records[index]
-            if missing > 0:  # said before a table that only claims to be huge takes memory
-                raise CorruptionError(f"{missing} rows are not there", table=table.name)
-            slices = [(col0, cols, sent) for (of, col0, cols), sent in self._sent.items() if of == index]
-            for column in sorted({edge for col0, cols, _ in slices for edge in (col0, col0 + cols)} | {0}):
-                if column < table.dim:
-                    sent = [flags for col0, cols, flags in slices if col0 <= column < col0 + cols]
-                    missing = table.rows - int(np.logical_or.reduce(sent).sum()) if sent else table.rows
-                    if missing:
-                        raise CorruptionError(f"{missing} rows are not there", table=table.name, column=column)
-
-
-def _flags(table: TableSpec) -> npt.NDArray[np.bool_]:
-    """One a row; the system gives memory only for those that are set."""
-    try:
-        return np.zeros(table.rows, np.bool_)
-    except (MemoryError, ValueError):
-        raise CorruptionError(f"cannot keep account of {table.rows} rows", table=table.name) from None

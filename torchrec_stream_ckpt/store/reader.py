@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from itertools import islice
@@ -163,7 +163,11 @@ def load_fronts(objects: Objects, refs: Sequence[SegmentRef], job: bytes, pool: 
 
 
 def read_chunks(
-    objects: Objects, picked: Sequence[Picked], pool: Executor, ahead: int = AHEAD
+    objects: Objects,
+    picked: Sequence[Picked],
+    pool: Executor,
+    ahead: int = AHEAD,
+    damaged: Callable[[CorruptionError], None] | None = None,
 ) -> Iterator[tuple[Picked, Entry, memoryview]]:
     """(segment, directory entry, bytes) of all chunks, segment by segment; their checksums have been compared.
 
@@ -172,9 +176,10 @@ def read_chunks(
         picked: What to read.
         pool: Threads that read and compare, ahead of the caller.
         ahead: How many reads of at most ``RANGE_BYTES``.
+        damaged: Told of what is damaged; reading goes on with the next range then.
 
     Raises:
-        CorruptionError: a segment is gone, shorter or altered.
+        CorruptionError: (without ``damaged``) a segment is gone, shorter or altered.
         StoreUnavailableError: the store does not answer.
     """
     pending: deque[tuple[Picked, list[Entry], Future[memoryview]]] = deque()
@@ -186,7 +191,13 @@ def read_chunks(
             if not pending:
                 return
             each, run, future = pending.popleft()
-            data = future.result()
+            try:
+                data = future.result()
+            except CorruptionError as error:
+                if damaged is None:
+                    raise
+                damaged(error)
+                continue
             for entry in run:
                 yield each, entry, _part(data, run, entry)
     finally:

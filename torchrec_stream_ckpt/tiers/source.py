@@ -98,7 +98,7 @@ class MixedLog:
             if mine:
                 each.check_there(mine)
 
-    def place(self, span: LogSpan) -> str:
+    def place(self, span: LogSpan) -> tuple[str, int]:
         return self._log_of(span).place(span)
 
     def _log_of(self, span: LogSpan) -> LogReader:

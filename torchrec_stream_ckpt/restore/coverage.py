@@ -1,0 +1,60 @@
+"""Which cells of some tables have been sent: whether they all were can only be told by looking at each row."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.types import TableSpec
+
+
+class Coverage:
+    """One row of flags for each column slice.
+
+    Args:
+        schema: The tables.
+        wanted: Those that have to be sent whole, by their index; of others no account is kept.
+    """
+
+    def __init__(self, schema: Schema, wanted: Collection[int]) -> None:
+        self._schema = schema
+        self._wanted = frozenset(wanted)
+        self._sent: dict[tuple[int, int, int], npt.NDArray[np.bool_]] = {}
+        self._records = dict.fromkeys(self._wanted, 0)
+
+    def add(self, table: int, col0: int, cols: int, ids: npt.NDArray[np.int64]) -> None:
+        """Rows of one column slice have been sent."""
+        if table not in self._wanted:
+            return
+        key = (table, col0, cols)
+        if key not in self._sent:
+            self._sent[key] = _flags(self._schema.tables[table])
+        self._sent[key][ids] = True
+        self._records[table] += len(ids)
+
+    def check(self) -> None:
+        """Raises CorruptionError for the first table of which rows were not sent."""
+        for index in sorted(self._wanted):
+            table = self._schema.tables[index]
+            missing = table.rows - self._records[index]
+            if missing > 0:  # said before a table that only claims to be huge takes memory
+                raise CorruptionError(f"{missing} rows are not there", table=table.name)
+            slices = [(col0, cols, sent) for (of, col0, cols), sent in self._sent.items() if of == index]
+            for column in sorted({edge for col0, cols, _ in slices for edge in (col0, col0 + cols)} | {0}):
+                if column < table.dim:
+                    sent = [flags for col0, cols, flags in slices if col0 <= column < col0 + cols]
+                    missing = table.rows - int(np.logical_or.reduce(sent).sum()) if sent else table.rows
+                    if missing:
+                        raise CorruptionError(f"{missing} rows are not there", table=table.name, column=column)
+
+
+def _flags(table: TableSpec) -> npt.NDArray[np.bool_]:
+    """One a row; the system gives memory only for those that are set."""
+    try:
+        return np.zeros(table.rows, np.bool_)
+    except (MemoryError, ValueError):
+        raise CorruptionError(f"cannot keep account of {table.rows} rows", table=table.name) from None
