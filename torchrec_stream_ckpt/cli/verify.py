@@ -27,6 +27,7 @@ from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.restore.located import located
 from torchrec_stream_ckpt.restore.plan import streams
 from torchrec_stream_ckpt.restore.verdicts import Verdict, Verifier
+from torchrec_stream_ckpt.restore.verify import Verified, verify_marker
 from torchrec_stream_ckpt.types import MarkerId
 
 
@@ -46,9 +47,10 @@ def verify_markers(
     """Read everything that a restore would and check every checksum, chain, sequence and digest.
 
     That is what the store has, and of the log what follows on it. Without --all it ends at the first thing that is
-    wrong and says where it is, and compares the rows with what markers proved of them. With --all there is a verdict for each marker, newest first, with the marker, the file
-    and the offset of each damage, and no byte is read twice; markers that were given up, and those whose log was
-    trimmed on purpose while the store does not serve them, are named and not read. Exit status 1 if any is damaged.
+    wrong and says where it is, and compares the rows with what markers proved of them. With --all there is a verdict
+    for each marker, newest first, with the marker, the file and the offset of each damage, and no byte is read twice;
+    markers that were given up, and those whose log was trimmed on purpose while the store does not serve them, are
+    named and not read. Exit status 1 if any is damaged.
     """
     with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
         said: list[Verified | Verdict | _NotRead]
