@@ -52,6 +52,9 @@ PITFALLS = {
     32: "a sharded module has one slot for a tracker, and the last one registered has it",
     33: "optimizer states have other names in TorchRec than in FBGEMM",
     34: "private API changes between versions",
+    35: "tables and optimizer rows are written in place, beside the update and beside every hook",
+    36: "kernels are replaced, or captured twice, without a word",
+    37: "a deep copy of a model takes patched methods of the original along",
 }
 OUTCOMES = ("exact", "refused", "unverified")
 

@@ -93,6 +93,7 @@ def _copies(uri: str, closed: bool) -> tuple[list[str], int, list[str], bool]:
     return differences(before, truth(job), rng=False), sent, [type(each).__name__ for each in lookups], changed
 
 
+@pytest.mark.pitfall(37)
 @pytest.mark.parametrize("closed", [True], ids=["closed"])
 def test_a_deep_copy_reaches_nothing_of_the_original(closed: bool, tmp_path: Path, pool: Pool) -> None:
     ((differing, sent, kernels, changed),) = pool.run(1, _copies, f"file://{tmp_path}", closed)

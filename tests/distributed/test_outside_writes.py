@@ -246,6 +246,7 @@ def _restore_each(uri: str, markers: list[str]) -> list[State]:
     return states
 
 
+@pytest.mark.pitfall(35)
 def test_what_is_written_beside_the_update_is_captured_without_a_word(tmp_path: Path, pool: Pool) -> None:
     uri = f"file://{tmp_path}"
     (told,) = pool.run(1, _writes, uri)
@@ -318,6 +319,7 @@ def _second_checkpointer(uri: str) -> tuple[str, State]:
         return str(caught.value), truth(job)
 
 
+@pytest.mark.pitfall(36)
 def test_a_second_checkpointer_on_the_same_tables_is_refused_by_name(tmp_path: Path) -> None:
     uri = f"file://{tmp_path / 'job'}"
     done = ranks.run(2, _second_checkpointer, uri)
@@ -343,6 +345,7 @@ def _replaced(uri: str) -> list[str]:
     return said
 
 
+@pytest.mark.pitfall(36)
 def test_kernels_that_were_replaced_are_refused_at_the_next_boundary_and_from_then_on(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
     for said in ranks.run(2, _replaced, uri):

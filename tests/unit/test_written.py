@@ -84,6 +84,7 @@ IDLE: dict[str, Callable[[Kernel], object]] = {
 }
 
 
+@pytest.mark.pitfall(35)
 @pytest.mark.parametrize("name", SEEN)
 def test_a_write_in_place_is_seen(name: str) -> None:
     tbe = _kernel()
