@@ -14,7 +14,7 @@ from torch import nn
 
 from tests import ranks
 from tests.jobs import attach
-from tests.model import OPTIMIZERS, PLAN_1, Trainer, differences, trainer, truth
+from tests.model import OPTIMIZERS, PLAN_1, Trainer, batch, differences, trainer, truth
 from tests.pool import Pool
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.adapter import fused_kernels
@@ -94,7 +94,7 @@ def _copies(uri: str, closed: bool) -> tuple[list[str], int, list[str], bool]:
 
 
 @pytest.mark.pitfall(37)
-@pytest.mark.parametrize("closed", [True], ids=["closed"])
+@pytest.mark.parametrize("closed", [False, True], ids=["attached", "closed"])
 def test_a_deep_copy_reaches_nothing_of_the_original(closed: bool, tmp_path: Path, pool: Pool) -> None:
     ((differing, sent, kernels, changed),) = pool.run(1, _copies, f"file://{tmp_path}", closed)
     assert kernels
@@ -146,3 +146,34 @@ def test_a_step_that_was_set_before_the_first_forward_is_restored(tmp_path: Path
     ((state, iterations),) = pool.run(1, _restore, uri, "rmsprop")
     assert differences(expected, state) == []
     assert set(iterations) == {1000}
+
+
+def _in_flight(uri: str, way: str) -> State:
+    """Lookups from before the attach get their update after it."""
+    job = trainer(PLAN_1)
+    job.step()
+    earlier = [job.dmp(*batch(number)) for number in (50, 51)]
+    with attach(job, StreamConfig(uri=uri, marker_every=None)) as checkpointer:
+        checkpointer.restore()
+        checkpointer.mark().result(60)
+        job.optimizer.zero_grad()
+        if way == "alone":
+            earlier[0].backward()
+            checkpointer.step()
+            earlier[1].backward()
+        else:
+            (earlier[0] + earlier[1] + job.dmp(*batch(52))).backward()
+        job.optimizer.step()
+        checkpointer.step()
+        expected = truth(job)
+        checkpointer.mark().result(60)
+    return expected
+
+
+@pytest.mark.pitfall(2)
+@pytest.mark.parametrize("way", ["alone", "with a later one"])
+def test_lookups_that_are_in_flight_at_attach_are_captured(way: str, tmp_path: Path, pool: Pool) -> None:
+    uri = f"file://{tmp_path}"
+    (expected,) = pool.run(1, _in_flight, uri, way)
+    ((state, _),) = pool.run(1, _restore, uri)
+    assert differences(expected, state) == []

@@ -139,6 +139,10 @@ class Lookups:
             if torch._C._current_graph_task_id() not in announced:
                 unseen()
 
+        @_called_as_it_is
+        def reaching(_grads: object) -> None:
+            unseen()
+
         def hook(lookup: Lookup, node: Any, check: Callable[[], None] | None) -> None:
             number = next(self._numbers)
 
@@ -186,9 +190,15 @@ class Lookups:
                 )
             hook(lookup, node, check)
 
-        # Every lookup of this kernel, also one that was made before, leads to this one node: it runs after them.
-        accumulate = torch.autograd.graph.get_gradient_edge(self._tbe.placeholder_autograd_tensor).node
-        handles = [
+        # Every lookup of this kernel leads to one node, which runs after them. Lookups from before keep the node that
+        # they have: what reaches it was not announced, even where the same backward also runs updates that were.
+        leaf = self._tbe.placeholder_autograd_tensor
+        earlier = torch.autograd.graph.get_gradient_edge(leaf).node
+        handles = [earlier.register_prehook(reaching)]
+        del earlier
+        _lead_elsewhere(leaf)
+        accumulate = torch.autograd.graph.get_gradient_edge(leaf).node
+        handles += [
             accumulate.register_prehook(accumulating),
             self._tbe.register_forward_pre_hook(Hook(entering)),
             self._tbe.register_forward_hook(Hook(looked_up), prepend=True),
@@ -203,6 +213,13 @@ class Lookups:
             keep.clear()
 
         return remove
+
+
+def _lead_elsewhere(leaf: torch.Tensor) -> None:
+    """Have later graphs end in a new node for this empty parameter: torch makes one when its dtype has changed."""
+    data = leaf.data
+    leaf.data = torch.empty(0, dtype=torch.float64, device=leaf.device)
+    leaf.data = data
 
 
 def _compiled() -> UnsupportedError:
