@@ -67,7 +67,7 @@ class TieredJob(synthetic.Job):
                 self.generation,
                 job=self.claim.job,
                 shards=tuple(self._shards(rank)),
-                schema=self.schema,
+                schema=self.claim.schema,
                 world=self.world,
             )
             for rank in range(self.world)

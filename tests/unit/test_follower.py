@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from torchrec_stream_ckpt.errors import (
     LogUnavailableError,
     MarkerNotFoundError,
     SchemaMismatchError,
+    StreamLostError,
 )
 from torchrec_stream_ckpt.follower.core import Follower
 from torchrec_stream_ckpt.follower.updates import Update, UpdateKind
@@ -330,6 +332,39 @@ def test_rows_of_a_dead_generation_are_taken_back(job: Job, eager: Replica) -> N
     job.touch()
     assert [kind for kind, _ in eager.catch_up()] == [ROWS]
     assert truth(job, marker.id) != eager.image
+
+
+def _cut_tail(job: Job, end: int) -> None:
+    """As a power loss may: of rank 0's stream, what follows offset ``end`` is not there any more."""
+    for segment in (job.root / DATA_DIR / "p00000").glob("*.seg"):
+        base = int(segment.stem.rpartition("-")[2])
+        os.truncate(segment, min(segment.stat().st_size, max(0, end - base)))
+
+
+def test_rows_that_the_log_has_lost_are_taken_back(job: Job, eager: Replica) -> None:
+    end = job.commit().ranks[0].end
+    eager.catch_up()
+    job.touch()
+    assert [kind for kind, _ in eager.catch_up()] == [ROWS]
+    _cut_tail(job, end)
+    # What rank 1 has sent is there, and comes again.
+    assert eager.catch_up() == [(ROLLBACK, "1:1"), (ROWS, "1:1")]
+    # The trainer goes on in another generation.
+    job.begin(MarkerId(1, 1))
+    assert eager.catch_up() == [(ROLLBACK, "1:1")]
+    assert eager.image == truth(job, MarkerId(1, 1))
+    job.touch()
+    marker = job.commit()
+    assert [kind for kind, _ in eager.catch_up()] == [MARKER]
+    assert eager.image == truth(job, marker.id)
+
+
+def test_a_marker_that_the_log_has_lost_is_named_to_a_replica_that_holds_it(job: Job, eager: Replica) -> None:
+    end = job.commit().ranks[0].end
+    eager.catch_up()
+    _cut_tail(job, end - 1)
+    with pytest.raises(StreamLostError, match="its tail was lost"):
+        eager.catch_up()
 
 
 def test_a_marker_and_the_end_of_its_generation_in_one_look(job: Job, eager: Replica) -> None:
