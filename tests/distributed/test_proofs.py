@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from tests import zoo
 from tests.laps import config
@@ -15,6 +16,7 @@ from tests.pool import Pool
 from tests.zoo import MARK, OPTIMIZERS, Job, Model, Part, Place, Plan, Table
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.adapter import fused_kernels
+from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import MarkerFailedError
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Window, replicated_id
 from torchrec_stream_ckpt.types import MarkerId
@@ -60,11 +62,11 @@ def play(job: Job, checkpointer: StreamCheckpointer, events: tuple[str, ...]) ->
     return found
 
 
-def go_on(described: Model, where: StreamConfig, events: tuple[str, ...]) -> Found:
+def go_on(described: Model, where: StreamConfig, events: tuple[str, ...], marker: str | None = None) -> Found:
     """A job on as many ranks as there are; it restores what is there."""
     job = zoo.build(described, plan(torch.distributed.get_world_size()))
     with zoo.attach(job, where) as checkpointer:
-        checkpointer.restore()
+        checkpointer.restore(marker)
         return play(job, checkpointer, events)
 
 
@@ -208,3 +210,32 @@ def test_a_row_that_was_changed_past_all_hooks_is_in_the_proof(pool: Pool, tmp_p
     (said,) = said_in(where.uris[0])
     assert said.mark.proof is not None
     assert numbers(said) == plain_digests(shards, said.hello.schema, said.mark.proof.window)
+
+
+def test_windows_go_on_over_restarts_on_other_ranks_from_log_and_store(pool: Pool, tmp_path: Path) -> None:
+    where = config(tmp_path, proof_bytes=6_000)
+    (uri,), described = where.uris, model("rowwise_adagrad")
+    pool.run(2, go_on, described, where, ("train", MARK, "train", MARK))
+    pool.run(3, go_on, described, where, ("train", MARK, "train", MARK))
+    done = CliRunner().invoke(app, ["materialize", uri, "--once"])
+    assert done.exit_code == 0, done.output
+    pool.run(2, go_on, described, where, ("train", MARK))
+    path, found = ["1:1", "1:2", "2:3", "2:4", "3:5"], {str(marker): each for marker, each in windows(uri).items()}
+    assert list(found) == path
+    assert found["1:1"].position == 0
+    assert found["1:1"].width != found["2:3"].width  # three ranks hold less each
+    assert [found[before].next for before in path[:-1]] == [found[after].position for after in path[1:]]
+    pool.run(3, go_on, described, where, ("train", MARK), "2:3")
+    branch = windows(uri)[MarkerId(4, 4)]
+    assert branch.position == found["2:3"].next
+
+
+def test_a_job_that_had_no_proofs_begins_to_prove_itself(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, small, config(tmp_path, proof_bytes=0), ("train", MARK))
+    where = config(tmp_path, proof_bytes=2_000)
+    pool.run(1, small, where, ("train", MARK, "train", MARK))
+    first, second, third = (said.mark.proof for said in said_in(where.uris[0]))
+    assert first is None
+    assert second is not None
+    assert third is not None
+    assert (second.position, third.position) == (0, second.window.next)
