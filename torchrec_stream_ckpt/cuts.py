@@ -50,6 +50,11 @@ def put_mark(buffer: FrameBuffer, header: Header, mark: Mark, taken: Taken | Non
     buffer.ready = ready
 
 
+def _settled(prover: Prover, window: Window, future: Future[Committed]) -> None:
+    """(commit thread)"""
+    prover.settled(window, committed=future.exception() is None)
+
+
 @dataclass(slots=True)
 class _Open:
     """A cut whose MARK is not in the ring yet."""
@@ -192,14 +197,9 @@ class Cuts:
         if self._oracle is not None:
             self._asking = cut
         future = self._coordinator.begin(cut)
-        if taken is not None:
-            future.add_done_callback(partial(self._settled, taken.window))
+        if taken is not None and self._prover is not None:
+            future.add_done_callback(partial(_settled, self._prover, taken.window))
         return future
-
-    def _settled(self, window: Window, future: Future[Committed]) -> None:
-        """(commit thread)"""
-        assert self._prover is not None
-        self._prover.settled(window, committed=future.exception() is None)
 
     def go_on(self) -> None:
         """(all ranks) A later step boundary: send more of the cut that is open, without waiting."""

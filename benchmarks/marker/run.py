@@ -6,6 +6,7 @@ One table of 5,000,000 x 64 float32 with row-wise Adagrad, 1.3 GB, one rank. Bef
 rows, none of which has been drained; the call is timed until it returns, then what goes on behind it is waited for.
 
 ``ours``                            ``mark()``: 1% of the rows into the ring; the future must resolve to a commit
+``ours, without proof``             the same without digests of live rows (``proof_bytes=0``)
 ``torch.save``                      of the tables and states, with fsync
 ``dcp.async_save, fresh copy``      plain tensors, ``DefaultStager`` with no option, made anew each time (DCP's default)
 ``dcp.async_save, kept copy``       the same stager kept: it copies over its last copy
@@ -38,7 +39,7 @@ from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
 PLAIN = StagingOptions(
     use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
 )
-OURS, SAVE, KEPT = "ours", "torch.save", "dcp.async_save, kept copy"
+OURS, UNPROVED, SAVE, KEPT = "ours", "ours, without proof", "torch.save", "dcp.async_save, kept copy"
 FRESH, SNAPSHOT = "dcp.async_save, fresh copy", "torchsnapshot async_take"
 
 
@@ -54,6 +55,7 @@ class Markers:
     def variants(self) -> dict[str, Callable[[], float]]:
         return {
             OURS: self.ours,
+            UNPROVED: self.unproved,
             SAVE: self.save,
             FRESH: lambda: self.dcp(DefaultStager(PLAIN)),
             KEPT: lambda: self.dcp(self._stager),
@@ -76,6 +78,16 @@ class Markers:
         taken = timed(lambda: futures.append(self._checkpointer.mark()))
         futures[0].result(120)
         return taken
+
+    def unproved(self) -> float:
+        """On the same tables, so that the two differ in nothing else."""
+        cuts = self._checkpointer._cuts
+        assert cuts is not None
+        prover, cuts._prover = cuts._prover, None
+        try:
+            return self.ours()
+        finally:
+            cuts._prover = prover
 
     def _settle(self) -> None:
         """What other variants have touched goes with a marker that is not timed."""
@@ -140,7 +152,7 @@ def main() -> None:
         with scratch("marker") as folder:
             join_group(folder, 0, 1, args.device)
             try:
-                measured, num_bytes = measure(args, rows, few, folder, () if point == "table" else (OURS,))
+                measured, num_bytes = measure(args, rows, few, folder, () if point == "table" else (OURS, UNPROVED))
                 report.add(point, measured, SAVE)
                 report.facts[f"bytes, {point}"] = num_bytes
             except UnavailableError as error:
@@ -151,6 +163,10 @@ def main() -> None:
     one, two = report.median("table", OURS), report.median("twice the table", OURS)
     growth = two / one if one and two else None
     report.goals.append(Goal.at_most("twice the table, the same rows: times as long", 1.25, growth, "x"))
+    for point in names:
+        proved, unproved = report.median(point, OURS), report.median(point, UNPROVED)
+        more = proved - unproved if proved and unproved else None
+        report.goals.append(Goal.at_most(f"{point}: what a proof adds", 1.5, more, "ms"))
     report.finish()
 
 

@@ -44,6 +44,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "drain every 10": {"drain_every": 10},
     "drain every step": {"drain_every": 1},
     "marker every 10": {"drain_every": 1, "marker_every": 10},
+    "marker every 10, no proof": {"drain_every": 1, "marker_every": 10, "proof_bytes": 0},
     "auto, max_overhead 1%": {"drain_every": "auto", "max_overhead": 0.01},
 }
 CONFIGS: dict[str, list[str]] = {
