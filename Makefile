@@ -41,8 +41,9 @@ test: test-tools ## Run all tests, Kafka and S3 included (WORKERS=2 PYTEST_ARGS=
 test-kafka: kafka-tools ## Run only the tests that need a broker (PYTEST_ARGS=...)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -m 'kafka and not slow' $(PYTEST_ARGS)
 
-test-slow: test-tools ## Run the tests that take more than a minute each, a broker that stands still for one (PYTEST_ARGS=...)
+test-slow: test-tools ## Run the tests that take more than a minute each, a broker that stands still for one; property tests on new examples (PYTEST_ARGS=...)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -m slow $(PYTEST_ARGS)
+	@STREAM_CKPT_RANDOM=1 OMP_NUM_THREADS=1 $(PY) -m pytest -m hypothesis tests/unit
 
 # Not in .venv: that has no CUDA. CONTRIBUTING.md says what this Python needs.
 test-gpu: ## Run the tests that need a GPU, one rank, by a Python that has the CUDA stack (GPU_PY=python3 PYTEST_ARGS=...)

@@ -7,9 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.s3.server import S3Server
 from torchrec_stream_ckpt.broker.kraft import Broker
+
+# How long an example takes says more of the machine than of the code. The same examples each time, so that what
+# fails is what was changed; new ones in the long form (make test-slow).
+settings.register_profile("here", deadline=None, derandomize="STREAM_CKPT_RANDOM" not in os.environ)
+settings.load_profile("here")
 
 
 @pytest.fixture(scope="session")

@@ -143,9 +143,7 @@ def test_acknowledgements_come_in_order_of_sending(log: Log) -> None:
 
 def test_poll_returns_nothing_while_nothing_was_sent(log: Log) -> None:
     writer = log.open_writer(1, 0, 0)
-    started = time.monotonic()
     assert writer.poll(0.05) == []
-    assert time.monotonic() - started < 2
     writer.close()
 
 

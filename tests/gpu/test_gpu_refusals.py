@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.gpu.job import Build, attach, covers, make, restored, truth
+from torchrec_stream_ckpt.adapter.modules import _check_kernel
 from torchrec_stream_ckpt.errors import StreamCkptError, UnsupportedError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -24,9 +27,14 @@ MIXED = Build(kernel="fused_uvm_caching", dtype="fp16", more=(("cache_precision"
 
 @covers(LARS)
 def test_lars_is_refused(device: torch.device, tmp_path: Path) -> None:
-    """TorchRec cannot build it either: FBGEMM has no get_optimizer_state() for it."""
+    """TorchRec cannot build it either, for FBGEMM has no get_optimizer_state() for it: its kernel is shown to the check."""
     with pytest.raises((UnsupportedError, NotImplementedError), match=r"(?i)lars"):
         attach(make(LARS, device), tmp_path)
+    kernel = SplitTableBatchedEmbeddingBagsCodegen(
+        [(4, 8, EmbeddingLocation.DEVICE, ComputeDevice.CUDA)], optimizer=EmbOptimType.LARS_SGD, device=device
+    )
+    with pytest.raises(UnsupportedError, match="the fused optimizer LARS_SGD is not captured"):
+        _check_kernel(kernel, {})
 
 
 @covers(SSD)

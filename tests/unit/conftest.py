@@ -1,16 +1,10 @@
-"""Settings of the property tests."""
+"""Fixtures of the tests of single modules."""
 
 from __future__ import annotations
 
 import os
 
 import pytest
-from hypothesis import settings
-
-# How long an example takes says more of the machine than of the code.
-# In CI the same examples each time, so that what fails there is what was changed; elsewhere new ones.
-settings.register_profile("here", deadline=None, derandomize="CI" in os.environ)
-settings.load_profile("here")
 
 
 @pytest.fixture

@@ -336,9 +336,7 @@ def test_what_lies_between_two_frames_is_to_be_looked_at(script: Script, stream:
 
 def test_submitting_never_waits_for_the_log(script: Script, stream: Publisher, ring: FrameRing) -> None:
     script.taking.clear()
-    started = time.monotonic()
-    submit(stream, ring, 4)
-    assert time.monotonic() - started < 5
+    submit(stream, ring, 4)  # would never return
     assert stream.pending == 4
 
 
@@ -365,9 +363,7 @@ def test_close_is_bounded_when_the_log_takes_nothing(script: Script, ring: Frame
     script.taking.clear()
     stream = Publisher(script.open, ring)
     submit(stream, ring, 2)
-    started = time.monotonic()
-    assert not stream.close(0.05)
-    assert time.monotonic() - started < 5
+    assert not stream.close(0.05)  # the log never takes them
     assert stream.pending == 2
     until(lambda: not stream._thread.is_alive())
 
@@ -375,15 +371,13 @@ def test_close_is_bounded_when_the_log_takes_nothing(script: Script, ring: Frame
 def test_close_is_bounded_while_a_writer_cannot_be_opened(
     script: Script, ring: FrameRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher, "_BACKOFF_S", (60.0, 60.0))
+    monkeypatch.setattr(publisher, "_BACKOFF_S", (3600.0, 3600.0))
     script.fail_at("open", 1)
     stream = Publisher(script.open, ring)
     submit(stream, ring, 1)
     until(lambda: stream.failure is not None)
-    started = time.monotonic()
     assert not stream.close(0.05)
     until(lambda: not stream._thread.is_alive())
-    assert time.monotonic() - started < 10
 
 
 def test_a_closed_stream_takes_no_frame(script: Script, ring: FrameRing) -> None:

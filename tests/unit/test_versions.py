@@ -22,7 +22,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from torchrec_stream_ckpt import adapter
-from torchrec_stream_ckpt.adapter import versions
+from torchrec_stream_ckpt.adapter import modules, versions
 from torchrec_stream_ckpt.adapter.optimizers import OPTIMIZERS
 from torchrec_stream_ckpt.adapter.versions import HOOK_POINTS, KERNEL, OPTIMIZER_WRAPPER, TESTED, Stack, installed
 from torchrec_stream_ckpt.errors import UnsupportedError
@@ -122,6 +122,16 @@ def test_kernels_of_every_optimizer_have_what_is_checked(kind: EmbOptimType, bia
         device=torch.device("meta"),
     )
     KERNEL.require(kernel)
+
+
+@pytest.mark.parametrize("kind", [EmbOptimType.LARS_SGD, EmbOptimType.NONE])
+def test_a_kernel_of_an_optimizer_that_is_not_known_is_refused_by_name(kind: EmbOptimType) -> None:
+    """TorchRec cannot build a module over LARS, so the kernel itself is shown to the check."""
+    kernel = SplitTableBatchedEmbeddingBagsCodegen(
+        [(4, 8, EmbeddingLocation.DEVICE, ComputeDevice.CUDA)], optimizer=kind, device=torch.device("meta")
+    )
+    with pytest.raises(UnsupportedError, match=f"the fused optimizer {kind.name} is not captured"):
+        modules._check_kernel(kernel, {})
 
 
 def test_a_class_is_checked_before_it_has_objects() -> None:

@@ -12,11 +12,11 @@ from torchrec_stream_ckpt.sizing.inputs import TableLoad, UnitCosts, Workload
 def _drained(table: TableLoad, work: Workload) -> tuple[float, float]:
     """(rows, frames) of one table in a drain, all ranks.
 
-    A table is taken to lie on ranks in proportion to its bytes, as a balanced plan has it; each shard sends
-    ceil(rows / rows of a frame) frames.
+    A table is taken to lie on ranks in proportion to its bytes, as a balanced plan has it on average: the number of its
+    shards need not be whole. Each shard sends ceil(rows / rows of a frame) frames.
     """
     rows = table.touched.distinct(work.drain_s)
-    shards = max(1.0, min(work.ranks, round(work.ranks * table.num_bytes / max(1, work.table_bytes))))
+    shards = max(1.0, work.ranks * table.num_bytes / max(1, work.table_bytes))
     max_rows = RowLayout.of(table.spec, table.spec.dim).max_rows
     return rows, min(rows, max(shards, rows / max_rows + shards / 2))
 

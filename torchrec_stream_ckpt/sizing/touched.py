@@ -31,8 +31,8 @@ class ZipfTouched:
         counts, masses = _zipf_bins(self.rows, self.exponent)
         draws = self.ids_per_s * seconds
         with np.errstate(divide="ignore"):  # one row with all the mass: log(0), and it is touched for sure
-            missed = np.exp(draws * np.log1p(-np.minimum(masses / counts, 1.0))) if draws else np.ones_like(counts)
-        return min(draws, float(np.sum(counts * (1.0 - missed))))  # a fraction of a draw may stand here
+            hit = -np.expm1(draws * np.log1p(-np.minimum(masses / counts, 1.0))) if draws else np.zeros_like(counts)
+        return min(draws, float(np.sum(counts * hit)))  # a fraction of a draw may stand here
 
 
 def _zipf_bins(rows: int, exponent: float) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
@@ -40,9 +40,10 @@ def _zipf_bins(rows: int, exponent: float) -> tuple[npt.NDArray[np.float64], npt
     bins = max(2, int(500 * math.log(rows + 1)) + 1)
     edges = np.unique(np.floor(np.geomspace(1, rows + 1, bins))) if rows > 1 else np.array([1.0, 2.0])
     edges[-1] = rows + 1
-    power = 1.0 - exponent
-    mass = np.log(edges) if abs(power) < 1e-9 else (edges**power - 1.0) / power
-    return np.diff(edges), np.diff(mass / mass[-1])
+    power, ratios = 1.0 - exponent, np.log(edges[1:] / edges[:-1])
+    # Bin by bin: differences of a running integral would lose the tail, whose rows are many.
+    mass = ratios if abs(power) < 1e-9 else edges[:-1] ** power * np.expm1(power * ratios) / power
+    return np.diff(edges), mass / mass.sum()
 
 
 @dataclass(frozen=True, slots=True)
