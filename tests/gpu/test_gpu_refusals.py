@@ -27,7 +27,7 @@ MIXED = Build(kernel="fused_uvm_caching", dtype="fp16", more=(("cache_precision"
 
 @covers(LARS)
 def test_lars_is_refused(device: torch.device, tmp_path: Path) -> None:
-    """TorchRec cannot build it either, for FBGEMM has no get_optimizer_state() for it: its kernel is shown to the check."""
+    """TorchRec cannot build it either (FBGEMM has no get_optimizer_state() for it), so the check gets its kernel."""
     with pytest.raises((UnsupportedError, NotImplementedError), match=r"(?i)lars"):
         attach(make(LARS, device), tmp_path)
     kernel = SplitTableBatchedEmbeddingBagsCodegen(
