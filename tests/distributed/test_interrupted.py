@@ -96,7 +96,7 @@ def _check(uri: str, paranoid: bool, times: int, verify_every: int) -> None:
 
 
 @pytest.mark.covers(
-    optimizer="EXACT_ROWWISE_ADAGRAD", kernel="fused", pipeline="plain: signals that raise at random moments"
+    optimizer="EXACT_ROWWISE_ADAGRAD", kernel="fused", pipeline="plain: signals that raise at any moment"
 )
 @pytest.mark.parametrize("paranoid", [False, True])
 def test_a_signal_at_any_moment_loses_no_row(paranoid: bool, tmp_path: Path) -> None:

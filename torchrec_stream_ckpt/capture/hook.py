@@ -304,7 +304,8 @@ class Capture:
     def _count_left(self) -> None:
         """Rows of updates that were stopped before they had marked them are touched."""
         for position, key, lookup in self._updates.left():
-            self._after_update(position, lookup, key)
+            with self._kernels[position].reading():
+                self._after_update(position, lookup, key)
 
     def _unseen_update(self, position: int) -> None:
         """An update has run that no hook has seen before: any row of its kernel may have changed."""
