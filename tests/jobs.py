@@ -53,13 +53,13 @@ def restore_with(
 
 
 def restore_once(
-    spec: Spec, settings: StreamConfig, marker: str | None, build: Build
+    spec: Spec, settings: StreamConfig, marker: str | None, build: Build, accept_unproved: bool = False
 ) -> tuple[dict[str, torch.Tensor], int, str]:
     """The state right after a restore, its step, and where its rows came from."""
     job = trainer(spec, **build)
     job.step()
     checkpointer = attach(job, settings, paranoid=False)
-    restored = checkpointer.restore(marker)
+    restored = checkpointer.restore(marker, accept_unproved=accept_unproved)
     assert restored is not None
     state = truth(job)
     checkpointer.close()

@@ -10,12 +10,15 @@ import numpy as np
 
 from torchrec_stream_ckpt.adapter import FusedKernel
 from torchrec_stream_ckpt.commit.collective import Team
-from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.errors import StreamCkptError
+from torchrec_stream_ckpt.format.control import Commit, Schema
 from torchrec_stream_ckpt.format.proof import Digests, Ints
 from torchrec_stream_ckpt.proving import digests
 from torchrec_stream_ckpt.restore.compare import Check, Tally, shared_blocks
 from torchrec_stream_ckpt.restore.proofs import Circle, Met, agree
 from torchrec_stream_ckpt.restore.unproved import Unproved, name_blocks
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.verdicts import leave_verdict
 from torchrec_stream_ckpt.types import MarkerId, TableShard
 
 log = logging.getLogger(__name__)
@@ -67,6 +70,18 @@ def check_live(
     tally = sum(team.gather(tally), Tally())
     end = windows[max(windows)].following.position if windows else 0
     return Checked(tally.share, name_blocks(tally, schema, met.path, circle), end)
+
+
+def say_unproved(objects: Objects, commit: Commit, unproved: Unproved, schema: Schema) -> None:
+    """(one rank) Leave a verdict for the trainer of the marker, if the store can be written."""
+    try:
+        name = leave_verdict(objects, commit, unproved.table_rows(schema))
+    except StreamCkptError as error:
+        log.info("no verdict was left in the store: %s", error.headline)
+    else:
+        log.warning(
+            "marker %s is unproved; for a trainer that still runs this was left in the store: %s", commit.id, name
+        )
 
 
 def _compare(check: Check, kernels: Sequence[FusedKernel], schema: Schema) -> None:

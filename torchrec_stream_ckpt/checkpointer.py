@@ -27,7 +27,8 @@ from torchrec_stream_ckpt.capture.oracle import Oracle
 from torchrec_stream_ckpt.capture.prover import Load, Prover, Replicated, window_width
 from torchrec_stream_ckpt.capture.shards import check_rows_fit, local_shards, local_tables, merge_schema
 from torchrec_stream_ckpt.capture.staging import StreamIdentity, allocate
-from torchrec_stream_ckpt.checking import Checked, check_live, refuse_or_accept
+from torchrec_stream_ckpt.checking import Checked, check_live, refuse_or_accept, say_unproved
+from torchrec_stream_ckpt.commit.again import Again
 from torchrec_stream_ckpt.commit.cadence import NOTHING, Ballot, Cadence
 from torchrec_stream_ckpt.commit.collective import Team, end_group, new_group
 from torchrec_stream_ckpt.commit.coordinator import Coordinator
@@ -333,7 +334,7 @@ class StreamCheckpointer:
     def _go_on_from(self, plan: RestorePlan, choice: Choice, rows: int, *, accept_unproved: bool) -> Restored:
         """(all ranks) The rows of a marker are in the live tables: load the rest, and open a generation on it."""
         try:
-            checked = self._check_proofs(plan, accept_unproved=accept_unproved)
+            checked = self._check_proofs(plan, choice, accept_unproved=accept_unproved)
             load_rest = self._team.together(lambda: self._load_dense(choice, plan.world))
             merged = {table for tables in self._team.gather(plan.merged) for table in tables}
             self._begin(merged)
@@ -371,9 +372,11 @@ class StreamCheckpointer:
             checked.share,
         )
 
-    def _check_proofs(self, plan: RestorePlan, *, accept_unproved: bool) -> Checked:
+    def _check_proofs(self, plan: RestorePlan, choice: Choice, *, accept_unproved: bool) -> Checked:
         """(all ranks) Compare the rows with what markers proved of them, before anybody changes one."""
         checked = check_live(self._team, self._kernels, plan.schema, self._shards, self._restoring.met)
+        if checked.unproved is not None and self._team.rank == 0:
+            say_unproved(self._tier.objects, choice.commit, checked.unproved, plan.schema)
         refuse_or_accept(checked, plan.marker, accept=accept_unproved, say=self._team.rank == 0)
         self._proved_up_to = checked.proved_up_to
         return checked
@@ -416,6 +419,7 @@ class StreamCheckpointer:
             raise self._fenced()
         self._raise_failure(ballot)
         assert self._cuts is not None
+        self._send_again()
         if not ballot.sound and self._go_on_after_loss():
             self._pace.stepped()
             return
@@ -592,6 +596,7 @@ class StreamCheckpointer:
     def _cut(self, deadline_s: float | None) -> Future[Committed]:
         """Cut a marker at this step boundary."""
         assert self._cuts is not None
+        self._send_again()
         self._cadence.cut()
         assert self._stream is not None
         marker, self._next_marker = self._next_marker, self._next_marker + 1
@@ -600,6 +605,12 @@ class StreamCheckpointer:
             future = self._cuts.begin(self._step, marker, deadline_s, self._finish_sweep)
         self._telemetry.follow(self._stream.marker(marker), self._step, future)
         return future
+
+    def _send_again(self) -> None:
+        """Mark the rows that a verdict on a marker of this generation names."""
+        assert self._coordinator is not None
+        if rows := self._coordinator.take_again():
+            self._capture.mark_ranges(rows)
 
     def _finish_sweep(self, drain: Drain) -> bool:
         while not self._capture.swept:
@@ -696,7 +707,8 @@ class StreamCheckpointer:
         )
         stream = Generation(self._log, self._control, claim, publisher, partition, dense, self._tier.store_url)
         self._stream = stream
-        self._coordinator = Coordinator(stream, self._dense, self._commit_team, config.commit_timeout_s)
+        again = Again(stream, self._tier.objects) if team.rank == 0 else None
+        self._coordinator = Coordinator(stream, self._dense, self._commit_team, config.commit_timeout_s, again)
         self._cuts = Cuts(
             stream,
             self._coordinator,

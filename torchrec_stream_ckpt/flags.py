@@ -47,6 +47,7 @@ DEFAULTS = {
     "marker_every": 100,
     "proof_bytes": PROOF_BYTES,
     "metrics_host": "127.0.0.1",
+    "accept_unproved": False,
     "paranoid": False,
 }
 """What a flag stands for that is not given. Not argparse's own defaults: those hide whether a flag was given."""
@@ -110,6 +111,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--store_options", metavar="FILE", type=Path, help="settings of an object store, key=value lines"
     )
     group.add_argument("--restore", type=marker, help="latest (default), none, or GENERATION:MARKER")
+    group.add_argument(
+        "--accept_unproved",
+        action="store_true",
+        default=None,
+        help="go on with restored rows that are not as a marker proved them",
+    )
     group.add_argument(
         "--standby",
         metavar="SECONDS",
@@ -192,6 +199,8 @@ def _wrong_together(args: argparse.Namespace) -> str | None:
         return "--store_options needs --store s3://..."
     if args.standby is not None and args.restore is not None:
         return "--standby takes over from the newest marker: leave --restore away"
+    if args.accept_unproved and args.restore == "none":
+        return "--accept_unproved is about what is restored: leave it out with --restore none"
     for flag in ("kafka_options", "store_options", "commit_key_file"):
         path = getattr(args, flag)
         if path is not None and not path.is_file():
@@ -213,9 +222,9 @@ def _wrong_tiers(uris: list[str], outer_every: int | None) -> str | None:
 class Restorable(Protocol):
     """``StreamCheckpointer``, without torch."""
 
-    def restore(self, marker: str | None = None) -> Restored | None: ...
+    def restore(self, marker: str | None = None, *, accept_unproved: bool = False) -> Restored | None: ...
 
-    def standby(self, takeover: Takeover | None = None) -> Restored | None: ...
+    def standby(self, takeover: Takeover | None = None, *, accept_unproved: bool = False) -> Restored | None: ...
 
 
 def restore_from(args: argparse.Namespace, checkpointer: Restorable) -> Restored | None:
@@ -227,13 +236,14 @@ def restore_from(args: argparse.Namespace, checkpointer: Restorable) -> Restored
     Raises:
         StreamCkptError: as ``StreamCheckpointer.restore()``.
     """
+    accept = bool(args.accept_unproved)
     if args.standby is not None:
-        return checkpointer.standby(Takeover(after_s=args.standby))
+        return checkpointer.standby(Takeover(after_s=args.standby), accept_unproved=accept)
     if args.restore == "none":
         return None
     if args.restore != "latest":
-        return checkpointer.restore(args.restore)
-    restored = checkpointer.restore()
+        return checkpointer.restore(args.restore, accept_unproved=accept)
+    restored = checkpointer.restore(accept_unproved=accept)
     if restored is None:
         log.info("no committed marker in %s: starting afresh", " and ".join(args.stream_ckpt))
     return restored

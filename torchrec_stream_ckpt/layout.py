@@ -22,6 +22,7 @@ Store, below its URL (``<job>`` is the job's id in 32 hex digits)::
     dropped/<job>/g00000001-m00000003                           retention gave this marker up
     workers/<job>/0123456789abcdef-00000042                     a materializer works on the job: its 42nd sign of life
     pins/<job>/g00000001-m00000003                              retention must not give this marker up
+    verdicts/<job>/g00000001-m00000007-1a2b3c4d.json            rows that are not as they were in the tables
     garbage/<job>/t0001771234567890-1a2b3c4d.json               what nobody needed at a time, in milliseconds
     dense/<job>/g00000001-m00000007/NAME                        dense state of a marker
 
@@ -56,6 +57,7 @@ FOLDS_DIR = "folds"
 DROPPED_DIR = "dropped"
 WORKERS_DIR = "workers"
 PINS_DIR = "pins"
+VERDICTS_DIR = "verdicts"
 GARBAGE_DIR = "garbage"
 TEMPORARY_PREFIX = ".put-"
 HEAD_FILE = "HEAD"
@@ -79,6 +81,7 @@ _MANIFEST = re.compile(rf"{MANIFESTS_DIR}/{_JOB}/{_MARKER}\.json")
 _DROPPED = re.compile(rf"{DROPPED_DIR}/{_JOB}/{_MARKER}")
 _WORKER = re.compile(rf"{WORKERS_DIR}/{_JOB}/([0-9a-f]{{16}})-([0-9]{{8,20}})")
 _PIN = re.compile(rf"{PINS_DIR}/{_JOB}/{_MARKER}")
+_VERDICT = re.compile(rf"{VERDICTS_DIR}/{_JOB}/{_MARKER}-([0-9a-f]{{8}})\.json")
 _GARBAGE = re.compile(rf"{GARBAGE_DIR}/{_JOB}/t([0-9]{{16}})-([0-9a-f]{{8}})\.json")
 _DENSE_FILE = re.compile(rf"{DENSE_DIR}/{_JOB}/{_MARKER}/([^/]+)")
 _HEAD_SLICE = re.compile(r"t([0-9]{5,9})-c([0-9]{8,10})")
@@ -346,6 +349,18 @@ def parse_pin_name(name: str) -> tuple[bytes, MarkerId] | None:
     """(job, marker), or None when the name is no pin's."""
     found = _job_and_marker(_PIN.fullmatch(name))
     return found if found and pin_name(*found) == name else None
+
+
+def verdict_name(job: bytes, marker: MarkerId, crc: int) -> str:
+    """Name of what a checker found of a marker, by its content's checksum."""
+    return f"{VERDICTS_DIR}/{job.hex()}/{_marker_name(marker)}-{crc:08x}.json"
+
+
+def parse_verdict_name(name: str) -> tuple[bytes, MarkerId] | None:
+    """(job, marker), or None when the name is no verdict's."""
+    match = _VERDICT.fullmatch(name)
+    found = _job_and_marker(match)
+    return found if match and found and verdict_name(*found, int(match[4], 16)) == name else None
 
 
 def garbage_name(job: bytes, time_ms: int, crc: int) -> str:

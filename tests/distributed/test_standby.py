@@ -19,6 +19,7 @@ from torchrec_stream_ckpt.errors import FencedError
 from torchrec_stream_ckpt.layout import DATA_DIR
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.restore.plan import Behind
+from torchrec_stream_ckpt.restoring import Tables
 
 pytestmark = pytest.mark.distributed
 
@@ -47,16 +48,17 @@ def stand_by(spec: Spec, settings: StreamConfig, folder: Path, takeover: Takeove
     job = trainer(spec)
     job.step()  # another state: all of it must be replaced
     checkpointer = jobs.attach(job, settings)
-    advance = checkpointer._apply_behind
+    advance = checkpointer._restoring.behind
 
-    def advancing(behind: Behind) -> int:
-        rows = advance(behind)
+    def advancing(tables: Tables, behind: Behind) -> int:
+        rows = advance(tables, behind)
         (folder / f"advanced-{behind.commit.marker}-{dist.get_rank()}").touch()
         return rows
 
-    checkpointer._apply_behind = advancing  # type: ignore[method-assign]
+    checkpointer._restoring.behind = advancing  # type: ignore[method-assign]
     restored = checkpointer.standby(takeover)
     assert restored is not None
+    assert restored.proved == 1.0
     state = truth(job)
     job.step()
     checkpointer.step()

@@ -83,13 +83,17 @@ def test_a_damaged_head_is_replaced_by_the_store(source: tuple[Path, list[Any]],
     assert not (job / "HEAD").exists()
 
 
-def test_nobody_is_told_of_damage_who_asked_not_to_be(source: tuple[Path, list[Any]], tmp_path: Path) -> None:
+def test_damage_of_head_that_nobody_looks_for_does_not_fit_the_proof(
+    source: tuple[Path, list[Any]], tmp_path: Path
+) -> None:
     copy, head = shutil.copytree(source[0], tmp_path / "log"), tmp_path / "head"
     newest = stores.fold(copy, head=head)[-1]
     flip_first_bit(head)
     settings = StreamConfig(uri=f"file://{copy}", marker_every=3, head=str(head), verify_head=False)
     plan, kind = WIDE[bool(build(source[0]))][1], build(source[0])
-    ((state, _, used),) = ranks.run(1, jobs.restore_once, plan, settings, None, kind)
+    with pytest.raises(ranks.RankFailed, match=f"ProofMismatchError: 1 blocks of rows .* weights .*proved by {newest}"):
+        ranks.run(1, jobs.restore_once, plan, settings, None, kind)
+    ((state, _, used),) = ranks.run(1, jobs.restore_once, plan, settings, None, kind, True)
     assert used == f"head {newest}"
     assert len(differences(source[1][0][1][STEPS], state)) == 1
 

@@ -16,7 +16,17 @@ from crc32c import crc32c
 from tests.golden import make
 from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, canonical, parse_control
 from torchrec_stream_ckpt.format.frame import parse_header, payload_of
-from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, Notes, Pin, SegmentRef
+from torchrec_stream_ckpt.format.manifest import (
+    Dropped,
+    Fold,
+    Garbage,
+    Manifest,
+    Notes,
+    Pin,
+    SegmentRef,
+    TableRows,
+    Verdict,
+)
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.format.segment import ENTRY, HEADER_LEN, SegmentId, SegmentKind, lay_out, parse_front
 from torchrec_stream_ckpt.layout import FoldName, StoreSegment, manifest_name
@@ -95,6 +105,7 @@ def objects() -> dict[str, bytes]:
         "dropped": Dropped(commit, None, TIME_S).to_bytes(),
         "garbage": Garbage(TIME_S, (INTERVAL_NAME, FOLD_NAME.name)).to_bytes(),
         "pin": Pin(TIME_S).to_bytes(),
+        "verdict": Verdict(make.JOB, MARKER, chain, (TableRows(2**53 - 1, 64, 128),), TIME_S).to_bytes(),
     }
 
 

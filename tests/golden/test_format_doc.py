@@ -85,13 +85,15 @@ def test_kinds_and_dtypes_are_those_of_the_code() -> None:
         ("Dropped", manifest.Dropped),
         ("Garbage", manifest.Garbage),
         ("Pin", manifest.Pin),
+        ("Verdict", manifest.Verdict),
+        ("Rows of a verdict", manifest.TableRows),
     ],
 )
 def test_every_field_of_a_json_payload_is_documented(title: str, record: type) -> None:
     assert {row[0] for row in cells(title)} == {item.name for item in fields(record)} - {"version"}
 
 
-@pytest.mark.parametrize("name", ["manifest", "fold", "dropped", "garbage", "pin"])
+@pytest.mark.parametrize("name", ["manifest", "fold", "dropped", "garbage", "pin", "verdict"])
 def test_every_field_that_a_json_object_of_a_store_has_is_documented(name: str) -> None:
     raw = json.loads(make_store.objects()[name])
     assert {row[0] for row in cells("JSON objects")} == raw.keys()
@@ -139,6 +141,7 @@ def test_names_of_a_store_are_those_that_the_code_makes() -> None:
         base.segment_name(1),
         layout.dropped_name(make.JOB, marker),
         layout.pin_name(make.JOB, marker),
+        layout.verdict_name(make.JOB, marker, 0x1A),
         layout.garbage_name(make.JOB, 5, 0x1A),
         layout.worker_name(make.JOB, "5f" * 8, 42),
         layout.dense_file_name(make.JOB, marker, "NAME"),

@@ -13,8 +13,8 @@ from crc32c import crc32c
 from tests.golden import make, make_store
 from tests.golden.test_golden import STREAM
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.control import Commit, parse_control
-from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, Notes
+from torchrec_stream_ckpt.format.control import Commit, canonical, parse_control
+from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, Notes, TableRows, Verdict
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.segment import (
     SegmentKind,
@@ -114,10 +114,25 @@ def test_golden_json_objects_read_as_written() -> None:
     assert Dropped.from_bytes(golden("dropped"), "golden").commit == golden_commit()
     garbage = Garbage.from_bytes(golden("garbage"), "golden")
     assert garbage.names == (make_store.INTERVAL_NAME, make_store.FOLD_NAME.name)
+    verdict = Verdict.from_bytes(golden("verdict"), "golden")
+    assert (verdict.job, verdict.marker, verdict.chain) == (make.JOB, make_store.MARKER, golden_commit().ranks[0].chain)
+    assert verdict.rows == (TableRows(2**53 - 1, 64, 128),)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("marker", None), ("chain", -1), ("rows", [{"table": 1, "begin": 5, "end": 5}]), ("rows", [7]), ("job", "00")],
+)
+def test_a_verdict_that_nobody_writes_is_refused(field: str, value: object) -> None:
+    raw = json.loads(golden("verdict"))
+    raw["body"][field] = value
+    raw["crc32c"] = f"{crc32c(canonical(raw['body'])):08x}"
+    with pytest.raises(CorruptionError):
+        Verdict.from_bytes(canonical(raw), "golden")
 
 
 def test_golden_checksums_are_those_that_any_json_gives() -> None:
-    for name in ("manifest", "fold", "dropped", "garbage", "pin"):
+    for name in ("manifest", "fold", "dropped", "garbage", "pin", "verdict"):
         raw = json.loads(golden(name))
         body = json.dumps(raw["body"], sort_keys=True, separators=(",", ":")).encode()
         assert (raw["crc32c"], raw["format"], raw["kind"]) == (f"{crc32c(body):08x}", 1, name)

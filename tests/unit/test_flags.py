@@ -106,7 +106,7 @@ class Recorder:
         self.found = found
         self.asked: list[str | None] = []
 
-    def restore(self, marker: str | None = None) -> Restored | None:
+    def restore(self, marker: str | None = None, *, accept_unproved: bool = False) -> Restored | None:
         self.asked.append(marker)
         return self.found
 
@@ -141,11 +141,11 @@ class Spare:
     def __init__(self) -> None:
         self.asked: object = None
 
-    def restore(self, marker: str | None = None) -> Restored | None:
+    def restore(self, marker: str | None = None, *, accept_unproved: bool = False) -> Restored | None:
         self.asked = marker
         return None
 
-    def standby(self, takeover: Takeover | None = None) -> Restored | None:
+    def standby(self, takeover: Takeover | None = None, *, accept_unproved: bool = False) -> Restored | None:
         self.asked = takeover
         return None
 

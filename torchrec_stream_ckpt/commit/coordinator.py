@@ -28,6 +28,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
+from torchrec_stream_ckpt.commit.again import Again, Rows
 from torchrec_stream_ckpt.commit.collective import Team
 from torchrec_stream_ckpt.commit.dcp import written_by
 from torchrec_stream_ckpt.commit.dense import DenseState
@@ -80,9 +81,12 @@ class Coordinator:
         dense: Saves the dense state.
         team: Votes and outcomes, over a gloo group that only the commit thread uses.
         timeout_s: How long a marker may wait for the log.
+        again: (rank 0) Finds rows that are to be sent again.
     """
 
-    def __init__(self, generation: Generation, dense: DenseState, team: Team, timeout_s: float) -> None:
+    def __init__(
+        self, generation: Generation, dense: DenseState, team: Team, timeout_s: float, again: Again | None = None
+    ) -> None:
         self._generation = generation
         self._dense = dense
         self._team = team
@@ -92,6 +96,10 @@ class Coordinator:
         self._running: Future[None] | None = None
         self._seal = Seal()
         """That of the marker in flight."""
+        self._look_again = again
+        self._found_again: tuple[Rows, ...] = ()
+        """(rank 0) Told to all ranks with the outcome of the next marker."""
+        self._again: list[Rows] = []
         self._abandoned = threading.Event()
         self.fenced: FencedError | None = None
         """Set once another trainer owns the job."""
@@ -108,6 +116,11 @@ class Coordinator:
         future.set_running_or_notify_cancel()
         self._running = self._worker.submit(self._settle, cut, future)
         return future
+
+    def take_again(self) -> list[Rows]:
+        """(training thread) Rows that are to be sent again, each once."""
+        again, self._again = self._again, []
+        return again
 
     @property
     def busy(self) -> bool:
@@ -148,6 +161,8 @@ class Coordinator:
             if self._team.rank == 0:
                 log.info("marker %d:%d committed (step %d)", generation, cut.marker, cut.step)
             future.set_result(Committed(generation, cut.marker, cut.step))
+            if self._look_again is not None:
+                self._found_again += self._look_again.look()
             return
         cut.seal.fail("the marker has failed")  # rows that are still frozen need not be any longer
         if isinstance(failure, FencedError):
@@ -168,7 +183,7 @@ class Coordinator:
         failpoint("cut.agreed")
         votes = self._team.gather(self._prepare(cut))
         failpoint("votes.gathered")
-        self._team.on_rank0(lambda: self._commit(cut, votes))
+        self._again += self._team.on_rank0(lambda: self._commit(cut, votes))
         failpoint("commit.told")
 
     def _prepare(self, cut: Cut) -> Vote:
@@ -245,8 +260,8 @@ class Coordinator:
         if reasons:
             raise MarkerFailedError("; ".join(reasons), generation=generation, marker=votes[0].marker)
 
-    def _commit(self, cut: Cut, votes: list[Vote]) -> None:
-        """(rank 0) Write COMMIT if all ranks voted for it."""
+    def _commit(self, cut: Cut, votes: list[Vote]) -> tuple[Rows, ...]:
+        """(rank 0) Write COMMIT if all ranks voted for it; returns the rows that all ranks are to send again."""
         generation, claim = self._generation, self._generation.claim
         try:
             self._check(votes)
@@ -268,3 +283,5 @@ class Coordinator:
             store=generation.store_url,
         )
         generation.control.commit(commit, self._timeout_s, self._abandoned)
+        again, self._found_again = self._found_again, ()
+        return again

@@ -111,9 +111,7 @@ class Fold:
         job, start, end = _job(body["job"], where), _marker(body["start"], where), _marker(body["end"], where)
         if end is None or (start is not None and not start < end):
             raise CorruptionError(f"{start} is not in front of {end}", name=where)
-        chain = body["chain"]
-        if type(chain) is not int or not 0 <= chain < 2**32:
-            raise CorruptionError(f"fold's chain is {chain!r:.80}", name=where)
+        chain = _chain(body, "fold", where)
         return cls(job, start, end, chain, _refs(body["segments"], FoldName(job, end, start).segment_name, where))
 
 
@@ -190,6 +188,69 @@ class Pin:
 
     def to_bytes(self) -> bytes:
         return _wrap("pin", {"time_s": self.time_s})
+
+
+@dataclass(frozen=True, slots=True)
+class TableRows:
+    """Some rows of a table."""
+
+    table: int
+    """The table's id."""
+    begin: int
+    """First row."""
+    end: int
+    """The row after the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A checker found rows of a marker that are not as they were in the tables at a cut. Decides nothing."""
+
+    job: bytes
+    marker: MarkerId
+    chain: int
+    """As in :class:`Fold`, of the marker."""
+    rows: tuple[TableRows, ...]
+    time_s: float
+    """When, Unix time."""
+
+    def to_bytes(self) -> bytes:
+        body = {
+            "job": self.job.hex(),
+            "marker": str(self.marker),
+            "chain": self.chain,
+            "rows": [asdict(each) for each in self.rows],
+            "time_s": self.time_s,
+        }
+        return _wrap("verdict", body)
+
+    @classmethod
+    def from_bytes(cls, data: Buffer, where: str) -> Verdict:
+        """As :meth:`Manifest.from_bytes`."""
+        body = _unwrap(data, "verdict", where, {"job", "marker", "chain", "rows", "time_s"})
+        marker = _marker(body["marker"], where)
+        if marker is None:
+            raise CorruptionError("verdict is of no marker", name=where)
+        rows = tuple(_table_rows(item, where) for item in _list(body["rows"], where))
+        return cls(_job(body["job"], where), marker, _chain(body, "verdict", where), rows, _time(body, where))
+
+
+def _table_rows(item: object, where: str) -> TableRows:
+    try:
+        fields = Fields(canonical(item), "rows", TableRows)
+        found = TableRows(*(fields.take(name, int) for name in ("table", "begin", "end")))
+    except CorruptionError as error:
+        raise CorruptionError(error.message, name=where) from None
+    if not found.begin < found.end:
+        raise CorruptionError(f"verdict names rows [{found.begin}, {found.end})", name=where)
+    return found
+
+
+def _chain(body: Mapping[str, Any], what: str, where: str) -> int:
+    chain = body["chain"]
+    if type(chain) is not int or not 0 <= chain < 2**32:
+        raise CorruptionError(f"{what}'s chain is {chain!r:.80}", name=where)
+    return chain
 
 
 @dataclass(frozen=True, slots=True)

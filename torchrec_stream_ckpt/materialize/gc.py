@@ -29,6 +29,7 @@ from torchrec_stream_ckpt.layout import (
     MANIFESTS_DIR,
     PINS_DIR,
     SEGMENTS_DIR,
+    VERDICTS_DIR,
     FoldName,
     check_store_url,
     dropped_name,
@@ -40,6 +41,7 @@ from torchrec_stream_ckpt.layout import (
     parse_manifest_name,
     parse_pin_name,
     parse_store_segment,
+    parse_verdict_name,
     pin_name,
 )
 from torchrec_stream_ckpt.materialize.compact import Span, plan_spans, write_span
@@ -51,7 +53,7 @@ from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.jobs import jobs_in
 from torchrec_stream_ckpt.types import MarkerId
 
-_PHASES = (MANIFESTS_DIR, FOLDS_DIR, SEGMENTS_DIR, DENSE_DIR)
+_PHASES = (MANIFESTS_DIR, FOLDS_DIR, SEGMENTS_DIR, DENSE_DIR, VERDICTS_DIR)
 """What names others goes before what it names."""
 
 
@@ -272,6 +274,8 @@ def _is_garbage(name: str, stock: Stock, needed: _Needed, given_up: frozenset[Ma
             return marker in given_up and marker not in needed.markers
         # Of no marker at all. The store alone cannot tell it from one whose manifest was lost.
         return stock.from_log and marker not in lineage.commits and newest is not None and marker < newest.id
+    if (verdict := parse_verdict_name(name)) is not None:
+        return verdict[1].generation < lineage.newest_generation  # its trainer has ended
     fold_segment = parse_fold_segment(name)
     fold = fold_segment[0] if fold_segment is not None else parse_fold_name(name)
     return fold is not None and _is_idle(fold, stock, needed)

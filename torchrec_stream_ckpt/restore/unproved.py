@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torchrec_stream_ckpt.errors import ProofMismatchError
 from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.format.manifest import TableRows
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
 from torchrec_stream_ckpt.restore.compare import Tally
 from torchrec_stream_ckpt.restore.proofs import Circle, Path
@@ -51,6 +52,11 @@ class Unproved:
         if self.count > len(self.blocks):  # not all are named
             return tuple((table.name, 0, table.rows) for table in schema.tables if table.name in self.tables)
         return tuple(sorted({(block.table, block.begin, block.end) for block in self.blocks}))
+
+    def table_rows(self, schema: Schema) -> list[TableRows]:
+        """The same for a verdict."""
+        ids = {table.name: table.id for table in schema.tables}
+        return [TableRows(id_, begin, end) for name, begin, end in self.rows(schema) if (id_ := ids[name]) is not None]
 
     def error(self, marker: MarkerId) -> ProofMismatchError:
         """What a reader of ``marker`` raises."""

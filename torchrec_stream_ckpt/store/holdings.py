@@ -9,7 +9,7 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import SegmentRef
-from torchrec_stream_ckpt.layout import DENSE_DIR, FOLDS_DIR, MANIFESTS_DIR, SEGMENTS_DIR, dense_file_name
+from torchrec_stream_ckpt.layout import DENSE_DIR, FOLDS_DIR, MANIFESTS_DIR, SEGMENTS_DIR, VERDICTS_DIR, dense_file_name
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog, Cover, follow
 from torchrec_stream_ckpt.types import MarkerId
@@ -70,7 +70,7 @@ class Holdings:
             StoreUnavailableError: the store does not answer, or does not let us in.
         """
         catalog = Catalog.load(objects, lineage.job)  # first: what it names has been written before it
-        kinds = (SEGMENTS_DIR, DENSE_DIR, MANIFESTS_DIR, FOLDS_DIR)
+        kinds = (SEGMENTS_DIR, DENSE_DIR, MANIFESTS_DIR, FOLDS_DIR, VERDICTS_DIR)
         entries = (entry for kind in kinds for entry in objects.list(f"{kind}/{lineage.job.hex()}/"))
         return cls(catalog, lineage, {entry.name: entry.num_bytes for entry in entries})
 

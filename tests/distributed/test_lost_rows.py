@@ -1,0 +1,299 @@
+"""Rows that are lost, or changed, on their way from the update to a restored table: one round of proofs finds them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.model import PLAN_1, PLAN_2, trainer
+from torchrec_stream_ckpt import MarkerId, StreamCheckpointer, StreamConfig
+from torchrec_stream_ckpt.capture.touched import TouchedRows
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.errors import ProofMismatchError
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, parse_header, payload_of, seal
+from torchrec_stream_ckpt.format.manifest import TableRows
+from torchrec_stream_ckpt.format.rows import decode_rows
+from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.log.stream import read_stream
+from torchrec_stream_ckpt.restore.target import Target
+from torchrec_stream_ckpt.restore.verify import verify_marker
+from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.dense import DenseFolder
+from torchrec_stream_ckpt.store.verdicts import leave_verdict, new_verdicts
+from torchrec_stream_ckpt.types import LogSpan, RankEnd
+
+pytestmark = pytest.mark.distributed
+
+Frames = list[tuple[Header, bytes]]
+"""Of one stream, with their payloads."""
+
+WINDOW_BYTES = 9_000
+"""A window is about a quarter of what the tables of a rank take."""
+ROUND = 6
+"""Markers in which every block is proved once, with one to spare."""
+STEPS_BEFORE = 2
+
+
+def _settings(uri: str) -> StreamConfig:
+    return StreamConfig(uri=uri, marker_every=None, proof_bytes=WINDOW_BYTES)
+
+
+def _train(uri: str, blind: bool = False) -> None:
+    """Marker 1:1 after two steps, 1:2 after one more, then those of a round; ``blind``: that step leaves no mark."""
+    job, looking = trainer(PLAN_2), [True]
+    mark = TouchedRows.mark
+    TouchedRows.mark = lambda *each: mark(*each) if looking[0] else None  # type: ignore[method-assign]
+    # Without the oracle, which would find what is not marked at the very next marker.
+    with StreamCheckpointer(job.dmp, job.optimizer, config=_settings(uri), stateful={"job": job}) as checkpointer:
+        checkpointer.restore()
+        for step in range(STEPS_BEFORE + 1):
+            looking[0] = not (blind and step == STEPS_BEFORE)
+            job.step()
+            checkpointer.step()
+            if step >= STEPS_BEFORE - 1:
+                checkpointer.mark().result(60)
+        for _ in range(ROUND - 1):
+            checkpointer.mark().result(60)
+
+
+def _place_a_row_less(number: int) -> None:
+    """The next restore does not write the last row of any frame that follows on the first ones of a table."""
+    put = Target.put
+
+    def forgetting(target: Target, move: Any, rows: Any, place: int = 0) -> int:
+        if place == number and len(rows.ids) > 1:
+            short = [array[:-1] for array in (rows.ids, rows.weights, *rows.states)]
+            rows = type(rows)(short[0], short[1], tuple(short[2:]))
+        return put(target, move, rows, place)
+
+    Target.put = forgetting  # type: ignore[method-assign]
+
+
+def _restore(uri: str, markers: list[str], break_placing: bool = False) -> list[str]:
+    """What the restore of each marker says: how much was proved, or what was not."""
+    if break_placing:
+        _place_a_row_less(1)
+    said = []
+    for marker in markers:
+        job = trainer(PLAN_2 if torch.distributed.get_world_size() == 2 else PLAN_1)
+        with StreamCheckpointer(job.dmp, job.optimizer, config=_settings(uri), stateful={"job": job}) as checkpointer:
+            try:
+                restored = checkpointer.restore(marker)
+            except ProofMismatchError as error:
+                said.append(str(error))
+            else:
+                assert restored is not None
+                said.append(f"proved {restored.proved:.3f}")
+    return said
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The log of a job of two ranks that has lost nothing."""
+    directory = tmp_path_factory.mktemp("whole")
+    ranks.run(2, _train, f"file://{directory}")
+    return directory
+
+
+MARKERS = [f"1:{number}" for number in range(1, ROUND + 2)]
+
+
+def _found(said: list[list[str]]) -> list[str]:
+    """What one of the restores refuses; all ranks must say the same."""
+    assert all(each == said[0] for each in said)
+    return [each for each in said[0] if not each.startswith("proved")]
+
+
+def test_what_is_whole_is_proved_and_refused_by_nobody(whole: Path, tmp_path: Path) -> None:
+    for world in (1, 2):
+        copy = shutil.copytree(whole, tmp_path / f"{world}")
+        said = ranks.run(world, _restore, f"file://{copy}", MARKERS)
+        assert _found(said) == []
+        shares = [float(each.split()[1]) for each in said[0]]
+        assert 0.15 < shares[0] < 0.5
+        assert shares[-1] == 1
+
+
+def test_rows_that_no_hook_has_marked_are_found(tmp_path: Path) -> None:
+    ranks.run(2, _train, f"file://{tmp_path}", True)
+    found = _found(ranks.run(1, _restore, f"file://{tmp_path}", MARKERS))
+    assert found
+    assert "blocks of rows are not as they were in the tables at a cut" in found[0]
+    assert "proved=1:" in found[0]
+    assert "--accept-unproved" in found[0]
+
+
+def test_rows_of_a_frame_that_is_not_in_the_log_are_found(whole: Path, tmp_path: Path) -> None:
+    _assert_found(whole, tmp_path, _drop_a_frame)
+
+
+def test_rows_of_a_frame_whose_checksums_were_made_right_again_are_found(whole: Path, tmp_path: Path) -> None:
+    _assert_found(whole, tmp_path, _change_a_frame)
+
+
+def _assert_found(whole: Path, tmp_path: Path, operate: Callable[[Frames], Frames]) -> None:
+    _forge(whole, tmp_path / "log", operate)
+    assert _verify(tmp_path / "log")
+    assert _found(ranks.run(1, _restore, f"file://{tmp_path}/log", MARKERS))
+
+
+def _verify(folder: Path) -> list[str]:
+    """What ``verify`` finds in the markers of a log, without a model."""
+    log = FileLog(folder)
+    lineage = Control(log).refresh()
+    found = []
+    for marker in lineage.commits:
+        verified = verify_marker(log, lineage, DenseFolder(folder), marker)
+        found += [str(block) for block in (verified.unproved.blocks if verified.unproved is not None else ())]
+    return found
+
+
+def test_a_reader_without_a_model_proves_as_much_and_refuses_nothing(whole: Path) -> None:
+    log = FileLog(whole)
+    lineage = Control(log).refresh()
+    first, newest = (verify_marker(log, lineage, DenseFolder(whole), MarkerId(1, each)) for each in (1, ROUND + 1))
+    assert newest.unproved is None
+    assert 0.15 < first.proved < 0.5
+    assert newest.proved == 1
+    assert _verify(whole) == []
+
+
+def test_a_row_that_a_restore_does_not_write_is_found(whole: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(whole, tmp_path / "log")
+    assert _found(ranks.run(2, _restore, f"file://{copy}", MARKERS, True))
+
+
+# A log whose chain and checksums fit what was done to it.
+
+
+def _forge(source: Path, target: Path, operate: Callable[[Frames], Frames]) -> None:
+    """Write a log anew, the stream of rank 0 operated on, with all checksums, counts and chains made right."""
+    shutil.copytree(source, target)
+    shutil.rmtree(target / "data")
+    (target / "control.log").unlink()
+    old, new = FileLog(source), FileLog(target)
+    lineage = Control(old).refresh()
+    claim = lineage.claims[1]
+    new.prepare(claim.world)
+    incarnation = new.incarnation()
+    assert incarnation is not None
+    new.append_control(replace(claim, incarnation=incarnation.id).to_frame())
+    newest = max(lineage.commits.values(), key=lambda commit: commit.marker)
+    ends: dict[tuple[int, int], RankEnd] = {}
+    for end in newest.ranks:
+        frames = [parse(frame) for _, frame in old.read(LogSpan(1, end.partition, end.begin, end.end))]
+        frames = operate(frames) if end.rank == 0 else frames
+        writer, chain, acks = new.open_writer(1, end.partition, 0), 0, []
+        for seq, (header, payload) in enumerate(frames):
+            header.seq, header.chain = seq, chain
+            frame = bytearray(HEADER_LEN) + payload
+            seal(header, frame)
+            chain = header.header_crc
+            writer.send(memoryview(frame))
+        while len(acks) < len(frames):
+            acks += writer.poll(0.2)
+        writer.close()
+        for (header, _), ack in zip(frames, acks, strict=True):
+            if header.kind is Kind.MARK:
+                ends[header.marker, end.rank] = replace(
+                    end, begin=acks[0].offset, end=ack.end, frames=header.seq + 1, chain=header.header_crc
+                )
+    for commit in lineage.commits.values():
+        moved = tuple(ends[commit.marker, end.rank] for end in commit.ranks)
+        new.append_control(replace(commit, ranks=moved).to_frame())
+
+
+def parse(frame: memoryview) -> tuple[Header, bytes]:
+    header = parse_header(frame)
+    return header, bytes(payload_of(header, frame))
+
+
+def _second_marker(frames: Frames) -> int:
+    """A frame of rows that were sent for marker 1:2."""
+    return next(n for n, (header, _) in enumerate(frames) if header.kind is Kind.ROWS and header.marker == 2)
+
+
+def _drop_a_frame(frames: Frames) -> Frames:
+    number = _second_marker(frames)
+    return [*frames[:number], *frames[number + 1 :]]
+
+
+def _change_a_frame(frames: Frames) -> Frames:
+    """One bit of the last weight of one row."""
+    header, payload = frames[_second_marker(frames)]
+    changed = bytearray(payload)
+    changed[header.section_offsets[1]] ^= 1
+    return [(header, bytes(changed)) if each[0] is header else each for each in frames]
+
+
+# Verdicts.
+
+
+def _sends_again(uri: str) -> list[int]:
+    """The rows of a table in the frames of each marker, while a checker leaves a verdict after the second one."""
+    job = trainer(PLAN_1)
+    with StreamCheckpointer(job.dmp, job.optimizer, config=_settings(uri), stateful={"job": job}) as checkpointer:
+        checkpointer.restore()
+        for number in range(4):
+            job.step()
+            checkpointer.step()
+            committed = checkpointer.mark().result(60)
+            if number == 0:
+                tier = checkpointer._tier
+                lineage = tier.control.refresh()
+                (table,) = (each for each in lineage.claims[1].schema.tables if each.name.endswith("t_item"))
+                assert table.id is not None
+                leave_verdict(tier.objects, lineage.commits[committed.id], [TableRows(table.id, 64, 128)])
+    log = FileLog(Path(uri.removeprefix("file://")))
+    found = dict.fromkeys(range(1, 5), 0)
+    commit = Control(log).refresh().commits[MarkerId(1, 4)]
+    for header, frame in read_stream(log, commit, commit.ranks[0]):
+        if header.kind is Kind.ROWS and header.table == [each.name for each in lineage.claims[1].schema.tables].index(
+            table.name
+        ):
+            ids = decode_rows(header, payload_of(header, frame), table).ids
+            found[header.marker] += int(((ids >= 64) & (ids < 128)).sum())
+    return list(found.values())
+
+
+def test_a_trainer_that_finds_a_verdict_sends_the_rows_again(tmp_path: Path) -> None:
+    ((first, _, third, fourth),) = ranks.run(1, _sends_again, f"file://{tmp_path}")
+    assert first >= 64  # the sweep
+    assert third < 64
+    assert fourth == 64
+
+
+def test_a_restore_that_is_refused_leaves_a_verdict_and_one_that_accepts_sends_the_rows_again(
+    whole: Path, tmp_path: Path
+) -> None:
+    _forge(whole, tmp_path / "log", _change_a_frame)
+    uri = f"file://{tmp_path}/log"
+    ((refused,),) = ranks.run(1, _restore, uri, [MARKERS[-1]])
+    assert "ProofMismatch" not in refused
+    assert "1 blocks of rows" in refused
+    log = FileLog(tmp_path / "log")
+    job = Control(log).refresh().job
+    ((_, verdict),) = new_verdicts(open_store(str(tmp_path / "log")), job, 1, ())
+    assert verdict.marker == MarkerId(1, ROUND + 1)
+    (rows,) = verdict.rows
+    assert (rows.begin % 64, rows.end - rows.begin) == (0, 64) or rows.end % 64
+    ranks.run(1, _accept_and_mark, uri)
+    newest = Control(log).refresh().newest
+    assert newest is not None
+    assert newest.id.generation == 2
+    ((again,),) = ranks.run(1, _restore, uri, [str(newest.id)])
+    assert again.startswith("proved")  # these rows are what this generation has; their old proof counts no more
+
+
+def _accept_and_mark(uri: str) -> None:
+    job = trainer(PLAN_1)
+    with StreamCheckpointer(job.dmp, job.optimizer, config=_settings(uri), stateful={"job": job}) as checkpointer:
+        checkpointer.restore(accept_unproved=True)
+        checkpointer.mark().result(60)
