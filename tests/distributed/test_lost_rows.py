@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from tests import ranks
 from tests.model import PLAN_1, PLAN_2, trainer
 from torchrec_stream_ckpt import MarkerId, StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.capture.touched import TouchedRows
+from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.errors import ProofMismatchError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, parse_header, payload_of, seal
@@ -141,7 +144,22 @@ def test_rows_of_a_frame_whose_checksums_were_made_right_again_are_found(whole: 
 def _assert_found(whole: Path, tmp_path: Path, operate: Callable[[Frames], Frames]) -> None:
     _forge(whole, tmp_path / "log", operate)
     assert _verify(tmp_path / "log")
+    uri = f"file://{tmp_path}/log"
+    refused = _cli("verify", uri, "--json", "--verdict")
+    assert refused.exit_code == 1
+    (record,) = json.loads(refused.stdout)
+    assert record["proved"] == 1
+    assert record["unproved"]
+    job = Control(FileLog(tmp_path / "log")).refresh().job
+    assert len(list(new_verdicts(open_store(str(tmp_path / "log")), job, 1, ()))) == 1
+    accepted = _cli("verify", uri, "--accept-unproved")
+    assert accepted.exit_code == 0
+    assert record["unproved"][0] in accepted.stdout
     assert _found(ranks.run(1, _restore, f"file://{tmp_path}/log", MARKERS))
+
+
+def _cli(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
 
 
 def _verify(folder: Path) -> list[str]:

@@ -152,6 +152,7 @@ def test_names_of_a_store_are_those_that_the_code_makes() -> None:
         "pP": "p001",
         "SAME": "root",
         "tT-C": "t0000000000000005-0000001a",
+        "-CRC": "-0000001a",
         "W-B": "5f" * 8 + "-00000042",
     }
     documented = []

@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cuts": LEAVES | {"format", "capture", "log", "commit", "proving"},
     "telemetry": LEAVES | {"format", "capture", "log"},
     "showing": LEAVES | {"commit", "telemetry"},
-    "checking": LEAVES | {"format", "adapter", "commit", "proving", "restore"},
+    "checking": LEAVES | {"format", "adapter", "commit", "proving", "restore", "store"},
     "checkpointer": LEAVES
     | {
         "checking",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 import typer
@@ -22,12 +22,13 @@ from torchrec_stream_ckpt.cli.common import (
     size,
 )
 from torchrec_stream_ckpt.cli.show import Marker
-from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError, printable
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, TrimmedError, printable
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.restore.located import located
 from torchrec_stream_ckpt.restore.plan import streams
 from torchrec_stream_ckpt.restore.verdicts import Verdict, Verifier
 from torchrec_stream_ckpt.restore.verify import Verified, verify_marker
+from torchrec_stream_ckpt.store.verdicts import leave_verdict
 from torchrec_stream_ckpt.types import MarkerId
 
 
@@ -37,6 +38,13 @@ def verify_markers(
     all_markers: Annotated[bool, typer.Option("--all", help="Verify every committed marker.")] = False,
     log_alone: Annotated[
         bool, typer.Option("--log", help="Read the log alone, also where a restore would take rows from the store.")
+    ] = False,
+    accept_unproved: Annotated[
+        bool, typer.Option("--accept-unproved", help="Name rows that are not as they were proved, but do not fail.")
+    ] = False,
+    verdict: Annotated[
+        bool,
+        typer.Option("--verdict", help="Leave such rows in the store, so that a running trainer sends them again."),
     ] = False,
     store: Store = None,
     store_options: StoreOptions = None,
@@ -52,12 +60,19 @@ def verify_markers(
     markers that were given up, and those whose log was trimmed on purpose while the store does not serve them, are
     named and not read. Exit status 1 if any is damaged.
     """
+    if all_markers and (accept_unproved or verdict):
+        raise ConfigError(
+            "--all compares no rows with proofs", hint="name one marker, or leave out --verdict and --accept-unproved"
+        )
     with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
         said: list[Verified | Verdict | _NotRead]
         if all_markers:
             said = [*_verdicts(job, quiet=json, log_alone=log_alone)]
         else:
-            said = [_verify(job, job.find(marker), quiet=json, log_alone=log_alone)]
+            result = _verify(job, job.find(marker), quiet=json, log_alone=log_alone)
+            if verdict:
+                _leave(job, result)
+            said = [result]
     if json:
         print_json([_record(each) for each in said])
     else:
@@ -65,6 +80,17 @@ def verify_markers(
             typer.echo(_describe(each))
     if any(isinstance(each, Verdict) and each.damage for each in said):
         raise typer.Exit(1)
+    for each in said:
+        if isinstance(each, Verified) and each.unproved is not None and not accept_unproved:
+            raise each.unproved.error(each.marker)
+
+
+def _leave(job: Job, result: Verified) -> None:
+    """Tell a running trainer which rows are not as they were proved."""
+    if result.unproved is not None:
+        commit = job.lineage.find(result.marker)
+        schema = job.lineage.claims[commit.generation].schema
+        leave_verdict(job.objects(), commit, result.unproved.table_rows(schema))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +173,12 @@ def _record(said: Verified | Verdict | _NotRead) -> dict[str, Any]:
 
 def _read(result: Verified) -> dict[str, Any]:
     reach = str(result.reach) if result.reach is not None else None
-    return asdict(result) | {"marker": str(result.marker), "reach": reach}
+    unproved = [str(block) for block in result.unproved.blocks] if result.unproved is not None else []
+    return asdict(replace(result, unproved=None)) | {
+        "marker": str(result.marker),
+        "reach": reach,
+        "unproved": unproved,
+    }
 
 
 def _place(error: CorruptionError) -> dict[str, str]:
@@ -173,4 +204,9 @@ def _describe(said: Verified | Verdict | _NotRead) -> str:
             f"streams of {result.generations} generations ({size(result.num_bytes)})"
         )
     parts.append(f"{result.dense_files} dense files ({size(result.dense_bytes)})")
+    if isinstance(said, Verified):
+        parts.append(f"{100 * result.proved:.1f}% of its rows compared with proofs")
+    if result.unproved is not None:
+        lines = [f"marker {result.marker} was read ({', '.join(parts)}), and is not as it was proved:"]
+        return "\n".join((*lines, *(f"  {printable(str(block))}" for block in result.unproved.blocks)))
     return f"marker {result.marker} is whole: {', '.join(parts)}"
