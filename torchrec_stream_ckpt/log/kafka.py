@@ -205,6 +205,7 @@ class KafkaLog:
                     hint=_DESTROYED_HINT,
                     **self._where(span),
                 )
+        self._check_order(spans)
 
     def _check_ends(self, spans: Sequence[LogSpan]) -> dict[int, int]:
         """See whether each partition still ends where its spans do, or later; returns the partitions' first offsets."""
@@ -217,7 +218,6 @@ class KafkaLog:
                 hint=_LOST_HINT,
                 **self._where(short),
             )
-        self._check_order(spans)
         return {partition: low for partition, (low, _) in edges.items()}
 
     def _check_order(self, spans: Sequence[LogSpan]) -> None:
