@@ -66,7 +66,8 @@ test fails when it is out of date. Exact means bit for bit: every table, every o
 counters and the dense model, restored from a marker, equal what the live job had when it was cut.
 
 A row is a cell of the cross product; several tests that show the same cell stand in one row. The last table lists
-what is known to go wrong in checkpoints of TorchRec and FBGEMM, each with the tests that hold it off.
+what is known to go wrong in checkpoints of TorchRec and FBGEMM, each with the tests that hold it off. Which operators
+that write tables beside the update are seen, and which escape: [guarantees.md](guarantees.md#limits-of-exactness).
 """
 HEADINGS = {
     "exact": ("Exact", "shown by"),
