@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext, suppress
-from functools import partial
+from functools import partial, wraps
+from typing import Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ from torchrec_stream_ckpt.commit.coordinator import Coordinator
 from torchrec_stream_ckpt.commit.dense import DenseState, Stateful
 from torchrec_stream_ckpt.commit.generation import Generation, check_same_log, claim_generation, newest_held
 from torchrec_stream_ckpt.commit.pace import Pace
+from torchrec_stream_ckpt.commit.roll import Roll
 from torchrec_stream_ckpt.config import StreamConfig, Takeover
 from torchrec_stream_ckpt.cuts import Cuts
 from torchrec_stream_ckpt.errors import (
@@ -43,6 +45,7 @@ from torchrec_stream_ckpt.errors import (
     CorruptionError,
     FencedError,
     LogUnavailableError,
+    MarkerFailedError,
     StoreUnavailableError,
     StreamLostError,
     UnsupportedError,
@@ -68,8 +71,29 @@ from torchrec_stream_ckpt.types import Committed, MarkerId, Restored
 log = logging.getLogger(__name__)
 
 _JOIN_S = 5.0
+_PEERS_S = 20.0
+"""Other ranks are waited for so much longer than for the log."""
 _REOPEN_S = 30.0
 """A log that has lost a stream, and does not answer now, is asked again after so long."""
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Method = Callable[Concatenate["StreamCheckpointer", P], T]
+
+
+def _collective(name: str) -> Callable[[Method[P, T]], Method[P, T]]:
+    """A call that all ranks make, under its name: a rank that waits in it can say so, and be told where others are."""
+
+    def named(method: Method[P, T]) -> Method[P, T]:
+        @wraps(method)
+        def call(self: StreamCheckpointer, *args: P.args, **kwargs: P.kwargs) -> T:
+            with self._roll.call(name):
+                return method(self, *args, **kwargs)
+
+        return cast("Method[P, T]", call)
+
+    return named
 
 
 class StreamCheckpointer:
@@ -116,7 +140,11 @@ class StreamCheckpointer:
             # One group for each thread and purpose: calls on one group are in the same order on every rank.
             groups = [new_group(2 * config.commit_timeout_s + 60) for _ in range(3)]
             step_group, vote_group, self._dense_group = groups
-            self._team, self._commit_team = Team(step_group), Team(vote_group)
+            bound_s = config.commit_timeout_s + _PEERS_S
+            self._roll = Roll.of(step_group)
+            undo.callback(self._roll.close)
+            self._team = Team(step_group, self._roll, bound_s)
+            self._commit_team = Team(vote_group, self._roll, bound_s, in_call=False)
             undo.callback(self._end_groups)
             self._dmp, self._optimizer, self._paranoid = dmp, optimizer, paranoid
             self._describe()
@@ -153,6 +181,8 @@ class StreamCheckpointer:
                 config.marker_every_s,
                 step_group,
                 self._pace.account.marker_affordable if self._pace.account is not None else None,
+                self._roll,
+                2 * config.commit_timeout_s + 60,
             )
             self._stream: Generation | None = None
             self._coordinator: Coordinator | None = None
@@ -200,6 +230,7 @@ class StreamCheckpointer:
 
     def _end_groups(self) -> None:
         """Their threads and sockets end with the last reference."""
+        self._roll.close()
         self._team.close()
         self._commit_team.close()
         end_group(self._dense_group)
@@ -224,6 +255,7 @@ class StreamCheckpointer:
         """Where this rank stands: what it has sent, what would be lost now, how long it took. Local, on any thread."""
         return self._telemetry.stats(self._step, self._capture, self._ring, self._prover)
 
+    @_collective("restore()")
     def restore(
         self, marker: MarkerId | str | tuple[int, int] | None = None, *, accept_unproved: bool = False
     ) -> Restored | None:
@@ -274,6 +306,7 @@ class StreamCheckpointer:
             )
         self._open_root()
 
+    @_collective("standby()")
     def standby(self, takeover: Takeover | None = None, *, accept_unproved: bool = False) -> Restored | None:
         """Stand by as a hot spare of the trainer of this job, then take over as :meth:`restore` does.
 
@@ -384,10 +417,12 @@ class StreamCheckpointer:
     def _load_dense(self, choice: Choice, world: int) -> Callable[[], None]:
         return self._dense.load(self._restoring.source.dense.local(choice.commit), world)
 
+    @_collective("plan()")
     def plan(self, marker: MarkerId | str | tuple[int, int] | None = None) -> RestorePlan | None:
         """What ``restore(marker)`` would read and write on this rank; prints with ``describe()``. Writes nothing."""
         return self._restoring.plan(self._tables, _marker_id(marker))
 
+    @_collective("step()")
     def step(self, batches: int = 1) -> None:
         """A training step is done: forward, backward and optimizer. Drains and cuts markers by cadence.
 
@@ -444,6 +479,7 @@ class StreamCheckpointer:
             self._coordinator.failure = None
             raise failure
 
+    @_collective("mark()")
     def mark(self) -> Future[Committed]:
         """Start a marker at this step boundary.
 
@@ -459,14 +495,18 @@ class StreamCheckpointer:
         self._ensure_stream()
         assert self._coordinator is not None
         assert self._cuts is not None
+        deadline_s = time.monotonic() + self._config.commit_timeout_s
+        self._roll.bound(self._config.commit_timeout_s + _PEERS_S)
         with self._pace.waiting():
-            self._cuts.complete(time.monotonic() + self._config.commit_timeout_s)
-            self._coordinator.settle()
+            self._cuts.complete(deadline_s)
+            # The marker in flight was cut before this call, so it settles within its own bound.
+            if not self._coordinator.settle(deadline_s + _PEERS_S - time.monotonic()):
+                raise MarkerFailedError("the marker in flight has not settled", hint="see the log of this rank")
         if self._coordinator.fenced is not None:
             raise self._coordinator.fenced
         if self._coordinator.lost is not None and not self._ended:
             self._go_on_after_loss()
-        return self._cut(deadline_s=time.monotonic() + self._config.commit_timeout_s)
+        return self._cut(deadline_s=max(deadline_s, time.monotonic() + 1.0))
 
     def mark_all(self) -> None:
         """Send all rows again: tables were written past torch, by ``.data``, NumPy, a raw pointer or a collective.
@@ -477,13 +517,15 @@ class StreamCheckpointer:
         """
         self._capture.mark_all()
 
+    @_collective("reshard()")
     def _reshard(self, reshard: Callable[[], float]) -> float:
         """``dmp.reshard()``: rows move between ranks, in kernels that are built anew.
 
         A marker holds all rows where they were; once they have moved, a generation that stands on it goes on. Only
         tables with another column split are sent whole again.
         """
-        parent = self.mark().result().id if self._stream is not None else None
+        wait_s = self._config.commit_timeout_s + 2 * _PEERS_S
+        parent = self.mark().result(wait_s).id if self._stream is not None else None
         before = self._column_splits()
         if self._stream is not None:
             self._close_stream(_JOIN_S)

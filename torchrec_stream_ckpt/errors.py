@@ -92,6 +92,10 @@ class TrimmedError(StreamCkptError):
     """The log was trimmed on purpose, and this needs what is gone: take it from the store that has it."""
 
 
+class RankLostError(StreamCkptError):
+    """Another rank did not come in time: it is frozen, dead or slow. Look at it, restart the job if it stays away."""
+
+
 class FencedError(StreamCkptError):
     """Another trainer owns the job: this one must stop."""
 

@@ -313,7 +313,7 @@ def test_ranks_that_cut_different_markers_are_told_so_and_nothing_is_committed(t
     for said in ranks.run(2, _out_of_step, uri, timeout_s=60):
         assert said[0] == "1:1"
         assert said[1].startswith("MarkerFailedError: ")
-        assert "the ranks have cut different markers: (marker, step) [(2, 2), (3, 2)]" in said[1]
+        assert "the ranks have cut different markers: rank 0: marker 2 at step 2; rank 1: marker 3 at step 2" in said[1]
         assert "on all ranks at the same step" in said[1]
     assert _markers(uri) == ["1:1"]
 

@@ -18,6 +18,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from torchrec_stream_ckpt.commit.roll import Roll
+
 
 @dataclass(frozen=True, slots=True)
 class Ballot:
@@ -46,6 +48,8 @@ class Cadence:
         every_s: Cut when so many seconds have passed since the last cut, or never when None.
         affordable: Cut whenever this says so on all ranks, asked at every step; None: by steps and seconds alone.
         group: A gloo group that nothing else uses meanwhile.
+        roll: Tells where the ranks are; None: waits for them have no bound but the group's.
+        bound_s: How long a vote may take.
     """
 
     def __init__(
@@ -54,11 +58,14 @@ class Cadence:
         every_s: float | None,
         group: dist.ProcessGroup,
         affordable: Callable[[], bool] | None = None,
+        roll: Roll | None = None,
+        bound_s: float = 0.0,
     ) -> None:
         self._every_steps = every_steps
         self._every_s = every_s
         self._group = group
         self._affordable = affordable
+        self._roll, self._bound_s = roll, bound_s
         self._rank = dist.get_rank()
         self._last_cut_s = time.monotonic()
         self._due = False
@@ -90,6 +97,8 @@ class Cadence:
             return NOTHING
         flags, work = self._vote
         self._vote = None
+        if not work.is_completed() and self._roll is not None:
+            self._roll.wait(lambda seconds: _done(work, seconds), self._bound_s)
         work.wait()
         ballot = Ballot(*(bool(flag) for flag in flags.tolist()))
         self._watching = self._watching and not ballot.settled
@@ -109,3 +118,15 @@ class Cadence:
             self._vote = None
             with contextlib.suppress(RuntimeError):  # a peer is gone: there is nothing left to decide
                 work.wait(timedelta(seconds=max(timeout_s, 0.001)))
+
+
+def _done(work: dist.Work, seconds: float) -> bool:
+    """Whether a collective has come to its end, at most so much later."""
+    ends = time.monotonic() + seconds
+    pause = 0.00002
+    while not work.is_completed():
+        if time.monotonic() >= ends:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.001)
+    return True

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from datetime import timedelta
 from typing import TypeVar, cast
 
@@ -12,7 +14,9 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from torchrec_stream_ckpt.errors import StreamCkptError
+from torchrec_stream_ckpt.commit.roll import Roll
+from torchrec_stream_ckpt.errors import MarkerFailedError, StreamCkptError
+from torchrec_stream_ckpt.log.worker import Worker
 
 T = TypeVar("T")
 
@@ -29,29 +33,101 @@ def end_group(group: dist.ProcessGroup) -> None:
 
 
 class Team:
-    """Collective helpers over one gloo group. Called by all ranks in the same order, from one thread."""
+    """Collective helpers over one gloo group. Called by all ranks in the same order, from one thread.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    Each collective runs on a thread of its own, so that a wait for a rank that does not come can end. After that the
+    training thread's team is of no use any more: the ranks are not in step.
+
+    Args:
+        group: Nothing else uses it meanwhile.
+        roll: Tells where the ranks are.
+        bound_s: How long one wait may take.
+        in_call: It serves the calls on the training thread, which must be the same on all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, roll: Roll, bound_s: float, *, in_call: bool = True) -> None:
         self._group = group
+        self._roll = roll
+        self._bound_s = bound_s
+        self._in_call = in_call
+        self._failure: StreamCkptError | None = None
         self.rank = dist.get_rank()
         self.world = dist.get_world_size()
+        self._worker = Worker("stream-ckpt-collective") if self.world > 1 else None
 
     def close(self) -> None:
         """End the group. What still calls this fails, and does not fall back to a group that training uses."""
         if hasattr(self, "_group"):
             end_group(self._group)
             del self._group
+        if self._worker is not None:
+            self._worker.close()
 
     def gather(self, value: T) -> list[T]:
-        """(all ranks) The value of each rank."""
-        values: list[T | None] = [None] * self.world
-        dist.all_gather_object(values, value, group=self._group)
-        return cast("list[T]", values)
+        """(all ranks) The value of each rank.
+
+        Raises:
+            RankLostError: a rank did not come.
+            ConfigError: the ranks have come from different calls.
+        """
+        said = self._all_gather((self._roll.current if self._in_call else "", value), self._bound_s, "")
+        calls = [call for call, _ in said]
+        if len(set(calls)) > 1:
+            self._failure = self._roll.out_of_step(calls)
+            raise self._failure
+        return [each for _, each in said]
+
+    def agree(self, tag: tuple[int, int], value: T, bound_s: float, what: str) -> list[T]:
+        """(all ranks, commit thread) The value of each rank at ``tag``, a marker and a phase of it.
+
+        A rank that gave up waiting has gone on to a higher tag. Who is late hears so, and the others ask again: so they
+        are in step again without having said a word about it.
+
+        Raises:
+            RankLostError: a rank did not come.
+            MarkerFailedError: the others have gone on.
+        """
+        begin = time.monotonic()
+        while True:
+            said = self._all_gather((tag, value), max(0.0, begin + bound_s - time.monotonic()), what)
+            if len({phase for (_, phase), _ in said}) == 1:
+                return [each for _, each in said]  # of different markers, too: the votes name them
+            newest = max(other for other, _ in said)
+            if tag < newest:
+                ahead = [str(rank) for rank, (other, _) in enumerate(said) if other == newest]
+                raise MarkerFailedError(
+                    f"ranks {', '.join(ahead)} have given this marker up: rank {self.rank} was late", rank=self.rank
+                )
+
+    def _all_gather(self, value: T, bound_s: float, what: str) -> list[T]:
+        def act() -> list[T]:
+            values: list[T | None] = [None] * self.world
+            dist.all_gather_object(values, value, group=self._group)
+            return cast("list[T]", values)
+
+        return self._wait(act, bound_s, what)
+
+    def _wait(self, act: Callable[[], T], bound_s: float, what: str) -> T:
+        """Run a collective, but wait no longer than this."""
+        if self._worker is None:
+            return act()
+        if self._failure is not None:
+            raise self._failure
+        future = self._worker.submit(act)
+        try:
+            self._roll.wait(lambda s: bool(wait([future], s).done), bound_s, what, in_call=self._in_call)
+            return future.result()
+        except StreamCkptError as error:
+            if self._in_call:
+                self._failure = error
+            raise
+        except RuntimeError as error:  # of gloo: a connection broke
+            raise self._roll.lost(error, what or self._roll.current) from error
 
     def add(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """(all ranks) The sum over ranks of arrays of one shape."""
         total = torch.from_numpy(np.array(numbers))
-        dist.all_reduce(total, group=self._group)
+        self._wait(lambda: dist.all_reduce(total, group=self._group), self._bound_s, "")
         return cast("npt.NDArray[np.int64]", total.numpy())
 
     def together(self, action: Callable[[], T]) -> T:
@@ -72,13 +148,14 @@ class Team:
 
     def on_rank0(self, action: Callable[[], T]) -> T:
         """Do ``action`` on rank 0 and give its result, or its error, to all ranks."""
+        self.gather(None)  # all ranks are in this call
         outcome: list[T | StreamCkptError | None] = [None]
         if self.rank == 0:
             try:
                 outcome[0] = action()
             except Exception as failure:  # as above
                 outcome[0] = self._carried(failure)
-        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        self._wait(lambda: dist.broadcast_object_list(outcome, src=0, group=self._group), self._bound_s, "")
         if isinstance(outcome[0], StreamCkptError):
             raise outcome[0]
         return cast("T", outcome[0])

@@ -26,7 +26,7 @@ import time
 import zlib
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torchrec_stream_ckpt.commit.again import Again, Rows
 from torchrec_stream_ckpt.commit.collective import Team
@@ -35,7 +35,7 @@ from torchrec_stream_ckpt.commit.dense import DenseState
 from torchrec_stream_ckpt.commit.generation import Generation
 from torchrec_stream_ckpt.commit.replicas import check_same
 from torchrec_stream_ckpt.commit.seal import Seal
-from torchrec_stream_ckpt.errors import FencedError, MarkerFailedError, StreamCkptError, StreamLostError
+from torchrec_stream_ckpt.errors import FencedError, MarkerFailedError, RankLostError, StreamCkptError, StreamLostError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Commit, DenseFile
 from torchrec_stream_ckpt.format.dense import digest_files
@@ -44,6 +44,12 @@ from torchrec_stream_ckpt.log.worker import Worker
 from torchrec_stream_ckpt.types import Committed, RankEnd
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PHASES = {1: "which cut", 2: "what dense state", 3: "votes", 4: "outcome"}
+PHASE_S = 5.0
+"""A phase may take so much longer than the one before: the ranks do not begin at one instant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,9 @@ class Coordinator:
         self._timeout_s = timeout_s
         # One thread for all markers: to start one, the training thread would wait for it, and for the interpreter.
         self._worker = Worker("stream-ckpt-commit")
+        self._saver = Worker("stream-ckpt-dense")
+        """DCP's own collectives: a rank that does not come to them must not hold the vote up."""
+        self._saving: Future[tuple[DenseFile, ...]] | None = None
         self._running: Future[None] | None = None
         self._seal = Seal()
         """That of the marker in flight."""
@@ -139,14 +148,24 @@ class Coordinator:
         self._seal.fail("the stream was closed")
         self._abandoned.set()
         self._worker.close()
+        self._saver.close()
         return settled
 
     # The commit thread.
 
     def _settle(self, cut: Cut, future: Future[Committed]) -> None:
         generation = self._generation.claim.generation
+        failure: StreamCkptError
         try:
             self._decide_together(cut)
+        except RankLostError as error:
+            failure = MarkerFailedError(
+                f"a rank was lost while the marker was decided: {error.message}",
+                hint="stream-ckpt list tells whether it was committed",
+                generation=generation,
+                marker=cut.marker,
+                rank=self._team.rank,
+            )
         except StreamCkptError as error:
             failure = error
         except Exception as error:  # a peer died, or its connection did: nothing may leave this thread unsaid
@@ -175,23 +194,46 @@ class Coordinator:
 
     def _decide_together(self, cut: Cut) -> None:
         """Return when the marker is committed, else raise why not; the same on every rank."""
+        deadline = time.monotonic() + self._timeout_s
         listing = zlib.crc32("\n".join(self._dense.listing).encode())
-        votes = self._team.gather(Vote(cut.marker, cut.step, cut.seal.reason, listing))
+        votes = self._agree(cut, 1, Vote(cut.marker, cut.step, cut.seal.reason, listing), deadline)
         self._check(votes)
         if len({vote.listing for vote in votes}) > 1:
-            check_same(self._team.gather(self._dense.listing))
+            check_same(self._agree(cut, 2, self._dense.listing, deadline))
         failpoint("cut.agreed")
-        votes = self._team.gather(self._prepare(cut))
+        votes = self._agree(cut, 3, self._prepare(cut, deadline), deadline)
         failpoint("votes.gathered")
-        self._again += self._team.on_rank0(lambda: self._commit(cut, votes))
+        outcome = self._outcome(cut, votes, deadline) if self._team.rank == 0 else ()
+        told = self._agree(cut, 4, outcome, deadline)[0]
+        if isinstance(told, StreamCkptError):
+            raise told
+        self._again += told
         failpoint("commit.told")
 
-    def _prepare(self, cut: Cut) -> Vote:
+    def _agree(self, cut: Cut, phase: int, value: T, deadline: float) -> list[T]:
+        """What each rank says in one phase of a marker; a later phase may wait a little longer than the one before."""
+        bound_s = max(0.0, deadline - time.monotonic()) + PHASE_S * phase
+        return self._team.agree((cut.marker, phase), value, bound_s, f"marker {cut.marker} ({PHASES[phase]})")
+
+    def _outcome(self, cut: Cut, votes: list[Vote], deadline: float) -> tuple[Rows, ...] | StreamCkptError:
+        """(rank 0) Commit; the rows that all ranks are to send again, or why it is not committed."""
+        try:
+            return self._commit(cut, votes, max(0.0, deadline - time.monotonic()) + PHASE_S * 3)
+        except StreamCkptError as error:
+            return error
+        except Exception as failure:  # whatever it is: the other ranks must hear of it
+            return StreamCkptError(f"{type(failure).__name__}: {failure}", rank=0)
+
+    def _prepare(self, cut: Cut, deadline: float) -> Vote:
         """Make this rank's part durable; what goes wrong becomes the vote's reason."""
-        deadline = time.monotonic() + self._timeout_s
         try:
             assert cut.staged is not None
-            files = self._save(cut.staged, cut.marker)
+            if self._saving is not None and not self._saving.done():
+                raise TimeoutError("that of an earlier marker is still being saved, a rank does not come")
+            self._saving = self._saver.submit(self._save, cut.staged, cut.marker)
+            if not wait([self._saving], max(0.0, deadline - time.monotonic())).done:
+                raise TimeoutError(f"it takes longer than {self._timeout_s:.0f} s, or a rank does not come")
+            files = self._saving.result()
         except Exception as error:  # DCP raises what its storage and peers raise
             return Vote(cut.marker, cut.step, f"dense state was not saved: {type(error).__name__}: {error}")
         publisher = self._generation.publisher
@@ -246,10 +288,11 @@ class Coordinator:
     def _check(self, votes: list[Vote]) -> None:
         """Raise why the marker is given up, as far as the ranks' own words tell; the same on every rank."""
         generation = self._generation.claim.generation
-        cuts = {(vote.marker, vote.step) for vote in votes}
-        if len(cuts) > 1:
+        if len({(vote.marker, vote.step) for vote in votes}) > 1:
+            said = (f"rank {rank}: marker {vote.marker} at step {vote.step}" for rank, vote in enumerate(votes))
+            cuts = "; ".join(said)
             raise MarkerFailedError(
-                f"the ranks have cut different markers: (marker, step) {sorted(cuts)}",
+                f"the ranks have cut different markers: {cuts}",
                 hint="call step() and mark() on all ranks at the same step; restart the job if a rank skipped one",
                 generation=generation,
             )
@@ -260,7 +303,7 @@ class Coordinator:
         if reasons:
             raise MarkerFailedError("; ".join(reasons), generation=generation, marker=votes[0].marker)
 
-    def _commit(self, cut: Cut, votes: list[Vote]) -> tuple[Rows, ...]:
+    def _commit(self, cut: Cut, votes: list[Vote], timeout_s: float) -> tuple[Rows, ...]:
         """(rank 0) Write COMMIT if all ranks voted for it; returns the rows that all ranks are to send again."""
         generation, claim = self._generation, self._generation.claim
         try:
@@ -282,6 +325,6 @@ class Coordinator:
             time_s=time.time(),
             store=generation.store_url,
         )
-        generation.control.commit(commit, self._timeout_s, self._abandoned)
+        generation.control.commit(commit, timeout_s, self._abandoned)
         again, self._found_again = self._found_again, ()
         return again

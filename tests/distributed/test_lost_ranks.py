@@ -1,0 +1,91 @@
+"""A rank that freezes, and calls that one rank makes alone: all others are told in time, and by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests import ranks
+from tests.model import PLAN_2, Trainer, trainer
+from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
+from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError, RankLostError, StreamCkptError
+
+pytestmark = pytest.mark.distributed
+
+
+def _attach(uri: str) -> tuple[Trainer, StreamCheckpointer]:
+    job = trainer(PLAN_2)
+    config = StreamConfig(uri=uri, marker_every=None, commit_timeout_s=4.0)
+    return job, StreamCheckpointer(job.dmp, job.optimizer, config=config, stateful={"loader": job})
+
+
+def _different_calls(uri: str) -> str:
+    _, checkpointer = _attach(uri)
+    call = checkpointer.restore if dist.get_rank() == 0 else checkpointer.step
+    with pytest.raises(ConfigError) as caught:
+        call()
+    with pytest.raises(ConfigError):
+        checkpointer.mark()  # such ranks are in step no more
+    checkpointer.close()
+    return str(caught.value)
+
+
+def test_ranks_in_different_calls_are_named_on_all_of_them(tmp_path: Path) -> None:
+    for said in ranks.run(2, _different_calls, f"file://{tmp_path}"):
+        assert said.startswith("rank 0 is in restore(), rank 1 is in step()")
+        assert "make it on all ranks, at the same step boundary" in said
+    assert not (tmp_path / "control.log").exists()
+
+
+def _freeze(uri: str, during: str, told: Path) -> None:
+    """Rank 1 stops; rank 0 writes down what it is told."""
+    job, checkpointer = _attach(uri)
+    said: StreamCkptError | None = None
+    if during != "restore":
+        checkpointer.restore()
+        job.step()
+        checkpointer.step()
+        checkpointer.mark().result(60)
+        future = checkpointer.mark() if during == "future" else None
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        if during == "restore":
+            checkpointer.restore()
+        elif future is not None:
+            future.result(60)
+        else:
+            checkpointer.mark().result(60)
+    except StreamCkptError as error:
+        said = error
+    checkpointer.close(1.0)
+    told.write_text(f"{type(said).__name__}: {said}")
+    os._exit(0)  # the process group cannot be left with a frozen rank in it
+
+
+@pytest.mark.parametrize(
+    ("during", "kind"),
+    [
+        ("future", MarkerFailedError),
+        ("mark", MarkerFailedError),
+        pytest.param("restore", RankLostError, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_freezes_is_named_and_nothing_waits_for_it_for_good(
+    during: str, kind: type[Exception], tmp_path: Path
+) -> None:
+    told = tmp_path / "told"
+    job = ranks.start(2, _freeze, f"file://{tmp_path}/log", during, told)
+    try:
+        job.processes[0].join(120)
+        said = told.read_text()
+    finally:
+        job.kill()
+        job.reap()
+    assert said.startswith(kind.__name__)
+    assert "rank 0 has waited" in said
+    assert "for rank 1 (no sign of life: frozen, dead or cut off)" in said
