@@ -120,6 +120,7 @@ WITH_TORCH = frozenset(
         "commit/optimizer_state.py",
         "commit/random_state.py",
         "commit/replicas.py",
+        "commit/roll.py",
         "commit/tree.py",
         "cuts.py",
         "follower/tables.py",

@@ -228,7 +228,8 @@ class Coordinator:
         """Make this rank's part durable; what goes wrong becomes the vote's reason."""
         try:
             assert cut.staged is not None
-            if self._saving is not None and not self._saving.done():
+            left_s = max(0.0, deadline - time.monotonic())
+            if self._saving is not None and not wait([self._saving], left_s).done:
                 raise TimeoutError("that of an earlier marker is still being saved, a rank does not come")
             self._saving = self._saver.submit(self._save, cut.staged, cut.marker)
             if not wait([self._saving], max(0.0, deadline - time.monotonic())).done:
