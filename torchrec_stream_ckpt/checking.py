@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from torchrec_stream_ckpt.adapter import FusedKernel
 from torchrec_stream_ckpt.commit.collective import Team
-from torchrec_stream_ckpt.errors import StreamCkptError
+from torchrec_stream_ckpt.errors import CorruptionError, StreamCkptError
 from torchrec_stream_ckpt.format.control import Commit, Schema
-from torchrec_stream_ckpt.format.proof import Digests, Ints
-from torchrec_stream_ckpt.proving import digests
+from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, Digests, Ints, ReplicatedProof, Window
+from torchrec_stream_ckpt.proving import columns_of, digests, replicated_digests
 from torchrec_stream_ckpt.restore.compare import Check, Tally, shared_blocks
 from torchrec_stream_ckpt.restore.proofs import Circle, Met, agree
-from torchrec_stream_ckpt.restore.unproved import Unproved, name_blocks
+from torchrec_stream_ckpt.restore.unproved import Unproved, UnprovedBlock, name_blocks
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.verdicts import leave_verdict
 from torchrec_stream_ckpt.types import MarkerId, TableShard
@@ -98,11 +99,49 @@ def _added(team: Team, check: Check, table: int, blocks: Ints) -> tuple[Digests,
     return low + (high << _HALF), count
 
 
-def refuse_or_accept(checked: Checked, marker: MarkerId, *, accept: bool, say: bool) -> None:
+def check_replicated(team: Team, tensors: Mapping[str, torch.Tensor], met: Met) -> Unproved | None:
+    """(all ranks) Compare tables that came with the dense state with what rank 0 of the marker proved of them.
+
+    Args:
+        team: All ranks.
+        tensors: Live ones, by their entries in the dense state.
+        met: What this rank met when it read rows.
+    """
+    chain = met.path.chain
+    said = met.marks.at(len(chain) - 1).get(0)
+    proof = said.proof if said is not None else None
+    told = team.gather((proof.window, proof.replicated) if proof is not None else None)
+    window, replicated = next((each for each in told if each is not None), (None, ()))
+    if window is None:
+        return None
+    found = team.together(lambda: _differing(tensors, window, replicated, chain[-1]))
+    blocks = sorted({block for each in team.gather(found) for block in each}, key=str)
+    return Unproved(len(blocks), tuple(blocks), ()) if blocks else None
+
+
+def _differing(
+    tensors: Mapping[str, torch.Tensor], window: Window, replicated: Sequence[ReplicatedProof], marker: MarkerId
+) -> list[UnprovedBlock]:
+    found = []
+    for each in replicated:
+        tensor = tensors.get(each.name)
+        if tensor is None or (len(tensor), columns_of(tensor)) != (each.rows, each.cols):
+            continue  # of another optimizer, or a table that is gone
+        blocks, numbers = replicated_digests(each.name, tensor, window.blocks)
+        expected = each.numbers()
+        if len(expected) != len(numbers):
+            raise CorruptionError(f"the proof of {each.name} has {len(expected)} digests for {len(numbers)} blocks")
+        for block in blocks[numbers != expected].tolist():
+            end = min((block + 1) * BLOCK_ROWS, each.rows)
+            found.append(UnprovedBlock(each.name, "replicated", block * BLOCK_ROWS, end, marker, None))
+    return found
+
+
+def refuse_or_accept(unproved: Unproved | None, marker: MarkerId, *, accept: bool, say: bool) -> None:
     """Raise if rows are not as a marker proved them, or say what is accepted.
 
     Args:
-        checked: What came of the comparison.
+        unproved: What came of the comparison.
         marker: What was restored.
         accept: Whether to go on with such rows.
         say: Whether this rank logs.
@@ -110,9 +149,9 @@ def refuse_or_accept(checked: Checked, marker: MarkerId, *, accept: bool, say: b
     Raises:
         ProofMismatchError: without ``accept``.
     """
-    if checked.unproved is None:
+    if unproved is None:
         return
-    error = checked.unproved.error(marker)
+    error = unproved.error(marker)
     if not accept:
         raise error
     if say:

@@ -28,7 +28,7 @@ from torchrec_stream_ckpt.capture.oracle import Oracle
 from torchrec_stream_ckpt.capture.prover import Load, Prover, Replicated, window_width
 from torchrec_stream_ckpt.capture.shards import check_rows_fit, local_shards, local_tables, merge_schema
 from torchrec_stream_ckpt.capture.staging import StreamIdentity, allocate
-from torchrec_stream_ckpt.checking import Checked, check_live, refuse_or_accept, say_unproved
+from torchrec_stream_ckpt.checking import Checked, check_live, check_replicated, refuse_or_accept, say_unproved
 from torchrec_stream_ckpt.commit.again import Again
 from torchrec_stream_ckpt.commit.cadence import NOTHING, Ballot, Cadence
 from torchrec_stream_ckpt.commit.collective import Team, end_group, new_group
@@ -369,6 +369,7 @@ class StreamCheckpointer:
         try:
             checked = self._check_proofs(plan, choice, accept_unproved=accept_unproved)
             load_rest = self._team.together(lambda: self._load_dense(choice, plan.world))
+            self._check_replicated(plan, accept_unproved=accept_unproved)
             merged = {table for tables in self._team.gather(plan.merged) for table in tables}
             self._begin(merged)
             self._team.together(load_rest)  # what the user's objects change from here on is captured
@@ -410,9 +411,15 @@ class StreamCheckpointer:
         checked = check_live(self._team, self._kernels, plan.schema, self._shards, self._restoring.met)
         if checked.unproved is not None and self._team.rank == 0:
             say_unproved(self._tier.objects, choice.commit, checked.unproved, plan.schema)
-        refuse_or_accept(checked, plan.marker, accept=accept_unproved, say=self._team.rank == 0)
+        refuse_or_accept(checked.unproved, plan.marker, accept=accept_unproved, say=self._team.rank == 0)
         self._proved_up_to = checked.proved_up_to
         return checked
+
+    def _check_replicated(self, plan: RestorePlan, *, accept_unproved: bool) -> None:
+        """(all ranks) The same for the tables that came with the dense state."""
+        tensors = ReplicatedTables(self._dmp, dense_optimizers(self._optimizer)).tensors()
+        unproved = check_replicated(self._team, tensors, self._restoring.met)
+        refuse_or_accept(unproved, plan.marker, accept=accept_unproved, say=self._team.rank == 0)
 
     def _load_dense(self, choice: Choice, world: int) -> Callable[[], None]:
         return self._dense.load(self._restoring.source.dense.local(choice.commit), world)

@@ -97,6 +97,25 @@ def _restore(uri: str, markers: list[str], break_placing: bool = False) -> list[
     return said
 
 
+def _restore_a_harmed_dense_state(uri: str) -> str:
+    """One bit of a replicated table is another one once the dense state is loaded."""
+    job = trainer(PLAN_1)
+    with StreamCheckpointer(job.dmp, job.optimizer, config=_settings(uri), stateful={"job": job}) as checkpointer:
+        load = checkpointer._dense.load
+
+        def harming(*arguments: Any) -> Any:
+            rest = load(*arguments)
+            (table,) = (value for name, value in job.dmp.named_parameters() if "t_dp" in name)
+            with torch.no_grad():
+                table[3, 5] += 1
+            return rest
+
+        checkpointer._dense.load = harming  # type: ignore[method-assign]
+        with pytest.raises(ProofMismatchError) as refused:
+            checkpointer.restore()
+    return str(refused.value)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The log of a job of two ranks that has lost nothing."""
@@ -186,6 +205,23 @@ def test_a_reader_without_a_model_proves_as_much_and_refuses_nothing(whole: Path
 def test_a_row_that_a_restore_does_not_write_is_found(whole: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(whole, tmp_path / "log")
     assert _found(ranks.run(2, _restore, f"file://{copy}", MARKERS, True))
+
+
+def test_a_replicated_table_that_is_not_as_it_was_proved_is_found(tmp_path: Path) -> None:
+    ranks.run(1, _train_wide, f"file://{tmp_path}")
+    (said,) = ranks.run(1, _restore_a_harmed_dense_state, f"file://{tmp_path}")
+    assert "t_dp.weight replicated rows [0, 20) (proved by 1:1" in said
+
+
+def _train_wide(uri: str) -> None:
+    """One marker, whose window is all rows."""
+    job = trainer(PLAN_1)
+    settings = StreamConfig(uri=uri, marker_every=None)
+    with StreamCheckpointer(job.dmp, job.optimizer, config=settings, stateful={"job": job}) as checkpointer:
+        checkpointer.restore()
+        job.step()
+        checkpointer.step()
+        checkpointer.mark().result(60)
 
 
 # A log whose chain and checksums fit what was done to it.

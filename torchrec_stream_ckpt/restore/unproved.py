@@ -56,7 +56,9 @@ class Unproved:
     def table_rows(self, schema: Schema) -> list[TableRows]:
         """The same for a verdict."""
         ids = {table.name: table.id for table in schema.tables}
-        return [TableRows(id_, begin, end) for name, begin, end in self.rows(schema) if (id_ := ids[name]) is not None]
+        return [
+            TableRows(id_, begin, end) for name, begin, end in self.rows(schema) if (id_ := ids.get(name)) is not None
+        ]
 
     def error(self, marker: MarkerId) -> ProofMismatchError:
         """What a reader of ``marker`` raises."""
