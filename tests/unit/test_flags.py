@@ -108,6 +108,7 @@ class Recorder:
 
     def restore(self, marker: str | None = None, *, accept_unproved: bool = False) -> Restored | None:
         self.asked.append(marker)
+        self.accepted = accept_unproved
         return self.found
 
 
@@ -117,6 +118,16 @@ def test_restore_asks_for_what_the_flag_says(flag: str, asked: list[str | None])
     checkpointer = Recorder(found)
     assert restore_from(parse("--restore", flag), checkpointer) == (found if asked else None)
     assert checkpointer.asked == asked
+
+
+def test_unproved_rows_are_accepted_only_if_a_flag_says_so() -> None:
+    for argv, accepted in (((), False), (("--accept_unproved",), True)):
+        args, checkpointer = parse("--stream_ckpt", "file://x", *argv), Recorder(Restored(1, 1, 1, 1, 1))
+        config_from(args)
+        restore_from(args, checkpointer)
+        assert checkpointer.accepted is accepted
+    with pytest.raises(ConfigError, match="--restore none"):
+        config_from(parse("--stream_ckpt", "file://x", "--accept_unproved", "--restore", "none"))
 
 
 def test_a_first_start_says_that_it_restores_nothing(caplog: pytest.LogCaptureFixture) -> None:
