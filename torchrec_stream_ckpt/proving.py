@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, groupby
 
 import numpy as np
 import torch
 
-from torchrec_stream_ckpt.adapter import FusedKernel
+from torchrec_stream_ckpt.adapter import FusedKernel, LocalShard
 from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.proof import (
     BLOCK_ROWS,
@@ -83,12 +83,6 @@ class Piece:
     rows: torch.Tensor
     """Local rows, int64, on a CPU; pinned where the shard is on a GPU."""
 
-    def part(self, begin: int, end: int) -> Piece:
-        """Only blocks ``begin`` to ``end``, by their places."""
-        first, last = int(self.counts[:begin].sum()), int(self.counts[:end].sum())
-        blocks, counts, rows = self.blocks[begin:end], self.counts[begin:end], self.rows[first:last]
-        return replace(self, blocks=blocks, counts=counts, rows=rows)
-
 
 @dataclass(frozen=True, slots=True)
 class ShardDigests:
@@ -109,39 +103,47 @@ def pieces_of(kernels: Sequence[FusedKernel], schema: Schema, blocks_of: BlocksO
         schema: Of a generation, so that its tables have ids.
         blocks_of: Which blocks.
     """
+    return [
+        _shard_piece(kernels, number, position, id_, blocks_of(id_, shard.row0, shard.row0 + shard.rows))
+        for number, position, shard, id_ in _held(kernels, schema)
+    ]
+
+
+def _held(kernels: Sequence[FusedKernel], schema: Schema) -> Iterator[tuple[int, int, LocalShard, int]]:
+    """(which kernel, which shard of it, the shard, id of its table) of each shard that HELLO names."""
     ids = {table.name: table.id for table in schema.tables}
-    pieces = []
     for number, kernel in enumerate(kernels):
         for position, shard in enumerate(kernel.shards):
             if shard.rows and shard.cols:
                 id_ = ids[shard.table.name]
                 assert id_ is not None
-                blocks = blocks_of(id_, shard.row0, shard.row0 + shard.rows)
-                counts, rows = _rows_of(blocks, shard.row0, shard.rows)
-                if kernel.device.type == "cuda":
-                    rows = rows.pin_memory()
-                sections = tuple(
-                    Section(getattr(torch, each.dtype), () if each.per_row else (each.width,))
-                    for each in RowLayout.of(shard.table, shard.cols).sections[1:]
-                )
-                pieces.append(
-                    Piece(number, position, id_, shard.row0, shard.col0, shard.cols, sections, blocks, counts, rows)
-                )
-    return pieces
+                yield number, position, shard, id_
 
 
-def replicated_piece(name: str, tensor: torch.Tensor, position: int, blocks_of: BlocksOf) -> Piece:
+def _shard_piece(kernels: Sequence[FusedKernel], number: int, position: int, id_: int, blocks: Ints) -> Piece:
+    kernel = kernels[number]
+    shard = kernel.shards[position]
+    counts, rows = _rows_of(blocks, shard.row0, shard.rows)
+    if kernel.device.type == "cuda":
+        rows = rows.pin_memory()
+    sections = tuple(
+        Section(getattr(torch, each.dtype), () if each.per_row else (each.width,))
+        for each in RowLayout.of(shard.table, shard.cols).sections[1:]
+    )
+    return Piece(number, position, id_, shard.row0, shard.col0, shard.cols, sections, blocks, counts, rows)
+
+
+def replicated_piece(name: str, tensor: torch.Tensor, position: int, blocks: Ints) -> Piece:
     """The same of one tensor of a replicated table.
 
     Args:
         name: Its entry in the dense state.
         tensor: Shape (rows,) or (rows, columns).
         position: Which of the replicated tensors.
-        blocks_of: Which blocks.
+        blocks: Which blocks, ascending.
     """
-    id_ = replicated_id(name)
-    blocks = blocks_of(id_, 0, len(tensor))
     counts, rows = _rows_of(blocks, 0, len(tensor))
+    id_ = replicated_id(name)
     return Piece(-1, position, id_, 0, 0, columns_of(tensor), (Section.of(tensor),), blocks, counts, rows)
 
 
@@ -301,25 +303,35 @@ def digests(kernels: Sequence[FusedKernel], schema: Schema, blocks_of: BlocksOf)
         blocks_of: Which blocks, such as ``window.blocks``.
     """
     index = schema.index()
-    for piece in pieces_of(kernels, schema, blocks_of):
-        shard = kernels[piece.kernel].shards[piece.position]
+    for number, position, shard, id_ in _held(kernels, schema):
         place = TableShard(index[shard.table.name], shard.row0, shard.rows, shard.col0, shard.cols)
-        found = [np.empty((0, len(piece.sections)), np.uint64), *_parts(kernels, piece, ())]
-        yield ShardDigests(place, piece.blocks, np.concatenate(found))
+        blocks = blocks_of(id_, shard.row0, shard.row0 + shard.rows)
+        pieces = map(partial(_shard_piece, kernels, number, position, id_), _parts(blocks))
+        found = [np.empty((0, 1 + len(shard.table.states)), np.uint64), *_digested(kernels, pieces, ())]
+        yield ShardDigests(place, blocks, np.concatenate(found))
 
 
 def replicated_digests(name: str, tensor: torch.Tensor, blocks_of: BlocksOf) -> tuple[Ints, Digests]:
     """(blocks, one number for each) of a live tensor of a replicated table; as :func:`digests`."""
-    piece = replicated_piece(name, tensor, 0, blocks_of)
-    found = [np.empty((0, 1), np.uint64), *_parts((), piece, (tensor,))]
-    return piece.blocks, np.concatenate(found)[:, 0]
+    blocks = blocks_of(replicated_id(name), 0, len(tensor))
+    pieces = map(partial(replicated_piece, name, tensor, 0), _parts(blocks))
+    found = [np.empty((0, 1), np.uint64), *_digested((), pieces, (tensor,))]
+    return blocks, np.concatenate(found)[:, 0]
 
 
-def _parts(kernels: Sequence[FusedKernel], piece: Piece, replicated: Sequence[torch.Tensor]) -> Iterator[Digests]:
-    device = kernels[piece.kernel].device if kernels else replicated[0].device
-    room, step = Room(pinned=device.type == "cuda"), _PART_ROWS // BLOCK_ROWS
-    for begin in range(0, len(piece.blocks), step):
-        part = piece.part(begin, min(begin + step, len(piece.blocks)))
-        room.reserve([part])
-        for _, found in Copied(kernels, [part], replicated, room).digests():
+def _parts(blocks: Ints) -> Iterator[Ints]:
+    """A part of them at a time, so that neither their rows nor the copies take much memory."""
+    step = _PART_ROWS // BLOCK_ROWS
+    return (blocks[begin : begin + step] for begin in range(0, len(blocks), step))
+
+
+def _digested(
+    kernels: Sequence[FusedKernel], pieces: Iterable[Piece], replicated: Sequence[torch.Tensor]
+) -> Iterator[Digests]:
+    room: Room | None = None
+    for piece in pieces:
+        device = kernels[piece.kernel].device if kernels else replicated[0].device
+        room = room or Room(pinned=device.type == "cuda")
+        room.reserve([piece])
+        for _, found in Copied(kernels, [piece], replicated, room).digests():
             yield found

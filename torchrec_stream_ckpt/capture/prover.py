@@ -16,7 +16,16 @@ import torch
 from torchrec_stream_ckpt.adapter import FusedKernel
 from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
-from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Digests, Proof, Proved, ReplicatedProof, Window
+from torchrec_stream_ckpt.format.proof import (
+    BLOCK_ROWS,
+    POSITIONS,
+    Digests,
+    Proof,
+    Proved,
+    ReplicatedProof,
+    Window,
+    replicated_id,
+)
 from torchrec_stream_ckpt.format.rows import RowLayout
 from torchrec_stream_ckpt.proving import Copied, Piece, Room, pieces_of, replicated_piece
 from torchrec_stream_ckpt.types import TableSpec
@@ -188,7 +197,8 @@ class Prover:
         with self._on_device():
             pieces = pieces_of(self._kernels, self._schema, self.window.blocks)
             for position, (name, tensor) in enumerate(self._tensors.items()):
-                pieces.append(replicated_piece(name, tensor, position, self.window.blocks))
+                blocks = self.window.blocks(replicated_id(name), 0, len(tensor))
+                pieces.append(replicated_piece(name, tensor, position, blocks))
             room, self._spare = self._spare or Room(pinned=self._device.type == "cuda"), None
             room.reserve(pieces)
         return _Prepared(self.window, tuple(pieces), dict(self._tensors), room)
