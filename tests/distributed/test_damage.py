@@ -295,6 +295,27 @@ def test_when_no_dense_state_is_left_the_job_does_not_start_from_nothing(log: Pa
     assert "marker=1:3, older=1:2: dense state is gone: No such file or directory; 1:1: dense state is gone" in said
 
 
+@pytest.mark.parametrize("fresh", [False, True])
+def test_rows_without_their_control_log_are_not_taken_for_a_new_log_and_stay(fresh: bool, log: Path) -> None:
+    (log / "control.log").write_bytes(b"")
+    before = _segment(log, 0).read_bytes()
+    if fresh:
+        assert ranks.run(1, _first_mark, f"file://{log}").pop().startswith("CorruptionError: the file log holds rows")
+    else:
+        for said, _ in ranks.run(2, _restore, f"file://{log}", None):
+            assert said.startswith("CorruptionError: the file log holds rows")
+            assert "bring control.log back" in said
+    assert _segment(log, 0).read_bytes() == before
+
+
+def _first_mark(uri: str) -> str:
+    checkpointer = jobs.attach(trainer(PLAN_1), StreamConfig(uri=uri, fresh=True))
+    with pytest.raises(CorruptionError) as caught:
+        checkpointer.mark()
+    checkpointer.close()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
 def test_another_jobs_segment_is_refused(log: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     ranks.run(2, jobs.train_with, PLAN_2, StreamConfig(uri=f"file://{other}", marker_every=4), 10, {})

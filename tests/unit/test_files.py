@@ -573,3 +573,14 @@ def test_a_damaged_identity_is_refused(identity: bytes, tmp_path: Path) -> None:
     with pytest.raises(CorruptionError, match="identity is damaged") as caught:
         log.incarnation()
     assert str(tmp_path / "LOG") in str(caught.value)
+
+
+def test_a_log_that_has_lost_its_identity_is_no_new_one(tmp_path: Path) -> None:
+    log = FileLog(tmp_path)
+    assert log.incarnation() is None
+    log.prepare(1)
+    log.append_control(RECORDS[0])
+    (tmp_path / "LOG").unlink()
+    with pytest.raises(CorruptionError, match="lost its identity") as caught:
+        log.incarnation()
+    assert str(tmp_path / "LOG") in str(caught.value)

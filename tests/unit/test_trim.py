@@ -221,7 +221,7 @@ def test_offsets_of_a_log_that_was_lost_are_not_those_of_the_log_that_came_after
     )
     shutil.rmtree(tmp_path / "data")
     (tmp_path / "LOG").unlink()
-    with pytest.raises(LogUnavailableError, match="the log is gone"):
+    with pytest.raises(CorruptionError, match="lost its identity"):
         job.trim("3:4")
 
 

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.config import StreamConfig
@@ -19,8 +20,9 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.format.control import Claim, Schema
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.layout import MAX_GENERATION, KafkaUri, parse_uri
+from torchrec_stream_ckpt.layout import MAX_GENERATION, FileUri, KafkaUri, parse_uri
 from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.log.files import some_segment
 from torchrec_stream_ckpt.log.gaps import StreamName, check_gaps
 from torchrec_stream_ckpt.log.publisher import Publisher
 from torchrec_stream_ckpt.log.stream import Strays
@@ -172,10 +174,14 @@ def claim_generation(
         FencedError: another trainer was first.
         LogUnavailableError: the log does not answer.
         ConfigError: the store's folder cannot be made, or no number is left.
+        CorruptionError: the folder of a file log holds rows, and nobody has claimed any.
         StoreUnavailableError: the store cannot be written.
     """
     incarnation = log_.prepare(world)
+    parsed = parse_uri(config.uris[-1])
+    rows = some_segment(parsed.directory) if isinstance(parsed, FileUri) else None
     lineage = control.refresh()
+    _check_claimed(rows, lineage)
     if parent is None and lineage.commits:
         log.warning("this log holds markers and fresh=True is set: the job starts from nothing")
     if lineage.claims and lineage.claims[lineage.newest_generation].mac and not control.signs:
@@ -187,7 +193,6 @@ def claim_generation(
             f"generation {lineage.newest_generation} of this log was the last one that there can be",
             hint="begin a new job",
         )
-    parsed = parse_uri(config.uris[-1])
     # A function of the log, so that two trainers that race for a new one name the same job.
     job = twin.job if twin is not None else uuid.uuid5(uuid.NAMESPACE_OID, incarnation.id).bytes
     job = lineage.job if lineage.claims else job
@@ -209,6 +214,17 @@ def claim_generation(
     dense.prepare(claim.job)
     control.claim(claim)
     return claim
+
+
+def _check_claimed(rows: Path | None, lineage: Lineage) -> None:
+    """A CLAIM is durable before the first row: rows that were there before it was looked for have lost theirs."""
+    if rows is not None and not lineage.claims and not lineage.unsigned:
+        raise CorruptionError(
+            "the file log holds rows, and control.log, which says whose they are, is gone or empty",
+            hint="bring control.log back from a copy; or put the log back from its store, into an empty folder: "
+            "stream-ckpt recover; to begin anew, name an empty folder",
+            path=rows,
+        )
 
 
 def fence_of(lineage: Lineage, uri: str) -> Claim:

@@ -95,6 +95,7 @@ class FileLog:
             identity = (self._root / IDENTITY_FILE).read_bytes()
             partitions = sum(1 for _ in (self._root / DATA_DIR).glob("p?????"))
         except FileNotFoundError:
+            self._check_new()
             return None
         except OSError as error:
             raise _unavailable("cannot read the file log", self._root, error) from None
@@ -102,6 +103,15 @@ class FileLog:
             hint = "bring the file back from a copy of the log: its text stands in every CLAIM as the incarnation"
             raise CorruptionError("the file log's identity is damaged", hint=hint, path=self._root / IDENTITY_FILE)
         return Incarnation(identity.decode(), partitions)
+
+    def _check_new(self) -> None:
+        """The identity is written first: what has control records and none has lost it."""
+        if _size(self._root / CONTROL_FILE):
+            raise CorruptionError(
+                "the file log has lost its identity, and holds control records",
+                hint="bring the file back from a copy of the log: its text stands in every CLAIM as the incarnation",
+                path=self._root / IDENTITY_FILE,
+            )
 
     def examine(self) -> Iterator[Finding]:
         return examine_folder("log", self._root)
@@ -392,6 +402,12 @@ def _write_all(fd: int, frames: list[memoryview]) -> None:
             written -= len(pending.pop(0))
         if written:
             pending[0] = pending[0][written:]
+
+
+def some_segment(root: Path) -> Path | None:
+    """A segment of a log in a folder, of any generation and rank; None where there is no row."""
+    files = (root / DATA_DIR).glob("p?????/*")
+    return next((path for path in sorted(files) if parse_segment(path.name)), None)
 
 
 def _segments(folder: Path, generation: int) -> Iterator[tuple[Path, int, int]]:
