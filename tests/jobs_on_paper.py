@@ -10,9 +10,10 @@ import numpy as np
 
 from tests import builders
 from tests.builders import Stream
-from torchrec_stream_ckpt.format.control import Commit, Mark, Schema
+from torchrec_stream_ckpt.format.control import Commit, Mark
 from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.proof import Proof, Window
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.types import MarkerId, TableShard

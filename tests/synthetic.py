@@ -11,10 +11,11 @@ import numpy as np
 
 from tests import builders
 from tests.builders import JOB, Stream
-from torchrec_stream_ckpt.format.control import Commit, Schema
+from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout, RowsView, decode_rows
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import decode_chunk
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.files import FileLog

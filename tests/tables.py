@@ -11,9 +11,9 @@ import numpy as np
 
 from tests.builders import JOB, claim, commit
 from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.interchange.writer import Batch, write_stream
 from torchrec_stream_ckpt.layout import dense_name
 from torchrec_stream_ckpt.log.files import FileLog

@@ -12,8 +12,9 @@ import torch
 from torchrec_stream_ckpt.adapter import FusedKernel
 from torchrec_stream_ckpt.commit.collective import Team
 from torchrec_stream_ckpt.errors import CorruptionError, StreamCkptError
-from torchrec_stream_ckpt.format.control import Commit, Schema
+from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, Digests, Ints, ReplicatedProof, Window
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.proving import columns_of, digests, replicated_digests
 from torchrec_stream_ckpt.restore.compare import Check, Tally, shared_blocks
 from torchrec_stream_ckpt.restore.proofs import Circle, Met, agree

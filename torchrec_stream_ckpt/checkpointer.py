@@ -51,10 +51,11 @@ from torchrec_stream_ckpt.errors import (
     UnsupportedError,
 )
 from torchrec_stream_ckpt.failpoints import failpoint
-from torchrec_stream_ckpt.format.control import Claim, Hello, Schema
+from torchrec_stream_ckpt.format.control import Claim, Hello
 from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.proof import Window
 from torchrec_stream_ckpt.format.ring import FrameRing
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.loader import TrackedLoader
 from torchrec_stream_ckpt.log.publisher import Publisher
 from torchrec_stream_ckpt.restore.choose import Choice, stay_at
@@ -229,11 +230,16 @@ class StreamCheckpointer:
         self._free_kernels()
 
     def _end_groups(self) -> None:
-        """Their threads and sockets end with the last reference."""
+        """Their threads and sockets end here, with the last references to them."""
         self._roll.close()
         self._team.close()
         self._commit_team.close()
         end_group(self._dense_group)
+        del self._dense_group  # whatever still refers to this object keeps no thread and no socket alive
+        if hasattr(self, "_dense"):
+            self._dense.end()
+        if hasattr(self, "_cadence"):
+            self._cadence.end()
 
     def __enter__(self) -> StreamCheckpointer:
         return self

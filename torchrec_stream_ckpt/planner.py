@@ -11,7 +11,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError, UnsupportedError
-from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import open_log
 from torchrec_stream_ckpt.restore.choose import Choice, choose
 from torchrec_stream_ckpt.store.api import open_store

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from torchrec_stream_ckpt.adapter import FusedKernel, LocalShard
-from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.proof import (
     BLOCK_ROWS,
     Digests,
@@ -30,6 +29,7 @@ from torchrec_stream_ckpt.format.proof import (
     words_of,
 )
 from torchrec_stream_ckpt.format.rows import RowLayout
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.types import TableShard
 
 BlocksOf = Callable[[int, int, int], Ints]

@@ -22,7 +22,7 @@ from tests.model import PLAN_1, PLAN_2, PLAN_3, Spec, differences, trainer, trut
 from tests.tables import FIRST, write_tables
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.interchange import tables
 from torchrec_stream_ckpt.interchange.dcp import Keys, write_dcp
 from torchrec_stream_ckpt.interchange.dense_state import DenseTensors

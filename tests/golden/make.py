@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from crc32c import crc32c
 
-from torchrec_stream_ckpt.format.control import Claim, Commit, DenseFile, Hello, Mark, Schema, Serve, TableScalars, Trim
+from torchrec_stream_ckpt.format.control import Claim, Commit, DenseFile, Hello, Mark, Serve, TableScalars, Trim
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_frame, seal
 from torchrec_stream_ckpt.format.ids import IdEvent, IdEvents, encode_ids
 from torchrec_stream_ckpt.format.mac import CommitKey
@@ -23,6 +23,7 @@ from torchrec_stream_ckpt.format.proof import Proof, ReplicatedProof, Window
 from torchrec_stream_ckpt.format.record import meta_of
 from torchrec_stream_ckpt.format.remarks import End, Note, Outcome
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.serving import served_schema
 from torchrec_stream_ckpt.layout import dense_name
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec

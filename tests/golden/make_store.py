@@ -14,7 +14,7 @@ from typing import Any
 from crc32c import crc32c
 
 from tests.golden import make
-from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, canonical, parse_control
+from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, parse_control
 from torchrec_stream_ckpt.format.frame import parse_header, payload_of
 from torchrec_stream_ckpt.format.manifest import (
     Dropped,
@@ -28,6 +28,7 @@ from torchrec_stream_ckpt.format.manifest import (
     Verdict,
 )
 from torchrec_stream_ckpt.format.rows import decode_rows
+from torchrec_stream_ckpt.format.schema import canonical
 from torchrec_stream_ckpt.format.segment import ENTRY, HEADER_LEN, SegmentId, SegmentKind, lay_out, parse_front
 from torchrec_stream_ckpt.layout import FoldName, StoreSegment, manifest_name
 from torchrec_stream_ckpt.materialize.sorter import RowSorter

@@ -13,9 +13,10 @@ from crc32c import crc32c
 from tests.golden import make, make_store
 from tests.golden.test_golden import STREAM
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.control import Commit, canonical, parse_control
+from torchrec_stream_ckpt.format.control import Commit, parse_control
 from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, Notes, TableRows, Verdict
 from torchrec_stream_ckpt.format.rows import RowsView
+from torchrec_stream_ckpt.format.schema import canonical
 from torchrec_stream_ckpt.format.segment import (
     SegmentKind,
     check_chunk,

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.proof import (
     BLOCK_ROWS,
     POSITIONS,
@@ -29,6 +28,7 @@ from torchrec_stream_ckpt.format.proof import (
     words_of,
 )
 from torchrec_stream_ckpt.format.rows import RowsView
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.restore.compare import Check, Tally, shared_blocks
 from torchrec_stream_ckpt.restore.proofs import NEVER, Circle, Marks, Met, Path, agree, blocks_of
 from torchrec_stream_ckpt.restore.rowsums import RowSums

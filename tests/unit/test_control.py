@@ -13,19 +13,9 @@ from hypothesis import strategies as st
 
 from tests.builders import JOB, OTHER_JOB, ROWWISE, SCHEMA, claim, commit, table, trim
 from torchrec_stream_ckpt.errors import CorruptionError, UnsupportedError
-from torchrec_stream_ckpt.format.control import (
-    Claim,
-    Commit,
-    DenseFile,
-    Hello,
-    Mark,
-    Schema,
-    TableScalars,
-    Trim,
-    canonical,
-    parse_control,
-)
+from torchrec_stream_ckpt.format.control import Claim, Commit, DenseFile, Hello, Mark, TableScalars, Trim, parse_control
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_frame, parse_header, payload_of, seal
+from torchrec_stream_ckpt.format.schema import Schema, canonical
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard
 
 UNUSED = {"rank": 7, "seq": 9, "rows": 5, "table": 3, "col0": 1, "cols": 2, "schema_crc": 77, "chain": 88}

@@ -24,8 +24,8 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.follower.core import Follower
 from torchrec_stream_ckpt.follower.updates import Update, UpdateKind
-from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.rows import RowsView
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.layout import DATA_DIR, SEGMENTS_DIR
 from torchrec_stream_ckpt.materialize.materializer import Policy
 from torchrec_stream_ckpt.store.api import open_store

@@ -23,11 +23,11 @@ from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StoreUnavailableError
 from torchrec_stream_ckpt.format import head as head_format
-from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.head import HeadState, SliceLayout, column_slices
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import RowsView
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import decode_chunk
 from torchrec_stream_ckpt.layout import (
     DATA_DIR,

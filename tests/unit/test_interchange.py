@@ -20,7 +20,7 @@ from tests.tables import FIRST, Tables, write_tables
 from torchrec_stream_ckpt.cli.export import parse_size
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StreamCkptError
-from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.interchange import tables as tables_module
 from torchrec_stream_ckpt.interchange.names import TorchRecName
 from torchrec_stream_ckpt.interchange.sources import open_sources

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from tests.plain_proof import MASK, mix
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.proof import (
     POSITIONS,
     Proof,
@@ -22,6 +21,7 @@ from torchrec_stream_ckpt.format.proof import (
     row_keys,
     words_of,
 )
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.types import TableSpec
 
 

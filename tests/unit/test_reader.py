@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from tests.builders import JOB, OTHER_JOB, table
 from tests.stores import History, fold
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError
-from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.rows import RowLayout, view_rows
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import Chunk, SegmentId, SegmentKind, lay_out
 from torchrec_stream_ckpt.layout import StoreSegment
 from torchrec_stream_ckpt.store import reader

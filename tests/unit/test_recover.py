@@ -18,7 +18,7 @@ from tests.unit.test_interchange import SCHEMA, values
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, UnsupportedError
-from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.layout import CONTROL_FILE, STORE_FILE, claim_name, dense_name, parse_uri
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.restore.lost import check_not_lost

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from tests.builders import ROWWISE, claim, commit, table
 from torchrec_stream_ckpt.errors import ColumnResplitError, CorruptionError, MarkerNotFoundError, SchemaMismatchError
-from torchrec_stream_ckpt.format.control import Hello, Schema
+from torchrec_stream_ckpt.format.control import Hello
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.restore.plan import RestorePlan, check_schema, plan_restore
 from torchrec_stream_ckpt.restore.reshard import Move, intersect
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec

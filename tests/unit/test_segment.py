@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tests.builders import JOB, ROWWISE, table
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.frame import ALIGNMENT, MAX_FRAME_BYTES
 from torchrec_stream_ckpt.format.rows import RowLayout, RowsView, view_rows
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import (
     CHUNK_BYTES,
     ENTRY,

@@ -10,9 +10,9 @@ import torch
 
 from tests.builders import table
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.rows import RowLayout
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import Chunk, SegmentId, SegmentKind, lay_out, parse_front
 from torchrec_stream_ckpt.restore.plan import RestorePlan, StoreRead
 from torchrec_stream_ckpt.restore.reshard import intersect

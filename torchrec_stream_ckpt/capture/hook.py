@@ -28,8 +28,9 @@ from torchrec_stream_ckpt.capture.found import Found
 from torchrec_stream_ckpt.capture.staging import RowStager, StreamIdentity
 from torchrec_stream_ckpt.capture.touched import TouchedRows
 from torchrec_stream_ckpt.capture.updates import RunningUpdates
-from torchrec_stream_ckpt.format.control import Schema, TableScalars
+from torchrec_stream_ckpt.format.control import TableScalars
 from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
+from torchrec_stream_ckpt.format.schema import Schema
 
 log = logging.getLogger(__name__)
 

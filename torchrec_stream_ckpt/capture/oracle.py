@@ -19,10 +19,11 @@ import torch
 
 from torchrec_stream_ckpt.adapter import FusedKernel
 from torchrec_stream_ckpt.errors import CaptureMismatchError, CorruptionError
-from torchrec_stream_ckpt.format.control import Mark, Schema, TableScalars
+from torchrec_stream_ckpt.format.control import Mark, TableScalars
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind
 from torchrec_stream_ckpt.format.ring import FrameBuffer
 from torchrec_stream_ckpt.format.rows import Array, RowLayout, RowsView, decode_rows
+from torchrec_stream_ckpt.format.schema import Schema
 
 Bytes = npt.NDArray[np.uint8]
 """Shape (rows, bytes of one row)."""

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from torchrec_stream_ckpt.adapter import FusedKernel
-from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
 from torchrec_stream_ckpt.format.proof import (
     BLOCK_ROWS,
@@ -27,6 +26,7 @@ from torchrec_stream_ckpt.format.proof import (
     replicated_id,
 )
 from torchrec_stream_ckpt.format.rows import RowLayout
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.proving import Copied, Piece, Room, pieces_of, replicated_piece
 from torchrec_stream_ckpt.types import TableSpec
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from torchrec_stream_ckpt.adapter import FusedKernel
 from torchrec_stream_ckpt.errors import UnsupportedError
-from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.rows import RowLayout
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.types import TableShard, TableSpec
 
 

@@ -119,6 +119,10 @@ class Cadence:
             with contextlib.suppress(RuntimeError):  # a peer is gone: there is nothing left to decide
                 work.wait(timedelta(seconds=max(timeout_s, 0.001)))
 
+    def end(self) -> None:
+        """No vote comes any more: let go of the group."""
+        del self._group
+
 
 def _done(work: dist.Work, seconds: float) -> bool:
     """Whether a collective has come to its end, at most so much later."""

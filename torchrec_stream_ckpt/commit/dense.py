@@ -174,6 +174,10 @@ class DenseState:
         """(all ranks, commit thread) Write what :meth:`stage` returned; returns when it is durable. Collective."""
         save_together(staged, path, self._group)
 
+    def end(self) -> None:
+        """Nothing is saved any more: let go of the group."""
+        del self._group
+
     def check(self, path: Path) -> None:
         """Refuse a marker whose id maps do not fit this job's shards, before anything is written. Local.
 

@@ -18,8 +18,9 @@ from torchrec_stream_ckpt.errors import (
     MarkerNotFoundError,
     StreamLostError,
 )
-from torchrec_stream_ckpt.format.control import Claim, Schema
+from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.layout import MAX_GENERATION, FileUri, KafkaUri, parse_uri
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.files import some_segment

@@ -26,8 +26,9 @@ from torchrec_stream_ckpt.errors import (
 from torchrec_stream_ckpt.follower.source import Source
 from torchrec_stream_ckpt.follower.tail import Tail
 from torchrec_stream_ckpt.follower.updates import Changed, Update, UpdateKind
-from torchrec_stream_ckpt.format.control import Commit, Schema
+from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.options import Options
 from torchrec_stream_ckpt.restore.choose import load_catalog
 from torchrec_stream_ckpt.restore.plan import check_schema

@@ -17,9 +17,10 @@ import numpy.typing as npt
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
 from torchrec_stream_ckpt.follower.updates import Update, UpdateKind
-from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, Schema, Serve
+from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, Serve
 from torchrec_stream_ckpt.format.frame import Header, Kind, json_frame
 from torchrec_stream_ckpt.format.rows import Array, RowLayout
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.serving import Encoding, encode, rows_frame, served_schema, to_float32
 from torchrec_stream_ckpt.layout import KafkaUri, parse_uri
 from torchrec_stream_ckpt.log.api import DataWriter, Log, open_log

@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.follower.core import Follower
 from torchrec_stream_ckpt.follower.updates import Changed, Update
-from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.interchange.dense_state import DenseTensors, read_dense
 from torchrec_stream_ckpt.interchange.names import TorchRecName
 from torchrec_stream_ckpt.restore.target import Plane

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_stream_ckpt.format.control import Commit, Schema
+from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.rows import Array
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.types import MarkerId, TableSpec
 
 _MARKER = re.compile(r"\d+:\d+")

@@ -11,14 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
 from torchrec_stream_ckpt.errors import CorruptionError, ServingStreamError
-from torchrec_stream_ckpt.format.fields import Fields as Fields
+from torchrec_stream_ckpt.format.fields import Fields
 from torchrec_stream_ckpt.format.frame import VERSION, Buffer, Header, Kind, parse_header, payload_of
 from torchrec_stream_ckpt.format.proof import Proof
 from torchrec_stream_ckpt.format.record import MAC, Meta, Record
 from torchrec_stream_ckpt.format.remarks import End, Note
-from torchrec_stream_ckpt.format.schema import Schema as Schema
-from torchrec_stream_ckpt.format.schema import canonical as canonical
-from torchrec_stream_ckpt.format.schema import plain as plain
+from torchrec_stream_ckpt.format.schema import Schema, canonical, plain
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, TableShard
 
 MAX_PLACE_CHARS = 4096

@@ -18,8 +18,10 @@ from typing import Any
 from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
-from torchrec_stream_ckpt.format.control import Commit, Fields, Mark, canonical, parse_control, plain
+from torchrec_stream_ckpt.format.control import Commit, Mark, parse_control
+from torchrec_stream_ckpt.format.fields import Fields
 from torchrec_stream_ckpt.format.frame import Buffer
+from torchrec_stream_ckpt.format.schema import canonical, plain
 from torchrec_stream_ckpt.format.segment import HEADER_LEN
 from torchrec_stream_ckpt.layout import FoldName, StoreSegment
 from torchrec_stream_ckpt.types import MarkerId, TableShard

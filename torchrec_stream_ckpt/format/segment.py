@@ -18,9 +18,9 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.frame import ALIGNMENT, MAX_SECTIONS, Buffer, aligned
 from torchrec_stream_ckpt.format.rows import RowLayout, RowsView, view_rows
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.types import MarkerId
 
 MAGIC = b"TRSS"

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import UnsupportedError
-from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, seal
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array, RowLayout, RowsView
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.types import StateSpec, TableSpec
 
 Encoding = Literal["int8", "bf16"]

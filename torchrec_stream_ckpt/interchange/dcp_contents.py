@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from torchrec_stream_ckpt.adapter import optimizer_states
 from torchrec_stream_ckpt.errors import ConfigError, UnsupportedError
-from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.interchange.names import TorchRecName
 from torchrec_stream_ckpt.types import StateSpec, TableSpec
 

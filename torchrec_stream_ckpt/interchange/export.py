@@ -10,7 +10,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.format.control import Commit, Schema
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.interchange.parquet import write_parquet
 from torchrec_stream_ckpt.interchange.safetensors import write_safetensors
 from torchrec_stream_ckpt.interchange.sources import Sources

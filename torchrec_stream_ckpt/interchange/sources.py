@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from torchrec_stream_ckpt.errors import ConfigError, StoreUnavailableError
-from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.materialize.fold import Interval, fold_interval
 from torchrec_stream_ckpt.restore.choose import check_incarnation, check_not_trimmed, hold, load_catalog

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.failpoints import failpoint
-from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Schema
+from torchrec_stream_ckpt.format.control import Claim, Commit, Hello
 from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.manifest import Notes, SegmentRef
 from torchrec_stream_ckpt.format.rows import decode_rows
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import HEADER_LEN, SegmentId, SegmentKind, front_bytes_of, lay_out, parse_front
 from torchrec_stream_ckpt.layout import StoreSegment
 from torchrec_stream_ckpt.log.api import Log

@@ -15,9 +15,9 @@ import numpy as np
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.failpoints import failpoint
-from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.manifest import Fold, SegmentRef
 from torchrec_stream_ckpt.format.rows import RowLayout, RowsView
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import Entry, SegmentId, SegmentKind, check_tables, decode_chunk
 from torchrec_stream_ckpt.layout import FoldName
 from torchrec_stream_ckpt.materialize.fold import SEGMENT_BYTES, SegmentWriter

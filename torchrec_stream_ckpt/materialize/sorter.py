@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array, RowLayout, RowsView, view_rows
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import Chunk, chunk_rows
 
 Order = npt.NDArray[np.int64]

@@ -16,9 +16,10 @@ from torchrec_stream_ckpt.errors import (
     OtherLogError,
     TrimmedError,
 )
-from torchrec_stream_ckpt.format.control import Commit, Hello, Schema
+from torchrec_stream_ckpt.format.control import Commit, Hello
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import read_hello
 from torchrec_stream_ckpt.restore.passed import Passed

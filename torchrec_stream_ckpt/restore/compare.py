@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, Digests, Ints
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.restore.proofs import Circle, Marks, Path, Places, Said, blocks_of, digests_of
 from torchrec_stream_ckpt.types import TableShard
 

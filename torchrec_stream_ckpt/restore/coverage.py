@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.control import Schema
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.types import TableSpec
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from torchrec_stream_ckpt.errors import CorruptionError, StreamCkptError
-from torchrec_stream_ckpt.format.control import Commit, Schema
+from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.frame import Header, parse_header
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.store.reader import Held, Picked
 from torchrec_stream_ckpt.types import LogSpan, RankEnd

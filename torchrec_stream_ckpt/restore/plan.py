@@ -9,9 +9,10 @@ from functools import cache
 import numpy as np
 
 from torchrec_stream_ckpt.errors import ColumnResplitError, CorruptionError, SchemaMismatchError
-from torchrec_stream_ckpt.format.control import Commit, Hello, Schema
+from torchrec_stream_ckpt.format.control import Commit, Hello
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import check_tables, slices_of
 from torchrec_stream_ckpt.restore.cover import covered_cells
 from torchrec_stream_ckpt.restore.proofs import Path

@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.control import Mark, Schema
+from torchrec_stream_ckpt.format.control import Mark
 from torchrec_stream_ckpt.format.frame import Header
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Digests, Ints, Proof, Window, positions
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.store.reader import Held
 from torchrec_stream_ckpt.types import MarkerId, TableShard
 

@@ -11,7 +11,6 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.proof import (
     BLOCK_ROWS,
     POSITIONS,
@@ -25,6 +24,7 @@ from torchrec_stream_ckpt.format.proof import (
     words_of,
 )
 from torchrec_stream_ckpt.format.rows import Array, RowsView
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.restore.compare import Check
 from torchrec_stream_ckpt.restore.proofs import NEVER, Circle, Met, agree
 from torchrec_stream_ckpt.restore.unproved import Unproved, name_blocks

@@ -15,8 +15,8 @@ import torch
 from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.frame import aligned
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import Entry, chunk_layout, entries_of
 from torchrec_stream_ckpt.restore.plan import RestorePlan, StoreRead
 from torchrec_stream_ckpt.restore.reshard import Move

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchrec_stream_ckpt.errors import ProofMismatchError
-from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.manifest import TableRows
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.restore.compare import Tally
 from torchrec_stream_ckpt.restore.proofs import Circle, Path
 from torchrec_stream_ckpt.types import MarkerId

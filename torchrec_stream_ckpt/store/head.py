@@ -20,9 +20,9 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StreamCkptError
-from torchrec_stream_ckpt.format.control import Schema
 from torchrec_stream_ckpt.format.head import HeadSlice, HeadState, SliceLayout
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.layout import HEAD_FILE, HEAD_LOCK, default_head_root, head_slice_name, parse_head_slice
 from torchrec_stream_ckpt.locks import close_lock, open_lock, try_lock
 

@@ -9,8 +9,9 @@ from torchrec_stream_ckpt.commit.collective import Team
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.control import Claim, Schema
+from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.head import HeadState
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.restore.choose import Choice
 from torchrec_stream_ckpt.restore.passed import Passed
 from torchrec_stream_ckpt.tiers.opening import claim_both

@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 
 from torchrec_stream_ckpt.commit.generation import claim_generation
 from torchrec_stream_ckpt.errors import CorruptionError, FencedError, MarkerFailedError
-from torchrec_stream_ckpt.format.control import Claim, Commit, Schema, Trim
+from torchrec_stream_ckpt.format.control import Claim, Commit, Trim
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.tiers.lock import RelayLock
 from torchrec_stream_ckpt.tiers.relay import LOCK_TIMEOUT_S, Relay
 from torchrec_stream_ckpt.tiers.standing import Standing
