@@ -64,7 +64,7 @@ from torchrec_stream_ckpt.commit.id_maps import PREFIX, State, empty_pieces, mer
 from torchrec_stream_ckpt.commit.optimizer_state import OptimizerState, empty_like
 from torchrec_stream_ckpt.commit.random_state import random_state, seed_new_rank, set_random_state
 from torchrec_stream_ckpt.commit.replicas import Copies, listing, owners
-from torchrec_stream_ckpt.errors import ConfigError, SchemaMismatchError
+from torchrec_stream_ckpt.errors import ConfigError, SchemaMismatchError, UnsupportedError
 
 log = logging.getLogger(__name__)
 
@@ -162,12 +162,12 @@ class DenseState:
             f"rank{self._rank}.buffers": blob(buffers),
         }
         for name, item in self._per_rank.items():
-            state[f"rank{self._rank}.stateful.{name}"] = blob(item.state_dict())
+            state[f"rank{self._rank}.stateful.{name}"] = _blob_of(name, item)
         if self._rank == 0:
             state["shared.seed"] = blob(torch.initial_seed())
             state["shared.wrappers"] = blob(wrapper_states(self._optimizer))
             for name, item in self._shared.items():
-                state[f"shared.stateful.{name}"] = blob(item.state_dict())
+                state[f"shared.stateful.{name}"] = _blob_of(name, item)
         return state
 
     def save(self, staged: dict[str, Any], path: Path) -> None:
@@ -375,3 +375,14 @@ def _check_entries(wanted: Mapping[str, Any], entries: Entries) -> None:
             here, there = (tuple(value.shape), value.dtype), (tuple(saved.size), saved.properties.dtype)
             if here != there:
                 raise SchemaMismatchError(f"dense state '{name}': the marker has {there}, this job has {here}")
+
+
+def _blob_of(name: str, item: Stateful) -> torch.Tensor:
+    state = item.state_dict()
+    try:
+        return blob(state)
+    except Exception as error:  # whatever the objects in it raise
+        raise UnsupportedError(
+            f"the state_dict() of the Stateful {name!r} ({type(item).__name__}) cannot be pickled: {error}",
+            hint="keep numbers, text, tensors, lists and dicts in it",
+        ) from error
