@@ -875,4 +875,8 @@ class StreamCheckpointer:
 def _marker_id(marker: MarkerId | str | tuple[int, int] | None) -> MarkerId | None:
     if isinstance(marker, str):
         return MarkerId.parse(marker)
-    return MarkerId(*marker) if isinstance(marker, tuple) else marker
+    if isinstance(marker, tuple) and len(marker) == 2 and all(type(number) is int for number in marker):
+        return MarkerId(*marker)
+    if marker is not None and not isinstance(marker, MarkerId):
+        raise ConfigError(f"{marker!r} is not a marker", hint='write it as GENERATION:MARKER, for example "2:17"')
+    return marker

@@ -95,6 +95,10 @@ class StreamConfig:
     assumption, by the log's scheme (docs/observability.md)."""
 
     def __post_init__(self) -> None:
+        for name in ("marker_every_s", "commit_timeout_s", "restore_mb_per_s", "max_overhead", "marker_budget_bytes"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise ConfigError(f"{name} must be a number, it is {value!r}", hint="give it without quotes")
         check_tiers(self.uris, self.outer_every)
         if self.store is not None:
             check_store_url(self.store)
@@ -160,6 +164,10 @@ class StreamConfig:
     @property
     def uris(self) -> tuple[str, ...]:
         """The tiers, nearest first."""
+        if not isinstance(self.uri, str | tuple | list):
+            raise ConfigError(
+                f"uri must be a string or two of them, it is {self.uri!r}", hint="such as file:///ckpt/job"
+            )
         return (self.uri,) if isinstance(self.uri, str) else tuple(self.uri)
 
     @property

@@ -139,3 +139,22 @@ def test_opening_a_log_touches_nothing(tmp_path: Path) -> None:
 def test_nonsense_about_what_to_restore_is_refused(setting: str, value: object) -> None:
     with pytest.raises(ConfigError, match=setting):
         StreamConfig(uri="file:///log", **{setting: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"commit_timeout_s": "5"},
+        {"marker_every_s": "x"},
+        {"marker_budget_bytes": "1"},
+        {"max_overhead": "0.1"},
+        {"commit_timeout_s": True},
+        {"uri": 5},
+        {"uri": None},
+    ],
+)
+def test_a_value_of_another_type_is_named(wrong: dict[str, object]) -> None:
+    (name,) = wrong
+    with pytest.raises(ConfigError, match=f"{name} must be") as refused:
+        StreamConfig(**{"uri": "file:///x", **wrong})  # type: ignore[arg-type]
+    assert refused.value.hint

@@ -15,15 +15,26 @@ import torch
 import torch.distributed as dist
 
 from torchrec_stream_ckpt.commit.roll import Roll
-from torchrec_stream_ckpt.errors import MarkerFailedError, StreamCkptError
+from torchrec_stream_ckpt.errors import MarkerFailedError, RankLostError, StreamCkptError
 from torchrec_stream_ckpt.log.worker import Worker
 
 T = TypeVar("T")
 
 
 def new_group(timeout_s: float) -> dist.ProcessGroup:
-    """(all ranks) A gloo group of our own over all ranks, apart from those that training uses."""
-    return cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
+    """(all ranks) A gloo group of our own over all ranks, apart from those that training uses.
+
+    Raises:
+        RankLostError: not all ranks have come.
+    """
+    try:
+        return cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
+    except RuntimeError as error:
+        raise RankLostError(
+            f"the ranks did not all come to make a process group within {timeout_s:.0f} s ({error})",
+            hint="make the StreamCheckpointer on all ranks; look at the output and host of the one that is missing",
+            rank=dist.get_rank(),
+        ) from None
 
 
 def end_group(group: dist.ProcessGroup) -> None:
