@@ -161,7 +161,8 @@ def test_a_damaged_chunk_of_the_store_leads_to_the_log_and_without_it_to_an_olde
     assert differences(finished[1][10], state) == []
     stores.lose_rows(log)
     said, state = ranks.run(2, _restore, f"file://{log}", None)[0]
-    assert said.startswith("1:2 1:3: chunk's checksum does not match [table=ebc.")
+    assert said.startswith("1:2 1:3: chunk's checksum does not match [")
+    assert "table=ebc." in said
     assert f"name={newest}, offset=" in said
     assert state is not None
     assert differences(finished[1][8], state) == []
@@ -227,7 +228,7 @@ def test_a_segment_cut_short_is_refused(log: Path) -> None:
     with open(segment, "r+b") as file:
         file.truncate(segment.stat().st_size - 64)
     said, _ = ranks.run(2, _restore, f"file://{log}", "1:3")[0]
-    assert said.startswith("CorruptionError")
+    assert said.startswith("StreamLostError")  # a CorruptionError
     assert "were committed" in said
     listed = json.loads(_cli("list", f"file://{log}", "--json").stdout)["markers"]
     assert [row["restorable"] for row in listed] == [True, True, False]

@@ -287,5 +287,6 @@ def test_torchrec_trains_no_row_of_sequences_with_batch_sizes_by_feature_on_a_cp
     """It reindexes their output by ``permute_1D_sparse_data``, through which no gradient comes on a CPU."""
     model, where = lone("ec", "tw", vbe="even")
     marks = pool.run(4, zoo.start, model, where, config(tmp_path), EVERYTHING)[0]
-    assert not any("part0.t" in name for name in differences(marks["1:1"], marks["1:2"]))
-    assert any("heads" in name for name in differences(marks["1:1"], marks["1:2"]))
+    changed = [name for name in differences(marks["1:1"], marks["1:2"]) if not name.startswith("counters.")]
+    assert not any("part0.t" in name for name in changed)
+    assert any("heads" in name for name in changed)

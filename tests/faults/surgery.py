@@ -238,6 +238,10 @@ def _moved(commit: Commit, streams: Streams, acks: dict[tuple[int, int], list[Ac
     return replace(commit, ranks=tuple(ends))
 
 
+REFUSALS = ("CorruptionError", "MissingObjectError", "StreamLostError", "MarkerNotFoundError")
+"""Damage, whatever kind of it, and a marker that nothing speaks of any more."""
+
+
 def restore_cases(form: Form, subject: Subject, cases: list[Case]) -> None:
     """Restore every marker of every case, in the short form the newest of either kind, and judge what came of it."""
     markers = [
@@ -251,7 +255,7 @@ def restore_cases(form: Form, subject: Subject, cases: list[Case]) -> None:
     for (case, marker), verdict in zip(markers, said, strict=True):
         if verdict == "exact" and marker in case.exact:
             case.row.compared += 1
-        elif verdict.startswith(("CorruptionError", "MarkerNotFoundError")) and marker in case.refused:
+        elif verdict.startswith(REFUSALS) and marker in case.refused:
             case.row.refused += 1
         elif marker in case.exact and not verdict.startswith("wrong"):
             case.row.lose(f"{marker}: {verdict}")

@@ -13,6 +13,7 @@ import json
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,8 @@ SILENT_S = 3.0
 PROOF_S = 4.0
 """Two ranks that have waited in different calls for so long wait for each other."""
 WARN_S = 10.0
+_LAST_WORD_S = 2.0
+"""How long a rank that closes waits for its last answer to be told."""
 
 
 @dataclass(slots=True)
@@ -72,9 +75,14 @@ class Roll:
         self._answered_s = time.monotonic()
         """When the store has answered last."""
         self._woken = threading.Event()
+        self._ending = threading.Event()
         self._closed = False
+        self._thread: threading.Thread | None = None
         if store is not None and world > 1:
-            threading.Thread(target=self._run, name="stream-ckpt-roll", daemon=True).start()
+            self._thread = threading.Thread(
+                target=_run, args=(weakref.ref(self), self._woken, self._ending), name="stream-ckpt-roll", daemon=True
+            )
+            self._thread.start()
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Roll:
@@ -87,7 +95,10 @@ class Roll:
     def close(self, call: str = "close()") -> None:
         """This rank makes no call any more; whoever waits for it is told so."""
         self._call, self._waits_in_call, self._closed = call, True, True
+        self._ending.set()
         self._woken.set()
+        if self._thread is not None:
+            self._thread.join(_LAST_WORD_S)  # while the store is there
 
     @property
     def current(self) -> str:
@@ -225,20 +236,6 @@ class Roll:
             if in_call:
                 self._waits_in_call = False
 
-    def _run(self) -> None:
-        heard: set[str] = set()
-        while True:
-            self._woken.wait(TICK_S)
-            self._woken.clear()
-            try:
-                self._tick(heard)
-            except Exception as error:  # the store is gone, with the rank that held it: waits say so
-                log.debug("the ranks' store does not answer: %s", error)
-                time.sleep(TICK_S)
-            if self._closed:
-                return
-            time.sleep(TICK_S / 4)
-
     def _tick(self, heard: set[str]) -> None:
         store = self._store
         assert store is not None
@@ -281,3 +278,23 @@ class Roll:
             if (call, waits) != seen.state:
                 seen.state, seen.since_s = (call, waits), now
             seen.said, seen.changed_s = said, now
+
+
+def _run(of: weakref.ref[Roll], woken: threading.Event, ending: threading.Event) -> None:
+    """The thread of a roll: ends with it, also if nobody closes it."""
+    heard: set[str] = set()
+    while True:
+        woken.wait(TICK_S)
+        woken.clear()
+        roll = of()
+        if roll is None:
+            return
+        try:
+            roll._tick(heard)
+        except Exception as error:  # the store is gone, with the rank that held it: waits say so
+            log.debug("the ranks' store does not answer: %s", error)
+            ending.wait(TICK_S)
+        if roll._closed:
+            return
+        del roll
+        ending.wait(TICK_S / 4)
