@@ -22,6 +22,7 @@ from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
 from torchrec_stream_ckpt.restore import apply
 from torchrec_stream_ckpt.restore.choose import Choice, choose
 from torchrec_stream_ckpt.restore.plan import RestorePlan, plan_restore
+from torchrec_stream_ckpt.restore.proofs import Met
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.dense import DenseFolder
 from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
@@ -128,7 +129,7 @@ class FromStore:
         _, plan = self._plan(self._trainer.log, self._objects, interval)
         behind = replace(plan, stored=tuple(read for read in plan.stored if not read.is_base))
         begin = time.perf_counter()
-        targets = apply._targets(plan, _kernels(self._trainer.workload, tables))
+        targets = apply._targets(plan, _kernels(self._trainer.workload, tables), Met(plan.path))
         apply.apply_store(behind, self._objects, targets)
         return time.perf_counter() - begin
 
