@@ -39,7 +39,10 @@ class Worker:
 
     def __init__(self) -> None:
         self.pipe, theirs = _context.Pipe()
-        self.process: BaseProcess = _context.Process(target=_worker_main, args=(theirs,), daemon=True)
+        handle, name = tempfile.mkstemp(prefix="pool-stack-")
+        os.close(handle)
+        self._stack = Path(name)
+        self.process: BaseProcess = _context.Process(target=_worker_main, args=(theirs, self._stack), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -53,18 +56,19 @@ class Worker:
             return False, "died"
         return ok, value if ok else f"raised:\n{value}"
 
-    def stack(self, file: Path) -> str:
-        """Where all of its threads stand, from the file that the job has opened for it."""
-        if self.process.pid is None or not self.process.is_alive() or not file.exists():
+    def stack(self) -> str:
+        """Where all of its threads stand, in a job or between two, from the file that it has opened for it."""
+        if self.process.pid is None or not self.process.is_alive():
             return ""
         os.kill(self.process.pid, signal.SIGUSR1)
         time.sleep(0.2)  # nothing says when it is written, and it only serves a message
-        return file.read_text()
+        return self._stack.read_text()
 
     def stop(self) -> None:
         self.process.kill()
         self.process.join()
         self.pipe.close()
+        self._stack.unlink()
 
 
 class Pool:
@@ -86,7 +90,7 @@ class Pool:
         try:
             for rank, worker in enumerate(workers):
                 worker.pipe.send((rank, world, scratch, function, args))
-            return _collect(workers, scratch, time.monotonic() + timeout_s)
+            return _collect(workers, time.monotonic() + timeout_s)
         except BaseException:
             # The others may hang in a collective that will never be complete.
             del self._workers[:world]
@@ -101,7 +105,7 @@ class Pool:
             self._workers.pop().stop()
 
 
-def _collect(workers: list[Worker], scratch: Path, deadline: float) -> list[Any]:
+def _collect(workers: list[Worker], deadline: float) -> list[Any]:
     """What every rank returned; raises with what all of those say that failed."""
     results, reasons = [], []
     for rank, worker in enumerate(workers):
@@ -109,17 +113,14 @@ def _collect(workers: list[Worker], scratch: Path, deadline: float) -> list[Any]
         ok, value = worker.answer(min(left, _LAST_WORDS_S) if reasons else left)
         results.append(value)
         if not ok:
-            reasons.append(f"rank {rank} {value}\n{worker.stack(_stack_file(scratch, rank))}")
+            reasons.append(f"rank {rank} {value}\n{worker.stack()}")
     if reasons:
         raise RankFailed("\n".join(reasons))
     return results
 
 
-def _stack_file(scratch: Path, rank: int) -> Path:
-    return scratch / f"stack-{rank}"
-
-
-def _worker_main(pipe: Connection) -> None:
+def _worker_main(pipe: Connection, stack: Path) -> None:
+    faulthandler.register(signal.SIGUSR1, file=stack.open("w"), all_threads=True)
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     gc.freeze()  # what has been imported is no garbage: collecting takes half a second otherwise
@@ -146,11 +147,8 @@ def _run(rank: int, world: int, scratch: Path, function: Callable[..., Any], arg
     # TorchRec's globals: the groups of table-row-wise and grid plans, and whether a first DMP has asked rank 0.
     comm._INTRA_PG = comm._CROSS_PG = None
     collective_utils._INITIALIZED = False
-    with _stack_file(scratch, rank).open("w") as stack:
-        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-        dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=rank, world_size=world)
-        value = function(*args)
-        dist.barrier()
-        dist.destroy_process_group()
-        faulthandler.unregister(signal.SIGUSR1)
+    dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=rank, world_size=world)
+    value = function(*args)
+    dist.barrier()
+    dist.destroy_process_group()
     return value

@@ -322,7 +322,9 @@ def test_another_jobs_segment_is_refused(log: Path, tmp_path: Path) -> None:
     ranks.run(2, jobs.train_with, PLAN_2, StreamConfig(uri=f"file://{other}", marker_every=4), 10, {})
     shutil.copy(_segment(other, 0), _segment(log, 0))
     said, _ = ranks.run(2, _restore, f"file://{log}", None)[0]
-    assert said.startswith("CorruptionError: frame of another job")
+    assert said.startswith("CorruptionError: 0 of 34 frames lead to this marker")
+    assert "34 records that are not of this stream" in said
+    assert "frame of another job" in said
 
 
 def test_a_log_made_again_under_its_name_is_refused(log: Path) -> None:

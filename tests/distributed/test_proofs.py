@@ -25,8 +25,8 @@ pytestmark = pytest.mark.distributed
 
 BAGS = (
     Table("t_tw", 150, 8, ("a",), dtype="fp16"),
-    Table("t_rw", 200, 8, ("b",)),
     Table("t_few", 2, 8, ("c",)),
+    Table("t_rw", 200, 8, ("b",)),
     Table("t_cw", 130, 32, ("d",)),
     Table("t_dp", 70, 4, ("e",)),
 )
@@ -35,7 +35,9 @@ PLACES = {
     2: (Place("tw", (1,)), Place("rw"), Place("rw"), Place("cw", (0, 1)), Place("dp"), Place("rw")),
     3: (Place("tw", (2,)), Place("rw"), Place("rw"), Place("cw", (2, 0)), Place("dp"), Place("rw")),
 }
-"""Some ranks hold no row of ``t_few``."""
+"""Some ranks hold no row of ``t_few``. It is not the last one of its kernel: FBGEMM looks for the rows of an empty table
+in the tables behind it, on a CPU, and past the end of a list where there is none ("more than 2B rows" is what it
+found there)."""
 
 Found = dict[str, tuple[Shards, dict[str, torch.Tensor]]]
 """Marker -> this rank's shards, and the truth, at its boundary."""
