@@ -35,9 +35,11 @@ PLACES = {
     2: (Place("tw", (1,)), Place("rw"), Place("rw"), Place("cw", (0, 1)), Place("dp"), Place("rw")),
     3: (Place("tw", (2,)), Place("rw"), Place("rw"), Place("cw", (2, 0)), Place("dp"), Place("rw")),
 }
-"""Some ranks hold no row of ``t_few``. It is not the last one of its kernel: FBGEMM looks for the rows of an empty table
-in the tables behind it, on a CPU, and past the end of a list where there is none ("more than 2B rows" is what it
-found there)."""
+"""Some ranks hold no row of ``t_few``.
+
+It is not the last table of its kernel: on a CPU, FBGEMM looks for the rows of an empty table in the tables behind it, and
+where there is none it reads past the end of a list ("more than 2B rows" is what it found there).
+"""
 
 Found = dict[str, tuple[Shards, dict[str, torch.Tensor]]]
 """Marker -> this rank's shards, and the truth, at its boundary."""
