@@ -37,8 +37,8 @@ PLACES = {
 }
 """Some ranks hold no row of ``t_few``.
 
-It is not the last table of its kernel: on a CPU, FBGEMM looks for the rows of an empty table in the tables behind it, and
-where there is none it reads past the end of a list ("more than 2B rows" is what it found there).
+It is not the last table of its kernel: on a CPU, FBGEMM looks for the rows of an empty table in the following ones,
+and for the last one it reads past the end of a list ("more than 2B rows" is what it found there).
 """
 
 Found = dict[str, tuple[Shards, dict[str, torch.Tensor]]]
