@@ -27,7 +27,8 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed import collective_utils, comm
 
-from tests.ranks import RankFailed, _context, _send
+from tests.forks import context
+from tests.ranks import RankFailed, _send
 
 MAX_RANKS = 4
 _LAST_WORDS_S = 2.0
@@ -38,11 +39,11 @@ class Worker:
     """One process that waits for jobs."""
 
     def __init__(self) -> None:
-        self.pipe, theirs = _context.Pipe()
+        self.pipe, theirs = context.Pipe()
         handle, name = tempfile.mkstemp(prefix="pool-stack-")
         os.close(handle)
         self._stack = Path(name)
-        self.process: BaseProcess = _context.Process(target=_worker_main, args=(theirs, self._stack), daemon=True)
+        self.process: BaseProcess = context.Process(target=_worker_main, args=(theirs, self._stack), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -123,7 +124,6 @@ def _worker_main(pipe: Connection, stack: Path) -> None:
     faulthandler.register(signal.SIGUSR1, file=stack.open("w"), all_threads=True)
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    gc.freeze()  # what has been imported is no garbage: collecting takes half a second otherwise
     try:
         while True:
             try:

@@ -1,10 +1,9 @@
-"""Real gloo ranks for tests: forked from a server that has imported torch and TorchRec once."""
+"""Real gloo ranks for tests: fresh processes, forked from the server of ``tests.forks``."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import multiprocessing as mp
 import os
 import shutil
 import tempfile
@@ -19,8 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["tests.model"])
+from tests.forks import context
 
 
 class RankFailed(AssertionError):  # noqa: N818
@@ -89,8 +87,8 @@ def start(world: int, function: Callable[..., Any], *args: Any) -> Job:
     scratch = tempfile.mkdtemp(prefix="ranks-")
     processes, pipes = [], []
     for rank in range(world):
-        ours, theirs = _context.Pipe(duplex=False)
-        process = _context.Process(target=_rank_main, args=(rank, world, scratch, theirs, function, args), daemon=True)
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_rank_main, args=(rank, world, scratch, theirs, function, args), daemon=True)
         process.start()
         theirs.close()
         processes.append(process)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.faults.board import Row
+from tests.forks import context
 from tests.synthetic import PLAIN, ROWWISE, Job, image_of_store, images_of_all
 from torchrec_stream_ckpt import failpoints
 from torchrec_stream_ckpt.commit.control import Control
@@ -24,7 +24,7 @@ from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 
-if TYPE_CHECKING:  # which imports torch, and this process needs none
+if TYPE_CHECKING:  # which imports this module
     from tests.faults.subject import Form
 
 POINTS = (
@@ -43,9 +43,6 @@ PATIENCE_S = 60.0
 _MARKERS_A_KILL = 2
 KILLS_A_LOG = 40
 
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["torchrec_stream_ckpt.cli.main", "tests.faults.materializer"])
-
 
 def serve(arguments: Sequence[str], output: Path, fuse: str = "", report: Path | None = None) -> None:
     """The command line, in this process."""
@@ -61,7 +58,7 @@ def serve(arguments: Sequence[str], output: Path, fuse: str = "", report: Path |
 
 def start(arguments: Sequence[str], output: Path, fuse: str = "", report: Path | None = None) -> BaseProcess:
     """A process of its own that runs ``stream-ckpt materialize``."""
-    process = _processes.Process(target=serve, args=(arguments, output, fuse, report), daemon=True)
+    process = context.Process(target=serve, args=(arguments, output, fuse, report), daemon=True)
     process.start()
     return process
 
