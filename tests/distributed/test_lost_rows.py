@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from tests import ranks
 from tests.model import PLAN_1, PLAN_2, trainer
+from tests.stores import fold
 from torchrec_stream_ckpt import MarkerId, StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.capture.touched import TouchedRows
 from torchrec_stream_ckpt.cli.main import app
@@ -25,6 +26,7 @@ from torchrec_stream_ckpt.format.manifest import TableRows
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.log.stream import read_stream
+from torchrec_stream_ckpt.materialize.materializer import Policy
 from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.restore.verify import verify_marker
 from torchrec_stream_ckpt.store.api import open_store
@@ -174,7 +176,32 @@ def _assert_found(whole: Path, tmp_path: Path, operate: Callable[[Frames], Frame
     accepted = _cli("verify", uri, "--accept-unproved")
     assert accepted.exit_code == 0
     assert record["unproved"][0] in accepted.stdout
+    _assert_all_say_so(tmp_path / "log")
     assert _found(ranks.run(1, _restore, f"file://{tmp_path}/log", MARKERS))
+
+
+def _assert_all_say_so(folder: Path) -> None:
+    """``verify --all`` says of each marker what a reader of that marker alone says."""
+    log = FileLog(folder)
+    lineage = Control(log).refresh()
+    alone = {}
+    for marker in lineage.commits:
+        verified = verify_marker(log, lineage, DenseFolder(folder), marker, objects=open_store(str(folder)))
+        blocks = verified.unproved.blocks if verified.unproved is not None else ()
+        alone[str(marker)] = (round(verified.proved, 9), [str(block) for block in blocks])
+    uri = f"file://{folder}"
+    done = _cli("verify", uri, "--all", "--json")
+    records = {each["marker"]: each for each in json.loads(done.stdout)}
+    assert list(records) == MARKERS[::-1]
+    assert {key: (round(each["proved"], 9), each["unproved"]) for key, each in records.items()} == alone
+    damaged = [key for key, (_, blocks) in alone.items() if blocks]
+    assert [key for key, each in records.items() if each["verdict"] == "damaged"] == damaged[::-1]
+    assert done.exit_code == (1 if damaged else 0)
+    for marker in damaged:
+        assert [f"{each['table']} {each['state']}" for each in records[marker]["damage"]] == [
+            " ".join(block.split()[:2]) for block in alone[marker][1]
+        ]
+    assert _cli("verify", uri, "--all", "--accept-unproved").exit_code == 0
 
 
 def _cli(*arguments: str) -> Any:
@@ -200,6 +227,14 @@ def test_a_reader_without_a_model_proves_as_much_and_refuses_nothing(whole: Path
     assert 0.15 < first.proved < 0.5
     assert newest.proved == 1
     assert _verify(whole) == []
+
+
+def test_a_reader_of_all_markers_compares_what_a_reader_of_each_does(whole: Path, tmp_path: Path) -> None:
+    _assert_all_say_so(whole)
+    for policy in (Policy(rebase=1e-9), Policy(rebase=0, compact="span16")):
+        copy = shutil.copytree(whole, tmp_path / policy.compact / "log")
+        fold(copy, policy, MarkerId(1, ROUND))
+        _assert_all_say_so(copy)
 
 
 def test_a_row_that_a_restore_does_not_write_is_found(whole: Path, tmp_path: Path) -> None:

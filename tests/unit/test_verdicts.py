@@ -77,7 +77,8 @@ def history(tmp_path: Path) -> History:
 
 def verdicts(history: History, log: CountingLog | FileLog, objects: object = None) -> dict[str, Verdict]:
     verifier = Verifier(log, history.lineage, objects=objects)  # type: ignore[arg-type]
-    commits = reversed(history.lineage.commits.values())
+    commits = list(reversed(history.lineage.commits.values()))
+    verifier.read(commits)
     dense = open_dense(str(history.root))
     return {str(commit.id): verifier.verdict(commit, dense) for commit in commits}
 

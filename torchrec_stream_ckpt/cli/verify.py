@@ -26,6 +26,7 @@ from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, TrimmedErr
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.restore.located import located
 from torchrec_stream_ckpt.restore.plan import streams
+from torchrec_stream_ckpt.restore.unproved import UnprovedBlock
 from torchrec_stream_ckpt.restore.verdicts import Verdict, Verifier
 from torchrec_stream_ckpt.restore.verify import Verified, verify_marker
 from torchrec_stream_ckpt.store.verdicts import leave_verdict
@@ -55,39 +56,42 @@ def verify_markers(
     """Read everything that a restore would and check every checksum, chain, sequence and digest.
 
     That is what the store has, and of the log what follows on it. Without --all it ends at the first thing that is
-    wrong and says where it is, and compares the rows with what markers proved of them. With --all there is a verdict
-    for each marker, newest first, with the marker, the file and the offset of each damage, and no byte is read twice;
-    markers that were given up, and those whose log was trimmed on purpose while the store does not serve them, are
-    named and not read. Exit status 1 if any is damaged.
+    wrong and says where it is. With --all there is a verdict for each marker, newest first, with the marker, the file
+    and the offset of each damage, and no byte of rows is read twice. Markers that were given up, and those whose log
+    was trimmed on purpose while the store does not serve them, are named and not read. Rows are compared with what
+    markers proved of them; a marker with rows that differ is damaged. With --all, --verdict speaks of the newest marker
+    alone: a running trainer stands on it. Exit status 1 if any is damaged.
     """
-    if all_markers and (accept_unproved or verdict):
-        raise ConfigError(
-            "--all compares no rows with proofs", hint="name one marker, or leave out --verdict and --accept-unproved"
-        )
+    if all_markers and marker is not None:
+        raise ConfigError("--all verifies every marker", hint="leave out --marker, or --all", marker=marker)
     with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
         said: list[Verified | Verdict | _NotRead]
         if all_markers:
             said = [*_verdicts(job, quiet=json, log_alone=log_alone)]
         else:
-            result = _verify(job, job.find(marker), quiet=json, log_alone=log_alone)
-            if verdict:
-                _leave(job, result)
-            said = [result]
+            said = [_verify(job, job.find(marker), quiet=json, log_alone=log_alone)]
+        if verdict:
+            _leave(job, said[0])
     if json:
-        print_json([_record(each) for each in said])
+        print_json([_record(each, accept=accept_unproved) for each in said])
     else:
         for each in said:
             typer.echo(_describe(each))
-    if any(isinstance(each, Verdict) and each.damage for each in said):
+    if any(isinstance(each, Verdict) and _is_damaged(each, accept=accept_unproved) for each in said):
         raise typer.Exit(1)
     for each in said:
         if isinstance(each, Verified) and each.unproved is not None and not accept_unproved:
             raise each.unproved.error(each.marker)
 
 
-def _leave(job: Job, result: Verified) -> None:
+def _is_damaged(verdict: Verdict, *, accept: bool) -> bool:
+    return verdict.verified is None or (verdict.verified.unproved is not None and not accept)
+
+
+def _leave(job: Job, said: Verified | Verdict | _NotRead) -> None:
     """Tell a running trainer which rows are not as they were proved."""
-    if result.unproved is not None:
+    result = said.verified if isinstance(said, Verdict) else said
+    if isinstance(result, Verified) and result.unproved is not None:
         commit = job.lineage.find(result.marker)
         schema = job.lineage.claims[commit.generation].schema
         leave_verdict(job.objects(), commit, result.unproved.table_rows(schema))
@@ -110,11 +114,13 @@ def _verdicts(job: Job, *, quiet: bool, log_alone: bool) -> Iterator[Verdict | _
         task = progress.add_task("verifying", total=None)
         objects = None if log_alone else job.objects()
         verifier = Verifier(job.log, job.lineage, lambda count: progress.advance(task, count), objects)
-        progress.update(task, total=verifier.num_bytes(commits))
+        given_up = {} if log_alone else {each.id: day for each in commits if (day := _given_up(job, each)) is not None}
+        wanted = [commit for commit in commits if commit.id not in given_up]
+        progress.update(task, total=verifier.num_bytes(wanted))
+        verifier.read(wanted)
         for commit in commits:
-            given_up = None if log_alone else _given_up(job, commit)
-            if given_up is not None:
-                yield _NotRead(commit.id, "dropped", given_up)
+            if commit.id in given_up:
+                yield _NotRead(commit.id, "dropped", given_up[commit.id])
                 continue
             dense = job.dense_of(commit)
             try:
@@ -155,20 +161,29 @@ def _given_up(job: Job, commit: Commit) -> str | None:
     return holdings.catalog.drop_of(commit.id).day
 
 
-def _record(said: Verified | Verdict | _NotRead) -> dict[str, Any]:
+def _record(said: Verified | Verdict | _NotRead, *, accept: bool) -> dict[str, Any]:
     marker = str(said.marker)
     if isinstance(said, Verified):
         return _read(said)
     if isinstance(said, _NotRead):
         return {"marker": marker, "verdict": "not read", said.key: said.what}
     if said.verified is None:
-        damage = [
-            {"message": error.message, **{key: str(value) for key, value in error.where.items()}}
-            for error in said.damage
-        ]
-        return {"marker": marker, "verdict": "damaged", "damage": damage}
-    record = _read(said.verified) | {"verdict": "whole"}
-    return {key: value for key, value in record.items() if key not in ("proved", "unproved")}
+        return {"marker": marker, "verdict": "damaged", "damage": [_place(error) for error in said.damage]}
+    if said.verified.unproved is None:
+        return _read(said.verified) | {"verdict": "whole"}
+    damage = [_unproved(block) for block in said.verified.unproved.blocks]
+    return _read(said.verified) | {"verdict": "accepted" if accept else "damaged", "damage": damage}
+
+
+def _unproved(block: UnprovedBlock) -> dict[str, str | None]:
+    return {
+        "message": "rows are not as they were in the table at a cut",
+        "table": block.table,
+        "state": block.state,
+        "rows": f"{block.begin}-{block.end - 1}",
+        "proved": str(block.proved),
+        "proved_before": str(block.before) if block.before is not None else None,
+    }
 
 
 def _read(result: Verified) -> dict[str, Any]:
@@ -204,8 +219,7 @@ def _describe(said: Verified | Verdict | _NotRead) -> str:
             f"streams of {result.generations} generations ({size(result.num_bytes)})"
         )
     parts.append(f"{result.dense_files} dense files ({size(result.dense_bytes)})")
-    if isinstance(said, Verified):
-        parts.append(f"{100 * result.proved:.1f}% of its rows compared with proofs")
+    parts.append(f"{100 * result.proved:.1f}% of its rows compared with proofs")
     if result.unproved is not None:
         lines = [f"marker {result.marker} was read ({', '.join(parts)}), and is not as it was proved:"]
         return "\n".join((*lines, *(f"  {printable(str(block))}" for block in result.unproved.blocks)))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from torchrec_stream_ckpt.errors import CorruptionError, StreamCkptError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.frame import Header, parse_header
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.log.api import LogReader
+from torchrec_stream_ckpt.log.api import Incarnation, LogReader
 from torchrec_stream_ckpt.store.reader import Held, Picked
 from torchrec_stream_ckpt.types import LogSpan, RankEnd
 
@@ -86,3 +87,33 @@ def in_segments(error: CorruptionError, segments: Iterable[Picked], schema: Sche
             if len(mine) and int(mine["table"][0]) < len(schema.tables):
                 return {"table": schema.tables[int(mine["table"][0])].name}
     return {}
+
+
+class Placing:
+    """A log for reading, that knows the place of the frame that was read last."""
+
+    def __init__(self, log: LogReader) -> None:
+        self._log = log
+        self._at: LogSpan | None = None
+
+    def incarnation(self) -> Incarnation | None:
+        return self._log.incarnation()
+
+    def check_there(self, spans: Sequence[LogSpan]) -> None:
+        self._log.check_there(spans)
+
+    def place(self, span: LogSpan) -> tuple[str, int]:
+        return self._log.place(span)
+
+    def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
+        self._at = span
+        for offset, frame in self._log.read(span):
+            self._at = replace(span, begin=offset)
+            yield offset, frame
+
+    def where(self, error: CorruptionError) -> dict[str, object]:
+        """The file and the offset that ``error`` is about: what it says, or the frame that was read last."""
+        if "path" in error.where or self._at is None:
+            return {}
+        path, offset = self._log.place(replace(self._at, begin=int(str(error.where.get("offset", self._at.begin)))))
+        return {"path": path, "offset": str(offset)}

@@ -34,6 +34,7 @@ MEMORY_BYTES = 2 * 2**30
 """What the numbers may take. Where all blocks would take more, a share of them is looked at."""
 _CHUNK_WORDS = 1 << 16
 """Words that are added up at a time, so that they stay in a cache."""
+_NO_KEY = np.ones(1, np.int64)
 
 Slice = tuple[int, int]
 """(first column, columns)."""
@@ -172,14 +173,8 @@ class _Sums:
     def _digests(self, section: int, columns: Slice, ids: Ints, array: Array, first: int) -> Ints:
         """One number a row."""
         assert self.spec.id is not None
-        per_row = self._per_row(section)
-        values = array[:, None] if per_row else array[:, first : first + columns[1]]
-        keys = (per_row_keys if per_row else column_keys)(*columns, 2 if values.itemsize == 8 else 1)
-        found, step = np.empty(len(ids), np.int64), max(1, _CHUNK_WORDS // len(keys))
-        for begin in range(0, len(ids), step):
-            part = slice(begin, begin + step)
-            found[part] = digest_rows(words_of(values[part]), keys, row_keys(self.spec.id, section, ids[part]))
-        return found
+        values = array if self._per_row(section) else array[:, first : first + columns[1]]
+        return plain_sums(values, *columns) * row_keys(self.spec.id, section, ids)
 
     def digests(self, own: Slice, blocks: Ints) -> Digests:
         """Digests of one slice of the marker's generation, shape (blocks, sections)."""
@@ -190,3 +185,19 @@ class _Sums:
             for columns in self._columns(section, *own):
                 found[:, section] += by_block[slots, :, self._numbers[section, columns]].sum(1)
         return found.view(np.uint64)
+
+
+def plain_sums(values: Array, col0: int, cols: int) -> Ints:
+    """One number a row, without the key of the row.
+
+    Args:
+        values: Shape (rows, cols), or (rows,) of a state with one value a row.
+        col0: First column of the slice.
+        cols: Columns of it.
+    """
+    keys = (per_row_keys if values.ndim == 1 else column_keys)(col0, cols, 2 if values.itemsize == 8 else 1)
+    found, step = np.empty(len(values), np.int64), max(1, _CHUNK_WORDS // len(keys))
+    for begin in range(0, len(values), step):
+        part = values[begin : begin + step]
+        found[begin : begin + step] = digest_rows(words_of(part[:, None] if part.ndim == 1 else part), keys, _NO_KEY)
+    return found

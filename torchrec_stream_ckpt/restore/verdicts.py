@@ -1,38 +1,41 @@
 """A verdict for each marker of a job: read all that they need, without a model, and check it.
 
-Markers share what leads to them: each interval of the log and each piece of the store is read once, in order, and what
-was found there counts for all markers that it leads to. What they prove of live rows is compared for one marker at a
-time, in ``verify.py``.
+Markers share what leads to them: each interval of the log and each piece of the store is read once, and what was found
+there counts for all markers that it leads to. They form a tree, and are read along it, so that what they prove of live
+rows is compared on the way (``ledger.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-
-import numpy as np
 
 from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.manifest import Notes, SegmentRef
+from torchrec_stream_ckpt.format.manifest import Notes
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import check_tables, decode_chunk
-from torchrec_stream_ckpt.log.api import Incarnation, LogReader
+from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import check_hello, checked_payload, read_mark, read_stream
 from torchrec_stream_ckpt.restore.choose import check_incarnation, check_not_trimmed, load_catalog
 from torchrec_stream_ckpt.restore.coverage import Coverage
-from torchrec_stream_ckpt.restore.located import in_segments
+from torchrec_stream_ckpt.restore.ledger import Ledger
+from torchrec_stream_ckpt.restore.located import Placing, in_segments
+from torchrec_stream_ckpt.restore.proofs import Said
+from torchrec_stream_ckpt.restore.steps import Step, Steps
+from torchrec_stream_ckpt.restore.told import Told
+from torchrec_stream_ckpt.restore.unproved import Unproved
 from torchrec_stream_ckpt.restore.verify import READERS, Verified
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.catalog import Catalog, Piece
+from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore
-from torchrec_stream_ckpt.store.reader import Picked, load_front, read_chunks
-from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
+from torchrec_stream_ckpt.store.reader import read_chunks
+from torchrec_stream_ckpt.types import MarkerId, RankEnd, TableShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class Verdict:
     damage: tuple[CorruptionError, ...]
     """Each with the marker in whose interval it is, and its place; empty: the marker is whole."""
     verified: Verified | None
-    """What was read; None if the marker is damaged."""
+    """What was read, rows that are not as they were proved among it; None if the marker is damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +64,6 @@ class _Way:
     damage: tuple[CorruptionError, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """What is read at once: the interval of the log, or the piece of the store, that ends at a marker."""
-
-    marker: MarkerId
-    stored: bool
-
-
 @dataclass(slots=True)
 class _Reading:
     """One interval of the log, or one piece of the store, while it is read."""
@@ -80,6 +75,8 @@ class _Reading:
     rows: int = 0
     num_bytes: int = 0
     segments: int = 0
+    said: list[Said] = field(default_factory=list)
+    """By each rank, at the marker."""
     damage: list[CorruptionError] = field(default_factory=list)
 
     @property
@@ -116,60 +113,87 @@ class Verifier:
         progress: Callable[[int], None] = lambda _: None,
         objects: Objects | None = None,
     ) -> None:
-        self._log = _Placing(log)
+        self._log = Placing(log)
         self._lineage = lineage
         self._progress = progress
         self._catalog: Catalog | None = load_catalog(objects, lineage)
-        self._ways: dict[_Step, _Way] = {}
-        self._strides: dict[int, dict[MarkerId, MarkerId | None]] = {}
-        self._newest: dict[int, MarkerId] = {}
-        self._previous: dict[MarkerId, MarkerId | None] = {}
-        for marker in lineage.commits:
-            self._previous[marker] = self._newest.get(marker.generation, lineage.claims[marker.generation].parent)
-            self._newest[marker.generation] = marker
+        self._ledger = Ledger(lineage)
+        self._steps = Steps(lineage, self._catalog)
+        self._ways: dict[Step, _Way] = {}
+        self._compared: dict[Step, tuple[float, Unproved | None]] = {}
+        self._refused: dict[MarkerId, CorruptionError | TrimmedError] = {}
+        self._shards: dict[tuple[int, int], tuple[TableShard, ...]] = {}
+        """By generation and rank."""
+        self._told = Told(self._catalog) if self._catalog is not None else None
+
+    def read(self, commits: Iterable[Commit]) -> None:
+        """Read what these markers need, as far as it is there.
+
+        Raises:
+            MarkerNotFoundError: the store says that one was given up.
+            StoreUnavailableError, LogUnavailableError: nobody can tell.
+        """
+        tree = self._steps.tree(commit.id for commit in commits if self._is_there(commit.id))
+        wanted: list[tuple[Step | None, bool]] = [(step, False) for step in tree.get(None, ())]
+        while wanted:
+            step, is_side = wanted.pop()
+            if step is None:
+                self._ledger.journal.back()
+                continue
+            if is_side:
+                self._ledger.journal.begin()
+                wanted.append((None, False))
+            self._ways[step] = self._read(step, self._steps.before(step))
+            wanted += [(each, number > 0) for number, each in enumerate(tree.get(step, ()))]
+
+    def _is_there(self, marker: MarkerId) -> bool:
+        if self._catalog is not None:
+            self._catalog.check_offered(marker)
+        try:
+            reach = self._steps.reach(marker)
+            check_not_trimmed(self._log, self._lineage, marker, reach)
+            check_incarnation(self._log, self._lineage, marker, reach)
+        except (TrimmedError, CorruptionError) as error:
+            self._refused[marker] = error
+        return marker not in self._refused
 
     def verdict(self, commit: Commit, dense: DenseStore) -> Verdict:
-        """Whether a marker is whole.
+        """Whether a marker that :meth:`read` was told of is whole.
 
         Args:
             commit: The marker's.
             dense: Where its dense state lies.
 
         Raises:
-            MarkerNotFoundError: the store says that it was given up.
-            StoreUnavailableError, LogUnavailableError: nobody can tell.
+            StoreUnavailableError: nobody can tell.
             TrimmedError: the log was trimmed, and the marker needs what is gone.
         """
         marker = commit.id
-        if self._catalog is not None:
-            self._catalog.check_offered(marker)
         damage: list[CorruptionError] = []
         try:
             dense.verify(commit)
         except CorruptionError as error:
             damage.append(type(error)(error.message, hint=error.hint, **{"marker": str(marker), **error.where}))
-        try:
-            reach = self._reach(marker)
-            check_not_trimmed(self._log, self._lineage, marker, reach)
-            check_incarnation(self._log, self._lineage, marker, reach)
-        except TrimmedError:
+        refused = self._refused.get(marker)
+        if isinstance(refused, TrimmedError):
             if not damage:
-                raise
+                raise refused
             return Verdict(marker, tuple(damage), None)
-        except CorruptionError as error:
-            return Verdict(marker, (*damage, error), None)
-        way = self._way(marker)
-        damage += way.damage
-        return Verdict(marker, tuple(damage), None if damage else self._verified(commit, way))
+        if refused is not None:
+            return Verdict(marker, (*damage, refused), None)
+        step = self._steps.to(marker)
+        damage += self._ways[step].damage
+        return Verdict(marker, tuple(damage), None if damage else self._verified(commit, step))
 
     def num_bytes(self, commits: Iterable[Commit]) -> int:
         """How much of the log and the store is read for these markers, as far as names and COMMITs tell."""
-        known: set[_Step] = set()
+        known: set[Step] = set()
         for commit in commits:
-            known.update(self._steps(commit.id, known))
-        return sum(self._size(step) for step in known)
+            known.update(self._steps.steps(commit.id, known))
+        return sum(map(self._steps.size_of, known))
 
-    def _verified(self, commit: Commit, way: _Way) -> Verified:
+    def _verified(self, commit: Commit, step: Step) -> Verified:
+        way = self._ways[step]
         return Verified(
             commit.id,
             len(self._lineage.path(commit.id)),
@@ -183,76 +207,10 @@ class Verifier:
             way.segments,
             way.stored_rows,
             way.stored_bytes,
+            *self._compared[step],
         )
 
-    # The way to a marker.
-
-    def _is_served(self, marker: MarkerId) -> bool:
-        """Whether the store leads to it."""
-        return self._catalog is not None and marker in self._catalog.markers and marker in self._strides_of(marker)
-
-    def _strides_of(self, marker: MarkerId) -> Mapping[MarkerId, MarkerId | None]:
-        """Of the way to the newest marker of its generation, on which it lies."""
-        assert self._catalog is not None
-        if marker.generation not in self._strides:
-            chain = self._lineage.chain(self._newest[marker.generation])
-            self._strides[marker.generation] = self._catalog.strides(chain)
-        return self._strides[marker.generation]
-
-    def _before(self, step: _Step) -> _Step | None:
-        """What an interval of the log, or a piece of the store, stands on."""
-        if step.stored:
-            start = self._strides_of(step.marker)[step.marker]
-            return _Step(start, True) if start is not None else None
-        previous = self._previous[step.marker]
-        return _Step(previous, self._is_served(previous)) if previous is not None else None
-
-    def _steps(self, marker: MarkerId, known: Container[_Step]) -> list[_Step]:
-        """What leads to ``marker`` from the last step that is known, the newest first."""
-        steps: list[_Step] = []
-        at: _Step | None = _Step(marker, self._is_served(marker))
-        while at is not None and at not in known:
-            steps.append(at)
-            at = self._before(at)
-        return steps
-
-    def _reach(self, marker: MarkerId) -> MarkerId | None:
-        at: MarkerId | None = marker
-        while at is not None and not self._is_served(at):
-            at = self._previous[at]
-        return at
-
-    def _size(self, step: _Step) -> int:
-        if step.stored:
-            with contextlib.suppress(CorruptionError):  # it is said when it is read
-                return sum(ref.num_bytes for ref in self._piece(step).segments)
-            return 0
-        before = self._ends_before(step)
-        return sum(
-            end.num_bytes - (before[end.rank].num_bytes if before else 0)
-            for end in self._lineage.find(step.marker).ranks
-        )
-
-    def _ends_before(self, step: _Step) -> tuple[RankEnd, ...]:
-        """Where the streams of an interval begin: at a marker of the same generation, or at their HELLOs."""
-        previous = self._previous[step.marker]
-        if previous is None or previous.generation != step.marker.generation:
-            return ()
-        return self._lineage.find(previous).ranks
-
-    def _piece(self, step: _Step) -> Piece:
-        assert self._catalog is not None
-        return self._catalog.piece(self._strides_of(step.marker)[step.marker], self._lineage.find(step.marker))
-
-    # Reading.
-
-    def _way(self, marker: MarkerId) -> _Way:
-        """Read what leads to ``marker``, as far as it was not."""
-        for step in reversed(self._steps(marker, self._ways)):
-            self._ways[step] = self._read(step, self._before(step))
-        return self._ways[_Step(marker, self._is_served(marker))]
-
-    def _read(self, step: _Step, before: _Step | None) -> _Way:
+    def _read(self, step: Step, before: Step | None) -> _Way:
         commit = self._lineage.find(step.marker)
         claim = self._lineage.claims[commit.generation]
         bases = self._lineage.bases(commit.id)
@@ -264,6 +222,7 @@ class Verifier:
         reading = _Reading(commit, claim, Coverage(claim.schema, wanted))
         way = self._ways[before] if before is not None else _Way()
         damage = way.damage
+        self._turn(step, before, claim.schema)
         if step.stored:
             self._read_store(step, reading)
             way = replace(
@@ -276,7 +235,7 @@ class Verifier:
         else:
             begun = before is not None and not before.stored and before.marker.generation == commit.generation
             for end in commit.ranks:
-                self._read_interval(reading, end, self._ends_before(step))
+                self._read_interval(reading, end, self._steps.ends_before(step))
             way = replace(
                 way,
                 streams=way.streams + (0 if begun else len(commit.ranks)),
@@ -285,7 +244,21 @@ class Verifier:
                 num_bytes=way.num_bytes + reading.num_bytes,
             )
         reading.check()
+        if not (damage or reading.damage):
+            try:
+                self._ledger.judge(commit.id, reading.said)
+            except CorruptionError as error:
+                reading.note(error)
+        if not (damage or reading.damage):
+            self._compared[step] = self._ledger.outcome(commit.id)
         return replace(way, damage=(*damage, *reading.damage))
+
+    def _turn(self, step: Step, before: Step | None, schema: Schema) -> None:
+        if before is None:
+            self._ledger.begin(schema)
+        elif before.marker.generation != step.marker.generation:
+            self._ledger.turn(schema)
+        self._ledger.read_on()
 
     def _read_interval(self, reading: _Reading, end: RankEnd, before: Sequence[RankEnd]) -> None:
         """The frames of one rank up to the marker, from the marker before it or from HELLO."""
@@ -305,25 +278,30 @@ class Verifier:
     def _check_frame(self, reading: _Reading, end: RankEnd, header: Header, frame: memoryview) -> None:
         payload = checked_payload(header, frame, reading.commit, end)
         if header.kind is Kind.HELLO:
-            check_hello(header, frame, reading.claim, reading.commit, end)
+            hello = check_hello(header, frame, reading.claim, reading.commit, end)
+            self._shards[reading.commit.generation, end.rank] = hello.shards
         elif header.kind is Kind.MARK:
-            read_mark(header, frame, reading.commit, end)
+            shards = self._shards.get((reading.commit.generation, end.rank), ())
+            reading.said.append(Said(shards, read_mark(header, frame, reading.commit, end).proof))
         elif header.table >= len(reading.schema.tables):
             raise CorruptionError(f"table {header.table} is not in the schema", **header.place())
         else:
             view = decode_rows(header, payload, reading.schema.tables[header.table])
             reading.rows += header.rows
             reading.coverage.add(header.table, header.col0, header.cols, view.ids)
+            self._ledger.rows(header.table, header.col0, header.cols, view)
 
-    def _read_store(self, step: _Step, reading: _Reading) -> None:
+    def _read_store(self, step: Step, reading: _Reading) -> None:
         """All chunks of a piece, and what each rank said at its marker."""
         assert self._catalog is not None
-        objects, schema = self._catalog.objects, reading.schema
+        objects, schema, told = self._catalog.objects, reading.schema, self._told
+        assert told is not None
         try:
-            segments = [self._open(ref) for ref in self._piece(step).segments]
-            fronts = {picked.ref.name: picked.front for picked in segments}
-            for ref in self._notes(step):
-                Notes.from_json((fronts.get(ref.name) or self._open(ref).front).notes, ref.name)
+            segments = [told.open(ref) for ref in self._steps.piece(step).segments]
+            if step.marker in self._catalog.markers:
+                notes = told.of(step.marker, {picked.ref.name: picked.front for picked in segments})
+                self._heard(step.marker, notes)
+                reading.said = [Said(each.shards, each.mark.proof) for each in notes]
             for picked in segments:
                 check_tables(picked.front, schema, picked.ref.name)
         except CorruptionError as error:
@@ -342,51 +320,25 @@ class Verifier:
                     note(error)
                     continue
                 reading.coverage.add(entry.table, entry.col0, entry.cols, view.ids)
+                self._ledger.rows(entry.table, entry.col0, entry.cols, view)
                 reading.rows += len(view.ids)
                 reading.num_bytes += len(data)
                 self._progress(len(data))
 
-    def _notes(self, step: _Step) -> list[SegmentRef]:
-        """The last segments of the marker's own interval, if a restore asks them."""
-        assert self._catalog is not None
-        if step.marker not in self._catalog.markers:
-            return []
-        return [refs[-1] for refs in self._catalog.manifest(step.marker).segments]
+        if not reading.damage:
+            self._judge_within(step, told)
 
-    def _open(self, ref: SegmentRef) -> Picked:
-        assert self._catalog is not None
-        front = load_front(self._catalog.objects, ref, self._catalog.job)
-        return Picked(ref, front, np.arange(len(front.directory)))
+    def _judge_within(self, step: Step, told: Told) -> None:
+        """What was said at markers within a fold, of blocks that it does not send."""
+        for marker, notes in reversed(list(told.some_of(self._steps.within(step)))):
+            said = [Said(each.shards, each.mark.proof) for each in notes]
+            with contextlib.suppress(CorruptionError):  # less can be proved
+                self._ledger.judge(marker, said, within=True)
 
-
-class _Placing:
-    """A log for reading, that knows the place of the frame that was read last."""
-
-    def __init__(self, log: LogReader) -> None:
-        self._log = log
-        self._at: LogSpan | None = None
-
-    def incarnation(self) -> Incarnation | None:
-        return self._log.incarnation()
-
-    def check_there(self, spans: Sequence[LogSpan]) -> None:
-        self._log.check_there(spans)
-
-    def place(self, span: LogSpan) -> tuple[str, int]:
-        return self._log.place(span)
-
-    def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
-        self._at = span
-        for offset, frame in self._log.read(span):
-            self._at = replace(span, begin=offset)
-            yield offset, frame
-
-    def where(self, error: CorruptionError) -> dict[str, object]:
-        """The file and the offset that ``error`` is about: what it says, or the frame that was read last."""
-        if "path" in error.where or self._at is None:
-            return {}
-        path, offset = self._log.place(replace(self._at, begin=int(str(error.where.get("offset", self._at.begin)))))
-        return {"path": path, "offset": str(offset)}
+    def _heard(self, marker: MarkerId, notes: Sequence[Notes]) -> None:
+        """HELLOs may be gone from a log that was trimmed."""
+        for rank, each in enumerate(notes):
+            self._shards.setdefault((marker.generation, rank), each.shards)
 
 
 def _table(header: Header, schema: Schema) -> dict[str, object]:

@@ -1,0 +1,134 @@
+"""What has to be read for markers, and what of it stands on what: a tree."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.store.catalog import Catalog, Piece
+from torchrec_stream_ckpt.types import MarkerId, RankEnd
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What is read at once: the interval of the log, or the piece of the store, that ends at a marker."""
+
+    marker: MarkerId
+    stored: bool
+
+
+class Steps:
+    """The steps of all markers of a job.
+
+    Args:
+        lineage: The control partition.
+        catalog: The store that serves some of them; None for the log alone.
+    """
+
+    def __init__(self, lineage: Lineage, catalog: Catalog | None) -> None:
+        self._lineage, self._catalog = lineage, catalog
+        self._strides: dict[int, dict[MarkerId, MarkerId | None]] = {}
+        self._newest: dict[int, MarkerId] = {}
+        self.previous: dict[MarkerId, MarkerId | None] = {}
+        """What each marker stands on."""
+        for marker in lineage.commits:
+            self.previous[marker] = self._newest.get(marker.generation, lineage.claims[marker.generation].parent)
+            self._newest[marker.generation] = marker
+
+    def to(self, marker: MarkerId) -> Step:
+        """The last one."""
+        return Step(marker, self.is_served(marker))
+
+    def tree(self, markers: Iterable[MarkerId]) -> dict[Step | None, list[Step]]:
+        """What stands on each step that some markers need, and on nothing; that with most to follow comes first."""
+        found: dict[Step | None, list[Step]] = {}
+        known: set[Step] = set()
+        for marker in markers:
+            for step in self.steps(marker, known):
+                known.add(step)
+                found.setdefault(self.before(step), []).append(step)
+        weight: dict[Step, int] = {}
+        for step in reversed(list(_downward(found))):
+            weight[step] = 1 + sum(weight[each] for each in found.get(step, ()))
+        for steps in found.values():
+            steps.sort(key=lambda step: -weight[step])
+        return found
+
+    def within(self, step: Step) -> Iterator[MarkerId]:
+        """Markers that a piece of the store leads past, the newest first; none where it holds every row."""
+        start, at = self.strides_of(step.marker)[step.marker], self.previous[step.marker]
+        while start is not None and at is not None and at != start:
+            yield at
+            at = self.previous[at]
+
+    def is_served(self, marker: MarkerId) -> bool:
+        """Whether the store leads to it."""
+        return self._catalog is not None and marker in self._catalog.markers and marker in self.strides_of(marker)
+
+    def strides_of(self, marker: MarkerId) -> Mapping[MarkerId, MarkerId | None]:
+        """Of the way to the newest marker of its generation, on which it lies."""
+        assert self._catalog is not None
+        if marker.generation not in self._strides:
+            chain = self._lineage.chain(self._newest[marker.generation])
+            self._strides[marker.generation] = self._catalog.strides(chain)
+        return self._strides[marker.generation]
+
+    def before(self, step: Step) -> Step | None:
+        """What an interval of the log, or a piece of the store, stands on."""
+        if step.stored:
+            start = self.strides_of(step.marker)[step.marker]
+            return Step(start, True) if start is not None else None
+        previous = self.previous[step.marker]
+        return self.to(previous) if previous is not None else None
+
+    def steps(self, marker: MarkerId, known: Container[Step]) -> list[Step]:
+        """What leads to ``marker`` from the last step that is known, the newest first."""
+        steps: list[Step] = []
+        at: Step | None = self.to(marker)
+        while at is not None and at not in known:
+            steps.append(at)
+            at = self.before(at)
+        return steps
+
+    def reach(self, marker: MarkerId) -> MarkerId | None:
+        """Up to which marker the store serves it."""
+        at: MarkerId | None = marker
+        while at is not None and not self.is_served(at):
+            at = self.previous[at]
+        return at
+
+    def size_of(self, step: Step) -> int:
+        """Bytes, as far as names and COMMITs tell."""
+        if step.stored:
+            with contextlib.suppress(CorruptionError):  # it is said when it is read
+                return sum(ref.num_bytes for ref in self.piece(step).segments)
+            return 0
+        before = self.ends_before(step)
+        return sum(
+            end.num_bytes - (before[end.rank].num_bytes if before else 0)
+            for end in self._lineage.find(step.marker).ranks
+        )
+
+    def ends_before(self, step: Step) -> tuple[RankEnd, ...]:
+        """Where the streams of an interval begin: at a marker of the same generation, or at their HELLOs."""
+        previous = self.previous[step.marker]
+        if previous is None or previous.generation != step.marker.generation:
+            return ()
+        return self._lineage.find(previous).ranks
+
+    def piece(self, step: Step) -> Piece:
+        """What the store has of a step; raises CorruptionError."""
+        assert self._catalog is not None
+        return self._catalog.piece(self.strides_of(step.marker)[step.marker], self._lineage.find(step.marker))
+
+
+def _downward(tree: Mapping[Step | None, list[Step]]) -> Iterator[Step]:
+    """All steps, each after the one that it stands on."""
+    wanted = list(tree.get(None, ()))
+    while wanted:
+        step = wanted.pop()
+        yield step
+        wanted += tree.get(step, ())

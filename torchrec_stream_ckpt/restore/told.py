@@ -1,0 +1,68 @@
+"""What ranks said at markers, as a store keeps it: read once, and kept for folds that lead past them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+
+import numpy as np
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.manifest import Notes, SegmentRef
+from torchrec_stream_ckpt.format.segment import Front
+from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.reader import NOTES_READS, Picked, load_front
+from torchrec_stream_ckpt.types import MarkerId
+
+_KEPT = 1024
+"""Markers."""
+
+
+class Told:
+    """Notes of markers by their ids.
+
+    Args:
+        catalog: Of the store.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._kept: OrderedDict[MarkerId, tuple[Notes, ...]] = OrderedDict()
+        self._read: set[MarkerId] = set()
+
+    def open(self, ref: SegmentRef) -> Picked:
+        """All chunks of a segment; raises CorruptionError."""
+        front = load_front(self._catalog.objects, ref, self._catalog.job)
+        return Picked(ref, front, np.arange(len(front.directory)))
+
+    def of(self, marker: MarkerId, fronts: Mapping[str, Front]) -> tuple[Notes, ...]:
+        """By each rank; raises CorruptionError.
+
+        Args:
+            marker: One that has a manifest.
+            fronts: Of segments that are open, by name.
+        """
+        if marker not in self._kept:
+            self._read.add(marker)
+            refs = [refs[-1] for refs in self._catalog.manifest(marker).segments]
+            self._kept[marker] = tuple(
+                Notes.from_json((fronts.get(ref.name) or self.open(ref).front).notes, ref.name) for ref in refs
+            )
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        return self._kept[marker]
+
+    def some_of(self, markers: Iterable[MarkerId]) -> Iterator[tuple[MarkerId, tuple[Notes, ...]]]:
+        """Those of the first few markers that are still kept, or can be read for the first time.
+
+        Nobody needs them to have the rows. So what is damaged is left out: less can be proved.
+        """
+        there = (each for each in markers if each in self._catalog.markers and each not in self._catalog.dropped)
+        for marker in islice(there, NOTES_READS):
+            if marker in self._kept or marker not in self._read:
+                try:
+                    notes = self.of(marker, {})
+                except CorruptionError:
+                    continue
+                yield marker, notes
