@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import io
+import itertools
 import logging
 import os
 import shutil
@@ -38,11 +39,9 @@ _LAST_WORDS_S = 2.0
 class Worker:
     """One process that waits for jobs."""
 
-    def __init__(self) -> None:
+    def __init__(self, stack: Path) -> None:
         self.pipe, theirs = context.Pipe()
-        handle, name = tempfile.mkstemp(prefix="pool-stack-")
-        os.close(handle)
-        self._stack = Path(name)
+        self._stack = stack
         self.process: BaseProcess = context.Process(target=_worker_main, args=(theirs, self._stack), daemon=True)
         self.process.start()
         theirs.close()
@@ -59,7 +58,7 @@ class Worker:
 
     def stack(self) -> str:
         """Where all of its threads stand, in a job or between two, from the file that it has opened for it."""
-        if self.process.pid is None or not self.process.is_alive():
+        if self.process.pid is None or not self.process.is_alive() or not self._stack.exists():
             return ""
         os.kill(self.process.pid, signal.SIGUSR1)
         time.sleep(0.2)  # nothing says when it is written, and it only serves a message
@@ -69,7 +68,6 @@ class Worker:
         self.process.kill()
         self.process.join()
         self.pipe.close()
-        self._stack.unlink()
 
 
 class Pool:
@@ -77,8 +75,12 @@ class Pool:
 
     def __init__(self) -> None:
         self._workers: list[Worker] = []
+        self._scratch = Path(tempfile.mkdtemp(prefix="pool-"))
+        """Stays until all ranks have ended: torch's file store touches its file once more when it is collected, and
+        waits for minutes where the folder is gone."""
+        self._numbers = itertools.count()
 
-    def run(self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    def run(self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
         """Call an importable ``function(*args)`` on ``world`` ranks; what each of them returned.
 
         Raises:
@@ -86,11 +88,11 @@ class Pool:
         """
         assert 1 <= world <= MAX_RANKS
         while len(self._workers) < world:
-            self._workers.append(Worker())
-        workers, scratch = self._workers[:world], Path(tempfile.mkdtemp(prefix="pool-"))
+            self._workers.append(Worker(self._scratch / f"stack-{next(self._numbers)}"))
+        workers, store = self._workers[:world], self._scratch / f"store-{next(self._numbers)}"
         try:
             for rank, worker in enumerate(workers):
-                worker.pipe.send((rank, world, scratch, function, args))
+                worker.pipe.send((rank, world, store, function, args))
             return _collect(workers, time.monotonic() + timeout_s)
         except BaseException:
             # The others may hang in a collective that will never be complete.
@@ -98,12 +100,11 @@ class Pool:
             for worker in workers:
                 worker.stop()
             raise
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
 
     def close(self) -> None:
         while self._workers:
             self._workers.pop().stop()
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
 
 def _collect(workers: list[Worker], deadline: float) -> list[Any]:
@@ -141,13 +142,13 @@ def _worker_main(pipe: Connection, stack: Path) -> None:
         os._exit(0)
 
 
-def _run(rank: int, world: int, scratch: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _run(rank: int, world: int, store: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """One job: nothing of the one before may show in it."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     # TorchRec's globals: the groups of table-row-wise and grid plans, and whether a first DMP has asked rank 0.
     comm._INTRA_PG = comm._CROSS_PG = None
     collective_utils._INITIALIZED = False
-    dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     value = function(*args)
     dist.barrier()
     dist.destroy_process_group()
