@@ -101,6 +101,18 @@ class LogSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class MarkPlace:
+    """Where the log has acknowledged a MARK."""
+
+    generation: int
+    partition: int
+    end: int
+    """Log offset just past it."""
+    chain: int
+    """Its header checksum."""
+
+
+@dataclass(frozen=True, slots=True)
 class Committed:
     """What the future of a marker resolves to."""
 

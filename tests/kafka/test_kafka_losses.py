@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,15 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from tests import jobs, ranks
-from tests.builders import OTHER_JOB, Stream, claim
+from tests.builders import OTHER_JOB, Stream, claim, commit, write
 from tests.jobs import Truths, attach
 from tests.model import PLAN_2, Spec, Trainer, differences, trainer, truth
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.broker.kraft import Broker
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.commit.generation import check_claimed, newest_held
+from torchrec_stream_ckpt.errors import StreamLostError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, parse_header, seal
 from torchrec_stream_ckpt.layout import KafkaUri, parse_uri
 from torchrec_stream_ckpt.log.api import open_log
@@ -82,17 +85,24 @@ class Run:
         return self.said, self.truths
 
 
-def cut_tail(broker: Path, uri: str, partition: int, share: float) -> int:
-    """As a power loss of the only copy: the end of a partition was never on the disk. Where it ends afterwards."""
-    victim, parsed = Broker(broker), parse_uri(uri)
+def segment_of(broker: Path, uri: str, partition: int) -> Path:
+    """The broker's only file of a partition."""
+    parsed = parse_uri(uri)
     assert isinstance(parsed, KafkaUri)
+    (segment,) = broker.rglob(f"{parsed.data_topic}-{partition}/*.log")
+    return segment
+
+
+def cut_tail(broker: Path, uri: str, partition: int, keep: Callable[[int], int]) -> int:
+    """As a power loss of the only copy: the end of a partition was never on the disk. Where it ends afterwards."""
+    victim = Broker(broker)
     pid = victim.status().pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     while victim.status().running:
         time.sleep(0.01)
-    (segment,) = broker.rglob(f"{parsed.data_topic}-{partition}/*.log")
-    os.truncate(segment, int(segment.stat().st_size * share))
+    segment = segment_of(broker, uri, partition)
+    os.truncate(segment, keep(segment.stat().st_size))
     for snapshot in segment.parent.glob("*.snapshot"):
         snapshot.unlink()
     victim.start(die_with=os.getppid())
@@ -107,7 +117,7 @@ def live_through_a_lost_tail(spec: Spec, settings: StreamConfig, broker: Path) -
     run.train(4)
     run.drain(3)
     if dist.get_rank() == 0:
-        end = cut_tail(broker, str(settings.uri), 1, 0.75)
+        end = cut_tail(broker, str(settings.uri), 1, lambda size: size * 3 // 4)
     dist.barrier()
     run.train(4)
     return (*run.close(), end)
@@ -167,6 +177,35 @@ def next_frame(uri: str, partition: int) -> bytes:
     seal(replace(last, seq=last.seq + 1, chain=last.header_crc), forged)
     assert len(forged) == HEADER_LEN + last.payload_len
     return bytes(forged)
+
+
+def test_a_lost_tail_that_somebody_has_written_over_fails_the_marker(victim: Broker, tmp_path: Path) -> None:
+    uri = victim.status().uri(f"job-{uuid.uuid4().hex[:8]}")
+    log, stream = open_log(uri), Stream()
+    control, mine = Control(log), claim(1, incarnation=log.prepare(1).id)
+    control.claim(mine)
+    stream.rows([1])
+    write(log, stream.frames)
+    size = segment_of(tmp_path / "victim", uri, 0).stat().st_size
+    (mark,) = write(log, [stream.mark(1)], at=2)
+    ends = [stream.end(0, mark.end)]
+    check_claimed(log, control, mine, 1, ends)
+    control.commit(commit(1, 1, ends), MARK_S, threading.Event())
+    assert newest_held(log, control, 1) == MarkerId(1, 1)
+    assert cut_tail(tmp_path / "victim", uri, 0, lambda _: size) == mark.offset
+    fenced = Stream(generation=2)  # the old leader's trainer does not know that it is fenced
+    write(log, fenced.frames, generation=2)
+    assert log.ends(1, [0]) == {0: mark.end}
+    with pytest.raises(StreamLostError, match="offset 2 does not hold the frame that was acknowledged there"):
+        check_claimed(log, control, mine, 1, ends)
+    heir = claim(3, incarnation=mine.incarnation, parent=MarkerId(1, 1))
+    after = Stream(generation=3)
+    after.mark(1)
+    acks = write(log, after.frames)
+    with pytest.raises(StreamLostError, match="offset 2 does not hold"):
+        check_claimed(log, control, heir, 1, [after.end(acks[0].offset, acks[-1].end)])
+    assert newest_held(log, control, 3) is None
+    log.close()
 
 
 def live_among_strays(spec: Spec, settings: StreamConfig) -> tuple[list[str], Truths]:

@@ -28,7 +28,7 @@ from torchrec_stream_ckpt.log.gaps import StreamName, check_gaps
 from torchrec_stream_ckpt.log.publisher import Publisher
 from torchrec_stream_ckpt.log.stream import Strays
 from torchrec_stream_ckpt.store.dense import DenseStore
-from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
+from torchrec_stream_ckpt.types import LogSpan, MarkerId, MarkPlace, RankEnd
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +102,7 @@ def check_claimed(log_: Log, control: Control, claim: Claim, marker: int, ends: 
     while True:
         try:
             log_.check_there(spans)
+            log_.check_marks(_marks(control.lineage, claim.parent, [(claim.generation, end) for end in ends]))
         except CorruptionError as error:
             # Somebody may have trimmed the log, also just now: he has said so before he took anything away.
             before, spans = spans, _spans(claim, ends, control.refresh())
@@ -127,6 +128,7 @@ def newest_held(log_: Log, control: Control, generation: int) -> MarkerId | None
             log_.check_there(
                 [span for each in lineage.path(marker) for span in lineage.spans(each.generation, each.ranks)]
             )
+            log_.check_marks(_marks(lineage, marker))
         except CorruptionError as error:
             log.warning("the log does not hold marker %s any more: %s", marker, error.headline)
         else:
@@ -138,6 +140,19 @@ def _spans(claim: Claim, ends: Sequence[RankEnd], lineage: Lineage) -> list[LogS
     """All that a marker with these ends stands on, less what was trimmed on purpose."""
     mine = lineage.spans(claim.generation, ends)
     return mine if claim.parent is None else [*mine, *_of_path(lineage, claim.parent)]
+
+
+def _marks(lineage: Lineage, marker: MarkerId | None, own: Sequence[tuple[int, RankEnd]] = ()) -> list[MarkPlace]:
+    """The last frames of a path: those of ``own``, and in each partition the newest one up to ``marker`` that is not
+    trimmed. All older ones were looked at when a generation first stood on them."""
+    newest = {
+        end.partition: (commit.generation, end)
+        for commit in (lineage.path(marker) if marker is not None else ())
+        for end in commit.ranks
+        if lineage.spans(commit.generation, [end])
+    }
+    marks = [*own, *newest.values()]
+    return [MarkPlace(generation, end.partition, end.end, end.chain) for generation, end in marks]
 
 
 def _of_path(lineage: Lineage, marker: MarkerId) -> list[LogSpan]:

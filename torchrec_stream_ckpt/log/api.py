@@ -13,7 +13,7 @@ from typing import Protocol
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.layout import FileUri, parse_uri
 from torchrec_stream_ckpt.options import Options, read_options
-from torchrec_stream_ckpt.types import LogSpan
+from torchrec_stream_ckpt.types import LogSpan, MarkPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +150,15 @@ class Log(LogReader, Protocol):
         Raises:
             StreamLostError: the log ends before ``resume_at``.
             LogUnavailableError: it does not answer.
+        """
+
+    def check_marks(self, marks: Sequence[MarkPlace]) -> None:
+        """See that each MARK is where it was acknowledged: a lost tail may have been written over by somebody else.
+
+        Raises:
+            StreamLostError: another frame is there, or none.
+            CorruptionError: something took it away.
+            LogUnavailableError: the log does not answer.
         """
 
     def ends(self, generation: int, partitions: Collection[int]) -> dict[int, int]:

@@ -44,7 +44,7 @@ from torchrec_stream_ckpt.log.api import Ack, Cut, DataWriter, Finding, Freed, I
 from torchrec_stream_ckpt.log.control_file import ControlEnd, records
 from torchrec_stream_ckpt.log.disk import examine_folder, files_left
 from torchrec_stream_ckpt.log.worker import Worker
-from torchrec_stream_ckpt.types import LogSpan
+from torchrec_stream_ckpt.types import LogSpan, MarkPlace
 
 SEGMENT_BYTES = 256 * 2**20
 LOCK_TIMEOUT_S = 30.0
@@ -165,6 +165,9 @@ class FileLog:
     def check_there(self, spans: Sequence[LogSpan]) -> None:
         for span in spans:
             self._pieces(span)
+
+    def check_marks(self, marks: Sequence[MarkPlace]) -> None:
+        """Each generation has segments of its own, and a writer does not go on in one that was cut: nothing to see."""
 
     def place(self, span: LogSpan) -> tuple[str, int]:
         folder = partition_dir(self._root, span.partition)

@@ -27,6 +27,7 @@ from torchrec_stream_ckpt.errors import (
     LogUnavailableError,
     StreamLostError,
 )
+from torchrec_stream_ckpt.format.frame import parse_header
 from torchrec_stream_ckpt.layout import KafkaUri
 from torchrec_stream_ckpt.log.api import Ack, Cut, Finding, Freed, Incarnation
 from torchrec_stream_ckpt.log.kafka_health import NEEDED_RIGHTS, TRIM_RIGHT, acl_command, examine_topic
@@ -43,7 +44,7 @@ from torchrec_stream_ckpt.log.kafka_setup import (
     control_settings,
     data_settings,
 )
-from torchrec_stream_ckpt.types import LogSpan
+from torchrec_stream_ckpt.types import LogSpan, MarkPlace
 
 ANSWER_TIMEOUT_S = 7.0
 PROBE_AFTER_S = 2.0
@@ -206,6 +207,30 @@ class KafkaLog:
                     **self._where(span),
                 )
         self._check_order(spans)
+
+    def check_marks(self, marks: Sequence[MarkPlace]) -> None:
+        """One fetch from all partitions; another one for each further MARK in a partition.
+
+        A partition loses its end and nothing else. So a MARK that is there shows that all of before it is.
+
+        Raises:
+            StreamLostError: another frame is there, or none.
+        """
+        waiting = sorted(marks, key=lambda mark: -mark.end)
+        while waiting:
+            now = {mark.partition: mark for mark in reversed(waiting)}
+            waiting = [mark for mark in waiting if now[mark.partition] is not mark]
+            frames = self._frames_at({partition: mark.end - 1 for partition, mark in now.items()})
+            for partition, mark in now.items():
+                if not _has_checksum(frames[partition], mark.chain):
+                    raise StreamLostError(
+                        f"offset {mark.end - 1} does not hold the frame that was acknowledged there: "
+                        "the tail was lost, and somebody else has written after that",
+                        hint=_LOST_HINT,
+                        topic=self._uri.data_topic,
+                        partition=partition,
+                        generation=mark.generation,
+                    )
 
     def _check_ends(self, spans: Sequence[LogSpan]) -> dict[int, int]:
         """See whether each partition still ends where its spans do, or later; returns the partitions' first offsets."""
@@ -516,6 +541,23 @@ class KafkaLog:
         finally:
             consumer.close()
 
+    def _frames_at(self, offsets: Mapping[int, int]) -> dict[int, bytes | None]:
+        """The record at one offset of each data partition; None where the partition ends before, or has a gap."""
+        topic, reasons, found = self._uri.data_topic, Reasons(self._options), dict[int, bytes | None]()
+        consumer = _client(ck.Consumer, consumer_settings(self._uri, self._options), reasons)
+        try:
+            consumer.assign([ck.TopicPartition(topic, partition, offset) for partition, offset in offsets.items()])
+            deadline = time.monotonic() + ANSWER_TIMEOUT_S
+            while len(found) < len(offsets):
+                if reasons.hopeless() or time.monotonic() > deadline:
+                    raise reasons.unavailable(self._uri, f"read {topic}", "no answer")
+                for message in self._consume(consumer, _BATCH_FRAMES, reasons, topic):
+                    there = message.error() is None and message.offset() == offsets[message.partition()]
+                    found.setdefault(message.partition(), _value(message) if there else None)
+            return found
+        finally:
+            consumer.close()
+
     def _consume(self, consumer: Any, count: int, reasons: Reasons, topic: str) -> list[Any]:
         """Records and ends of the partition; anything else is raised."""
         doing = f"read {topic}"
@@ -738,6 +780,13 @@ def _plain(error: Any) -> str:
     if isinstance(error, ck.KafkaException):
         error = error.args[0]
     return f"{error.str()} ({error.name()})" if isinstance(error, ck.KafkaError) else str(error)
+
+
+def _has_checksum(record: bytes | None, header_crc: int) -> bool:
+    try:
+        return record is not None and parse_header(record).header_crc == header_crc
+    except CorruptionError:
+        return False
 
 
 def _value(message: Any) -> bytes:

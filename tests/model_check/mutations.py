@@ -1,0 +1,64 @@
+"""Each rule dropped, and the smallest machine whose search refutes that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from tests.model_check.protocol import Protocol
+from tests.model_check.rules import ALL
+
+
+class Mutation(NamedTuple):
+    """Rules that are dropped together, and what breaks then."""
+
+    rules: tuple[str, ...]
+    promise: str
+    """The first one that breaks."""
+    ranks: int = 1
+    generations: int = 1
+    cuts: int = 1
+    faults: int = 0
+    trims: int = 0
+    kafka: bool = False
+
+    @property
+    def name(self) -> str:
+        return " and ".join(self.rules)
+
+    def machine(self) -> Protocol:
+        """The smallest one that shows it."""
+        rules = replace(ALL, **dict.fromkeys(self.rules, False))
+        return Protocol(self.ranks, self.generations, self.cuts, self.faults, self.trims, kafka=self.kafka, rules=rules)
+
+
+MUTATIONS = (
+    Mutation(("claim_read_back",), "P4", generations=2),
+    Mutation(("fence",), "P4", generations=2),
+    Mutation(("late_commit_ignored",), "P15", cuts=2),
+    Mutation(("commit_read_back",), "P2", generations=2),
+    Mutation(("all_votes",), "P3"),
+    Mutation(("one_cut",), "P1"),
+    Mutation(("copy_on_write",), "P1"),
+    Mutation(("given_up_stays_marked",), "P3", cuts=2),
+    Mutation(("log_asked",), "P1", faults=1),
+    Mutation(("acks_never_go_back",), "P1", cuts=2, faults=1),
+    Mutation(("gaps_looked_at",), "P1", cuts=2, faults=1),
+    Mutation(("marks_read",), "P1", generations=2, cuts=2, faults=1, kafka=True),
+    Mutation(("seq_and_chain",), "P1", cuts=2, faults=1),
+    Mutation(("counted_frames",), "P3", faults=1),
+    Mutation(("stop_at_parent",), "P4", generations=2, cuts=3),
+    Mutation(("swept_after_loss",), "P3", generations=2, cuts=3, faults=1),
+    Mutation(("held_parent",), "P1", generations=2, cuts=2, faults=1),
+    Mutation(("store_before_trim",), "P10", trims=1),
+    Mutation(("trim_recorded_first",), "P10"),
+    Mutation(("trims_add_up",), "P10", generations=2, cuts=3, trims=2),
+    Mutation(("trimmed_not_asked_for",), "P10", cuts=2, trims=1),
+)
+SECOND_LINES = (
+    Mutation(("nonce_compared",), "", 2, 2, 2, 1, 1),
+    Mutation(("generations_in_order",), "", 2, 2, 2, 1, 1, kafka=True),
+)
+"""Rules that guard what another one guards already; dropping one alone breaks nothing. A trainer that lost the race for
+a number never sends a COMMIT whose nonce could be compared. What ``generations_in_order`` sees, with a plainer message,
+``marks_read`` sees too."""
