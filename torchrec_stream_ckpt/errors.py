@@ -75,6 +75,10 @@ class CorruptionError(StreamCkptError):
     """Bytes are not what was written: restore another marker, or another copy of the log."""
 
 
+class PrunedError(CorruptionError):
+    """The control partition begins later than was asked for: a snapshot in it says what was before."""
+
+
 class OtherLogError(CorruptionError):
     """The log is not the one that was written: it was deleted and made again. Bring the old one back."""
 

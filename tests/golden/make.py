@@ -16,8 +16,10 @@ import numpy as np
 from crc32c import crc32c
 
 from torchrec_stream_ckpt.format.control import Claim, Commit, DenseFile, Hello, Mark, Serve, TableScalars, Trim
+from torchrec_stream_ckpt.format.folding import Folded, snapshot_of
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_frame, seal
 from torchrec_stream_ckpt.format.ids import IdEvent, IdEvents, encode_ids
+from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.mac import CommitKey
 from torchrec_stream_ckpt.format.proof import Proof, ReplicatedProof, Window
 from torchrec_stream_ckpt.format.record import meta_of
@@ -25,6 +27,7 @@ from torchrec_stream_ckpt.format.remarks import End, Note, Outcome
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.serving import served_schema
+from torchrec_stream_ckpt.format.snapshot import Base
 from torchrec_stream_ckpt.layout import dense_name
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
 
@@ -122,6 +125,9 @@ def frames() -> dict[str, bytes]:
     control["serve"] = serve().to_frame()
     control |= {"end": end_record().to_frame(), "note": note().to_frame()}
     signed |= {"end_signed": KEY.sign(end_record()).to_frame(), "note_signed": KEY.sign(note()).to_frame()}
+    (part,) = snapshot_of(folded(end), INCARNATION)
+    control |= {"snapshot": part.to_frame(), "base": Base(JOB, 1024).to_frame()}
+    signed["snapshot_signed"] = KEY.sign(part).to_frame()
     return stream | control | signed
 
 
@@ -158,6 +164,13 @@ def end_record() -> End:
 def note() -> Note:
     """Somebody evaluated the marker."""
     return Note(JOB, 1, MARKER, meta_of({"auc": 0.801, "run": "nightly"}), NONCE, 1_700_000_160.0)
+
+
+def folded(end: RankEnd) -> Folded:
+    """All of these control records, one after the other."""
+    records = [claim(), commit(end), trim(), end_record(), note()]
+    frames = [record.to_frame() for record in records]
+    return Folded(Lineage.of(records), sum(map(len, frames[:-1])), crc32c(frames[-1]))
 
 
 def bad_frames(good: bytes) -> dict[str, bytes]:

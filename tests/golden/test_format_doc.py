@@ -11,7 +11,7 @@ import pytest
 
 from tests.golden import make, make_store
 from torchrec_stream_ckpt import layout
-from torchrec_stream_ckpt.format import control, frame, manifest, remarks, schema, segment
+from torchrec_stream_ckpt.format import control, frame, manifest, remarks, schema, segment, snapshot
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Proof, ReplicatedProof
 from torchrec_stream_ckpt.materialize.fold import SEGMENT_BYTES
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
@@ -69,6 +69,8 @@ def test_kinds_and_dtypes_are_those_of_the_code() -> None:
         ("TRIM", control.Trim),
         ("END", remarks.End),
         ("NOTE", remarks.Note),
+        ("SNAPSHOT", snapshot.Snapshot),
+        ("BASE", snapshot.Base),
         ("schema", schema.Schema),
         ("table", TableSpec),
         ("state", StateSpec),

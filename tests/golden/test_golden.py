@@ -12,9 +12,11 @@ import pytest
 from tests.golden import make, make_store
 from torchrec_stream_ckpt.errors import CorruptionError, ServingStreamError
 from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, parse_control
+from torchrec_stream_ckpt.format.folding import lineage_of
 from torchrec_stream_ckpt.format.frame import Kind, parse_header, payload_of
 from torchrec_stream_ckpt.format.ids import decode_ids
 from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
+from torchrec_stream_ckpt.format.snapshot import Base, Snapshot, unpack
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.log.stream import read_mark, read_stream
 
@@ -35,6 +37,9 @@ GOOD = (
     "end_signed",
     "note",
     "note_signed",
+    "snapshot",
+    "snapshot_signed",
+    "base",
 )
 
 
@@ -69,6 +74,16 @@ def test_golden_hello_and_mark_read_as_written() -> None:
     assert mark.proof == make.PROOF
     assert mark.proof.numbers().tolist() == [1, 2, 3, 4, 5]
     assert [table.id for table in hello.schema.tables] == [table.id for table in make.SCHEMA.tables]
+
+
+def test_a_golden_snapshot_carries_the_golden_records() -> None:
+    part = parse_control(golden("snapshot"))
+    assert isinstance(part, Snapshot)
+    frames = b"".join(golden(name) for name in ("claim", "commit", "end", "trim", "note"))
+    assert unpack([part]) == b'{"given_up":{},"stale":0,"taken":0,"unsigned":0}\n' + frames
+    assert lineage_of(unpack([part])).newest == parse_control(golden("commit"))
+    assert parse_control(golden("snapshot_signed")) == replace(part, mac=make.KEY.sign(part).mac)
+    assert Base.from_frame(golden("base")) == Base(make.JOB, 1024)
 
 
 def test_golden_control_records_read_as_written() -> None:

@@ -16,6 +16,7 @@ from torchrec_stream_ckpt.cli import pin
 from torchrec_stream_ckpt.cli.common import Job
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.cli.stored import rows_of
+from torchrec_stream_ckpt.commit import snapshots
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.control import Commit
@@ -24,6 +25,7 @@ from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.materializer import Policy
 from torchrec_stream_ckpt.restore.choose import choose
 from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseFolder
 from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.store.identity import prepare_store
@@ -392,3 +394,31 @@ def test_a_store_that_nobody_has_written_to_lets_nothing_go(tmp_path: Path) -> N
         trim(history)
     with pytest.raises(MarkerNotFoundError, match="no marker of job"):
         gc(history, "--newest", "1")
+
+
+@pytest.mark.parametrize("policy", [Policy(rebase=0), Policy(rebase=1e-9), Policy(rebase=0, compact="span16")])
+def test_trim_forgets_what_gc_gave_up_and_every_offered_marker_comes_back(
+    tmp_path: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Round after round, as a job lives: the control log gets shorter, and the chain to each marker holds."""
+    monkeypatch.setattr(snapshots, "LEAST_BYTES", 0)
+    history, parent, forgotten = History(tmp_path), "", 0
+    for generation in range(1, 5):
+        history.generation(generation, range(4 * generation, 4 * generation + 6), parent)
+        stores.fold(tmp_path, policy)
+        gc(history, "--newest", "3", "--grace", "0s", "--compact")
+        done = trim(history, "--verify")
+        assert done["control_problem"] is None
+        forgotten += done["given_up"]
+        assert len(history.lineage.given_up) == forgotten
+        catalog = Catalog.load(history.objects, history.lineage.job)
+        left = catalog.markers - catalog.dropped
+        assert len(left) == 3
+        for marker in left:
+            assert stores.rows_of(history.objects, history.lineage, marker) == history.rows[marker]
+        assert {name for name, row in markers(history).items() if row["restorable"]} == set(map(str, left))
+        parent = str(sorted(left)[1])
+    assert forgotten > 0
+    assert done["control_base"] > 0
+    with pytest.raises(MarkerNotFoundError, match="a trim took its COMMIT"):
+        history.lineage.find(min(history.lineage.given_up))

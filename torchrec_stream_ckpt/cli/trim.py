@@ -21,9 +21,17 @@ from torchrec_stream_ckpt.cli.common import (
     print_json,
     size,
 )
+from torchrec_stream_ckpt.commit.snapshots import Shortened, shorten_control
 from torchrec_stream_ckpt.commit.trim import trim_log
-from torchrec_stream_ckpt.errors import MarkerNotFoundError
-from torchrec_stream_ckpt.materialize.synced import Synced, check_synced
+from torchrec_stream_ckpt.errors import (
+    CommitUnknownError,
+    CorruptionError,
+    LogUnavailableError,
+    MarkerNotFoundError,
+    StreamCkptError,
+    UnsupportedError,
+)
+from torchrec_stream_ckpt.materialize.synced import Synced, check_synced, given_up
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.dense import dense_in
 from torchrec_stream_ckpt.store.holdings import Holdings
@@ -61,19 +69,38 @@ def trim_job(
         open_job(uri, store, store_options, kafka_options, commit_key_file) as job,
         open_objects(store, store_options) as objects,
     ):
-        synced = _check(job, objects, upto, verify=verify)
-        done = trim_log(job.log, job.control, synced.upto, objects.url, others=synced.others, dry_run=dry_run)
+        synced, gone = _check(job, objects, upto, verify=verify)
+        done = trim_log(
+            job.log, job.control, synced.upto, objects.url, others=synced.others, given_up=gone, dry_run=dry_run
+        )
+        shortened, problem = _shorten(job) if not dry_run else (None, None)
+    if problem is not None:
+        typer.echo(f"the control partition stays as long as it is: {problem}", err=True)
     if json:
         record = {"dry_run": dry_run, "upto": str(synced.upto.id), "markers": [str(each) for each in done.trim.markers]}
         seen = {"checked": synced.markers, "segments": synced.segments, "segment_bytes": synced.segment_bytes}
-        print_json({"uri": uri, "store": objects.url, **record, **seen, "freed": asdict(done.freed)})
+        control = {
+            "given_up": len(done.trim.given_up or ()),
+            "control_base": shortened.base if shortened is not None else None,
+            "control_problem": problem.headline if problem is not None else None,
+        }
+        print_json({"uri": uri, "store": objects.url, **record, **seen, "freed": asdict(done.freed), **control})
         return
     how = "read whole" if verify else "there, their directories read"
     typer.echo(f"{synced.markers} markers, {synced.segments} segments ({size(synced.segment_bytes)}): {how}")
     typer.echo(f"{'would delete' if dry_run else 'deleted'} {done.describe()}")
 
 
-def _check(job: Job, objects: Objects, upto: str, *, verify: bool) -> Synced:
+def _shorten(job: Job) -> tuple[Shortened | None, StreamCkptError | None]:
+    """A trim is done without it, and the next one tries again."""
+    try:
+        return shorten_control(job.log, job.control), None
+    except (LogUnavailableError, CommitUnknownError, CorruptionError, UnsupportedError) as error:
+        return None, error
+
+
+def _check(job: Job, objects: Objects, upto: str, *, verify: bool) -> tuple[Synced, list[MarkerId]]:
+    """What may go, and the markers that need not be known any more."""
     if not job.lineage.commits or not check_store(objects):
         raise MarkerNotFoundError(
             "the store holds no marker of this job",
@@ -90,4 +117,4 @@ def _check(job: Job, objects: Objects, upto: str, *, verify: bool) -> Synced:
             if each <= synced.upto.id:
                 dense.verify(job.lineage.find(each))
                 dense.release()
-    return synced
+    return synced, given_up(holdings)

@@ -5,7 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count, takewhile
 from pathlib import Path
+from typing import TypeVar
+
+from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import (
     CommitUnknownError,
@@ -14,17 +19,24 @@ from torchrec_stream_ckpt.errors import (
     FencedError,
     LogUnavailableError,
     MarkerFailedError,
+    PrunedError,
 )
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord, Serve, Trim, parse_control
+from torchrec_stream_ckpt.format.folding import Folded, fold, is_snapshot
 from torchrec_stream_ckpt.format.frame import parse_header
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.mac import CommitKey
+from torchrec_stream_ckpt.format.snapshot import Snapshot
 from torchrec_stream_ckpt.log.api import Log
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _RETRY_S = 0.5
+_ATTEMPTS = 5
+"""To read what is left, while somebody deletes more of it."""
 
 
 class Control:
@@ -40,8 +52,10 @@ class Control:
         self._log = log_
         self._serving = serving
         self._key = CommitKey.load(key_file) if key_file is not None else None
-        self._lineage = Lineage()
+        self._folded = Folded()
         self._last = -1
+        self._next = 0
+        """Where reading goes on: behind the last record."""
         self._lock = threading.Lock()
 
     @property
@@ -52,7 +66,7 @@ class Control:
     @property
     def lineage(self) -> Lineage:
         """The control partition as it was when somebody last read it here."""
-        return self._lineage
+        return self._folded.lineage
 
     def refresh(self) -> Lineage:
         """Everything that the control partition says now. Safe to call from several threads.
@@ -63,22 +77,84 @@ class Control:
         """
         with self._lock:
             self._read_on()
-        if self._lineage.unsigned and not self._lineage.claims:
+        lineage = self.lineage
+        if lineage.unsigned and not lineage.claims:
             raise ConfigError(
-                f"this log has {self._lineage.unsigned} control records, and none is signed with this commit key",
+                f"this log has {lineage.unsigned} control records, and none is signed with this commit key",
                 hint="give the key that the job began with; a job that began without one goes on without one",
             )
-        return self._lineage
+        return lineage
 
     def _read_on(self) -> None:
-        for offset, record in self._log.read_control(max(self._last, 0), garbage=self.signs):
-            if offset > self._last:
-                parsed = self._accept(record, offset)
-                if parsed is not None:
-                    self._lineage.apply(parsed)
-                self._last = offset
+        if self._last < 0:
+            self._begin()
+            return
+        try:
+            for offset, record in self._log.read_control(self._next, garbage=self.signs):
+                if offset > self._last:
+                    if not is_snapshot(record):
+                        self._apply(self._folded, offset, record)
+                    self._passed(offset, record)
+        except PrunedError:  # what this one had not read is gone, and a snapshot says it
+            self._begin()
 
-    def _accept(self, record: bytes, offset: int) -> ControlRecord | None:
+    def _passed(self, offset: int, record: bytes) -> None:
+        self._last, self._next = offset, self._log.control_next(offset, record)
+
+    def _begin(self) -> None:
+        """Read all that is left, from the newest snapshot on."""
+        self._last, last = -1, (-1, b"")
+
+        def read(base: int) -> Folded:
+            def noted() -> Iterator[tuple[int, bytes]]:
+                nonlocal last
+                for each in self._log.read_control(base, garbage=self.signs):
+                    last = each
+                    yield each
+
+            return self._fold(noted(), base)
+
+        self._folded = self._whole(read)
+        if last[0] >= 0:
+            self._passed(*last)
+
+    def _whole(self, read: Callable[[int], T]) -> T:
+        """What ``read`` makes of the partition from its base on, while others may delete more of it."""
+        for attempt in count(1):
+            try:
+                return read(self._log.control_base())
+            except PrunedError:
+                if attempt == _ATTEMPTS:
+                    raise
+        raise AssertionError
+
+    def _fold(self, records: Iterable[tuple[int, bytes]], base: int) -> Folded:
+        return fold(records, base, self._apply, self.snapshot_part, serving=self._serving)
+
+    def fold_again(self, upto: int | None = None) -> Folded:
+        """The control partition read anew, as far as the record at offset ``upto``; this one stays as it is."""
+
+        def read(base: int) -> Folded:
+            records = self._log.read_control(base, garbage=self.signs)
+            return self._fold(takewhile(lambda each: upto is None or each[0] <= upto, records), base)
+
+        return self._whole(read)
+
+    def raw(self) -> list[tuple[int, bytes]]:
+        """(offset, record) of all that is left."""
+        return self._whole(lambda base: list(self._log.read_control(base, garbage=self.signs)))
+
+    def append_snapshot(self, part: Snapshot) -> None:
+        """Append one part of a snapshot; raises as :meth:`Log.append_control`."""
+        self._log.append_control((self._key.sign(part) if self._key else part).to_frame(), garbage=self.signs)
+
+    def _apply(self, folded: Folded, offset: int, record: bytes) -> None:
+        parsed = self._accept(folded.lineage, record, offset)
+        if parsed is not None:
+            folded.lineage.apply(parsed)
+        folded.upto, folded.crc = offset, crc32c(record)
+
+    def _accept(self, lineage: Lineage, record: bytes, offset: int) -> ControlRecord | None:
         """The record, or None if there is a key that does not vouch for it."""
         if self._key is None:
             return parse_control(record, offset, serving=self._serving)
@@ -88,10 +164,22 @@ class Control:
             parsed, why = None, error.headline
         if parsed is not None and not isinstance(parsed, Serve) and self._key.vouches_for(parsed):
             return parsed
-        level = logging.DEBUG if self._lineage.unsigned else logging.WARNING
+        level = logging.DEBUG if lineage.unsigned else logging.WARNING
         log.log(level, "the control record at offset %d is ignored: %s", offset, why)
-        self._lineage.disregard(_generation_of(record))
+        lineage.disregard(_generation_of(record))
         return None
+
+    def snapshot_part(self, record: bytes) -> Snapshot | None:
+        """A part of a snapshot of this very log, if it is whole and there is no key, or one that vouches for it."""
+        try:
+            part = parse_control(record)
+        except CorruptionError as error:
+            log.warning("a part of a control snapshot is passed over: %s", error.headline)
+            return None
+        if not isinstance(part, Snapshot) or (self._key is not None and not self._key.vouches_for(part)):
+            return None
+        now = self._log.incarnation()
+        return part if now is not None and part.incarnation == now.id else None
 
     def claim(self, claim: Claim) -> None:
         """Open a generation.
@@ -149,7 +237,8 @@ class Control:
         failpoint("trim.append")
         self._log.append_control((self._key.sign(trim) if self._key else trim).to_frame(), garbage=self.signs)
         failpoint("trim.appended")
-        if all(each.nonce != trim.nonce for each in self.refresh().trims):
+        reach = self.refresh().reach
+        if any(reach.get(each.generation, each) < each or each.generation not in reach for each in trim.markers):
             raise CorruptionError("the TRIM was appended and does not count", marker=trim.id)
 
     def _is_there(self, commit: Commit) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from torchrec_stream_ckpt.commit.control import Control
@@ -19,6 +19,9 @@ from torchrec_stream_ckpt.format.control import MAX_PLACE_CHARS, Commit, Trim
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import Cut, Freed, Log
 from torchrec_stream_ckpt.types import MarkerId
+
+MAX_GIVEN_UP = 30_000
+"""Markers that one TRIM gives up; more go with the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ def trim_log(
     store_url: str,
     *,
     others: Iterable[Commit] = (),
+    given_up: Iterable[MarkerId] = (),
     dry_run: bool = False,
 ) -> Trimmed:
     """Delete the log data up to ``marker``, and that of dead generations. The caller has looked into the store.
@@ -57,6 +61,7 @@ def trim_log(
         marker: A committed marker, which the store holds with every generation on its path.
         store_url: Where. It is written into the log, and printed: without secrets.
         others: Markers of other branches that the store holds as well, or that are given up: their data goes, too.
+        given_up: Markers that the store gave up and needs for no other one: their COMMITs need not be kept, either.
         dry_run: Say what would be freed, and change nothing.
 
     Raises:
@@ -68,7 +73,7 @@ def trim_log(
     if not store_url or not store_url.isprintable() or len(store_url) > MAX_PLACE_CHARS:
         raise ConfigError(f"{store_url!r:.80} is no URL of a store", hint="use file://DIR or s3://BUCKET/PREFIX")
     lineage = control.refresh()
-    trim = _trim_of(lineage, [marker, *others], store_url)
+    trim = _giving_up(lineage, _trim_of(lineage, [marker, *others], store_url), given_up)
     if any(claim.mac for claim in lineage.claims.values()) and not control.signs:
         raise ConfigError(
             "this job has a commit key: its trainer ignores a TRIM that is not signed with it, and misses the data",
@@ -102,6 +107,20 @@ def _trim_of(lineage: Lineage, commits: Iterable[Commit], store_url: str) -> Tri
     return Trim(first.job, marker.generation, marker.marker, markers, store_url, uuid.uuid4().hex, time.time())
 
 
+def _giving_up(lineage: Lineage, trim: Trim, given_up: Iterable[MarkerId]) -> Trim:
+    """The record, with those of these markers that lie in front of what may be gone, and on which nobody stands."""
+    parents = {claim.parent for claim in lineage.claims.values()}
+    gone = [
+        marker
+        for marker in sorted(set(given_up))
+        if marker in lineage.commits
+        and marker not in parents
+        and (reach := trim.reach(marker.generation)) is not None
+        and marker < reach
+    ]
+    return replace(trim, given_up=tuple(gone[:MAX_GIVEN_UP]) or None)
+
+
 def _furthest(*markers: Iterable[MarkerId]) -> dict[int, MarkerId]:
     """The newest marker of each generation."""
     return {marker.generation: marker for marker in sorted(chain(*markers))}
@@ -109,6 +128,8 @@ def _furthest(*markers: Iterable[MarkerId]) -> dict[int, MarkerId]:
 
 def _said(lineage: Lineage, trim: Trim) -> bool:
     """Whether the control partition says all of that already, or more."""
+    if trim.given_up:  # they are there
+        return False
     for marker in trim.markers:
         known = lineage.trim_of(marker.generation)
         reach = known.reach(marker.generation) if known else None

@@ -17,6 +17,7 @@ from torchrec_stream_ckpt.format.proof import Proof
 from torchrec_stream_ckpt.format.record import MAC, Meta, Record
 from torchrec_stream_ckpt.format.remarks import End, Note
 from torchrec_stream_ckpt.format.schema import Schema, canonical, plain
+from torchrec_stream_ckpt.format.snapshot import Snapshot
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, TableShard
 
 MAX_PLACE_CHARS = 4096
@@ -232,6 +233,8 @@ class Trim(Record):
     """Wall clock, for people only."""
     mac: str = ""
     """HMAC by the commit key, 64 hex digits; empty without one."""
+    given_up: tuple[MarkerId, ...] | None = None
+    """Markers that the store gave up, and needs for no other one: nobody has to know their COMMITs any more."""
     version: int = field(default=VERSION, compare=False)
     """Of the frame that it came in: its bytes can be made again."""
 
@@ -252,7 +255,8 @@ class Trim(Record):
         return next((marker for marker in self.markers if marker.generation == generation), None)
 
     def body(self) -> dict[str, Any]:
-        return Record.body(self) | {"markers": [str(marker) for marker in self.markers]}
+        given_up = {"given_up": [str(marker) for marker in self.given_up]} if self.given_up is not None else {}
+        return Record.body(self) | {"markers": [str(marker) for marker in self.markers]} | given_up
 
     @classmethod
     def from_json(cls, header: Header, data: Buffer) -> Trim:
@@ -267,18 +271,22 @@ class Trim(Record):
             nonce=raw.take("nonce", str),
             time_s=raw.take("time_s", float),
             mac=raw.matching("mac", MAC),
+            given_up=raw.optional_markers("given_up"),
             version=header.version,
         )
         generations = [marker.generation for marker in trim.markers]
         if generations != sorted(set(generations)) or trim.id not in trim.markers:
             raise CorruptionError("TRIM.markers must name each generation once, in order, and its own marker")
+        reach, given_up = {marker.generation: marker for marker in trim.markers}, list(trim.given_up or ())
+        if given_up != sorted(set(given_up)) or any(each >= reach.get(each.generation, each) for each in given_up):
+            raise CorruptionError("TRIM.given_up must be in order, each once, in front of what may be gone")
         if not trim.store:
             raise CorruptionError("TRIM.store is empty")
         _check_place("TRIM.store", trim.store)
         return trim
 
 
-ControlRecord: TypeAlias = Claim | Commit | Trim | End | Note
+ControlRecord: TypeAlias = Claim | Commit | Trim | End | Note | Snapshot
 
 
 def parse_control(frame: Buffer, offset: int | None = None, *, serving: bool = False) -> ControlRecord:
@@ -312,6 +320,8 @@ def _parse_control(frame: Buffer, *, serving: bool) -> ControlRecord:
         return End.from_json(header, payload)
     if header.kind is Kind.NOTE:
         return Note.from_json(header, payload)
+    if header.kind is Kind.SNAPSHOT:
+        return Snapshot.from_json(header, payload)
     if header.kind is Kind.SERVE and not serving:
         raise ServingStreamError(
             "this is a serving stream: its rows are lossy, and have no optimizer state",

@@ -107,6 +107,10 @@ class Fields:
         """The same; None where it is left out."""
         return self.meta(name) if name in self._raw else None
 
+    def optional_markers(self, name: str) -> tuple[MarkerId, ...] | None:
+        """Markers; None where they are left out."""
+        return self.markers(name) if name in self._raw else None
+
     def schema(self, name: str) -> Schema:
         what = f"{self._what}.{name}"
         raw = self.take(name, dict)

@@ -42,9 +42,11 @@ class Kind(IntEnum):
     SERVE = 19  # control: as CLAIM, of a serving stream: its rows are lossy, no restore may use them
     END = 20  # control: a trainer's last word on its generation
     NOTE = 21  # control: metadata of a marker, added later
+    SNAPSHOT = 22  # control: a part of what the control partition says up to an offset
+    BASE = 23  # first in a control file that was cut: the offset of the record behind it
 
 
-_SINCE = {Kind.IDS: 2, Kind.END: 2, Kind.NOTE: 2}
+_SINCE = {Kind.IDS: 2, Kind.END: 2, Kind.NOTE: 2, Kind.SNAPSHOT: 2, Kind.BASE: 2}
 """The version from which on a kind exists; 1 for the others."""
 
 DATA_KINDS = frozenset({Kind.HELLO, Kind.ROWS, Kind.MARK, Kind.IDS})
@@ -62,6 +64,8 @@ UNUSED_FIELDS: dict[Kind, tuple[str, ...]] = {
     Kind.TRIM: (*_NO_STREAM, "step"),
     Kind.NOTE: (*_NO_STREAM, "step"),
     Kind.END: (*_NO_STREAM, "marker"),
+    Kind.SNAPSHOT: (*_NO_STREAM, "step", "marker"),
+    Kind.BASE: (*_NO_STREAM, "generation", "step", "marker"),
 }
 """Fields of the header that mean nothing in a kind, and are 0 there."""
 _WITH_TABLE = frozenset({Kind.ROWS, Kind.IDS})

@@ -7,13 +7,15 @@ the highest claimed before it. Nothing here reads a clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord, Trim
 from torchrec_stream_ckpt.format.record import Meta
 from torchrec_stream_ckpt.format.remarks import End, Note
+from torchrec_stream_ckpt.format.snapshot import Snapshot
 from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
 
 _MAX_GAP = 1000
@@ -34,12 +36,18 @@ class Lineage:
     """The last word of each generation that has one; only that of the newest generation says that the job has ended."""
     notes: dict[MarkerId, Meta] = field(default_factory=dict)
     """What NOTEs have added to the metadata of markers."""
+    given_up: set[MarkerId] = field(default_factory=set)
+    """Markers that existed, and that a TRIM has given up: their COMMITs are not kept."""
     stale: int = 0
     """Records that lost: CLAIMs of a taken number, late COMMITs, those of a fenced or foreign writer, and TRIMs and
     NOTEs of markers that do not exist."""
     unsigned: int = 0
     """Records that the commit key, where there is one, does not vouch for: they decide nothing."""
-    _taken: int = 0
+    taken: int = 0
+    """The highest number that such a record has taken out of use."""
+    _noted: dict[MarkerId, list[Note]] = field(default_factory=dict)
+    """The NOTEs that still say something, oldest first."""
+    _reach: dict[int, MarkerId] = field(default_factory=dict)
 
     @classmethod
     def of(cls, records: Iterable[ControlRecord]) -> Lineage:
@@ -48,7 +56,46 @@ class Lineage:
             lineage.apply(record)
         return lineage
 
+    @classmethod
+    def restored(
+        cls, records: Iterable[ControlRecord], *, stale: int, unsigned: int, taken: int, given_up: Iterable[MarkerId]
+    ) -> Lineage:
+        """The lineage that had these :meth:`records`, which all count, and these numbers."""
+        lineage = cls(unsigned=unsigned, taken=taken, given_up=set(given_up))
+        for record in records:
+            if isinstance(record, Trim):
+                lineage._count(record)  # what its rule asks for may have been given up since
+            else:
+                lineage.apply(record)
+        lineage.stale += stale
+        return lineage
+
+    def records(self) -> Iterator[Claim | Commit | Trim | End | Note]:
+        """The records that decide anything, in an order in which all of them count."""
+        commits = {number: list(each) for number, each in groupby(self.commits.values(), lambda each: each.generation)}
+        for number, claim in self.claims.items():
+            yield claim
+            yield from commits.get(number, ())
+            if number in self.ends:
+                yield self.ends[number]
+        yield from self._deciding_trims()
+        for marker in sorted(self._noted):
+            yield from self._noted[marker]
+
+    def _deciding_trims(self) -> list[Trim]:
+        """Those that :attr:`trimmed` and :meth:`trim_of` name, oldest first."""
+        deciding: dict[int, tuple[MarkerId, int]] = {}
+        for place, trim in enumerate(self.trims):
+            for marker in trim.markers:
+                if marker.generation not in deciding or deciding[marker.generation][0] <= marker:
+                    deciding[marker.generation] = marker, place
+        newest = max(((trim.id, place) for place, trim in enumerate(self.trims)), default=None)
+        places = {place for _, place in deciding.values()} | ({newest[1]} if newest is not None else set())
+        return [self.trims[place] for place in sorted(places)]
+
     def apply(self, record: ControlRecord) -> None:
+        if isinstance(record, Snapshot):
+            return  # it says again what others have said
         if self.claims and record.job != self.job:
             raise CorruptionError(
                 f"control record of job {record.job.hex()} in the log of job {self.job.hex()}",
@@ -73,7 +120,7 @@ class Lineage:
         """
         self.unsigned += 1
         if generation <= self.newest_generation + _MAX_GAP:
-            self._taken = max(self._taken, generation)
+            self.taken = max(self.taken, generation)
 
     def _claim(self, claim: Claim) -> None:
         if claim.generation <= self.newest_generation:
@@ -93,10 +140,28 @@ class Lineage:
             self.commits[commit.id] = commit
 
     def _trim(self, trim: Trim) -> None:
-        if all(marker in self.commits for marker in trim.markers):
-            self.trims.append(trim)
+        # What lies in front of what may be gone did exist, whether or not its COMMIT has been given up.
+        if all(marker in self.commits or self._is_gone(marker) for marker in trim.markers):
+            self._count(trim)
         else:
             self.stale += 1
+
+    def _is_gone(self, marker: MarkerId) -> bool:
+        reach = self._reach.get(marker.generation)
+        return reach is not None and marker <= reach
+
+    def _count(self, trim: Trim) -> None:
+        self.trims.append(trim)
+        for marker in trim.markers:
+            self._reach[marker.generation] = max(marker, self._reach.get(marker.generation, marker))
+        if trim.given_up:
+            parents = {claim.parent for claim in self.claims.values()}
+            for marker in trim.given_up:
+                if marker in self.commits and marker not in parents:
+                    del self.commits[marker]
+                    self.notes.pop(marker, None)
+                    self._noted.pop(marker, None)
+                    self.given_up.add(marker)
 
     def _end(self, end: End) -> None:
         owner = self.claims.get(end.generation)
@@ -108,6 +173,7 @@ class Lineage:
     def _note(self, note: Note) -> None:
         if note.id in self.commits:
             self.notes[note.id] = tuple(sorted((dict(self.notes.get(note.id, ())) | dict(note.meta)).items()))
+            self._noted[note.id] = _deciding_notes([*self._noted.get(note.id, ()), note])
         else:
             self.stale += 1
 
@@ -132,7 +198,7 @@ class Lineage:
     @property
     def next_generation(self) -> int:
         """The number for a new trainer."""
-        return max(self.newest_generation, self._taken) + 1
+        return max(self.newest_generation, self.taken) + 1
 
     @property
     def newest(self) -> Commit | None:
@@ -146,6 +212,11 @@ class Lineage:
             MarkerNotFoundError: it was never committed.
         """
         commit = self.commits.get(marker)
+        if commit is None and marker in self.given_up:
+            raise MarkerNotFoundError(
+                f"marker {marker} was given up, and a trim took its COMMIT",
+                hint="choose another one: stream-ckpt list URI shows which are offered",
+            )
         if commit is None:
             known = ", ".join(str(known) for known in list(self.commits)[-5:]) or "none at all"
             raise MarkerNotFoundError(
@@ -206,10 +277,7 @@ class Lineage:
     @property
     def reach(self) -> dict[int, MarkerId]:
         """For each generation of which data may be gone, the marker up to which."""
-        reach: dict[int, MarkerId] = {}
-        for marker in (marker for trim in self.trims for marker in trim.markers):
-            reach[marker.generation] = max(marker, reach.get(marker.generation, marker))
-        return reach
+        return dict(self._reach)
 
     def spans(
         self, generation: int, ranks: Iterable[RankEnd], reach: Mapping[int, MarkerId] | None = None
@@ -225,3 +293,15 @@ class Lineage:
         gone = {(end.rank, end.partition): end.end for end in self.commits[marker].ranks} if marker else {}
         begins = [(max(end.begin, gone.get((end.rank, end.partition), 0)), end) for end in ranks]
         return [LogSpan(generation, end.partition, begin, end.end) for begin, end in begins if begin < end.end]
+
+
+def _deciding_notes(notes: list[Note]) -> list[Note]:
+    """Of the NOTEs of one marker, those that have the last word on some name."""
+    said: set[str] = set()
+    deciding = []
+    for note in reversed(notes):
+        names = {name for name, _ in note.meta}
+        if names - said:
+            deciding.append(note)
+            said |= names
+    return deciding[::-1]

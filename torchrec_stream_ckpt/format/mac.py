@@ -14,8 +14,9 @@ from typing import NoReturn, TypeVar
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord, Trim
 from torchrec_stream_ckpt.format.remarks import End, Note
+from torchrec_stream_ckpt.format.snapshot import Snapshot
 
-Record = TypeVar("Record", Claim, Commit, Trim, End, Note)
+Record = TypeVar("Record", Claim, Commit, Trim, End, Note, Snapshot)
 
 MIN_KEY_BYTES = 32
 _MAX_FILE_BYTES = 4096

@@ -17,7 +17,7 @@ from crc32c import crc32c
 from torchrec_stream_ckpt.format.proof import MAX_ID
 from torchrec_stream_ckpt.types import TableShard, TableSpec
 
-OPTIONAL = {"proof", "id", "meta"}
+OPTIONAL = {"proof", "id", "meta", "given_up"}
 """Fields that are left out where they have no value. No payload of version 1 has one."""
 
 

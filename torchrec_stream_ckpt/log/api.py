@@ -201,6 +201,22 @@ class Log(LogReader, Protocol):
 
         Raises:
             CorruptionError: a record is damaged (a torn tail is none).
+            PrunedError: the partition begins after ``start``.
+        """
+
+    def control_base(self) -> int:
+        """Where the control partition begins: 0, unless somebody has deleted what a snapshot says."""
+
+    def control_next(self, offset: int, record: bytes) -> int:
+        """Where reading goes on after what :meth:`read_control` has given."""
+
+    def prune_control(self, base: int) -> None:
+        """Delete the records before offset ``base``, where one begins. Offsets keep their meaning.
+
+        Others may append and read meanwhile. The caller has made sure that snapshots say what goes.
+
+        Raises:
+            LogUnavailableError: the log does not answer, or does not let us delete.
         """
 
     def examine(self) -> Iterator[Finding]:

@@ -8,13 +8,17 @@ is garbage that somebody without the key has put there, and the next whole recor
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.frame import HEADER_LEN, MAGIC, MAX_FRAME_BYTES, parse_header, payload_of
+from torchrec_stream_ckpt.errors import CorruptionError, PrunedError
+from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, MAGIC, MAX_FRAME_BYTES, Kind, parse_header, payload_of
+from torchrec_stream_ckpt.format.snapshot import Base
+from torchrec_stream_ckpt.layout import fsync_dir
 
 _BUFFER_BYTES = 2**20
 
@@ -26,8 +30,25 @@ class ControlEnd:
     offset: int
 
 
+@dataclass(frozen=True, slots=True)
+class Front:
+    """Where the records of a file begin."""
+
+    base: int
+    """Offset of the first one."""
+    num_bytes: int
+    """Of what says so; 0 in a file of which nothing was cut."""
+
+    @property
+    def shift(self) -> int:
+        """What an offset is more than a place in the file."""
+        return self.base - self.num_bytes
+
+
 def records(path: Path, start: int, end: ControlEnd, *, garbage: bool) -> Iterator[tuple[int, bytes]]:
     """(offset, record) from offset ``start`` to what is the end of the file now, torn tail excluded.
+
+    Offsets count from the first record that there ever was: a file whose front was cut says where it begins.
 
     Args:
         path: The file.
@@ -37,11 +58,15 @@ def records(path: Path, start: int, end: ControlEnd, *, garbage: bool) -> Iterat
 
     Raises:
         CorruptionError: (without ``garbage``) something is neither a record nor a torn tail.
+        PrunedError: the file begins after ``start``.
         OSError: the file cannot be read.
     """
     with open(path, "rb", buffering=_BUFFER_BYTES) as file:
         size = os.fstat(file.fileno()).st_size
-        position = start
+        front = read_front(file)
+        if start < front.base:
+            raise PrunedError(f"the control log begins at offset {front.base}, not at {start}", path=path)
+        position, headless = start - front.shift, False
         while position < size:
             try:
                 record = _record_at(file, position, size)
@@ -51,9 +76,10 @@ def records(path: Path, start: int, end: ControlEnd, *, garbage: bool) -> Iterat
             except CorruptionError as error:
                 whole, why = None, error
             if whole is not None:
-                end.offset = position + len(whole)
-                yield position, whole
-                position = end.offset
+                _check_head(path, whole, headless=headless)
+                end.offset = position + len(whole) + front.shift
+                yield position + front.shift, whole
+                position += len(whole)
                 continue
             following = _find_record(file, position + 1, size) if garbage else None
             if following is None and _is_torn(file, position, size):
@@ -61,10 +87,66 @@ def records(path: Path, start: int, end: ControlEnd, *, garbage: bool) -> Iterat
             if not garbage:
                 why = why or CorruptionError("a record is longer than the file")
                 raise CorruptionError(why.message, hint=why.hint, path=path, offset=position) from None
-            end.offset = size if following is None else following
+            headless = headless or not position
+            following = size if following is None else following
+            end.offset = following + front.shift
             file.seek(position)
-            yield position, file.read(min(HEADER_LEN, end.offset - position))
-            position = end.offset
+            yield position + front.shift, file.read(min(HEADER_LEN, following - position))
+            position = following
+
+
+def _check_head(path: Path, record: bytes, *, headless: bool) -> None:
+    """Garbage at the very beginning may have been a BASE: then no offset is what it seems."""
+    if headless and parse_header(record).kind is Kind.SNAPSHOT:
+        raise CorruptionError(
+            "the control log begins with what is not a record, and holds snapshots: nobody can tell where it begins",
+            hint="bring it back from its second copy, or from a copy of the log",
+            path=path,
+        )
+
+
+def read_front(file: BinaryIO) -> Front:
+    """What a control log begins with."""
+    file.seek(0)
+    size = os.fstat(file.fileno()).st_size
+    try:
+        record = _record_at(file, 0, size)
+        if record is None or parse_header(record).kind is not Kind.BASE:
+            return Front(0, 0)
+    except CorruptionError:
+        return Front(0, 0)
+    return Front(Base.from_frame(record).base, len(record))
+
+
+def prune(path: Path, base: int) -> bool:
+    """(under the lock) Delete what is before offset ``base``; False when nothing is, or that is gone already.
+
+    Raises:
+        CorruptionError: no record begins there.
+        OSError: the new file cannot be written. The old one is as it was.
+    """
+    scratch = path.with_name(f"{path.name}.pruned")
+    with open(path, "rb", buffering=_BUFFER_BYTES) as old:
+        front = read_front(old)
+        if base <= front.base:
+            return False
+        size = os.fstat(old.fileno()).st_size
+        first = _record_at(old, base - front.shift, size)
+        if first is None:
+            raise CorruptionError(f"no record of the control log begins at offset {base}", path=path)
+        old.seek(base - front.shift)
+        with open(scratch, "wb") as new:  # one that was killed may have left some
+            new.write(Base(parse_header(first).job, base).to_frame())
+            failpoint("prune.begun")
+            shutil.copyfileobj(old, new, _BUFFER_BYTES)
+            new.flush()
+            os.fchmod(new.fileno(), os.fstat(old.fileno()).st_mode & 0o777)
+            os.fsync(new.fileno())
+    failpoint("prune.written")
+    os.rename(scratch, path)
+    failpoint("prune.renamed")
+    fsync_dir(path.parent)
+    return True
 
 
 def _record_at(file: BinaryIO, position: int, size: int) -> bytes | None:

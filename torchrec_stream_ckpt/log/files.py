@@ -41,7 +41,7 @@ from torchrec_stream_ckpt.layout import (
 )
 from torchrec_stream_ckpt.locks import held
 from torchrec_stream_ckpt.log.api import Ack, Cut, DataWriter, Finding, Freed, Incarnation
-from torchrec_stream_ckpt.log.control_file import ControlEnd, records
+from torchrec_stream_ckpt.log.control_file import ControlEnd, prune, read_front, records
 from torchrec_stream_ckpt.log.disk import examine_folder, files_left
 from torchrec_stream_ckpt.log.worker import Worker
 from torchrec_stream_ckpt.types import LogSpan, MarkPlace
@@ -206,7 +206,7 @@ class FileLog:
     def _append_locked(self, path: Path, fd: int, record: bytes, *, garbage: bool) -> int:
         if not os.fstat(fd).st_size:
             fsync_dir(self._root)
-        offset = self._cut_torn_tail(path, fd, garbage=garbage)
+        offset, place = self._cut_torn_tail(path, fd, garbage=garbage)
         try:
             _write_all(fd, [memoryview(record)])
             failpoint("control.written")
@@ -214,7 +214,7 @@ class FileLog:
         except OSError as error:
             # What a failed sync leaves in the page cache can be read and may never reach the disk: take it back.
             try:
-                os.ftruncate(fd, offset)
+                os.ftruncate(fd, place)
             except OSError:
                 raise CommitUnknownError(
                     f"cannot append to the control log, nor take the record back: {error.strerror}",
@@ -222,11 +222,24 @@ class FileLog:
                     path=path,
                 ) from None
             raise
+        if not os.path.samestat(os.fstat(fd), os.stat(path)):
+            raise CommitUnknownError(
+                "the control log was replaced while a record was appended, although the lock was held",
+                hint="see that the file system of the log keeps flock; the record is appended again",
+                path=path,
+            )
         return offset
 
-    def _cut_torn_tail(self, path: Path, fd: int, *, garbage: bool) -> int:
-        """Remove what an appender left that died in the middle of a record: it held the lock, so it is gone."""
-        if os.fstat(fd).st_size < self._control_end:
+    def _cut_torn_tail(self, path: Path, fd: int, *, garbage: bool) -> tuple[int, int]:
+        """Remove what an appender left that died in the middle of a record: it held the lock, so it is gone.
+
+        Returns:
+            The offset of the end, and its place in the file: they differ where the front of the log was deleted.
+        """
+        with open(path, "rb") as file:
+            front = read_front(file)
+        self._control_end = max(self._control_end, front.base)
+        if os.fstat(fd).st_size < self._control_end - front.shift:
             raise LogUnavailableError(
                 f"the control log is shorter than the {self._control_end} bytes that were read from it",
                 hint="it was cut or deleted under a running job: bring it back, or start a new job",
@@ -236,9 +249,32 @@ class FileLog:
         for _ in self._records(self._control_end, end, garbage=garbage):
             pass
         self._control_end = end.offset
-        if os.fstat(fd).st_size != self._control_end:
-            os.ftruncate(fd, self._control_end)
-        return self._control_end
+        place = self._control_end - front.shift
+        if os.fstat(fd).st_size != place:
+            os.ftruncate(fd, place)
+        return self._control_end, place
+
+    def control_base(self) -> int:
+        path = self._root / CONTROL_FILE
+        try:
+            with open(path, "rb") as file:
+                return read_front(file).base
+        except FileNotFoundError:
+            return 0
+        except OSError as error:
+            raise _unavailable("cannot read the control log", path, error) from None
+
+    def control_next(self, offset: int, record: bytes) -> int:
+        return offset + len(record) if _is_record(record) else offset
+
+    def prune_control(self, base: int) -> None:
+        """A new file takes the place of the old one under the lock: who appends opens it by its name, lock in hand."""
+        path = self._root / CONTROL_FILE
+        try:
+            with held(self._root / CONTROL_LOCK, timeout_s=LOCK_TIMEOUT_S):
+                prune(path, base)
+        except OSError as error:
+            raise _unavailable("cannot shorten the control log", path, error) from None
 
     def read_control(self, start: int = 0, *, garbage: bool = False) -> Iterator[tuple[int, bytes]]:
         return self._records(start, ControlEnd(start), garbage=garbage)
@@ -395,6 +431,14 @@ class FileWriter:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _is_record(data: bytes) -> bool:
+    """Whether these bytes are a record, and not a piece of garbage."""
+    try:
+        return len(data) == HEADER_LEN + parse_header(data).payload_len
+    except CorruptionError:
+        return False
 
 
 def _write_all(fd: int, frames: list[memoryview]) -> None:

@@ -25,6 +25,7 @@ from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
     LogUnavailableError,
+    PrunedError,
     StreamLostError,
 )
 from torchrec_stream_ckpt.format.frame import parse_header
@@ -338,7 +339,32 @@ class KafkaLog:
         """Records from ``start`` to what is the end now; none while there is no topic yet."""
         if not start and self._uri.control_topic not in self._describe():
             return iter(())
-        return self._read(self._uri.control_topic, 0, start, None)
+        low, high = self._watermarks(self._uri.control_topic, 0)
+        if start < low:
+            raise PrunedError(
+                f"the control topic begins at offset {low}, not at {start}", topic=self._uri.control_topic
+            )
+        if start > high:
+            raise self._not_there(self._uri.control_topic, 0, (low, high), (start, high))
+        return self._records(self._uri.control_topic, 0, start, high)
+
+    def control_base(self) -> int:
+        """The topic's first offset."""
+        if self._uri.control_topic not in self._describe():
+            return 0
+        return self._watermarks(self._uri.control_topic, 0)[0]
+
+    def control_next(self, offset: int, record: bytes) -> int:
+        return offset + 1
+
+    def prune_control(self, base: int) -> None:
+        """Move the topic's first offset."""
+        topic = self._uri.control_topic
+        self._require(topic, 0, "trim", LogUnavailableError)
+        self._check_rights(topic, self._describe(rights=True)[topic], {TRIM_RIGHT})
+        if base > self._watermarks(topic, 0)[0]:
+            place = ck.TopicPartition(topic, 0, base)
+            self._answers(f"delete records of {topic}", lambda admin: admin.delete_records([place]))
 
     def examine(self) -> Iterator[Finding]:
         """What the brokers say of themselves, of both topics, and of this user's rights."""
@@ -505,14 +531,18 @@ class KafkaLog:
         low, high = self._watermarks(topic, partition)
         end = high if end is None else end
         if begin < low or max(begin, end) > high:
-            raise CorruptionError(
-                f"the log has offsets [{low}, {high}), not [{begin}, {end}): "
-                "a retention ate them, or the topic was deleted and made again",
-                hint=_DESTROYED_HINT,
-                topic=topic,
-                partition=partition,
-            )
+            raise self._not_there(topic, partition, (low, high), (begin, end))
         return self._records(topic, partition, begin, end)
+
+    @staticmethod
+    def _not_there(topic: str, partition: int, there: tuple[int, int], asked: tuple[int, int]) -> CorruptionError:
+        return CorruptionError(
+            f"the log has offsets [{there[0]}, {there[1]}), not [{asked[0]}, {asked[1]}): "
+            "a retention ate them, or the topic was deleted and made again",
+            hint=_DESTROYED_HINT,
+            topic=topic,
+            partition=partition,
+        )
 
     def _records(self, topic: str, partition: int, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
         """All records in [begin, end); offsets may have gaps, so the position decides, not a count."""

@@ -161,7 +161,8 @@ def take_stock(objects: Objects, lineage: Lineage | None, job: bytes) -> Stock:
 def _pass_over_newer(holdings: Holdings) -> None:
     """Markers that came while we looked are as if they were not there: nothing that leads to them goes."""
     catalog, newest = holdings.catalog, holdings.lineage.newest
-    unknown = (catalog.markers | catalog.dropped) - holdings.lineage.commits.keys()
+    lineage = holdings.lineage
+    unknown = (catalog.markers | catalog.dropped) - lineage.commits.keys() - lineage.given_up
     older = [marker for marker in unknown if newest is None or marker < newest.id]
     if older:
         raise CorruptionError(

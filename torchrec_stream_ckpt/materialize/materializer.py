@@ -142,7 +142,7 @@ class Materializer:
         catalog = self._load(job)
         lineage = read()
         newest: dict[int, MarkerId] = {}
-        for marker in sorted(catalog.markers):
+        for marker in sorted(catalog.markers - lineage.given_up):
             newest[marker.generation] = marker
         for marker in newest.values():
             if marker not in lineage.commits:

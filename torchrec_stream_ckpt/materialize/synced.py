@@ -70,6 +70,21 @@ def check_synced(
     return Synced(commit, others, len(checked), len(refs), num_bytes)
 
 
+def given_up(holdings: Holdings) -> list[MarkerId]:
+    """Markers that the store gave up, and at which nothing begins or ends there that another one needs."""
+    catalog, lineage = holdings.catalog, holdings.lineage
+    needed = catalog.markers | {each for fold in catalog.folds for each in fold if each is not None}
+    after: MarkerId | None = None
+    found: list[MarkerId] = []
+    for marker in reversed(lineage.commits):
+        # The interval of the next marker of its generation begins at it.
+        begins = after is not None and after.generation == marker.generation and after in catalog.markers
+        if marker in catalog.dropped and marker not in needed and not begins:
+            found.append(marker)
+        after = marker
+    return found[::-1]
+
+
 def _upto(holdings: Holdings, upto: MarkerId | None) -> Commit:
     catalog = holdings.catalog
     offered = catalog.markers - catalog.dropped

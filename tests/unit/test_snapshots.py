@@ -1,0 +1,439 @@
+"""Snapshots of the control partition: who begins at one sees what he would see who reads everything."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.builders import claim, commit, trim
+from tests.golden import make
+from tests.unit.test_commit_key import KEY, key_file
+from torchrec_stream_ckpt.commit import snapshots
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.commit.snapshots import shorten_control
+from torchrec_stream_ckpt.errors import (
+    CommitUnknownError,
+    ConfigError,
+    CorruptionError,
+    LogUnavailableError,
+    StreamCkptError,
+)
+from torchrec_stream_ckpt.format.control import Commit, ControlRecord, parse_control
+from torchrec_stream_ckpt.format.folding import body_of, is_snapshot, lineage_of
+from torchrec_stream_ckpt.format.frame import HEADER_LEN
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.mac import CommitKey
+from torchrec_stream_ckpt.format.record import meta_of
+from torchrec_stream_ckpt.format.remarks import End, Note, Outcome
+from torchrec_stream_ckpt.layout import CONTROL_FILE
+from torchrec_stream_ckpt.log import control_file
+from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.types import MarkerId
+
+JOB = claim(1).job
+
+
+def end(generation: int) -> End:
+    return End(JOB, generation, f"nonce-{generation}", 7, Outcome.FINISHED, "", 0.0)
+
+
+def note(marker: MarkerId, **meta: float | str) -> Note:
+    return Note(JOB, marker.generation, marker.marker, meta_of(meta), "n", 0.0)
+
+
+NUMBERS = st.integers(1, 4)
+MARKERS = st.builds(MarkerId, NUMBERS, NUMBERS)
+
+
+@st.composite
+def trims(draw: st.DrawFn) -> ControlRecord:
+    reach = {marker.generation: marker for marker in draw(st.lists(MARKERS, min_size=1, max_size=3))}
+    given_up = draw(st.none() | st.sets(MARKERS, max_size=4))
+    if given_up is not None:
+        given_up = {each for each in given_up if each < reach.get(each.generation, each)}
+    names = sorted(map(str, reach.values()))
+    store = draw(st.sampled_from(["file:///one", "file:///two"]))
+    return trim(*names, store=store, given_up=None if given_up is None else tuple(sorted(given_up)))
+
+
+RECORDS = st.one_of(
+    st.builds(claim, NUMBERS, nonce=st.sampled_from(["", "zombie"]), parent=st.none() | MARKERS),
+    st.builds(commit, NUMBERS, NUMBERS, nonce=st.sampled_from([f"nonce-{each}" for each in (1, 2, 3, 4)] + ["zombie"])),
+    st.builds(lambda marker: commit(marker.generation, marker.marker), MARKERS),
+    trims(),
+    st.builds(end, NUMBERS),
+    st.builds(lambda marker, **meta: note(marker, **meta), MARKERS, loss=st.floats(0, 1), tag=st.just("kept")),
+)
+
+
+@given(st.lists(RECORDS, max_size=30), st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_reader_from_a_snapshot_and_the_tail_sees_what_a_reader_of_everything_sees(
+    history: list[ControlRecord], data: st.DataObject
+) -> None:
+    cut = data.draw(st.integers(0, len(history)))
+    history = [claim(1), *history]
+    whole, early = Lineage.of(history), Lineage.of(history[: cut + 1])
+    late = lineage_of(body_of(early))
+    for record in history[cut + 1 :]:
+        late.apply(record)
+    assert body_of(late) == body_of(whole)
+    for name in ("claims", "commits", "ends", "notes", "stale", "unsigned", "given_up", "reach", "next_generation"):
+        assert getattr(late, name) == getattr(whole, name), name
+    assert late.trimmed == whole.trimmed
+    for number in whole.claims:
+        assert late.trim_of(number) == whole.trim_of(number)
+    for marker, made in whole.commits.items():
+        assert late.spans(marker.generation, made.ranks) == whole.spans(marker.generation, made.ranks)
+        try:
+            path = whole.path(marker)
+        except StreamCkptError as error:
+            with pytest.raises(type(error)):
+                late.path(marker)
+        else:
+            assert late.path(marker) == path
+            assert late.bases(marker) == whole.bases(marker)
+
+
+def test_what_a_trim_gives_up_is_kept_by_nobody_and_its_number_is_known() -> None:
+    """A parent stays, whatever a TRIM says: a generation stands on it."""
+    given_up = (MarkerId(1, 1), MarkerId(1, 2), MarkerId(1, 3))
+    lineage = Lineage.of(
+        [claim(1), *(commit(1, each) for each in range(1, 6)), claim(2, parent=MarkerId(1, 2)), commit(2, 6)]
+    )
+    lineage.apply(note(MarkerId(1, 1), loss=0.5))
+    lineage.apply(trim("1:4", given_up=given_up))
+    assert [str(each) for each in lineage.commits] == ["1:2", "1:4", "1:5", "2:6"]
+    assert lineage.given_up == {MarkerId(1, 1), MarkerId(1, 3)}
+    assert [str(each.id) for each in lineage.path(MarkerId(2, 6))] == ["1:2", "2:6"]
+    lineage.apply(trim("1:3", store="file:///late"))  # of somebody who has not read on
+    assert (len(lineage.trims), lineage.stale, lineage.reach) == (2, 0, {1: MarkerId(1, 4)})
+
+
+def test_a_trim_gives_up_nothing_but_what_lies_in_front_of_it() -> None:
+    bad = trim("1:4", given_up=(MarkerId(1, 4),)).to_frame()
+    with pytest.raises(CorruptionError, match=r"TRIM\.given_up must be in order"):
+        parse_control(bad)
+
+
+# On files.
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> FileLog:
+    made = FileLog(tmp_path / "log")
+    made.prepare(1)
+    made.append_control(claim(1).to_frame())
+    return made
+
+
+def again(log: FileLog) -> FileLog:
+    """As another process opens it."""
+    return FileLog(log._root)
+
+
+def grow(log: FileLog, first: int, last: int, sign: Callable[[Commit], Commit] = lambda made: made) -> None:
+    for marker in range(first, last + 1):
+        log.append_control(sign(commit(1, marker)).to_frame())
+
+
+def shorten(log: FileLog, key: Path | None = None) -> int:
+    return shorten_control(log, Control(log, key), at_once=True).base
+
+
+def markers(log: FileLog, key: Path | None = None) -> list[int]:
+    return [marker.marker for marker in Control(again(log), key).refresh().commits]
+
+
+def parts(log: FileLog) -> list[int]:
+    """Offsets of the snapshots."""
+    return [offset for offset, record in log.read_control(log.control_base()) if is_snapshot(record)]
+
+
+@given(st.lists(RECORDS | st.none(), max_size=12))
+@settings(max_examples=10, deadline=None)
+def test_a_log_that_is_shortened_time_and_again_says_what_was_said(
+    tmp_path_factory: pytest.TempPathFactory, history: list[ControlRecord | None]
+) -> None:
+    log = FileLog(tmp_path_factory.mktemp("log"))
+    log.prepare(1)
+    watcher, whole, places = Control(again(log)), Lineage(), {}
+    for record in [claim(1), *history, None, claim(4), None]:
+        if record is None:
+            shorten(log)
+        else:
+            offset = log.append_control(record.to_frame())
+            places[offset] = record.to_frame()
+            whole.apply(record)
+        if len(places) % 3 == 0:
+            assert body_of(watcher.refresh()) == body_of(whole)
+    assert body_of(Control(again(log)).refresh()) == body_of(watcher.refresh()) == body_of(whole)
+    left = {offset: record for offset, record in log.read_control(log.control_base()) if not is_snapshot(record)}
+    assert left == {offset: record for offset, record in places.items() if offset >= log.control_base()}
+
+
+def test_the_log_is_cut_up_to_the_second_newest_snapshot(log: FileLog) -> None:
+    grow(log, 1, 3)
+    assert shorten(log) == 0
+    offsets = [offset for offset, _ in log.read_control()]
+    grow(log, 4, 5)
+    assert shorten(log) == offsets[3]  # where 1:3 stands, the last record that the first snapshot covers
+    assert len(parts(log)) == 2
+    assert markers(log) == [1, 2, 3, 4, 5]
+    grow(log, 6, 6)
+    size = (log._root / CONTROL_FILE).stat().st_size
+    shorten(log)
+    assert (log._root / CONTROL_FILE).stat().st_size < size
+    assert len(parts(log)) == 2
+
+
+def test_nothing_is_written_while_little_stands_behind_the_newest_snapshot(
+    log: FileLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "LEAST_BYTES", 5_000)
+    grow(log, 1, 20)
+    assert shorten_control(log, Control(log)).upto is not None
+    grow(log, 21, 22)
+    assert shorten_control(log, Control(log)).upto is None
+
+
+@pytest.mark.parametrize("damaged", [1, 2])
+def test_a_damaged_snapshot_is_passed_over_for_the_one_before_it(
+    log: FileLog, damaged: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    grow(log, 1, 3)
+    shorten(log)
+    grow(log, 4, 5)
+    shorten(log)
+    grow(log, 6, 6)
+    newest_first = sorted(parts(log), reverse=True)
+    _flip(log, newest_first[:damaged])
+    if damaged == 1:
+        assert markers(log) == [1, 2, 3, 4, 5, 6]
+        assert "a part of a control snapshot is passed over: payload checksum" in caplog.text
+    else:
+        with pytest.raises(CorruptionError, match=r"the control partition begins at offset \d+, and no snapshot"):
+            markers(log)
+
+
+def _flip(log: FileLog, offsets: list[int]) -> None:
+    path = log._root / CONTROL_FILE
+    data = bytearray(path.read_bytes())
+    with path.open("rb") as file:
+        shift = control_file.read_front(file).shift
+    for offset in offsets:
+        data[offset - shift + HEADER_LEN + 60] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_snapshot_of_another_history_is_refused(log: FileLog) -> None:
+    """A control log that was put together from pieces, or whose offsets moved."""
+    grow(log, 1, 3)
+    shorten(log)
+    path = log._root / CONTROL_FILE
+    records = [record for _, record in log.read_control()]
+    path.write_bytes(b"".join([*records[:3], commit(1, 9).to_frame(), *records[4:]]))
+    with pytest.raises(CorruptionError, match="covers another record than the one at offset"):
+        markers(log)
+
+
+def test_an_appender_that_knew_the_old_file_appends_to_the_new_one(log: FileLog) -> None:
+    grow(log, 1, 3)
+    old = again(log)
+    first = old.append_control(commit(1, 4).to_frame())
+    shorten(log)
+    grow(log, 5, 8)
+    shorten(log)
+    assert log.control_base() == first
+    last = old.append_control(commit(1, 9).to_frame())
+    assert last > parts(log)[-1]
+    assert markers(log) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_a_record_that_went_into_a_file_that_is_the_log_no_more_is_not_called_durable(
+    log: FileLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that loses locks: the new file is there before the append is over."""
+    grow(log, 1, 3)
+    shorten(log)
+    grow(log, 4, 4)
+    (_, _), *_, (last, _) = log.read_control()
+
+    def interfere(name: str) -> None:
+        if name == "control.written":
+            monkeypatch.undo()
+            assert control_file.prune(log._root / CONTROL_FILE, last)
+
+    monkeypatch.setattr("torchrec_stream_ckpt.log.files.failpoint", interfere)
+    with pytest.raises(CommitUnknownError, match="the control log was replaced"):
+        log.append_control(commit(1, 5).to_frame())
+
+
+def test_a_reader_that_stands_before_the_base_begins_anew(log: FileLog) -> None:
+    grow(log, 1, 2)
+    sleeper = Control(again(log))
+    sleeper.refresh()
+    grow(log, 3, 4)
+    shorten(log)
+    grow(log, 5, 6)
+    shorten(log)
+    assert [marker.marker for marker in sleeper.refresh().commits] == [1, 2, 3, 4, 5, 6]
+
+
+_PROGRAM = """
+import sys
+from pathlib import Path
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.commit.snapshots import shorten_control
+from torchrec_stream_ckpt.log.files import FileLog
+log = FileLog(Path(sys.argv[1]))
+shorten_control(log, Control(log), at_once=True)
+"""
+
+
+POINTS = ("snapshot.append", "snapshot.written", "prune.begun", "prune.written", "prune.renamed")
+
+
+@pytest.mark.parametrize("point", [*POINTS, "control.written"])
+def test_a_shortening_that_is_killed_takes_nothing_and_is_finished_by_the_next(log: FileLog, point: str) -> None:
+    grow(log, 1, 3)
+    shorten(log)
+    grow(log, 4, 6)
+    fuse = os.environ | {"STREAM_CKPT_FAILPOINTS": f"{point}=kill"}
+    killed = subprocess.run([sys.executable, "-c", _PROGRAM, str(log._root)], env=fuse, timeout=60, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert markers(log) == [1, 2, 3, 4, 5, 6]
+    grow(log, 7, 7)
+    assert shorten(log) > 0
+    assert markers(log) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_what_is_written_is_read_back_before_anything_goes(log: FileLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken machine: the bytes that are appended are not those that were computed."""
+    grow(log, 1, 3)
+    shorten(log)
+    grow(log, 4, 5)
+    wrong = Lineage.of([claim(1), commit(1, 1)])
+    honest = snapshots.snapshot_of
+    monkeypatch.setattr(
+        snapshots,
+        "snapshot_of",
+        lambda folded, incarnation: honest(snapshots.Folded(wrong, folded.upto, folded.crc), incarnation),
+    )
+    with pytest.raises(CorruptionError, match="was read back and is another one"):
+        shorten(log)
+    assert log.control_base() == 0
+
+
+def test_a_read_that_broke_off_is_begun_again(log: FileLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was read before the log went away is not taken for what was folded."""
+    grow(log, 1, 3)
+    control, broken = Control(log), iter([True])
+    read = log.read_control
+
+    def breaking(start: int = 0, *, garbage: bool = False) -> Iterator[tuple[int, bytes]]:
+        for each in read(start, garbage=garbage):
+            yield each
+            if next(broken, False):
+                raise LogUnavailableError("away")
+
+    monkeypatch.setattr(log, "read_control", breaking)
+    with pytest.raises(LogUnavailableError):
+        control.refresh()
+    assert [marker.marker for marker in control.refresh().commits] == [1, 2, 3]
+
+
+# With a commit key.
+
+
+def test_with_a_commit_key_only_its_snapshots_count(tmp_path: Path) -> None:
+    key, sign = key_file(tmp_path / "key"), CommitKey(KEY).sign
+    log = FileLog(tmp_path / "log")
+    log.prepare(1)
+    log.append_control(sign(claim(1)).to_frame())
+    grow(log, 1, 3, sign)
+    log.append_control(commit(1, 4).to_frame())  # of somebody without the key
+    with pytest.raises(ConfigError, match="this job has a commit key, and ignores a snapshot without it"):
+        shorten(log)
+    shorten(log, key)
+    grow(log, 4, 5, sign)
+    assert shorten(log, key) > 0
+    lineage = Control(again(log), key).refresh()
+    assert ([marker.marker for marker in lineage.commits], lineage.unsigned) == ([1, 2, 3, 4, 5], 1)
+    for offset in parts(log):
+        forged = parse_control(dict(log.read_control(log.control_base()))[offset])
+        assert CommitKey(KEY).vouches_for(forged)
+    _forge(log)
+    with pytest.raises(CorruptionError, match="no snapshot of what was before it is whole"):
+        Control(again(log), key).refresh()
+
+
+def _forge(log: FileLog) -> None:
+    """Every snapshot is signed with another key."""
+    path, other = log._root / CONTROL_FILE, CommitKey(bytes(32))
+    with path.open("rb") as file:
+        front = path.read_bytes()[: control_file.read_front(file).num_bytes]
+    records = [parse_control(record) for _, record in log.read_control(log.control_base())]
+    made = [other.sign(each) if is_snapshot(each.to_frame()) else each for each in records]
+    path.write_bytes(front + b"".join(each.to_frame() for each in made))
+
+
+def test_a_log_with_a_commit_key_whose_base_is_damaged_is_refused(tmp_path: Path) -> None:
+    """Garbage is passed over there: but this could have been the BASE, and no offset would mean what it did."""
+    key, sign = key_file(tmp_path / "key"), CommitKey(KEY).sign
+    log = FileLog(tmp_path / "log")
+    log.prepare(1)
+    log.append_control(sign(claim(1)).to_frame())
+    for first in (1, 4):
+        grow(log, first, first + 2, sign)
+        shorten(log, key)
+    path = log._root / CONTROL_FILE
+    data = bytearray(path.read_bytes())
+    data[20] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptionError, match="nobody can tell where it begins"):
+        Control(again(log), key).refresh()
+
+
+# A log that began with version 1.
+
+
+def test_a_log_of_version_1_gets_its_first_snapshot_with_its_records_as_they_are(tmp_path: Path) -> None:
+    log = FileLog(tmp_path / "log")
+    log.prepare(1)
+    records = [make.undump((make.HERE / "v1" / f"{name}.hex").read_text()) for name in ("claim", "commit", "trim")]
+    for record in records:
+        log.append_control(record)
+    before = body_of(Control(log).refresh())
+    shorten(log)
+    claimed = parse_control(records[0])
+    assert isinstance(claimed, type(claim(1)))
+    later = claim(2, parent=MarkerId(1, 1), job=claimed.job)
+    log.append_control(later.to_frame())
+    shorten(log)
+    assert before.endswith(b"".join(records))
+    assert log.control_base() > 0
+    lineage = Control(again(log)).refresh()
+    assert [each.to_frame() for each in lineage.records()] == [*records[:2], later.to_frame(), records[2]]
+
+
+def test_a_snapshot_of_many_records_comes_in_parts(log: FileLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchrec_stream_ckpt.format.snapshot.PIECE_BYTES", 200)
+    grow(log, 1, 20)
+    shorten(log)
+    assert len(parts(log)) > 3
+    assert markers(log) == list(range(1, 21))
+    copy = log._root.with_name("copy")
+    shutil.copytree(log._root, copy)
+    path, (_, cut, *_) = copy / CONTROL_FILE, parts(log)
+    path.write_bytes(path.read_bytes()[:cut])  # killed after the first part
+    assert markers(FileLog(copy)) == list(range(1, 21))

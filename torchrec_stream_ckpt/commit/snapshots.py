@@ -1,0 +1,132 @@
+"""Keeping the control partition short: a snapshot of it is appended, and what the one before it covers is deleted.
+
+This is done where log is trimmed, by ``stream-ckpt trim``, in no trainer: a log that nobody trims grows by its rows
+anyway, and what a snapshot spares are above all the COMMITs that a TRIM gives up. So no commit waits for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, LogUnavailableError
+from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.format.folding import Folded, body_of, is_snapshot, lineage_of, snapshot_of
+from torchrec_stream_ckpt.format.snapshot import Parts, Snapshot, unpack
+from torchrec_stream_ckpt.log.api import Log
+
+LEAST_BYTES = 2**20
+"""So much has to stand behind the newest snapshot, and as much as it has itself, before there is another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shortened:
+    """What was done to a control partition."""
+
+    upto: int | None
+    """The new snapshot covers all up to this offset; None: it was not time for one."""
+    base: int
+    """Where the control partition begins now."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Standing:
+    """A snapshot that stands in the control partition whole."""
+
+    upto: int
+    num_bytes: int
+    """Of its records."""
+
+
+def shorten_control(log: Log, control: Control, *, at_once: bool = False) -> Shortened:
+    """Append a snapshot if it is time, and delete what the second-newest one covers.
+
+    Trainers may write and readers read meanwhile, and several may do this at once.
+
+    Args:
+        log: The log.
+        control: Its control partition; with the commit key if the job has one.
+        at_once: Do not wait until it is worth it.
+
+    Raises:
+        ConfigError: the job has a commit key, and ``control`` has none.
+        CorruptionError: what was written is not what was read back. Nothing was deleted.
+        UnsupportedError: the snapshot would be larger than a reader takes.
+        LogUnavailableError: the log does not answer, or does not let us delete. Do it again.
+        CommitUnknownError: nobody knows whether a part of it is there. Do it again.
+    """
+    lineage = control.refresh()
+    if not lineage.claims:
+        return Shortened(None, log.control_base())
+    if any(claim.mac for claim in lineage.claims.values()) and not control.signs:
+        raise ConfigError("this job has a commit key, and ignores a snapshot without it", hint="--commit-key-file FILE")
+    standing, behind = _look(control)
+    newest = standing[-1] if standing else None
+    upto = None
+    worth = max(LEAST_BYTES, newest.num_bytes if newest is not None else 0)
+    if behind >= (1 if at_once else worth):
+        upto = _write(log, control)
+        standing, _ = _look(control)
+        if all(each.upto != upto for each in standing):
+            raise CorruptionError(f"the control snapshot up to offset {upto} was appended and is not there whole")
+    if len(standing) > 1:
+        failpoint("snapshot.written")
+        log.prune_control(standing[-2].upto)
+    return Shortened(upto, log.control_base())
+
+
+def _write(log: Log, control: Control) -> int:
+    """Append a snapshot of what is there now, computed twice; returns the offset up to which it says all."""
+    folded = control.fold_again()
+    again = control.fold_again(folded.upto)
+    now = log.incarnation()
+    if now is None:
+        raise LogUnavailableError("the log is gone", hint="bring it back")
+    if _essence(folded) != _essence(again):
+        hint = "test the machine's memory"
+        raise CorruptionError("the control partition was read twice and said two things", hint=hint)
+    parts = snapshot_of(folded, now.id)
+    for part in parts:
+        failpoint("snapshot.append")
+        control.append_snapshot(part)
+    if _read_back(control, parts[0]) != body_of(again.lineage):
+        raise CorruptionError("a control snapshot was read back and is another one than was written")
+    return folded.upto
+
+
+def _essence(folded: Folded) -> tuple[int, int, bytes]:
+    return folded.upto, folded.crc, body_of(folded.lineage)
+
+
+def _read_back(control: Control, written: Snapshot) -> bytes:
+    parts = Parts()
+    for _, record in control.raw():
+        part = control.snapshot_part(record) if is_snapshot(record) else None
+        if part is not None and part.key == written.key and (whole := parts.add(part)) is not None:
+            return unpack(whole)
+    raise CorruptionError("a control snapshot was appended, and is not there whole")
+
+
+def _look(control: Control) -> tuple[list[_Standing], int]:
+    """The snapshots that are whole, oldest first, and how many bytes of records none of them covers."""
+    found: dict[tuple[int, int, int, str], Parts] = {}
+    whole: dict[int, _Standing] = {}
+    sizes: list[tuple[int, int]] = []
+    for offset, record in control.raw():
+        if not is_snapshot(record):
+            sizes.append((offset, len(record)))
+        elif (part := control.snapshot_part(record)) is not None:
+            parts = found.setdefault(part.key, Parts()).add(part)
+            if parts is not None and _is_sound(parts):
+                whole[part.upto] = _Standing(part.upto, sum(len(each.to_frame()) for each in parts))
+    standing = [whole[upto] for upto in sorted(whole)]
+    covered = standing[-1].upto if standing else -1
+    return standing, sum(size for offset, size in sizes if offset > covered)
+
+
+def _is_sound(parts: list[Snapshot]) -> bool:
+    try:
+        lineage_of(unpack(parts))
+    except CorruptionError:
+        return False
+    return True

@@ -1,0 +1,197 @@
+"""Folding a control partition from its newest snapshot on, and making such a snapshot.
+
+A snapshot is a pure function of the records up to an offset: whoever folds the same prefix makes the same bytes. It
+holds the records that still decide something, byte for byte, and the few numbers that no record says.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from crc32c import crc32c
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.control import ControlRecord, parse_control
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, parse_header
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.schema import canonical
+from torchrec_stream_ckpt.format.snapshot import Parts, Snapshot, pack, unpack
+from torchrec_stream_ckpt.types import MarkerId
+
+log = logging.getLogger(__name__)
+
+_AHEAD_BYTES = 2**25
+"""Records that a reader holds back at most, in case that a snapshot spares it to fold them."""
+_NUMBERS = {"stale", "unsigned", "taken", "given_up"}
+
+
+@dataclass(slots=True)
+class Folded:
+    """A control partition up to some record."""
+
+    lineage: Lineage = field(default_factory=Lineage)
+    upto: int = -1
+    """Offset of the last record that was folded."""
+    crc: int = 0
+    """CRC32C of that record."""
+
+
+def body_of(lineage: Lineage) -> bytes:
+    """What a snapshot of this lineage carries: a line of JSON, then frames, one after the other."""
+    given_up: dict[str, list[int]] = {}
+    for marker in sorted(lineage.given_up):
+        given_up.setdefault(str(marker.generation), []).append(marker.marker)
+    numbers = {"stale": lineage.stale, "unsigned": lineage.unsigned, "taken": lineage.taken, "given_up": given_up}
+    return canonical(numbers) + b"\n" + b"".join(record.to_frame() for record in lineage.records())
+
+
+def lineage_of(body: bytes, *, serving: bool = False) -> Lineage:
+    """The lineage that a snapshot carries.
+
+    Raises:
+        CorruptionError: it carries none.
+    """
+    line, _, frames = body.partition(b"\n")
+    numbers = _numbers(line)
+    given_up = (
+        MarkerId(int(generation), marker) for generation, each in numbers.pop("given_up").items() for marker in each
+    )
+    stale = numbers.pop("stale")
+    lineage = Lineage.restored(_records(frames, serving=serving), stale=stale, given_up=given_up, **numbers)
+    if lineage.stale != stale:
+        raise CorruptionError("a SNAPSHOT carries records that do not count")
+    return lineage
+
+
+def snapshot_of(folded: Folded, incarnation: str) -> list[Snapshot]:
+    """The records, not signed yet, of a snapshot of what was folded.
+
+    Raises:
+        UnsupportedError: it is larger than a reader takes.
+    """
+    lineage = folded.lineage
+    return pack(body_of(lineage), lineage.job, lineage.newest_generation, incarnation, folded.upto, folded.crc)
+
+
+def _numbers(line: bytes) -> dict[str, Any]:
+    try:
+        numbers = json.loads(line.decode("ascii"))
+        whole = [numbers[name] for name in ("stale", "unsigned", "taken")]
+        given_up = [each for markers in numbers["given_up"].values() for each in markers]
+        known = numbers.keys() == {"stale", "unsigned", "taken", "given_up"} and all(
+            map(str.isdigit, numbers["given_up"])
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        known, whole, given_up = False, [], []
+    if not known or any(type(each) is not int or not 0 <= each < 2**64 for each in [*whole, *given_up]):
+        raise CorruptionError("a SNAPSHOT does not begin with its numbers")
+    return dict(numbers)
+
+
+def _records(frames: bytes, *, serving: bool) -> Iterator[ControlRecord]:
+    view, position = memoryview(frames), 0
+    while position < len(view):
+        end = position + HEADER_LEN + parse_header(view[position : position + HEADER_LEN]).payload_len
+        record = parse_control(view[position:end], serving=serving)
+        if isinstance(record, Snapshot):
+            raise CorruptionError("a SNAPSHOT carries another one")
+        yield record
+        position = end
+
+
+def fold(
+    records: Iterable[tuple[int, bytes]],
+    base: int,
+    apply: Callable[[Folded, int, bytes], None],
+    take: Callable[[bytes], Snapshot | None],
+    *,
+    serving: bool = False,
+) -> Folded:
+    """Fold what is left of a control partition, from the newest snapshot that is whole.
+
+    Args:
+        records: (offset, record) of all that is left, from ``base`` on.
+        base: Where that begins; not 0: what was before it has been deleted, and a snapshot has to say it.
+        apply: Folds one record that is no SNAPSHOT.
+        take: Reads one SNAPSHOT; None for one that does not count.
+        serving: Whether the reader takes the lossy rows of a serving stream.
+
+    Raises:
+        CorruptionError: no snapshot of what was before ``base`` is whole; or a record is damaged, or not where a
+            snapshot says.
+    """
+    folded, ahead, parts = Folded() if not base else None, _Ahead(), Parts()
+    for offset, record in records:
+        if is_snapshot(record):
+            part = take(record)
+            whole = parts.add(part) if part is not None and part.upto >= base else None
+            if whole is not None and (folded is None or whole[0].upto > folded.upto):
+                ahead.check(whole[0])
+                folded = _folded_in(whole, offset, serving=serving) or folded
+                ahead.forget(folded)
+            continue
+        ahead.add(offset, record)
+        while folded is not None and ahead.num_bytes > _AHEAD_BYTES:
+            apply(folded, *ahead.pop())
+    if folded is None:
+        raise CorruptionError(
+            f"the control partition begins at offset {base}, and no snapshot of what was before it is whole",
+            hint="bring it back from its second copy, or from a copy of the log; or put the log back from its store, "
+            "into an empty place: stream-ckpt recover",
+        )
+    while ahead.records:
+        apply(folded, *ahead.pop())
+    return folded
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """Records that were read and not folded."""
+
+    records: deque[tuple[int, bytes]] = field(default_factory=deque)
+    num_bytes: int = 0
+
+    def add(self, offset: int, record: bytes) -> None:
+        self.records.append((offset, record))
+        self.num_bytes += len(record)
+
+    def pop(self) -> tuple[int, bytes]:
+        offset, record = self.records.popleft()
+        self.num_bytes -= len(record)
+        return offset, record
+
+    def check(self, part: Snapshot) -> None:
+        """Raises CorruptionError if the last record that a snapshot covers is not the one that stands there."""
+        record = next((record for offset, record in self.records if offset == part.upto), b"")
+        if crc32c(record) != part.crc:
+            raise CorruptionError(
+                f"a control snapshot covers another record than the one at offset {part.upto}: "
+                "the control partition is not the one that it was made of",
+                hint="bring the control partition back from its second copy, or from a copy of the log",
+                control_offset=part.upto,
+            )
+
+    def forget(self, folded: Folded | None) -> None:
+        while folded is not None and self.records and self.records[0][0] <= folded.upto:
+            self.pop()
+
+
+def is_snapshot(record: bytes) -> bool:
+    """Whether a record says that it is a part of a snapshot: damaged or not, it decides nothing."""
+    try:
+        return parse_header(record).kind is Kind.SNAPSHOT
+    except CorruptionError:
+        return False
+
+
+def _folded_in(parts: list[Snapshot], offset: int, *, serving: bool) -> Folded | None:
+    try:
+        return Folded(lineage_of(unpack(parts), serving=serving), parts[0].upto, parts[0].crc)
+    except CorruptionError as error:
+        log.warning("the control snapshot that ends at offset %d is passed over: %s", offset, error.headline)
+        return None

@@ -1,0 +1,181 @@
+"""SNAPSHOT: what the control partition says up to an offset, in one or several records. Readers begin there.
+
+What it holds is in :mod:`torchrec_stream_ckpt.format.folding`; this is the record that carries a piece of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torchrec_stream_ckpt.errors import CorruptionError, UnsupportedError
+from torchrec_stream_ckpt.format.fields import Fields
+from torchrec_stream_ckpt.format.frame import VERSION, Buffer, Header, Kind, json_frame, parse_header, payload_of
+from torchrec_stream_ckpt.format.record import MAC, Record
+from torchrec_stream_ckpt.format.schema import canonical
+
+PIECE_BYTES = 700_000
+"""Packed bytes that one record carries at most: its JSON has to fit a frame."""
+MAX_PARTS = 256
+MAX_BYTES = 2**30
+"""Of what is packed."""
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """First in the file of a control log whose front was deleted."""
+
+    job: bytes
+    base: int
+    """Offset of the first record, which stands behind this one."""
+
+    def to_frame(self) -> bytes:
+        body = {"job": self.job.hex(), "base": self.base}
+        return bytes(json_frame(Header(Kind.BASE, self.job, 0), canonical(body)))
+
+    @classmethod
+    def from_frame(cls, frame: Buffer) -> Base:
+        """Raises CorruptionError for a damaged one."""
+        header = parse_header(frame)
+        raw = Fields(payload_of(header, frame), "BASE", cls, header.version, job=header.job.hex())
+        return cls(header.job, raw.take("base", int))
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot(Record):
+    """One part of a snapshot of the control partition. It decides nothing that other records have not decided."""
+
+    KIND: ClassVar[Kind] = Kind.SNAPSHOT
+
+    job: bytes
+    generation: int
+    """The newest one that was claimed."""
+    incarnation: str
+    """Identity of the log: offsets mean nothing in another one."""
+    upto: int
+    """Offset of the last record that it covers."""
+    crc: int
+    """CRC32C of that record."""
+    part: int
+    parts: int
+    num_bytes: int
+    """Of all that is packed."""
+    digest: str
+    """SHA-256 of the packed bytes of all parts, 64 hex digits."""
+    piece: str
+    """This part's packed bytes, base64."""
+    mac: str = ""
+    version: int = field(default=VERSION, compare=False)
+
+    @property
+    def key(self) -> tuple[int, int, int, str]:
+        """What the parts of one snapshot have in common."""
+        return self.upto, self.parts, self.num_bytes, self.digest
+
+    @property
+    def packed(self) -> bytes:
+        return base64.b64decode(self.piece)
+
+    @classmethod
+    def from_json(cls, header: Header, data: Buffer) -> Snapshot:
+        same = {"job": header.job.hex(), "generation": header.generation}
+        raw = Fields(data, "SNAPSHOT", cls, header.version, **same)
+        made = cls(
+            job=header.job,
+            generation=header.generation,
+            incarnation=raw.take("incarnation", str),
+            upto=raw.take("upto", int),
+            crc=raw.take("crc", int),
+            part=raw.take("part", int),
+            parts=raw.take("parts", int),
+            num_bytes=raw.take("num_bytes", int),
+            digest=raw.matching("digest", _DIGEST),
+            piece=raw.take("piece", str),
+            mac=raw.matching("mac", MAC),
+            version=header.version,
+        )
+        if not made.part < made.parts <= MAX_PARTS or made.num_bytes > MAX_BYTES:
+            raise CorruptionError(f"SNAPSHOT: part {made.part} of {made.parts}, {made.num_bytes} bytes: too much")
+        try:
+            length = len(base64.b64decode(made.piece, validate=True))
+        except binascii.Error:
+            raise CorruptionError("SNAPSHOT.piece is no base64") from None
+        if not 0 < length <= PIECE_BYTES:
+            raise CorruptionError(f"SNAPSHOT.piece has {length} bytes")
+        return made
+
+
+def pack(body: bytes, job: bytes, generation: int, incarnation: str, upto: int, crc: int) -> list[Snapshot]:
+    """The records that carry ``body``.
+
+    Raises:
+        UnsupportedError: it is larger than a reader takes.
+    """
+    packed = zlib.compress(body, 6)
+    pieces = [packed[begin : begin + PIECE_BYTES] for begin in range(0, len(packed), PIECE_BYTES)]
+    if len(pieces) > MAX_PARTS or len(body) > MAX_BYTES:
+        raise UnsupportedError(f"a snapshot of the control partition would have {len(body)} bytes, too many")
+    digest = hashlib.sha256(packed).hexdigest()
+    return [
+        Snapshot(
+            job,
+            generation,
+            incarnation,
+            upto,
+            crc,
+            part,
+            len(pieces),
+            len(body),
+            digest,
+            base64.b64encode(piece).decode("ascii"),
+        )
+        for part, piece in enumerate(pieces)
+    ]
+
+
+def unpack(parts: Sequence[Snapshot]) -> bytes:
+    """What all parts of one snapshot, in order, carry; allocates no more than they declare.
+
+    Raises:
+        CorruptionError: it is not what was packed.
+    """
+    packed, first = b"".join(part.packed for part in parts), parts[0]
+    if hashlib.sha256(packed).hexdigest() != first.digest:
+        raise CorruptionError("the parts of a SNAPSHOT do not have its digest")
+    unpacker = zlib.decompressobj()
+    try:
+        body = unpacker.decompress(packed, first.num_bytes + 1)
+    except zlib.error as error:
+        raise CorruptionError(f"a SNAPSHOT cannot be unpacked: {error}") from None
+    if len(body) != first.num_bytes or not unpacker.eof or unpacker.unused_data:
+        raise CorruptionError(f"a SNAPSHOT does not unpack to the {first.num_bytes} bytes that it declares")
+    return body
+
+
+class Parts:
+    """Collects the parts of the snapshot that reaches furthest, in whatever order they come."""
+
+    def __init__(self, parts: Iterable[Snapshot] = ()) -> None:
+        self._key: tuple[int, int, int, str] | None = None
+        self._found: dict[int, Snapshot] = {}
+        for part in parts:
+            self.add(part)
+
+    def add(self, part: Snapshot) -> list[Snapshot] | None:
+        """All parts in order, once this was the last one that was missing."""
+        if self._key is None or part.key > self._key:
+            self._key, self._found = part.key, {}
+        if part.key != self._key or part.part in self._found:
+            return None
+        self._found[part.part] = part
+        return list(self._in_order()) if len(self._found) == part.parts else None
+
+    def _in_order(self) -> Iterator[Snapshot]:
+        return (self._found[number] for number in sorted(self._found))
