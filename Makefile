@@ -14,8 +14,8 @@ GPU_PY ?= python3
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kafka test test-kafka test-slow test-matrix test-gpu fuzz chaos coverage lint bench lock \
-  clean kafka-tools test-tools
+.PHONY: help setup demo demo-kafka test test-unit test-all test-kafka test-slow test-matrix test-gpu fuzz chaos coverage \
+  lint bench lock clean kafka-tools browser-tools test-tools compiled
 
 help: ## Show these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,13 +35,21 @@ demo-kafka: kafka-tools ## The same over a Kafka broker that it starts and stops
 	@$(PY) recipes/demo.py --kafka $(DEMO_ARGS)
 
 # One thread a process: ranks that share few cores otherwise wait for each other's spinning threads.
-test: test-tools ## Run all tests, Kafka and S3 included (WORKERS=2 PYTEST_ARGS="tests/unit -x")
+test: test-tools compiled ## Run all tests, Kafka and S3 included (WORKERS=2 PYTEST_ARGS="tests/unit -x")
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile --durations 40 $(PYTEST_ARGS)
 
-test-kafka: kafka-tools ## Run only the tests that need a broker (PYTEST_ARGS=...)
+test-unit: browser-tools compiled ## Run the tests of single modules, without ranks and servers (PYTEST_ARGS=...)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile tests/unit $(PYTEST_ARGS)
+
+# What `make test` draws a sample of runs in full: slow tests, random jobs, damaged bytes, property tests on new examples.
+test-all: test-tools compiled ## Run all tests in their long form, the slow ones too; hours (PYTEST_ARGS=...)
+	@STREAM_CKPT_RANDOM=1 STREAM_CKPT_MATRIX_EXAMPLES=10 STREAM_CKPT_FUZZ_S=60 OMP_NUM_THREADS=1 \
+	  $(PY) -m pytest -n $(WORKERS) --dist loadfile --timeout 1800 -m 'not gpu' --durations 40 $(PYTEST_ARGS)
+
+test-kafka: kafka-tools compiled ## Run only the tests that need a broker (PYTEST_ARGS=...)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -m 'kafka and not slow' $(PYTEST_ARGS)
 
-test-slow: test-tools ## Run the tests that take more than a minute each, a broker that stands still for one; property tests on new examples (PYTEST_ARGS=...)
+test-slow: test-tools compiled ## Run the tests that take more than a minute each, a broker that stands still for one; property tests on new examples (PYTEST_ARGS=...)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -m slow $(PYTEST_ARGS)
 	@STREAM_CKPT_RANDOM=1 OMP_NUM_THREADS=1 $(PY) -m pytest -m hypothesis tests/unit
 
@@ -60,7 +68,7 @@ chaos: kafka-tools ## Kill, stop, fill, cut and tamper, in the long form (CHAOS_
 coverage: $(STAMP) ## Write docs/coverage.md anew: what the tests show, cell by cell
 	@$(PY) -m tests.coverage
 
-test-matrix: test-tools $(OLD_STAMP) ## Run all tests under both locked stacks, about twice as long (PYTEST_ARGS=...)
+test-matrix: test-tools compiled $(OLD_STAMP) ## Run all tests under both locked stacks, about twice as long (PYTEST_ARGS=...)
 	@OMP_NUM_THREADS=1 bash scripts/test_matrix.sh $(VENV) $(OLD_VENV) -- $(PYTEST_ARGS)
 
 lint: $(STAMP) ## Check style and types: ruff, mypy --strict on the package
@@ -84,6 +92,12 @@ clean: ## Remove caches, build products and the demo's folder; .venv* stay
 kafka-tools: $(STAMP)
 	@bash scripts/java_tools.sh kafka
 
-test-tools: $(STAMP)
+test-tools: browser-tools
 	@bash scripts/java_tools.sh kafka s3proxy
+
+browser-tools: $(STAMP)
 	@command -v chromium chromium-browser google-chrome >/dev/null || bash scripts/apt_get.sh Chromium chromium
+
+# Where Python may not write bytecode, every process that a test starts would compile the package for itself (0.3 s).
+compiled: $(STAMP)
+	@$(PY) -m compileall -q torchrec_stream_ckpt recipes tests benchmarks

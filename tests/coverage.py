@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -103,16 +102,6 @@ class Suite:
     pitfalls: dict[int, set[str]] = field(default_factory=dict)
     """Number -> tests that carry it."""
 
-    def to_json(self) -> str:
-        pitfalls = {str(number): sorted(tests) for number, tests in self.pitfalls.items()}
-        return json.dumps({"claims": [asdict(claim) for claim in self.claims], "pitfalls": pitfalls})
-
-    @classmethod
-    def from_json(cls, text: str) -> Suite:
-        raw = json.loads(text)
-        claims = [Claim(**{**claim, "cell": Cell(**claim["cell"])}) for claim in raw["claims"]]
-        return cls(claims, {int(number): set(tests) for number, tests in raw["pitfalls"].items()})
-
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """As a plugin of pytest: read the markers of everything collected."""
         for item in session.items:
@@ -132,9 +121,9 @@ def collect() -> Suite:
     """Everything that the suite says, GPU tests included; imports every test, runs none."""
     suite = Suite()
     said = io.StringIO()
-    arguments = ["--collect-only", "-q", "-m", "gpu or slow or not slow", "-p", "no:cacheprovider", str(ROOT / "tests")]
+    arguments = ["--collect-only", "-q", "-m", "gpu or slow or not slow", "-p", "no:cacheprovider", "--assert=plain"]
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        code = pytest.main(arguments, plugins=[suite])
+        code = pytest.main([*arguments, str(ROOT / "tests")], plugins=[suite])
     assert code == pytest.ExitCode.OK, said.getvalue()
     return suite
 

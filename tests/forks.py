@@ -6,6 +6,125 @@ A process has one such server, whoever asks for it, and the last list of imports
 from __future__ import annotations
 
 import multiprocessing
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+T = TypeVar("T")
+ROOT = Path(__file__).parents[1]
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["tests.imported"])
+
+
+def call(function: Callable[..., T], *args: Any, timeout_s: float = 120.0) -> T:
+    """What an importable ``function(*args)`` returns in a process of its own.
+
+    Raises:
+        AssertionError: it raised, died or took too long; its traceback is on stderr.
+    """
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(theirs, function, args))
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(timeout_s), f"{function.__name__} did not finish in {timeout_s} s"
+        result: T = ours.recv()
+        return result
+    except EOFError:
+        raise AssertionError(f"{function.__name__} raised or died") from None
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def run_script(script: Path, *arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+    """``subprocess.run`` of a script of the project, from its root, without the seconds that importing torch takes."""
+    with tempfile.TemporaryDirectory(prefix="script-") as folder:
+        said = Path(folder, "stdout"), Path(folder, "stderr")
+        process = context.Process(target=_run_script, args=(script, arguments, said))
+        process.start()
+        process.join(timeout_s)
+        code = process.exitcode
+        process.kill()
+        process.join()
+        assert code is not None, f"{script} did not end in {timeout_s} s: {said[1].read_text()}"
+        return subprocess.CompletedProcess(arguments, code, *(path.read_text() for path in said))
+
+
+class Torchrun:
+    """The ranks of a script as ``torchrun --standalone`` would start them, without the seconds of importing torch."""
+
+    def __init__(self, world: int, script: Path, *arguments: str) -> None:
+        ours, theirs = context.Pipe(duplex=False)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._ranks = [
+            context.Process(target=_run_rank, args=(script, arguments, theirs, port, rank, world), daemon=True)
+            for rank in range(world)
+        ]
+        for rank in self._ranks:
+            rank.start()
+        theirs.close()
+        self.stdout: TextIO = os.fdopen(os.dup(ours.fileno()), errors="replace")
+        """What all ranks say, on stderr too; ends with them."""
+        ours.close()
+        self.returncode: int | None = None
+        """Once all have left: the first exit status that is not 0."""
+
+    def end(self, timeout_s: float) -> tuple[int, str]:
+        """Wait until all ranks have left; their exit status, and what they said."""
+        late = threading.Timer(timeout_s, self._kill_ranks)
+        late.start()
+        said = self.stdout.read()
+        late.cancel()
+        self.kill()
+        return self.returncode or 0, said
+
+    def kill(self) -> None:
+        """SIGKILL to the ranks that still run."""
+        self._kill_ranks()
+        for rank in self._ranks:
+            rank.join()
+        self.returncode = next((rank.exitcode for rank in self._ranks if rank.exitcode), 0)
+        self.stdout.close()
+
+    def _kill_ranks(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+
+
+def _answer(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    pipe.send(function(*args))
+
+
+def _run_script(script: Path, arguments: tuple[str, ...], said: tuple[Path, Path]) -> None:
+    for path, stream in zip(said, (1, 2), strict=True):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    _run_as_main(script, arguments)
+
+
+def _run_rank(script: Path, arguments: tuple[str, ...], said: Connection, port: int, rank: int, world: int) -> None:
+    for stream in (1, 2):
+        os.dup2(said.fileno(), stream)
+    said.close()
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in ranks.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    _run_as_main(script, arguments)
+
+
+def _run_as_main(script: Path, arguments: tuple[str, ...]) -> None:
+    os.chdir(ROOT)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")

@@ -10,8 +10,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
+
+from tests.forks import Torchrun
 
 pytestmark = pytest.mark.distributed
 
@@ -31,51 +34,63 @@ RECIPES = {
 KILLED = ("train_two_tower", "train_bert4rec", "train_dlrm_fsdp")
 """Those whose jobs differ: DeepFM and PNN restart by the same lines."""
 PROVED = ("train_bert4rec",)
+BY_TORCHRUN = ("train_two_tower",)
+"""The ranks of the others find the same in their environment, and are forked."""
 
 
-def start(world: int, recipe: str, *flags: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
-    return subprocess.Popen(
-        [*command, str(ROOT / "recipes" / f"{recipe}.py"), *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
+class Users:
+    """``torchrun --standalone``, as users type it."""
+
+    def __init__(self, world: int, script: Path, *arguments: str) -> None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
+        self._process = subprocess.Popen(
+            [*command, str(script), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        )
+        assert self._process.stdout is not None
+        self.stdout: IO[str] = self._process.stdout
+        self.returncode: int | None = None
+
+    def end(self, timeout_s: float) -> tuple[int, str]:
+        try:
+            said, _ = self._process.communicate(timeout=timeout_s)
+        finally:
+            self.kill()
+        return self.returncode or 0, said
+
+    def kill(self) -> None:
+        """SIGKILL to all ranks, and to torchrun should it not end by that."""
+        job = self._process
+        children = Path(f"/proc/{job.pid}/task/{job.pid}/children")
+        for child in children.read_text().split() if job.poll() is None else []:
+            with contextlib.suppress(ProcessLookupError):  # it ended between the question and the signal
+                os.kill(int(child), signal.SIGKILL)
+        try:
+            self.returncode = job.wait(timeout=30)
+        finally:
+            job.kill()
+            self.stdout.close()
+
+
+def start(world: int, recipe: str, *flags: str) -> Users | Torchrun:
+    return (Users if recipe in BY_TORCHRUN else Torchrun)(world, ROOT / "recipes" / f"{recipe}.py", *flags)
 
 
 def run(world: int, recipe: str, *flags: str) -> tuple[int, str]:
     """Exit status and output of a job that ends by itself."""
-    job = start(world, recipe, *flags)
-    try:
-        output, _ = job.communicate(timeout=120)
-    finally:
-        kill(job)
-    return job.returncode, output
-
-
-def kill(job: subprocess.Popen[str]) -> None:
-    """SIGKILL to all ranks, and to torchrun should it not end by that."""
-    children = Path(f"/proc/{job.pid}/task/{job.pid}/children")
-    for child in children.read_text().split() if job.poll() is None else []:
-        with contextlib.suppress(ProcessLookupError):  # it ended between the question and the signal
-            os.kill(int(child), signal.SIGKILL)
-    try:
-        job.wait(timeout=30)
-    finally:
-        job.kill()
-        if job.stdout is not None:
-            job.stdout.close()
+    return start(world, recipe, *flags).end(120)
 
 
 def losses(output: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+), epoch \d+: loss (\S+)", output)}
 
 
-def lines_until_killed(job: subprocess.Popen[str]) -> Iterator[str]:
+def lines_until_killed(job: Users | Torchrun) -> Iterator[str]:
     """What a job says until two steps behind the first marker that was committed."""
-    assert job.stdout is not None
     committed = False
     try:
         for line in job.stdout:
@@ -84,7 +99,7 @@ def lines_until_killed(job: subprocess.Popen[str]) -> Iterator[str]:
             if committed and max(losses(line), default=0) >= MARKER_EVERY + 2:
                 break
     finally:
-        kill(job)
+        job.kill()
 
 
 @pytest.mark.parametrize("recipe", KILLED)
@@ -92,7 +107,7 @@ def test_a_killed_recipe_goes_on_on_another_number_of_ranks(recipe: str, tmp_pat
     flags = [*COMMON, *RECIPES[recipe], "--stream_ckpt", f"file://{tmp_path}"]
     job = start(2, recipe, *flags, "--epochs", "1000", "--sharding", "column_wise")
     first = "".join(lines_until_killed(job))
-    assert job.returncode != 0
+    assert job.returncode
     assert f"no committed marker in file://{tmp_path}: starting afresh" in first
     check_second(first, *run(3, recipe, *flags))
     if recipe in PROVED:

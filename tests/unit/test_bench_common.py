@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.forks import run_script
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -105,14 +105,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without CUDA")
 @pytest.mark.parametrize("case", ["marker", "scale", "step_time"])
 def test_a_case_on_a_gpu_that_is_not_there_says_so(case: str) -> None:
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / case / "run.py"), "--device", "cuda"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = run_script(BENCHMARKS / case / "run.py", "--device", "cuda")
     assert done.returncode == 2
     assert "argument --device: torch finds no CUDA device here" in done.stderr
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.coverage import DOC, PITFALLS, ROOT, Cell, Claim, Suite, render
+from tests import forks
+from tests.coverage import DOC, PITFALLS, Cell, Claim, Suite, collect, render
 
 pytest.importorskip("torch")  # the whole suite is collected, and most of it needs torch
 
@@ -18,18 +15,7 @@ from torchrec_stream_ckpt.adapter.versions import TESTED, installed
 @pytest.fixture(scope="module")
 def suite() -> Suite:
     """Collected in a process of its own: inside of a running suite every test would be imported twice."""
-    program = "from tests.coverage import collect; print(collect().to_json())"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    return Suite.from_json(done.stdout)
+    return forks.call(collect, timeout_s=200)
 
 
 @pytest.mark.skipif(
