@@ -85,7 +85,7 @@ class Frames:
     def _read(frame: bytes) -> None:
         """As readers do: header, checksum, then what the kind holds."""
         header = parse_header(frame)
-        if header.kind in (Kind.CLAIM, Kind.COMMIT, Kind.TRIM):
+        if header.kind in (Kind.CLAIM, Kind.COMMIT, Kind.TRIM, Kind.SNAPSHOT):
             parse_control(frame)
             return
         payload = payload_of(header, frame)

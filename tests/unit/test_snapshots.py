@@ -7,7 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,7 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.mac import CommitKey
 from torchrec_stream_ckpt.format.record import meta_of
 from torchrec_stream_ckpt.format.remarks import End, Note, Outcome
+from torchrec_stream_ckpt.format.snapshot import Snapshot, pack, unpack
 from torchrec_stream_ckpt.layout import CONTROL_FILE
 from torchrec_stream_ckpt.log import control_file
 from torchrec_stream_ckpt.log.files import FileLog
@@ -437,3 +440,63 @@ def test_a_snapshot_of_many_records_comes_in_parts(log: FileLog, monkeypatch: py
     path, (_, cut, *_) = copy / CONTROL_FILE, parts(log)
     path.write_bytes(path.read_bytes()[:cut])  # killed after the first part
     assert markers(FileLog(copy)) == list(range(1, 21))
+
+
+# What a reader takes.
+
+
+def part_of(body: bytes) -> Snapshot:
+    (part,) = pack(body, JOB, 1, "log-1", 7, 0)
+    return part
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"parts": 257}, "part 0 of 257, 12 bytes: too much"),
+        ({"part": 1}, "part 1 of 1, 12 bytes: too much"),
+        ({"num_bytes": 2**30 + 1}, "too much"),
+        ({"piece": "no base64!"}, "is no base64"),
+        ({"piece": "AAAA" * 240_000}, "piece has 720000 bytes"),
+        ({"piece": ""}, "piece has 0 bytes"),
+        ({"digest": "00"}, r"SNAPSHOT\.digest is '00'"),
+    ],
+)
+def test_a_part_that_declares_too_much_is_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(CorruptionError, match=message):
+        parse_control(replace(part_of(b"twelve bytes"), **change).to_frame())  # type: ignore[arg-type]
+
+
+def test_a_snapshot_that_unpacks_to_more_than_it_declares_is_not_unpacked() -> None:
+    bomb = part_of(bytes(2**26))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptionError, match="does not unpack to the 1000 bytes that it declares"):
+            unpack([replace(bomb, num_bytes=1000)])
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+    assert len(unpack([bomb])) == 2**26
+
+
+NUMBERS_LINE = b'{"given_up":{},"stale":0,"taken":0,"unsigned":0}\n'
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]\n",
+        NUMBERS_LINE.replace(b'"stale":0', b'"stale":-1'),
+        NUMBERS_LINE.replace(b'"stale":0', b'"stale":true'),
+        NUMBERS_LINE.replace(b"{}", b'{"x":[1]}'),
+        NUMBERS_LINE.replace(b"{}", b'{"1":1}'),
+        NUMBERS_LINE.replace(b"{}", rb'{"\u00b2":[1]}'),  # a digit to some
+        NUMBERS_LINE + commit(1, 1).to_frame(),  # does not count
+        NUMBERS_LINE + claim(1).to_frame()[:-1],
+        NUMBERS_LINE + claim(1).to_frame() + part_of(b"x").to_frame(),
+    ],
+)
+def test_what_a_snapshot_cannot_carry_is_refused(body: bytes) -> None:
+    with pytest.raises(CorruptionError):
+        lineage_of(body)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 _AHEAD_BYTES = 2**25
 """Records that a reader holds back at most, in case that a snapshot spares it to fold them."""
+_GENERATION = re.compile(r"[0-9]{1,10}")
 _NUMBERS = {"stale", "unsigned", "taken", "given_up"}
 
 
@@ -83,9 +85,7 @@ def _numbers(line: bytes) -> dict[str, Any]:
         numbers = json.loads(line.decode("ascii"))
         whole = [numbers[name] for name in ("stale", "unsigned", "taken")]
         given_up = [each for markers in numbers["given_up"].values() for each in markers]
-        known = numbers.keys() == {"stale", "unsigned", "taken", "given_up"} and all(
-            map(str.isdigit, numbers["given_up"])
-        )
+        known = numbers.keys() == _NUMBERS and all(map(_GENERATION.fullmatch, numbers["given_up"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         known, whole, given_up = False, [], []
     if not known or any(type(each) is not int or not 0 <= each < 2**64 for each in [*whole, *given_up]):
