@@ -238,13 +238,32 @@ def _flip(log: FileLog, offsets: list[int]) -> None:
     path.write_bytes(data)
 
 
-def test_a_snapshot_of_another_history_is_refused(log: FileLog) -> None:
-    """A control log that was put together from pieces, or whose offsets moved."""
+def test_a_snapshot_of_another_history_is_passed_over_while_all_records_are_there(
+    log: FileLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A control log that was put together anew: offsets moved, and nothing is deleted by what it says of them."""
     grow(log, 1, 3)
     shorten(log)
+    grow(log, 4, 4)
+    shorten(log)
     path = log._root / CONTROL_FILE
-    records = [record for _, record in log.read_control()]
-    path.write_bytes(b"".join([*records[:3], commit(1, 9).to_frame(), *records[4:]]))
+    begin = log.control_base()
+    records = [record for _, record in log.read_control(begin)]
+    path.write_bytes(b"".join([claim(1).to_frame(), commit(1, 1).to_frame(), commit(1, 3).to_frame(), *records[1:]]))
+    assert markers(log) == [1, 3, 4]
+    assert "covers another record than the one at offset" in caplog.text
+    assert shorten(again(log)) == 0
+
+
+def test_a_snapshot_of_another_history_is_refused_where_records_were_deleted(log: FileLog) -> None:
+    for first in (1, 4):
+        grow(log, first, first + 2)
+        shorten(log)
+    path = log._root / CONTROL_FILE
+    with path.open("rb") as file:
+        head = path.read_bytes()[: control_file.read_front(file).num_bytes]
+    records = [record for _, record in log.read_control(log.control_base())]
+    path.write_bytes(head + b"".join([commit(1, 9).to_frame(), *records[1:]]))
     with pytest.raises(CorruptionError, match="covers another record than the one at offset"):
         markers(log)
 

@@ -191,6 +191,7 @@ def claim_generation(
         LogUnavailableError: the log does not answer.
         ConfigError: the store's folder cannot be made, or no number is left.
         CorruptionError: the folder of a file log holds rows, and nobody has claimed any.
+        MarkerNotFoundError: the parent was given up since it was restored.
         StoreUnavailableError: the store cannot be written.
     """
     incarnation = log_.prepare(world)
@@ -198,6 +199,8 @@ def claim_generation(
     rows = some_segment(parsed.directory) if isinstance(parsed, FileUri) else None
     lineage = control.refresh()
     _check_claimed(rows, lineage)
+    if parent in lineage.given_up:
+        lineage.find(parent)  # since it was restored
     if parent is None and lineage.commits:
         log.warning("this log holds markers and fresh=True is set: the job starts from nothing")
     if lineage.claims and lineage.claims[lineage.newest_generation].mac and not control.signs:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from crc32c import crc32c
+
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, LogUnavailableError
 from torchrec_stream_ckpt.failpoints import failpoint
@@ -111,17 +113,18 @@ def _look(control: Control) -> tuple[list[_Standing], int]:
     """The snapshots that are whole, oldest first, and how many bytes of records none of them covers."""
     found: dict[tuple[int, int, int, str], Parts] = {}
     whole: dict[int, _Standing] = {}
-    sizes: list[tuple[int, int]] = []
+    sizes: dict[int, int] = {}
+    crcs: dict[int, int] = {}
     for offset, record in control.raw():
         if not is_snapshot(record):
-            sizes.append((offset, len(record)))
+            sizes[offset], crcs[offset] = len(record), crc32c(record)
         elif (part := control.snapshot_part(record)) is not None:
             parts = found.setdefault(part.key, Parts()).add(part)
-            if parts is not None and _is_sound(parts):
+            if parts is not None and crcs.get(part.upto) == part.crc and _is_sound(parts):
                 whole[part.upto] = _Standing(part.upto, sum(len(each.to_frame()) for each in parts))
     standing = [whole[upto] for upto in sorted(whole)]
     covered = standing[-1].upto if standing else -1
-    return standing, sum(size for offset, size in sizes if offset > covered)
+    return standing, sum(size for offset, size in sizes.items() if offset > covered)
 
 
 def _is_sound(parts: list[Snapshot]) -> bool:

@@ -130,8 +130,7 @@ def fold(
         if is_snapshot(record):
             part = take(record)
             whole = parts.add(part) if part is not None and part.upto >= base else None
-            if whole is not None and (folded is None or whole[0].upto > folded.upto):
-                ahead.check(whole[0])
+            if whole is not None and (folded is None or whole[0].upto > folded.upto) and ahead.stands(whole[0], base):
                 folded = _folded_in(whole, offset, serving=serving) or folded
                 ahead.forget(folded)
             continue
@@ -165,16 +164,23 @@ class _Ahead:
         self.num_bytes -= len(record)
         return offset, record
 
-    def check(self, part: Snapshot) -> None:
-        """Raises CorruptionError if the last record that a snapshot covers is not the one that stands there."""
-        record = next((record for offset, record in self.records if offset == part.upto), b"")
-        if crc32c(record) != part.crc:
+    def stands(self, part: Snapshot, base: int) -> bool:
+        """Whether the last record that a snapshot covers is the one that stands there.
+
+        Raises:
+            CorruptionError: it is not, and what was before ``base`` is known from snapshots alone.
+        """
+        if crc32c(next((record for offset, record in self.records if offset == part.upto), b"")) == part.crc:
+            return True
+        said = f"a control snapshot covers another record than the one at offset {part.upto}"
+        if base:
             raise CorruptionError(
-                f"a control snapshot covers another record than the one at offset {part.upto}: "
-                "the control partition is not the one that it was made of",
+                f"{said}: the control partition is not the one that it was made of",
                 hint="bring the control partition back from its second copy, or from a copy of the log",
                 control_offset=part.upto,
             )
+        log.warning("%s: it is passed over, for all records are there", said)
+        return False
 
     def forget(self, folded: Folded | None) -> None:
         while folded is not None and self.records and self.records[0][0] <= folded.upto:
