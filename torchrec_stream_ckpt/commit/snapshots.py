@@ -39,6 +39,10 @@ class _Standing:
     num_bytes: int
     """Of its records."""
 
+    @classmethod
+    def of(cls, parts: list[Snapshot]) -> _Standing:
+        return cls(parts[0].upto, sum(len(part.to_frame()) for part in parts))
+
 
 def shorten_control(log: Log, control: Control, *, at_once: bool = False) -> Shortened:
     """Append a snapshot if it is time, and delete what the second-newest one covers.
@@ -67,18 +71,16 @@ def shorten_control(log: Log, control: Control, *, at_once: bool = False) -> Sho
     upto = None
     worth = max(LEAST_BYTES, newest.num_bytes if newest is not None else 0)
     if behind >= (1 if at_once else worth):
-        upto = _write(log, control)
-        standing, _ = _look(control)
-        if all(each.upto != upto for each in standing):
-            raise CorruptionError(f"the control snapshot up to offset {upto} was appended and is not there whole")
+        standing.append(_write(log, control))
+        upto = standing[-1].upto
     if len(standing) > 1:
         failpoint("snapshot.written")
         log.prune_control(standing[-2].upto)
     return Shortened(upto, log.control_base())
 
 
-def _write(log: Log, control: Control) -> int:
-    """Append a snapshot of what is there now, computed twice; returns the offset up to which it says all."""
+def _write(log: Log, control: Control) -> _Standing:
+    """Append a snapshot of what is there now, computed twice, and see that it is there."""
     folded = control.fold_again()
     again = control.fold_again(folded.upto)
     now = log.incarnation()
@@ -93,7 +95,7 @@ def _write(log: Log, control: Control) -> int:
         control.append_snapshot(part)
     if _read_back(control, parts[0]) != body_of(again.lineage):
         raise CorruptionError("a control snapshot was read back and is another one than was written")
-    return folded.upto
+    return _Standing.of(parts)
 
 
 def _essence(folded: Folded) -> tuple[int, int, bytes]:
@@ -121,7 +123,7 @@ def _look(control: Control) -> tuple[list[_Standing], int]:
         elif (part := control.snapshot_part(record)) is not None:
             parts = found.setdefault(part.key, Parts()).add(part)
             if parts is not None and crcs.get(part.upto) == part.crc and _is_sound(parts):
-                whole[part.upto] = _Standing(part.upto, sum(len(each.to_frame()) for each in parts))
+                whole[part.upto] = _Standing.of(parts)
     standing = [whole[upto] for upto in sorted(whole)]
     covered = standing[-1].upto if standing else -1
     return standing, sum(size for offset, size in sizes.items() if offset > covered)
