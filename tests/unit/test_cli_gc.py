@@ -420,5 +420,9 @@ def test_trim_forgets_what_gc_gave_up_and_every_offered_marker_comes_back(
         parent = str(sorted(left)[1])
     assert forgotten > 0
     assert done["control_base"] > 0
+    uri = f"file://{tmp_path}"
+    verified = json.loads(run("verify", uri, "--all", "--json"))
+    assert {each["marker"] for each in verified if "rows" in each} == set(map(str, left))
+    assert json.loads(run("show", uri, "--marker", str(max(left)), "--json"))["marker"] == str(max(left))
     with pytest.raises(MarkerNotFoundError, match="a trim took its COMMIT"):
-        history.lineage.find(min(history.lineage.given_up))
+        run("show", uri, "--marker", str(min(history.lineage.given_up)))
