@@ -41,10 +41,11 @@ test: test-tools compiled ## Run all tests, Kafka and S3 included (WORKERS=2 PYT
 test-unit: browser-tools compiled ## Run the tests of single modules, without ranks and servers (PYTEST_ARGS=...)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile tests/unit $(PYTEST_ARGS)
 
-# What `make test` draws a sample of runs in full: slow tests, random jobs, damaged bytes, property tests on new examples.
+# What `make test` draws a sample of: slow tests, random jobs, damaged bytes, chaos, property tests on new examples.
 test-all: test-tools compiled ## Run all tests in their long form, the slow ones too; hours (PYTEST_ARGS=...)
 	@STREAM_CKPT_RANDOM=1 STREAM_CKPT_MATRIX_EXAMPLES=10 STREAM_CKPT_FUZZ_S=60 OMP_NUM_THREADS=1 \
 	  $(PY) -m pytest -n $(WORKERS) --dist loadfile --timeout 1800 -m 'not gpu' --durations 40 $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m tests.faults $(CHAOS_ARGS)
 
 test-kafka: kafka-tools compiled ## Run only the tests that need a broker (PYTEST_ARGS=...)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -m 'kafka and not slow' $(PYTEST_ARGS)
