@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import time
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,10 @@ from torchrec_stream_ckpt.log.files import FileWriter
 
 pytestmark = pytest.mark.distributed
 
-TIMEOUT_S = 5.0
+HANG_S = 120.0
+"""A test that comes here has hung."""
+TIMEOUT_S = 2 * HANG_S
+"""Whoever waits for this to pass, where nothing has to be waited for, has hung before."""
 
 
 class Position:
@@ -63,7 +66,7 @@ class Running:
     def mark(self) -> str:
         """The marker, or the error of its future."""
         future = self.checkpointer.mark()
-        error = future.exception(4 * TIMEOUT_S)
+        error = future.exception(HANG_S)
         return str(future.result().id) if error is None else f"{type(error).__name__}: {error}"
 
     def truth(self) -> dict[str, torch.Tensor]:
@@ -130,71 +133,77 @@ FAILURES = {
 }
 
 
-def _fail_once(uri: str, name: str) -> tuple[list[str], float, dict[str, torch.Tensor]]:
+def _fail_once(uri: str, name: str) -> tuple[list[str], dict[str, torch.Tensor]]:
     running = _start(uri)
     running.step()
     said = [running.mark()]
     if dist.get_rank() == 1:
         (fault,) = (fault for fault in FAILURES if fault.__name__ == name)
         fault(running)
-    running.step()
-    begin = time.monotonic()
-    said.append(running.mark())
-    took_s = time.monotonic() - begin
-    running.step()
-    said.append(running.mark())
+    for _ in range(2):
+        running.step()
+        said.append(running.mark())
     state = running.truth()
     running.checkpointer.close()
-    return said, took_s, state
+    return said, state
 
 
 @pytest.mark.parametrize("name", [fault.__name__ for fault in FAILURES])
 def test_what_raises_on_one_rank_fails_its_marker_on_all_and_the_next_one_is_exact(name: str, tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
-    results = ranks.run(2, _fail_once, uri, name, timeout_s=60)
+    results = ranks.run(2, _fail_once, uri, name, timeout_s=HANG_S)
     (reason,) = (reason for fault, reason in FAILURES.items() if fault.__name__ == name)
-    for said, took_s, _ in results:
+    for said, _ in results:
         assert [said[0], said[2]] == ["1:1", "1:3"]
         assert said[1].startswith("MarkerFailedError: ")
         assert "rank 1" in said[1]
         assert reason in said[1]
-        assert took_s < TIMEOUT_S
     assert _markers(uri) == ["1:1", "1:3"]
     assert not list(tmp_path.glob("dense/*/*m00000002"))
     for rank, state in enumerate(ranks.run(2, _restore, uri)):
-        assert differences(results[rank][2], state) == []
+        assert differences(results[rank][1], state) == []
 
 
-def _slow_save(uri: str) -> tuple[list[str], list[float], dict[str, torch.Tensor]]:
+def _slow_save(uri: str) -> tuple[list[str], dict[str, torch.Tensor]]:
     running = _start(uri)
-    said, took_s = [], []
+    saves, goes_on = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        saves.set()
+        assert goes_on.wait(HANG_S)
+
     if dist.get_rank() == 1:
-        _patched_once(FileSystemWriter, "write_data", lambda: time.sleep(3))
-    for _ in range(3):
+        _patched_once(FileSystemWriter, "write_data", slow)
+    running.step()
+    future = running.checkpointer.mark()
+    if dist.get_rank() == 1:
+        assert saves.wait(HANG_S)
+    dist.barrier()
+    assert not future.done()
+    dist.barrier()
+    goes_on.set()
+    said = [str(future.result(HANG_S).id)]
+    for _ in range(2):
         running.step()
-        begin = time.monotonic()
         said.append(running.mark())
-        took_s.append(time.monotonic() - begin)
     state = running.truth()
     running.checkpointer.close()
-    return said, took_s, state
+    return said, state
 
 
 def test_a_slow_dense_save_on_one_rank_delays_its_marker_and_no_later_one(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
-    results = ranks.run(2, _slow_save, uri, timeout_s=60)
-    for said, took_s, _ in results:
+    results = ranks.run(2, _slow_save, uri, timeout_s=HANG_S)
+    for said, _ in results:
         assert said == ["1:1", "1:2", "1:3"]
-        assert took_s[0] >= 2.9
-        assert max(took_s[1:]) < 2.5
     for rank, state in enumerate(ranks.run(2, _restore, uri)):
-        assert differences(results[rank][2], state) == []
+        assert differences(results[rank][1], state) == []
 
 
-def _publisher_dies(uri: str) -> tuple[list[str], list[float]]:
+def _publisher_dies(uri: str) -> list[str]:
     running = _start(uri)
     running.step()
-    said, took_s = [running.mark()], []
+    said = [running.mark()]
     if dist.get_rank() == 1:
 
         def die(*_: object) -> None:
@@ -204,22 +213,19 @@ def _publisher_dies(uri: str) -> tuple[list[str], list[float]]:
     for _ in range(2):
         running.step()  # training goes on, on all ranks
         running.step()
-        begin = time.monotonic()
         said.append(running.mark())
-        took_s.append(time.monotonic() - begin)
     running.checkpointer.close(5)
-    return said, took_s
+    return said
 
 
-def test_a_publisher_that_dies_on_one_rank_fails_the_markers_on_all_within_seconds(tmp_path: Path) -> None:
+def test_a_publisher_that_dies_on_one_rank_fails_the_markers_on_all_before_they_time_out(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
-    for said, took_s in ranks.run(2, _publisher_dies, uri, timeout_s=60):
+    for said in ranks.run(2, _publisher_dies, uri, timeout_s=HANG_S):
         assert said[0] == "1:1"
         for failed in said[1:]:
             assert failed.startswith("MarkerFailedError: ")
             assert "rank 1" in failed
             assert "the publisher thread has died" in failed
-        assert max(took_s) < TIMEOUT_S
     assert _markers(uri) == ["1:1"]
 
 
@@ -230,47 +236,41 @@ def _train(uri: str) -> None:
     running.checkpointer.close()
 
 
-def _load_raises(uri: str) -> tuple[str, str, float]:
+def _load_raises(uri: str) -> tuple[str, str]:
     running = _start(uri)
     running.position.fail_load = dist.get_rank() == 1
-    begin = time.monotonic()
     with pytest.raises(StreamCkptError) as caught:
         running.checkpointer.restore()
-    took_s = time.monotonic() - begin
     with pytest.raises(ConfigError) as refused:
         running.checkpointer.step()
     running.checkpointer.close()
-    return str(caught.value), str(refused.value), took_s
+    return str(caught.value), str(refused.value)
 
 
 def test_a_load_state_dict_that_raises_on_one_rank_raises_on_all_and_such_a_job_does_not_go_on(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
     ranks.run(2, _train, uri)
-    for said, refused, took_s in ranks.run(2, _load_raises, uri, timeout_s=60):
+    for said, refused in ranks.run(2, _load_raises, uri, timeout_s=HANG_S):
         assert "ValueError: no such position [rank=1]" in said
         assert "failed half way" in refused
-        assert took_s < TIMEOUT_S
 
 
-def _dense_load_raises(uri: str) -> tuple[str, float]:
+def _dense_load_raises(uri: str) -> str:
     running = _start(uri)
     if dist.get_rank() == 1:
         _patched_once(FileSystemReader, "read_data", _full)
-    begin = time.monotonic()
     with pytest.raises(StreamCkptError) as caught:
         running.checkpointer.restore()
-    took_s = time.monotonic() - begin
     running.checkpointer.close()
-    return str(caught.value), took_s
+    return str(caught.value)
 
 
 def test_a_dense_load_that_raises_on_one_rank_raises_on_all(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
     ranks.run(2, _train, uri)
-    for said, took_s in ranks.run(2, _dense_load_raises, uri, timeout_s=60):
+    for said in ranks.run(2, _dense_load_raises, uri, timeout_s=HANG_S):
         assert "the store is full" in said
         assert "rank=1" in said
-        assert took_s < TIMEOUT_S
 
 
 def _store_below_a_file(uri: str, store: str) -> tuple[str, str]:
@@ -289,7 +289,7 @@ def _store_below_a_file(uri: str, store: str) -> tuple[str, str]:
 def test_a_store_below_a_plain_file_is_refused_on_all_ranks_before_any_claim(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a file")
     uri = f"file://{tmp_path / 'log'}"
-    for said in ranks.run(2, _store_below_a_file, uri, f"file://{tmp_path / 'file' / 'store'}", timeout_s=60):
+    for said in ranks.run(2, _store_below_a_file, uri, f"file://{tmp_path / 'file' / 'store'}", timeout_s=HANG_S):
         for one in said:
             assert "Not a directory" in one
             assert str(tmp_path / "file" / "store") in one
@@ -310,7 +310,7 @@ def _out_of_step(uri: str) -> list[str]:
 
 def test_ranks_that_cut_different_markers_are_told_so_and_nothing_is_committed(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
-    for said in ranks.run(2, _out_of_step, uri, timeout_s=60):
+    for said in ranks.run(2, _out_of_step, uri, timeout_s=HANG_S):
         assert said[0] == "1:1"
         assert said[1].startswith("MarkerFailedError: ")
         assert "the ranks have cut different markers: rank 0: marker 2 at step 2; rank 1: marker 3 at step 2" in said[1]

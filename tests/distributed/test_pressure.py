@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,7 +227,7 @@ def test_without_memory_all_ranks_give_the_marker_up_and_the_next_one_holds_its_
     compare(truths, uri)
 
 
-def _no_more_steps(uri: str) -> tuple[str, float, Truths]:
+def _no_more_steps(uri: str) -> tuple[str, Truths]:
     """A cut that no step follows: it fails in time, the next one commits in ``close()``."""
     job, gate = large(PLAN_2), Gate()
     settings = StreamConfig(uri=uri, marker_every=None, **RING)
@@ -239,9 +238,7 @@ def _no_more_steps(uri: str) -> tuple[str, float, Truths]:
     gate.shut()
     assert checkpointer._coordinator is not None
     checkpointer._coordinator._timeout_s = 3.0
-    begin = time.monotonic()
-    error = cut(checkpointer).exception(60)
-    took_s = time.monotonic() - begin
+    error = cut(checkpointer).exception(60)  # before anybody opens the gate
     checkpointer._coordinator._timeout_s = settings.commit_timeout_s
     gate.open()
     steps(job, checkpointer, 2)
@@ -251,17 +248,16 @@ def _no_more_steps(uri: str) -> tuple[str, float, Truths]:
     assert checkpointer._cuts.open
     gate.open()
     checkpointer.close(30)
-    return str(error), took_s, {str(future.result(1).id): state}
+    return str(error), {str(future.result(60).id): state}
 
 
 def test_a_cut_that_no_step_follows_settles_in_time_and_close_sends_the_rest(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
     results = run(2, _no_more_steps, uri)
-    for said, took_s, truths in results:
+    for said, truths in results:
         assert "its rows did not find space in the ring in 3 s" in said
-        assert took_s < 30
         assert list(truths) == ["1:3"]
-    compare(results[0][2], uri)
+    compare(results[0][1], uri)
 
 
 def _one_rank_only(uri: str) -> tuple[Truths, str]:

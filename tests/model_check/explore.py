@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 S = TypeVar("S", bound=Hashable)
 
@@ -45,7 +45,7 @@ class Found:
     """The steps that lead to what is broken, as few as possible."""
 
 
-def explore(machine: Machine[S], most: int | None = None) -> Found:
+def explore(machine: Machine[Any], most: int | None = None) -> Found:
     """Visit every state that can be reached, or stop at the first broken promise.
 
     States are remembered by their 64-bit hash: among a million of them, two have the same one by a chance of 1 in 10^7.
@@ -58,7 +58,7 @@ def explore(machine: Machine[S], most: int | None = None) -> Found:
     parents: dict[int, tuple[int, str] | None] = {hash(first): None}
     layer, depth = [first], 0
     while layer:
-        following: list[S] = []
+        following: list[Any] = []
         for state in layer:
             mine = hash(state)
             for step, reached in machine.steps(state):

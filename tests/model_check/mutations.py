@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from tests.model_check.protocol import Protocol
 from tests.model_check.rules import ALL
+from tests.model_check.snapshots import ALL_SNAPSHOT_RULES, Snapshots
 
 
 class Mutation(NamedTuple):
@@ -54,6 +55,38 @@ MUTATIONS = (
     Mutation(("trim_recorded_first",), "P10"),
     Mutation(("trims_add_up",), "P10", generations=2, cuts=3, trims=2),
     Mutation(("trimmed_not_asked_for",), "P10", cuts=2, trims=1),
+)
+
+
+class SnapshotMutation(NamedTuple):
+    """A rule of snapshots that is dropped."""
+
+    rule: str
+    appends: int
+    snapshots: int = 1
+    faults: int = 0
+    promise: str = "P10"
+
+    @property
+    def name(self) -> str:
+        return self.rule
+
+    def machine(self) -> Snapshots:
+        """The smallest one that shows it."""
+        rules = replace(ALL_SNAPSHOT_RULES, **{self.rule: False})
+        return Snapshots(self.appends, self.snapshots, self.faults, rules)
+
+
+SNAPSHOT_MUTATIONS = (
+    SnapshotMutation("upto_is_folded", 1),
+    SnapshotMutation("whole", 1),
+    SnapshotMutation("read_after_upto", 1),
+    SnapshotMutation("second_newest", 1, faults=1),
+    SnapshotMutation("read_back", 2, 2, 1),
+    SnapshotMutation("prune_locked", 3, 2),
+    SnapshotMutation("opened_locked", 3, 2),
+    SnapshotMutation("base_needs_snapshot", 2, 2, 2),
+    SnapshotMutation("begins_anew", 2, 2),
 )
 SECOND_LINES = (
     Mutation(("nonce_compared",), "", 2, 2, 2, 1, 1),

@@ -6,32 +6,33 @@ from dataclasses import fields
 
 import pytest
 
-from tests.model_check.bounds import FULL, SMALL, Bound
+from tests.model_check.bounds import FULL, SMALL, Bound, SnapshotBound
 from tests.model_check.explore import explore
-from tests.model_check.mutations import MUTATIONS, SECOND_LINES, Mutation
+from tests.model_check.mutations import MUTATIONS, SECOND_LINES, SNAPSHOT_MUTATIONS, Mutation, SnapshotMutation
 from tests.model_check.rules import Rules
+from tests.model_check.snapshots import SnapshotRules
 
 
 @pytest.mark.parametrize("bound", SMALL, ids=str)
-def test_every_run_of_a_small_machine_keeps_all_promises(bound: Bound) -> None:
+def test_every_run_of_a_small_machine_keeps_all_promises(bound: Bound | SnapshotBound) -> None:
     found = explore(bound.machine())
     assert found.broken is None, "\n".join([str(found.broken), *found.trace])
-    assert found.states > 5_000
+    assert found.states > 3_000
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("bound", FULL, ids=str)
-def test_every_run_of_a_full_machine_keeps_all_promises(bound: Bound) -> None:
+def test_every_run_of_a_full_machine_keeps_all_promises(bound: Bound | SnapshotBound) -> None:
     found = explore(bound.machine())
     print(f"{bound}: {found.states:,} states, {found.depth} steps deep")
     assert found.broken is None, "\n".join([str(found.broken), *found.trace])
     assert found.states > 50_000
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_without_this_rule_a_promise_breaks(mutation: Mutation) -> None:
-    found = explore(mutation.machine(), most=20_000)
+@pytest.mark.parametrize("mutation", [*MUTATIONS, *SNAPSHOT_MUTATIONS], ids=lambda mutation: mutation.name)
+def test_without_this_rule_a_promise_breaks(mutation: Mutation | SnapshotMutation) -> None:
+    found = explore(mutation.machine(), most=100_000)
     assert found.broken is not None
     print(f"without {mutation.name}: {found.broken}", *found.trace, sep="\n  ")
     assert found.broken.promise == mutation.promise
@@ -45,3 +46,4 @@ def test_without_this_rule_another_one_keeps_the_promise(mutation: Mutation) -> 
 def test_every_rule_is_dropped_by_a_mutation() -> None:
     dropped = {name for mutation in (*MUTATIONS, *SECOND_LINES) for name in mutation.rules}
     assert dropped == {field.name for field in fields(Rules)}
+    assert {mutation.rule for mutation in SNAPSHOT_MUTATIONS} == {field.name for field in fields(SnapshotRules)}
