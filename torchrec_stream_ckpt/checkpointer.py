@@ -869,7 +869,9 @@ class StreamCheckpointer:
         world, tier = self._team.world, self._tier
         if self._tiers is not None:
             return self._tiers.claim(self._schema, world, parent, swept)
-        return claim_generation(tier.log, tier.control, tier.dense, tier.config, self._schema, world, parent, swept)
+        return claim_generation(
+            tier.log, tier.control, tier.dense, tier.objects, tier.config, self._schema, world, parent, swept
+        )
 
 
 def _marker_id(marker: MarkerId | str | tuple[int, int] | None) -> MarkerId | None:

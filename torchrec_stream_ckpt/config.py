@@ -70,7 +70,8 @@ class StreamConfig:
     lost on its way (docs/guarantees.md). That of rank 0 counts for all. 0: no digests."""
     fresh: bool = False
     """Start from nothing on a log that holds markers. Without it, a first ``step()`` or ``mark()`` there that no
-    ``restore()`` came before is refused: the new run's first marker would be newer than all of them."""
+    ``restore()`` came before is refused: the new run's first marker would be newer than all of them. It begins beside
+    markers that are whole: a log that has lost a piece is refused all the same."""
     max_fallback: int = 3
     """How many damaged markers ``restore()`` without a name may pass over until it finds one that is whole; 0: none."""
     head: str | None = "auto"

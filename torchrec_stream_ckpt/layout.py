@@ -25,6 +25,9 @@ Store, below its URL (``<job>`` is the job's id in 32 hex digits)::
     verdicts/<job>/g00000001-m00000007-1a2b3c4d.json            rows that are not as they were in the tables
     garbage/<job>/t0001771234567890-1a2b3c4d.json               what nobody needed at a time, in milliseconds
     dense/<job>/g00000001-m00000007/NAME                        dense state of a marker
+    records/<job>/0a1b2c3d-e0001-00000000000000000512-00000000000000001024-1a2b3c4d   second copy of control records: of
+                                                                which log, from offset 512 to 1024, and a checksum
+    places/<digest>/<job>                                       a log that was at this place has committed markers
 
 HEAD, below its folder (by default one of the user in shared memory)::
 
@@ -35,6 +38,7 @@ HEAD, below its folder (by default one of the user in shared memory)::
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from dataclasses import dataclass
@@ -59,6 +63,8 @@ WORKERS_DIR = "workers"
 PINS_DIR = "pins"
 VERDICTS_DIR = "verdicts"
 GARBAGE_DIR = "garbage"
+RECORDS_DIR = "records"
+PLACES_DIR = "places"
 TEMPORARY_PREFIX = ".put-"
 HEAD_FILE = "HEAD"
 HEAD_LOCK = "lock"
@@ -83,6 +89,7 @@ _WORKER = re.compile(rf"{WORKERS_DIR}/{_JOB}/([0-9a-f]{{16}})-([0-9]{{8,20}})")
 _PIN = re.compile(rf"{PINS_DIR}/{_JOB}/{_MARKER}")
 _VERDICT = re.compile(rf"{VERDICTS_DIR}/{_JOB}/{_MARKER}-([0-9a-f]{{8}})\.json")
 _GARBAGE = re.compile(rf"{GARBAGE_DIR}/{_JOB}/t([0-9]{{16}})-([0-9a-f]{{8}})\.json")
+_COPY = re.compile(rf"{RECORDS_DIR}/{_JOB}/([0-9a-f]{{8}})-e([0-9]{{4,9}})-([0-9]{{20}})-([0-9]{{20}})-([0-9a-f]{{8}})")
 _DENSE_FILE = re.compile(rf"{DENSE_DIR}/{_JOB}/{_MARKER}/([^/]+)")
 _HEAD_SLICE = re.compile(r"t([0-9]{5,9})-c([0-9]{8,10})")
 _OBJECT_PART = re.compile(rf"(?!\.{{1,2}}$)(?!{re.escape(TEMPORARY_PREFIX)})[A-Za-z0-9._-]{{1,200}}")
@@ -371,6 +378,59 @@ def garbage_name(job: bytes, time_ms: int, crc: int) -> str:
 def is_garbage_list(name: str) -> bool:
     """Whether :func:`garbage_name` made it."""
     return _GARBAGE.fullmatch(name) is not None
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CopyName:
+    """Control records at offsets ``first`` to ``last``, kept a second time.
+
+    Nothing in it, and no folder above it, is like the name of a file of a log: what deletes those by pattern spares it.
+    """
+
+    job: bytes
+    log: str
+    """Which log they are of, as :func:`copied_log` says."""
+    epoch: int
+    """Counts how often the control partition was put back: offsets of one epoch are of one partition."""
+    first: int
+    last: int
+    crc: int
+    """CRC-32 of the record at ``last``."""
+
+    @property
+    def name(self) -> str:
+        return f"{records_dir(self.job)}/{self.log}-e{self.epoch:04d}-{self.first:020d}-{self.last:020d}-{self.crc:08x}"
+
+
+def records_dir(job: bytes) -> str:
+    """Where all copies of a job's control records are."""
+    return f"{RECORDS_DIR}/{job.hex()}"
+
+
+def copied_log(incarnation: str) -> str:
+    """Which log records are of, in names: 8 hex digits. A control topic that was made again changes nothing."""
+    return hashlib.sha256(incarnation.partition("+")[0].encode()).hexdigest()[:8]
+
+
+def parse_copy_name(name: str) -> CopyName | None:
+    """What :attr:`CopyName.name` made, or None."""
+    match = _COPY.fullmatch(name)
+    if match is None:
+        return None
+    job, log, epoch, first, last, crc = match.groups()
+    found = CopyName(bytes.fromhex(job), log, int(epoch), int(first), int(last), int(crc, 16))
+    return found if found.name == name and found.first <= found.last else None
+
+
+def place_dir(uri: FileUri | KafkaUri) -> str:
+    """Where a store says whose log was at ``uri``: of a Kafka job, its name alone, for brokers have many names."""
+    place = str(uri) if isinstance(uri, FileUri) else f"kafka job {uri.job}"
+    return f"{PLACES_DIR}/{hashlib.sha256(place.encode()).hexdigest()[:32]}"
+
+
+def place_name(uri: FileUri | KafkaUri, job: bytes) -> str:
+    """Says that ``job`` has committed markers in the log at ``uri``."""
+    return f"{place_dir(uri)}/{job.hex()}"
 
 
 def dense_file_name(job: bytes, marker: MarkerId, file: str) -> str:

@@ -14,6 +14,7 @@ from functools import partial
 from torchrec_stream_ckpt.adapter import FusedKernel
 from torchrec_stream_ckpt.commit.collective import Team
 from torchrec_stream_ckpt.commit.dense import DenseState
+from torchrec_stream_ckpt.commit.lost import check_whole
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.failpoints import failpoint
@@ -24,7 +25,6 @@ from torchrec_stream_ckpt.layout import parse_uri
 from torchrec_stream_ckpt.restore.apply import StoreSource, apply_rows
 from torchrec_stream_ckpt.restore.choose import Choice, choose
 from torchrec_stream_ckpt.restore.located import located
-from torchrec_stream_ckpt.restore.lost import check_not_lost
 from torchrec_stream_ckpt.restore.passed import Passed
 from torchrec_stream_ckpt.restore.plan import Behind, RestorePlan, plan_behind, plan_restore
 from torchrec_stream_ckpt.restore.proofs import Met, Path
@@ -149,11 +149,12 @@ class Restoring:
         tier = self._tier
         lineage = tier.control.refresh() if tier.log.incarnation() is not None else Lineage()
         if not lineage.claims:
-            check_not_lost(parse_uri(tier.uri), tier.objects)
             _check_key(lineage, tier)
+            check_whole(tier.log, tier.control, parse_uri(tier.uri), tier.objects)
             if marker is not None:
                 raise MarkerNotFoundError("there is no log yet", hint="check the URI", uri=tier.uri)
             return None
+        tier.control.check_copy()
         found, damaged = self._passed, self._damaged
         return choose(tier.log, lineage, tier.dense, marker, tier.objects, head, passed=found, damaged=damaged)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from tests import jobs, ranks, stores
 from tests.model import PLAN_1, PLAN_2, PLAN_3, differences, trainer, truth
 from torchrec_stream_ckpt import MarkerId, StreamCkptError, StreamConfig
+from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.format.control import parse_control
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, parse_header
@@ -307,6 +309,33 @@ def test_rows_without_their_control_log_are_not_taken_for_a_new_log_and_stay(fre
             assert said.startswith("CorruptionError: the file log holds rows")
             assert "bring control.log back" in said
     assert _segment(log, 0).read_bytes() == before
+
+
+def _refusal(uri: str) -> str:
+    with pytest.raises(CorruptionError) as caught, jobs.attach(trainer(PLAN_2), StreamConfig(uri=uri)) as checkpointer:
+        checkpointer.restore()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("lost", ["control.log", "LOG", "the end of control.log"])
+def test_a_lost_piece_is_refused_on_every_rank_and_put_back(
+    lost: str, log: Path, finished: tuple[Path, jobs.Truths]
+) -> None:
+    if lost in ("control.log", "LOG"):
+        (log / lost).unlink()
+    else:
+        second = [offset for offset, _ in FileLog(log).read_control()][1]
+        os.truncate(log / "control.log", second)
+    for said in ranks.run(2, _refusal, f"file://{log}"):
+        assert f"stream-ckpt recover file://{log} --store" in said
+    done = _cli("recover", f"file://{log}", "--store", str(log), "--json")
+    assert json.loads(done.stdout)["offered"] == ["1:1", "1:2", "1:3"], done.stderr
+    (said, state), _ = ranks.run(2, _restore, f"file://{log}", None)
+    assert said.startswith("1:3")
+    assert state is not None
+    assert differences(finished[1][10], state) == []
+    claims = Control(FileLog(log)).refresh().claims
+    assert [claims[generation].world for generation in sorted(claims)] == ([2, 2] if lost == "LOG" else [2, 0, 2])
 
 
 def _first_mark(uri: str) -> str:

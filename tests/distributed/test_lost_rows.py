@@ -266,6 +266,7 @@ def _forge(source: Path, target: Path, operate: Callable[[Frames], Frames]) -> N
     """Write a log anew, the stream of rank 0 operated on, with all checksums, counts and chains made right."""
     shutil.copytree(source, target)
     shutil.rmtree(target / "data")
+    shutil.rmtree(target / "records")
     (target / "control.log").unlink()
     old, new = FileLog(source), FileLog(target)
     lineage = Control(old).refresh()

@@ -292,7 +292,11 @@ def files_tampered_with(form: Form) -> None:
         cases.append(Case(row, replace(subject.settings, uri=f"file://{copy}"), everything - refused, refused))
 
     def control(change: Callable[[list[bytes]], list[bytes]]) -> Callable[[Path], Any]:
-        return lambda copy: (copy / "control.log").write_bytes(b"".join(change(_records(copy))))
+        def harm(copy: Path) -> None:
+            (copy / "control.log").write_bytes(b"".join(change(_records(copy))))
+            shutil.rmtree(copy / "records")  # which would tell
+
+        return harm
 
     is_claim = [isinstance(record, Claim) for record in map(parse_control, _records(subject.directory / "log"))]
     second = len(is_claim) - 1 - is_claim[::-1].index(True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from dataclasses import fields
@@ -147,6 +148,8 @@ def test_names_of_a_store_are_those_that_the_code_makes() -> None:
         layout.garbage_name(make.JOB, 5, 0x1A),
         layout.worker_name(make.JOB, "5f" * 8, 42),
         layout.dense_file_name(make.JOB, marker, "NAME"),
+        layout.CopyName(make.JOB, "0a1b2c3d", 2, 128, 4096, 0x1A).name,
+        layout.place_name(layout.KafkaUri("broker:9092", "NAME"), make.JOB),
     ]
     numbers = {"gG-mM1": "g00000002-m00000032", "JOB": make.JOB.hex(), "gG": "g00000003", "mM": "m00000048"}
     numbers |= {
@@ -154,6 +157,8 @@ def test_names_of_a_store_are_those_that_the_code_makes() -> None:
         "pP": "p001",
         "SAME": "root",
         "tT-C": "t0000000000000005-0000001a",
+        "L-eE-O1-O2-C": f"0a1b2c3d-e0002-{128:020d}-{4096:020d}-0000001a",
+        "places/H": "places/" + hashlib.sha256(b"kafka job NAME").hexdigest()[:32],
         "-CRC": "-0000001a",
         "W-B": "5f" * 8 + "-00000042",
     }

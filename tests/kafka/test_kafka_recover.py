@@ -3,21 +3,62 @@
 from __future__ import annotations
 
 import json
+import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
+from confluent_kafka.admin import AdminClient
 from typer.testing import CliRunner
 
-from tests import stores
+from tests import ranks, stores
+from tests.jobs import attach, restore_once, train_with
+from tests.model import PLAN_2, Spec, differences, trainer
 from tests.tables import FIRST, write_tables
 from tests.unit.test_interchange import SCHEMA, values
+from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
+from torchrec_stream_ckpt.layout import KafkaUri, parse_uri
 from torchrec_stream_ckpt.log.api import open_log
 
 pytestmark = pytest.mark.kafka
+
+
+def restore_anything(spec: Spec, settings: StreamConfig) -> str:
+    checkpointer = attach(trainer(spec), settings)
+    try:
+        return str(checkpointer.restore())
+    except CorruptionError as error:
+        return str(error)
+    finally:
+        checkpointer.close()
+
+
+@pytest.mark.distributed
+def test_a_control_topic_that_is_gone_is_refused_on_every_rank_and_put_back(bootstrap: str, tmp_path: Path) -> None:
+    uri, store = f"kafka://{bootstrap}/gone-{uuid.uuid4().hex[:8]}", str(tmp_path / "store")
+    settings = StreamConfig(uri=uri, store=store, marker_every=4)
+    truths = ranks.run(2, train_with, PLAN_2, settings, 6, {})[0][1]
+    parsed = parse_uri(uri)
+    assert isinstance(parsed, KafkaUri)
+    admin: Any = AdminClient({"bootstrap.servers": bootstrap})
+    admin.delete_topics([parsed.control_topic])[parsed.control_topic].result(20)
+    deadline = time.monotonic() + 30
+    while parsed.control_topic in admin.list_topics(timeout=20).topics:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    for said in ranks.run(2, restore_anything, PLAN_2, settings):
+        assert f"topic '{parsed.data_topic}' holds rows, and topic '{parsed.control_topic}'" in said
+        assert f"stream-ckpt recover {uri} --store file://{store}" in said
+    arguments = ["recover", uri, "--store", store, "--json"]
+    found = json.loads(CliRunner().invoke(app, arguments, catch_exceptions=False).stdout)
+    assert (found["offered"], found["next_generation"]) == (["1:1", "1:2"], 3)
+    state, step, _ = ranks.run(2, restore_once, PLAN_2, settings, None, {})[0]
+    assert step == 6
+    assert differences(truths[6], state) == []
 
 
 def test_the_markers_of_a_store_come_back_in_new_topics(bootstrap: str, tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ from tests.tables import FIRST, write_tables
 from tests.unit.test_interchange import SCHEMA, values
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.commit.lost import check_not_lost
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, UnsupportedError
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.layout import CONTROL_FILE, STORE_FILE, claim_name, dense_name, parse_uri
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.restore.lost import check_not_lost
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.identity import prepare_store
 from torchrec_stream_ckpt.types import MarkerId

@@ -29,7 +29,7 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.format.dense import dense_path, digest_files
 from torchrec_stream_ckpt.layout import parse_segment
-from torchrec_stream_ckpt.log.api import Freed
+from torchrec_stream_ckpt.log.api import Freed, Incarnation
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.restore.choose import choose
 from torchrec_stream_ckpt.restore.verify import verify_marker
@@ -208,13 +208,13 @@ def test_offsets_of_a_log_that_was_lost_are_not_those_of_the_log_that_came_after
     job.generation(3, [3, 4], "1:2")
     before, lineage = job.segments(), job.control.refresh()
     (span,) = lineage.spans(3, lineage.find(MarkerId(3, 4)).ranks)
-    cut = cut_of(lineage, lineage.reach, job.incarnation)
+    cut = cut_of(lineage, lineage.reach, Incarnation(job.incarnation, 1))
     assert (cut.gone, cut.kept, cut.dead) == ((), (span,), frozenset())
     done = job.trim("3:3")
     assert list(map(str, done.trim.markers)) == ["1:2", "3:3"]
     assert job.segments() == {3: [base for base in before[3] if base >= job.end("3:3")]}
     lineage = job.control.refresh()
-    cut = cut_of(lineage, lineage.reach, job.incarnation)
+    cut = cut_of(lineage, lineage.reach, Incarnation(job.incarnation, 1))
     assert (cut.gone, cut.kept) == (
         (LogSpan(3, 0, 0, job.end("3:3")),),
         (LogSpan(3, 0, job.end("3:3"), job.end("3:4")),),

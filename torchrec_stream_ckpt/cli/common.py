@@ -26,7 +26,7 @@ from rich.progress import (
 )
 
 from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError, StreamCkptError, printable
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, StreamCkptError, printable
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.layout import FileUri, check_store_url, parse_uri
@@ -173,9 +173,17 @@ def open_job(
     """Open a log that exists, and fold its control partition."""
     log = open_log(uri, kafka_options)
     try:
+        control = Control(log, commit_key_file)
+        if not (control.refresh().claims or control.lineage.unsigned) and (rows := log.newest_rows()) is not None:
+            lineage = control.refresh()  # a CLAIM is durable before the first row
+            if not (lineage.claims or lineage.unsigned):
+                raise CorruptionError(
+                    f"{rows.what} rows, and {rows.control}, which says whose they are, is gone or empty",
+                    hint=f"let it be put back: stream-ckpt recover {uri} --store {store or 'URL'}",
+                    path=rows.place,
+                )
         if log.incarnation() is None:
             raise MarkerNotFoundError("there is no log here", hint="check the URI; a job makes its log", uri=uri)
-        control = Control(log, commit_key_file)
         job = Job(uri, log, control, control.refresh(), store, store_options)
     except BaseException:
         log.close()

@@ -25,12 +25,15 @@ from torchrec_stream_ckpt.cli.common import (
     print_json,
 )
 from torchrec_stream_ckpt.cli.standing import look
-from torchrec_stream_ckpt.errors import printable
+from torchrec_stream_ckpt.errors import StreamCkptError, printable
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.layout import KafkaUri, parse_uri
+from torchrec_stream_ckpt.layout import KafkaUri, copied_log, parse_uri
 from torchrec_stream_ckpt.log.api import Finding, Verdict
 from torchrec_stream_ckpt.log.disk import examine_folder
+from torchrec_stream_ckpt.store.records import Copied
 
+_MAY_LACK = 2
+"""Records that a trainer which is at work, or has died, may not have copied."""
 _STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.BAD: "red"}
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "confluent-kafka")
 
@@ -77,6 +80,7 @@ def _examine(job: Job) -> Iterator[Finding]:
         if folder is not None and folder.is_dir() and newest.store:
             # Where COMMIT says that the store is, anybody may have said it: nothing is written there.
             yield from examine_folder("store", folder, write=job.store is not None or job.control.signs)
+        yield _second_copy(job)
     yield _clock(job)
     yield Finding("versions", ", ".join(_versions()))
 
@@ -93,6 +97,33 @@ def _strays(newest: Commit) -> Finding:
         else f"nothing among the frames of {newest.id}",
         well=not others,
         hint="readers pass them over, stream-ckpt verify says whose they are: let nobody else write to the topics",
+    )
+
+
+def _second_copy(job: Job) -> Finding:
+    """How much of the control partition is in the store."""
+    check, objects = "second copy of control records", job.objects()
+    try:
+        now = job.log.incarnation()
+        copied = Copied.load(objects, job.lineage.job, copied_log(now.id if now is not None else ""))
+    except StreamCkptError as error:
+        return Finding(
+            check, f"it cannot be looked at: {error.headline}", Verdict.WARNING, error.hint or "see the store"
+        )
+    if copied.last > job.control.last:
+        return Finding(
+            check,
+            "it has records that the log has no longer: the end of the control partition was lost",
+            Verdict.BAD,
+            f"put them back: stream-ckpt recover {job.uri} --store {objects.url}",
+        )
+    start = max(0, copied.last)
+    missing = sum(offset > copied.last for offset, _ in job.log.read_control(start, garbage=job.control.signs))
+    return Finding.of(
+        check,
+        f"{len(copied.names)} objects in {objects.url}, {missing} records are not there",
+        well=missing <= _MAY_LACK,
+        hint="a trainer makes up for it at its next marker, or its log says why it cannot",
     )
 
 

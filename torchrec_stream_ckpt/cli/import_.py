@@ -22,7 +22,8 @@ from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.interchange.target import parse_target
 from torchrec_stream_ckpt.log.api import open_log
-from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.dense import dense_in
 
 
 def import_checkpoint(
@@ -68,15 +69,16 @@ def import_checkpoint(
         data_parallel=tuple(data_parallel or ()),
         step=step,
     )
-    log, dense = open_log(to, kafka_options), open_dense(config.store_url, store_options)
+    log, objects = open_log(to, kafka_options), open_store(config.store_url, store_options)
+    dense, control = dense_in(objects), Control(log, commit_key_file, copies=(objects, to))
     try:
         with progress_bar(TimeElapsedColumn(), quiet=json) as progress:
             task = progress.add_task("rows", total=None)
-            control = Control(log, commit_key_file)
             imported = import_dcp(
-                target.folder, log, control, dense, config, source, lambda count: progress.advance(task, count)
+                target.folder, log, control, dense, objects, config, source, lambda count: progress.advance(task, count)
             )
     finally:
+        control.close()
         dense.close()
         log.close()
     if json:

@@ -1,4 +1,4 @@
-"""``stream-ckpt recover``: the log is lost, the store has everything."""
+"""``stream-ckpt recover``: the log, or a piece of it, is lost."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ def recover_log(
     commit_key_file: CommitKeyFile = None,
     json: Json = False,
 ) -> None:
-    """Put a job's markers back into a log that was lost, as the store knows them.
+    """Put back what a log has lost: its control records, the end of them, its identity; or all of it.
 
-    URI is a new, empty log. A job that is started with it and with this store restores the newest marker, and goes on
-    with the next generation. What the store did not have yet is lost.
+    Where the log's rows are there, its records come back from their second copy, and from the store. Where nothing of
+    it is left, URI is a new, empty log, and gets the markers that the store has: what it did not have is lost. A job
+    that is started with URI and this store then restores the newest marker, under a number above all that were used.
     """
     chosen = parse_job(job) if job is not None else None
     log = open_log(uri, kafka_options)
     try:
         with open_objects(store, store_options) as objects:
-            found = recover(log, Control(log, commit_key_file), objects, chosen)
+            found = recover(log, Control(log, commit_key_file), objects, uri, chosen)
     finally:
         log.close()
     if json:

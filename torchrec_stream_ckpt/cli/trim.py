@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict
 from typing import Annotated
 
@@ -21,6 +22,7 @@ from torchrec_stream_ckpt.cli.common import (
     print_json,
     size,
 )
+from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.commit.snapshots import Shortened, shorten_control
 from torchrec_stream_ckpt.commit.trim import trim_log
 from torchrec_stream_ckpt.errors import (
@@ -70,9 +72,10 @@ def trim_job(
         open_objects(store, store_options) as objects,
     ):
         synced, gone = _check(job, objects, upto, verify=verify)
-        done = trim_log(
-            job.log, job.control, synced.upto, objects.url, others=synced.others, given_up=gone, dry_run=dry_run
-        )
+        with closing(Control(job.log, commit_key_file, copies=(objects, uri))) as copying:
+            done = trim_log(
+                job.log, copying, synced.upto, objects.url, others=synced.others, given_up=gone, dry_run=dry_run
+            )
         shortened, problem = _shorten(job) if not dry_run else (None, None)
     if problem is not None:
         typer.echo(f"the control partition stays as long as it is: {problem}", err=True)

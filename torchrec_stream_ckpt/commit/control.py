@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count, takewhile
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TypeVar
 
 from crc32c import crc32c
 
+from torchrec_stream_ckpt.commit.copies import RECENT, Copies
 from torchrec_stream_ckpt.errors import (
     CommitUnknownError,
     ConfigError,
@@ -29,6 +31,7 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.mac import CommitKey
 from torchrec_stream_ckpt.format.snapshot import Snapshot
 from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.store.api import Objects
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +49,17 @@ class Control:
         log_: The log.
         key_file: The commit key: with it, records are signed, and only records that it vouches for count.
         serving: Take a serving stream, too: its rows are lossy.
+        copies: Where the records are kept a second time, and the URI of the log; None: nowhere.
     """
 
-    def __init__(self, log_: Log, key_file: Path | str | None = None, *, serving: bool = False) -> None:
+    def __init__(
+        self,
+        log_: Log,
+        key_file: Path | str | None = None,
+        *,
+        serving: bool = False,
+        copies: tuple[Objects, str] | None = None,
+    ) -> None:
         self._log = log_
         self._serving = serving
         self._key = CommitKey.load(key_file) if key_file is not None else None
@@ -57,6 +68,7 @@ class Control:
         self._next = 0
         """Where reading goes on: behind the last record."""
         self._lock = threading.Lock()
+        self.copies = Copies(*copies, log_.incarnation, self._reread, self.fold_again) if copies is not None else None
 
     @property
     def signs(self) -> bool:
@@ -67,6 +79,11 @@ class Control:
     def lineage(self) -> Lineage:
         """The control partition as it was when somebody last read it here."""
         return self._folded.lineage
+
+    @property
+    def last(self) -> int:
+        """Offset of what was read last; -1 where nothing was."""
+        return self._last
 
     def refresh(self) -> Lineage:
         """Everything that the control partition says now. Safe to call from several threads.
@@ -92,11 +109,56 @@ class Control:
         try:
             for offset, record in self._log.read_control(self._next, garbage=self.signs):
                 if offset > self._last:
-                    if not is_snapshot(record):
-                        self._apply(self._folded, offset, record)
+                    counts = not is_snapshot(record) and self._apply(self._folded, offset, record)
                     self._passed(offset, record)
+                    if self.copies is not None:
+                        self.copies.heard(offset, record, counts=counts)
         except PrunedError:  # what this one had not read is gone, and a snapshot says it
             self._begin()
+
+    def _reread(self, start: int) -> Iterator[tuple[int, bytes]]:
+        return self._log.read_control(start, garbage=self.signs)
+
+    def check_copy(self) -> None:
+        """(rank 0) See whether the second copy knows of records that the control partition has no longer.
+
+        Raises:
+            CorruptionError: it does: the tail of the control partition was lost.
+            StoreUnavailableError: the store does not answer.
+        """
+        self.refresh()
+        if self.copies is None:
+            return
+        beyond, job = self.copies.beyond(), self.lineage.job if self.lineage.claims else b""
+        lost = [record for each in beyond if (record := self.genuine(each, job)) and not self.lineage.knows(record)]
+        if not lost:
+            return
+        newest = next((record.id for record in reversed(lost) if isinstance(record, Commit)), None)
+        there = self.lineage.newest.id if self.lineage.newest is not None else "no marker"
+        raise CorruptionError(
+            f"the log has lost the end of its control partition: it ends at {there}, and the second copy has "
+            f"{len(lost)} newer records, " + (f"up to marker {newest}" if newest else "none of them of a marker"),
+            hint=f"put them back: stream-ckpt recover {self.copies.uri} --store {self.copies.url}"
+            + (" --commit-key-file FILE" if self.signs else ""),
+        )
+
+    def genuine(self, record: bytes, job: bytes | None = None) -> ControlRecord | None:
+        """A record as it was copied, unless it is damaged, of another job, or the key does not vouch for it."""
+        try:
+            parsed = parse_control(record, serving=True)
+        except CorruptionError:
+            return None
+        genuine = self._key is None or self._key.vouches_for(parsed)
+        return parsed if genuine and job in (None, parsed.job) else None
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Let the second copy take what it lacks, for so long."""
+        if self.copies is not None:
+            self.copies.close(timeout_s)
+
+    def _copy(self) -> None:
+        if self.copies is not None:
+            self.copies.later()
 
     def _passed(self, offset: int, record: bytes) -> None:
         self._last, self._next = offset, self._log.control_next(offset, record)
@@ -104,12 +166,20 @@ class Control:
     def _begin(self) -> None:
         """Read all that is left, from the newest snapshot on."""
         self._last, last = -1, (-1, b"")
+        recent: deque[tuple[int, bytes]] = deque(maxlen=RECENT)
+        start, before = 0, -1
 
         def read(base: int) -> Folded:
             def noted() -> Iterator[tuple[int, bytes]]:
                 nonlocal last
+                nonlocal start, before
+                recent.clear()
+                start, before = base, base - 1
                 for each in self._log.read_control(base, garbage=self.signs):
                     last = each
+                    if not is_snapshot(each[1]):
+                        before = recent[0][0] if len(recent) == RECENT else before
+                        recent.append(each)
                     yield each
 
             return self._fold(noted(), base)
@@ -117,6 +187,14 @@ class Control:
         self._folded = self._whole(read)
         if last[0] >= 0:
             self._passed(*last)
+        if self.copies is not None:
+            self.copies.begin(start, before)
+            for offset, record in recent:
+                self.copies.heard(offset, record, counts=self._counts(record))
+
+    def _counts(self, record: bytes) -> bool:
+        parsed = self.genuine(record)
+        return parsed is not None and self.lineage.knows(parsed)
 
     def _whole(self, read: Callable[[int], T]) -> T:
         """What ``read`` makes of the partition from its base on, while others may delete more of it."""
@@ -148,11 +226,13 @@ class Control:
         """Append one part of a snapshot; raises as :meth:`Log.append_control`."""
         self._log.append_control((self._key.sign(part) if self._key else part).to_frame(), garbage=self.signs)
 
-    def _apply(self, folded: Folded, offset: int, record: bytes) -> None:
-        parsed = self._accept(folded.lineage, record, offset)
+    def _apply(self, folded: Folded, offset: int, record: bytes) -> bool:
+        """Fold one record; whether it counts."""
+        parsed, stale = self._accept(folded.lineage, record, offset), folded.lineage.stale
         if parsed is not None:
             folded.lineage.apply(parsed)
         folded.upto, folded.crc = offset, crc32c(record)
+        return parsed is not None and folded.lineage.stale == stale
 
     def _accept(self, lineage: Lineage, record: bytes, offset: int) -> ControlRecord | None:
         """The record, or None if there is a key that does not vouch for it."""
@@ -197,6 +277,7 @@ class Control:
                 hint="only one trainer may run a job; stop one, or give it another URI",
                 generation=claim.generation,
             )
+        self._copy()
 
     def commit(self, commit: Commit, timeout_s: float, abandoned: threading.Event) -> None:
         """Make a marker exist, and be sure of it.
@@ -212,12 +293,14 @@ class Control:
         while True:
             try:
                 if self._is_there(commit):
+                    self._copy()
                     return
                 failpoint("commit.append")
                 self._log.append_control(frame, garbage=self.signs)
                 failpoint("commit.appended")
                 sent = True
                 if self._is_there(commit):
+                    self._copy()
                     return
             except CommitUnknownError as error:
                 sent, failure = True, error.headline
@@ -240,6 +323,7 @@ class Control:
         reach = self.refresh().reach
         if any(reach.get(each.generation, each) < each or each.generation not in reach for each in trim.markers):
             raise CorruptionError("the TRIM was appended and does not count", marker=trim.id)
+        self._copy()
 
     def _is_there(self, commit: Commit) -> bool:
         """Whether the marker exists, read from the log; raises when it cannot exist any more."""

@@ -7,9 +7,9 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.commit.lost import check_whole
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import (
     ConfigError,
@@ -21,12 +21,12 @@ from torchrec_stream_ckpt.errors import (
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.layout import MAX_GENERATION, FileUri, KafkaUri, parse_uri
+from torchrec_stream_ckpt.layout import MAX_GENERATION, KafkaUri, parse_uri
 from torchrec_stream_ckpt.log.api import Log
-from torchrec_stream_ckpt.log.files import some_segment
 from torchrec_stream_ckpt.log.gaps import StreamName, check_gaps
 from torchrec_stream_ckpt.log.publisher import Publisher
 from torchrec_stream_ckpt.log.stream import Strays
+from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.types import LogSpan, MarkerId, MarkPlace, RankEnd
 
@@ -163,6 +163,7 @@ def claim_generation(
     log_: Log,
     control: Control,
     dense: DenseStore,
+    objects: Objects,
     config: StreamConfig,
     schema: Schema,
     world: int,
@@ -178,6 +179,7 @@ def claim_generation(
         log_: The log.
         control: Its control partition.
         dense: Where the dense state of the log's markers goes.
+        objects: The store in which that is.
         config: Of this log.
         schema: The job's tables.
         world: Ranks.
@@ -190,15 +192,13 @@ def claim_generation(
         FencedError: another trainer was first.
         LogUnavailableError: the log does not answer.
         ConfigError: the store's folder cannot be made, or no number is left.
-        CorruptionError: the folder of a file log holds rows, and nobody has claimed any.
+        CorruptionError: a piece of the log is lost.
         MarkerNotFoundError: the parent was given up since it was restored.
         StoreUnavailableError: the store cannot be written.
     """
-    incarnation = log_.prepare(world)
     parsed = parse_uri(config.uris[-1])
-    rows = some_segment(parsed.directory) if isinstance(parsed, FileUri) else None
-    lineage = control.refresh()
-    _check_claimed(rows, lineage)
+    lineage = check_whole(log_, control, parsed, objects, alone=twin is None)
+    incarnation = log_.prepare(world)
     if parent in lineage.given_up:
         lineage.find(parent)  # since it was restored
     if parent is None and lineage.commits:
@@ -233,17 +233,6 @@ def claim_generation(
     dense.prepare(claim.job)
     control.claim(claim)
     return claim
-
-
-def _check_claimed(rows: Path | None, lineage: Lineage) -> None:
-    """A CLAIM is durable before the first row: rows that were there before it was looked for have lost theirs."""
-    if rows is not None and not lineage.claims and not lineage.unsigned:
-        raise CorruptionError(
-            "the file log holds rows, and control.log, which says whose they are, is gone or empty",
-            hint="bring control.log back from a copy; or put the log back from its store, into an empty folder: "
-            "stream-ckpt recover; to begin anew, name an empty folder",
-            path=rows,
-        )
 
 
 def fence_of(lineage: Lineage, uri: str) -> Claim:

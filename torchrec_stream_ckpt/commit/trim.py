@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import MAX_PLACE_CHARS, Commit, Trim
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.log.api import Cut, Freed, Log
+from torchrec_stream_ckpt.log.api import Cut, Freed, Incarnation, Log
 from torchrec_stream_ckpt.types import MarkerId
 
 MAX_GIVEN_UP = 30_000
@@ -91,11 +91,11 @@ def trim_log(
     return Trimmed(trim, new, log.trim(cut_of(lineage, lineage.reach, incarnation)))
 
 
-def _incarnation(log: Log) -> str:
+def _incarnation(log: Log) -> Incarnation:
     now = log.incarnation()
     if now is None:
         raise LogUnavailableError("the log is gone", hint="bring it back")
-    return now.id
+    return now
 
 
 def _trim_of(lineage: Lineage, commits: Iterable[Commit], store_url: str) -> Trim:
@@ -138,7 +138,7 @@ def _said(lineage: Lineage, trim: Trim) -> bool:
     return True
 
 
-def cut_of(lineage: Lineage, reach: Mapping[int, MarkerId], incarnation: str) -> Cut:
+def cut_of(lineage: Lineage, reach: Mapping[int, MarkerId], incarnation: Incarnation) -> Cut:
     """What nobody needs once the streams up to ``reach`` are elsewhere.
 
     Args:
@@ -147,7 +147,7 @@ def cut_of(lineage: Lineage, reach: Mapping[int, MarkerId], incarnation: str) ->
         incarnation: The log as it is now. Generations that wrote to another one have no data in it: at their offsets,
             which ``recover`` brings back with their COMMITs, lie frames of others.
     """
-    here = {generation for generation, claim in lineage.claims.items() if claim.incarnation == incarnation}
+    here = {generation for generation, claim in lineage.claims.items() if incarnation.holds_rows_of(claim.incarnation)}
     newest = {commit.generation: commit for commit in lineage.commits.values() if commit.generation in here}
     ends = [lineage.commits[marker] for marker in reach.values() if marker.generation in here]
     gone = [span for commit in ends for span in lineage.spans(commit.generation, commit.ranks, {})]

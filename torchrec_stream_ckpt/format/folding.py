@@ -107,7 +107,7 @@ def _records(frames: bytes, *, serving: bool) -> Iterator[ControlRecord]:
 def fold(
     records: Iterable[tuple[int, bytes]],
     base: int,
-    apply: Callable[[Folded, int, bytes], None],
+    apply: Callable[[Folded, int, bytes], object],
     take: Callable[[bytes], Snapshot | None],
     *,
     serving: bool = False,

@@ -177,6 +177,20 @@ class Lineage:
         else:
             self.stale += 1
 
+    def knows(self, record: ControlRecord) -> bool:
+        """Whether it says what the record says."""
+        if isinstance(record, Claim):
+            return self.claims.get(record.generation) == record
+        if isinstance(record, Commit):
+            return self.commits.get(record.id) == record
+        if isinstance(record, Trim):
+            return record in self.trims
+        if isinstance(record, End):
+            return self.ends.get(record.generation) == record
+        if isinstance(record, Snapshot):
+            return True
+        return record.id in self.commits and set(record.meta) <= set(self.meta(record.id))
+
     @property
     def ended(self) -> End | None:
         """The job's last word; None while a trainer may be at work, or has died without one."""

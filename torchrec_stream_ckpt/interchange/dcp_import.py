@@ -42,6 +42,7 @@ from torchrec_stream_ckpt.interchange.dense_state import load_here, read_entries
 from torchrec_stream_ckpt.interchange.writer import MARKER, Batch, write_stream
 from torchrec_stream_ckpt.layout import dense_name
 from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.types import MarkerId, TableShard
 
@@ -82,6 +83,7 @@ def import_dcp(
     log: Log,
     control: Control,
     dense: DenseStore,
+    objects: Objects,
     config: StreamConfig,
     source: Source,
     progress: Callable[[int], None] = lambda _: None,
@@ -95,6 +97,7 @@ def import_dcp(
         log: Where to.
         control: Its control partition.
         dense: Where the dense state goes.
+        objects: The store in which that is.
         config: The URI and store of both, as the job will have them.
         source: What the checkpoint does not say.
         progress: Called with the bytes of each chunk.
@@ -115,7 +118,7 @@ def import_dcp(
             uri=config.uris[-1],
         )
     schema = contents.schema
-    claim = claim_generation(log, control, dense, config, schema, 1, None, tuple(range(len(schema.tables))))
+    claim = claim_generation(log, control, dense, objects, config, schema, 1, None, tuple(range(len(schema.tables))))
     shards = [
         TableShard(index, 0, table.spec.rows, col0, cols)
         for index, table in enumerate(contents.tables)

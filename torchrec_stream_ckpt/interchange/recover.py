@@ -1,30 +1,28 @@
-"""Put the control records that a store holds back into a new, empty log: for when the log is lost.
+"""Put back what is lost of a log: for what of it is left, see ``put_back``; here, for when all of it is gone.
 
-What is written follows from the store and the log's identity alone, so that a recovery that was killed is finished by
-the next one.
+What is written into an empty log follows from the store and the log's identity alone, so that a recovery that was
+killed is finished by the next one.
 """
 
 from __future__ import annotations
 
+import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.failpoints import failpoint
-from torchrec_stream_ckpt.format.control import Claim, ControlRecord, Trim, parse_control
+from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord, Trim, parse_control
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.layout import (
-    DENSE_DIR,
-    SEGMENTS_DIR,
-    parse_dense_file,
-    parse_store_segment,
-)
+from torchrec_stream_ckpt.interchange.put_back import Known, copy_anew, generations_in, in_order, put_back
+from torchrec_stream_ckpt.layout import RECORDS_DIR, parse_copy_name, parse_uri, place_dir
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.jobs import some_jobs_in
+from torchrec_stream_ckpt.store.identity import check_store
+from torchrec_stream_ckpt.store.jobs import jobs_in, some_jobs_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,45 +42,100 @@ class Recovered:
     """Records that this recovery has written."""
 
 
-def recover(log: Log, control: Control, objects: Objects, job: bytes | None = None) -> Recovered:
-    """Write what the store knows of a job's lineage into an empty log. A job with this store then goes on.
+def recover(log: Log, control: Control, objects: Objects, uri: str, job: bytes | None = None) -> Recovered:
+    """Put back what a log has lost. A job with this store then goes on.
+
+    Where its rows are there, it is what is missing of the log itself. Where they are not, it is what the store knows of
+    the job's lineage, in a log that is empty.
 
     Args:
-        log: Where to; empty, or what a recovery that was killed has left.
+        log: The log; or a new one, or what a recovery that was killed has left.
         control: Its control partition, with the commit key if the job has one.
         objects: The store.
-        job: Whose lineage; None: that of the only job in the store.
+        uri: Where the log is.
+        job: Whose; None: the one of this log, or the only one in the store.
 
     Raises:
-        MarkerNotFoundError: the store holds no marker of the job.
-        ConfigError: the log is not empty, the store holds several jobs, or the commit key is missing.
+        MarkerNotFoundError: nobody knows a marker of the job.
+        ConfigError: the log has another history, the store holds several jobs, or the commit key is missing.
         CorruptionError: the store has lost a part of the lineage, or the commit key does not vouch for it.
         UnsupportedError: the store is of a newer format.
         LogUnavailableError, StoreUnavailableError: one of them does not answer.
     """
-    jobs = some_jobs_in(objects)
-    catalog = Catalog.load(objects, job or _only(jobs))
-    lineage = catalog.lineage()
-    if not lineage.commits:
-        raise MarkerNotFoundError("the store holds no marker of this job", store=objects.url, job=catalog.job.hex())
-    if any(claim.mac for claim in lineage.claims.values()) and not control.signs:
+    job = job or _job_of(log, control, objects, uri)
+    known = Known.of(log, control, objects, job)
+    if any(claim.mac for claim in known.claims) and not control.signs:
         raise ConfigError("this job has a commit key", hint="give it with --commit-key-file")
+    if _has_rows(log, known):
+        appended = put_back(log, control, objects, uri, known)
+        lineage = control.refresh()
+        catalog = Catalog.load(objects, job)
+        offered = [each.id for each in lineage.commits.values() if not catalog.is_dropped(each)]
+    else:
+        appended = _from_store(log, control, objects, job, known)
+        lineage = control.refresh()
+        copy_anew(log, control, objects, uri)
+        catalog = Catalog.load(objects, job)
+        offered = sorted(catalog.markers - catalog.dropped)
+    return Recovered(
+        job.hex(),
+        objects.url,
+        tuple(str(marker) for marker in offered),
+        len(lineage.commits) - len(offered),
+        lineage.next_generation,
+        appended,
+    )
+
+
+def _job_of(log: Log, control: Control, objects: Objects, uri: str) -> bytes:
+    """What the log says, or the store of this place, or the only job in the store."""
+    try:
+        lineage = control.refresh()
+    except CorruptionError:  # said later, with what to do
+        lineage = Lineage()
+    if lineage.claims:
+        return lineage.job
+    parsed = (entry.name.rpartition("/")[2] for entry in objects.list(f"{place_dir(parse_uri(uri))}/"))
+    here = [bytes.fromhex(name) for name in parsed if re.fullmatch("[0-9a-f]{32}", name)]
+    if len(here) == 1:
+        return here[0]
+    copied = {name.job for entry in objects.list(f"{RECORDS_DIR}/") if (name := parse_copy_name(entry.name))}
+    return _only(sorted(copied | jobs_in(objects).keys()) or some_jobs_in(objects))
+
+
+def _has_rows(log: Log, known: Known) -> bool:
+    """Whether the log is the one that the job wrote to, or what is left of it."""
+    if log.newest_rows() is not None:
+        return True
+    try:
+        now = log.incarnation()
+    except CorruptionError:  # it has lost its identity alone
+        return True
+    return now is not None and any(claim.world and now.holds_rows_of(claim.incarnation) for claim in known.claims)
+
+
+def _from_store(log: Log, control: Control, objects: Objects, job: bytes, known: Known) -> int:
+    """Write what the store knows into an empty log; returns how many records were written."""
+    check_store(objects)
+    lineage = Lineage.of(known.stored)
+    if not lineage.commits:
+        lost = [each.id for each in known.copied if isinstance(each, Commit)]
+        raise MarkerNotFoundError(
+            "the store holds no marker of this job"
+            + (f"; its second copy names {len(lost)}, up to {lost[-1]}, and their rows are gone" if lost else ""),
+            hint="bring the log's rows back from a copy, and run this again" if lost else "",
+            store=objects.url,
+            job=job.hex(),
+        )
     incarnation = log.prepare(max(claim.partitions for claim in lineage.claims.values()))
-    records = [*_stored_records(lineage), *_new_records(lineage, objects, incarnation.id)]
+    copied = [each.generation for each in known.copied if isinstance(each, Claim)]
+    records: list[ControlRecord] = [*in_order(lineage), *_new_records(lineage, objects, incarnation.id, copied)]
     there = _what_is_there(log, records)
     for record in records[there:]:
         failpoint("recover.append")
         _append(log, control, record)
     _check(control.refresh(), lineage)
-    offered = sorted(catalog.markers - catalog.dropped)
-    return Recovered(
-        catalog.job.hex(),
-        objects.url,
-        tuple(str(marker) for marker in offered),
-        len(lineage.commits) - len(offered),
-        control.refresh().next_generation,
-        len(records) - there,
-    )
+    return len(records) - there
 
 
 def _only(jobs: list[bytes]) -> bytes:
@@ -92,17 +145,7 @@ def _only(jobs: list[bytes]) -> bytes:
     return jobs[0]
 
 
-def _stored_records(lineage: Lineage) -> Iterator[ControlRecord]:
-    """CLAIM and COMMIT records as they stood in the log, in an order in which all of them count."""
-    claimed = set()
-    for commit in lineage.commits.values():
-        if commit.generation not in claimed:
-            claimed.add(commit.generation)
-            yield lineage.claims[commit.generation]
-        yield commit
-
-
-def _new_records(lineage: Lineage, objects: Objects, incarnation: str) -> Iterator[Trim | Claim]:
+def _new_records(lineage: Lineage, objects: Objects, incarnation: str, copied: Sequence[int]) -> Iterator[Trim | Claim]:
     """Says that the data of all these generations is in the store alone, and that no number is used twice."""
     newest = lineage.newest
     assert newest is not None
@@ -111,25 +154,13 @@ def _new_records(lineage: Lineage, objects: Objects, incarnation: str) -> Iterat
     markers = tuple(sorted(reach.values()))
     store = objects.url
     yield Trim(newest.job, newest.generation, newest.marker, markers, store, nonce, newest.time_s)
-    used = max(_generations_in(objects, newest.job), default=0)
+    used = max((*generations_in(objects, newest.job), *copied), default=0)
     if used > lineage.newest_generation:
         # Its trainer has put something under this number into the store, of which there is no marker.
         last = lineage.claims[lineage.newest_generation]
         yield replace(
             last, generation=used, nonce=nonce, parent=newest.id, world=0, swept=(), mac="", time_s=newest.time_s
         )
-
-
-def _generations_in(objects: Objects, job: bytes) -> Iterator[int]:
-    """Generations that objects in the store are named after."""
-    for entry in objects.list(f"{SEGMENTS_DIR}/{job.hex()}/"):
-        segment = parse_store_segment(entry.name)
-        if segment is not None:
-            yield segment.marker.generation
-    for entry in objects.list(f"{DENSE_DIR}/{job.hex()}/"):
-        file = parse_dense_file(entry.name)
-        if file is not None:
-            yield file[1].generation
 
 
 def _what_is_there(log: Log, records: list[ControlRecord]) -> int:

@@ -5,7 +5,7 @@ Frames go in and come out whole; a log knows nothing of what is in them but wher
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -22,6 +22,10 @@ class Incarnation:
 
     id: str
     partitions: int
+
+    def holds_rows_of(self, incarnation: str) -> bool:
+        """Whether rows that were written to ``incarnation`` are here: a control topic may have been made again."""
+        return incarnation.partition("+")[0] == self.id.partition("+")[0]
 
 
 class Verdict(StrEnum):
@@ -46,6 +50,20 @@ class Finding:
     def of(cls, check: str, found: str, *, well: bool, hint: str, otherwise: Verdict = Verdict.WARNING) -> Finding:
         """OK when it is ``well``; else ``otherwise``, with the hint."""
         return cls(check, found) if well else cls(check, found, otherwise, hint)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What there is of rows in a log, whatever its control partition says."""
+
+    generation: int
+    """The newest one that something is known to be of; 1 where the log cannot tell without reading."""
+    what: str
+    """Who holds them, for a message: ``the file log holds``."""
+    control: str
+    """Name of what holds the control partition."""
+    place: str
+    """Where some of them are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +150,16 @@ class LogReader(Protocol):
 class Log(LogReader, Protocol):
     """A log as its users see it. Safe to call from several threads."""
 
-    def prepare(self, partitions: int) -> Incarnation:
-        """(rank 0) Make the log, or add what is missing for ``partitions``; never takes anything away."""
+    def prepare(self, partitions: int, identity: str | None = None) -> Incarnation:
+        """(rank 0) Make the log, or add what is missing for ``partitions``; never takes anything away.
+
+        Args:
+            partitions: How many there shall be.
+            identity: (recovery) What a file log that has lost its identity was called; rows may be there then.
+
+        Raises:
+            CorruptionError: the log has lost its identity, and ``identity`` is not given.
+        """
 
     def preflight(self) -> None:
         """(rank 0) Whether a trainer could use the log: it answers, lets us in and allows what is needed.
@@ -142,10 +168,17 @@ class Log(LogReader, Protocol):
             LogUnavailableError: it does not; names the true cause.
         """
 
-    def open_writer(self, generation: int, partition: int, resume_at: int) -> DataWriter:
-        """(each rank) ``resume_at``: end of the last acknowledged frame, 0 in a new generation.
+    def open_writer(self, generation: int, partition: int, resume_at: int, *, again: bool = False) -> DataWriter:
+        """(each rank) Open a stream, or go on with one.
 
-        What a writer of this very stream has left behind that offset counts as never sent.
+        What a writer of this very stream has left behind ``resume_at`` counts as never sent. A stream that is new is
+        opened exclusively: nothing that is there is touched.
+
+        Args:
+            generation: Of the stream.
+            partition: Where it goes.
+            resume_at: End of the last acknowledged frame, 0 in a new generation.
+            again: An earlier process may have begun it; without that, only this object may have.
 
         Raises:
             StreamLostError: the log ends before ``resume_at``.
@@ -165,6 +198,17 @@ class Log(LogReader, Protocol):
         """Where what a generation may have sent ends now, by data partition; 0 where there is nothing yet.
 
         For who reads what no marker has: a log of files may end inside a frame that is being written.
+
+        Raises:
+            LogUnavailableError: the log does not answer.
+        """
+
+    def newest_rows(self, ends: Mapping[int, int] | None = None) -> Rows | None:
+        """Rows of the newest generation that has any, as names tell; None where there is no row.
+
+        Args:
+            ends: Where the rows of generations that are known end, by partition: what lies behind that is read, where
+                names do not tell.
 
         Raises:
             LogUnavailableError: the log does not answer.

@@ -40,7 +40,7 @@ from torchrec_stream_ckpt.layout import (
     segment_name,
 )
 from torchrec_stream_ckpt.locks import held
-from torchrec_stream_ckpt.log.api import Ack, Cut, DataWriter, Finding, Freed, Incarnation
+from torchrec_stream_ckpt.log.api import Ack, Cut, DataWriter, Finding, Freed, Incarnation, Rows
 from torchrec_stream_ckpt.log.control_file import ControlEnd, prune, read_front, records
 from torchrec_stream_ckpt.log.disk import examine_folder, files_left
 from torchrec_stream_ckpt.log.worker import Worker
@@ -59,16 +59,20 @@ class FileLog:
         self._root = root
         self._control_end = 0
         """Up to here the control log has been read; whole records only grow."""
+        self._begun: set[tuple[int, int]] = set()
+        """Streams (generation, partition) that were opened here: what is there of them is their own."""
 
-    def prepare(self, partitions: int) -> Incarnation:
+    def prepare(self, partitions: int, identity: str | None = None) -> Incarnation:
         if partitions > MAX_PARTITIONS:
             raise ConfigError(f"{partitions} ranks are more than a log takes ({MAX_PARTITIONS})")
         try:
+            if identity is None and not (self._root / IDENTITY_FILE).exists():
+                self._check_new()
             make_dirs(self._root / DATA_DIR)
             for partition in range(partitions):
                 partition_dir(self._root, partition).mkdir(exist_ok=True)
             fsync_dir(self._root / DATA_DIR)
-            self._write_identity()
+            self._write_identity(identity or uuid.uuid4().hex)
             fsync_dir(self._root)
         except OSError as error:
             raise _unavailable("cannot make the file log", self._root, error) from None
@@ -76,11 +80,11 @@ class FileLog:
         assert incarnation is not None
         return incarnation
 
-    def _write_identity(self) -> None:
+    def _write_identity(self, identity: str) -> None:
         """First writer wins: the name appears with its content, or not at all."""
         scratch = self._root / f"{IDENTITY_FILE}.{uuid.uuid4().hex}"
         with open(scratch, "w", encoding="ascii") as file:
-            file.write(uuid.uuid4().hex)
+            file.write(identity)
             file.flush()
             os.fsync(file.fileno())
         with contextlib.suppress(FileExistsError):
@@ -105,19 +109,35 @@ class FileLog:
         return Incarnation(identity.decode(), partitions)
 
     def _check_new(self) -> None:
-        """The identity is written first: what has control records and none has lost it."""
-        if _size(self._root / CONTROL_FILE):
+        """The identity is written first: what has control records or rows, and no identity, has lost it."""
+        lost = "control records" if _size(self._root / CONTROL_FILE) else "rows" if self.newest_rows() else ""
+        if lost and not (self._root / IDENTITY_FILE).exists():  # nobody has made the log meanwhile
             raise CorruptionError(
-                "the file log has lost its identity, and holds control records",
-                hint="bring the file back from a copy of the log: its text stands in every CLAIM as the incarnation",
+                f"the file log has lost its identity, and holds {lost}",
+                hint="bring the file back from a copy of the log, or let it be written again: stream-ckpt recover "
+                f"file://{self._root} --store URL",
                 path=self._root / IDENTITY_FILE,
             )
+
+    def newest_rows(self, ends: Mapping[int, int] | None = None) -> Rows | None:
+        newest: tuple[int, Path] | None = None
+        try:
+            for folder in (self._root / DATA_DIR).glob("p" + 5 * "[0-9]"):
+                for name in os.listdir(folder):
+                    parsed = parse_segment(name)
+                    if parsed is not None and (newest is None or parsed[0] > newest[0]):
+                        newest = parsed[0], folder / name
+        except OSError as error:
+            raise _unavailable("cannot read the file log", self._root, error) from None
+        return Rows(newest[0], "the file log holds", CONTROL_FILE, str(newest[1])) if newest is not None else None
 
     def examine(self) -> Iterator[Finding]:
         return examine_folder("log", self._root)
 
-    def open_writer(self, generation: int, partition: int, resume_at: int) -> DataWriter:
-        return FileWriter(partition_dir(self._root, partition), generation, resume_at)
+    def open_writer(self, generation: int, partition: int, resume_at: int, *, again: bool = False) -> DataWriter:
+        again = again or resume_at > 0 or (generation, partition) in self._begun
+        self._begun.add((generation, partition))
+        return FileWriter(partition_dir(self._root, partition), generation, resume_at, again=again)
 
     def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
         for path, base, begin, end in self._pieces(span):
@@ -298,7 +318,7 @@ class FileWriter:
     One sync runs at a time, on a thread of its own; the next one covers all that was written meanwhile.
     """
 
-    def __init__(self, folder: Path, generation: int, resume_at: int) -> None:
+    def __init__(self, folder: Path, generation: int, resume_at: int, *, again: bool) -> None:
         self._folder = folder
         self._generation = generation
         self._end = resume_at
@@ -310,8 +330,9 @@ class FileWriter:
         self._syncing: tuple[Future[None], list[Ack]] | None = None
         self._fd = -1
         self._room = 0
-        self._forget_beyond()
-        self._roll()
+        if again:
+            self._forget_beyond()
+        self._roll(os.O_TRUNC if again else os.O_EXCL)
         self._syncer = Worker("stream-ckpt-sync")  # last: no thread is left where there is no writer
 
     def _forget_beyond(self) -> None:
@@ -330,15 +351,22 @@ class FileWriter:
         except OSError as error:
             raise _unavailable("cannot clear a partition", self._folder, error) from None
 
-    def _roll(self) -> None:
+    def _roll(self, how: int = os.O_EXCL) -> None:
+        """Begin a segment. One that is there already is not touched, unless this stream goes on in front of it: then it
+        holds only what its writer could not acknowledge, and that is sent again."""
         path = self._folder / segment_name(self._generation, self._end)
         self._close_segment()
         try:
             self._folder.mkdir(exist_ok=True)
             self._check_acknowledged()
-            # A segment that starts here holds only what its writer could not acknowledge: it is sent again.
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | how | os.O_CLOEXEC, 0o666)
             fsync_dir(self._folder)
+        except FileExistsError:
+            raise StreamLostError(
+                f"a segment of generation {self._generation} is there already: it is another writer's, and stays",
+                hint="only one trainer may run a job; stop one, or give it another URI",
+                path=path,
+            ) from None
         except OSError as error:
             self._close_segment()
             raise _unavailable("cannot open a segment", path, error) from None
@@ -449,12 +477,6 @@ def _write_all(fd: int, frames: list[memoryview]) -> None:
             written -= len(pending.pop(0))
         if written:
             pending[0] = pending[0][written:]
-
-
-def some_segment(root: Path) -> Path | None:
-    """A segment of a log in a folder, of any generation and rank; None where there is no row."""
-    files = (root / DATA_DIR).glob("p?????/*")
-    return next((path for path in sorted(files) if parse_segment(path.name)), None)
 
 
 def _segments(folder: Path, generation: int) -> Iterator[tuple[Path, int, int]]:

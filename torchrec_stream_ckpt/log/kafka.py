@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -28,9 +28,9 @@ from torchrec_stream_ckpt.errors import (
     PrunedError,
     StreamLostError,
 )
-from torchrec_stream_ckpt.format.frame import parse_header
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, parse_header
 from torchrec_stream_ckpt.layout import KafkaUri
-from torchrec_stream_ckpt.log.api import Ack, Cut, Finding, Freed, Incarnation
+from torchrec_stream_ckpt.log.api import Ack, Cut, Finding, Freed, Incarnation, Rows
 from torchrec_stream_ckpt.log.kafka_health import NEEDED_RIGHTS, TRIM_RIGHT, acl_command, examine_topic
 from torchrec_stream_ckpt.log.kafka_probe import find_cause
 from torchrec_stream_ckpt.log.kafka_setup import (
@@ -111,7 +111,7 @@ class KafkaLog:
         self._appending = threading.Lock()
         self._control: _Sender | None = None
 
-    def prepare(self, partitions: int) -> Incarnation:
+    def prepare(self, partitions: int, identity: str | None = None) -> Incarnation:
         """Create the topics or add partitions; refuses topics that would lose rows by themselves.
 
         Raises:
@@ -169,7 +169,7 @@ class KafkaLog:
             return None
         return Incarnation(f"{data.topic_id}+{control.topic_id}", len(data.partitions))
 
-    def open_writer(self, generation: int, partition: int, resume_at: int) -> KafkaWriter:
+    def open_writer(self, generation: int, partition: int, resume_at: int, *, again: bool = False) -> KafkaWriter:
         """A writer of one partition; a generation needs no place of its own here, readers go by offsets.
 
         Raises:
@@ -188,6 +188,18 @@ class KafkaLog:
 
     def ends(self, generation: int, partitions: Collection[int]) -> dict[int, int]:
         return {partition: high for partition, (_, high) in self._edges(partitions).items()}
+
+    def newest_rows(self, ends: Mapping[int, int] | None = None) -> Rows | None:
+        topic, data = self._uri.data_topic, self._describe().get(self._uri.data_topic)
+        edges = self._edges({each.id for each in data.partitions}) if data is not None else {}
+        filled = {partition: edge for partition, edge in edges.items() if edge[1]}
+        newest = 1
+        for partition, (low, high) in filled.items() if ends is not None else ():
+            for _, frame in self._read(topic, partition, max(low, (ends or {}).get(partition, 0)), high):
+                with suppress(CorruptionError):  # a stray
+                    newest = max(newest, parse_header(frame[:HEADER_LEN]).generation)
+        place = f"{topic}[{min(filled)}]" if filled else ""
+        return Rows(newest, f"topic '{topic}' holds", f"topic '{self._uri.control_topic}'", place) if filled else None
 
     def place(self, span: LogSpan) -> tuple[str, int]:
         return f"{self._uri.data_topic}[{span.partition}]", span.begin

@@ -301,7 +301,7 @@ class Materializer:
     def _check_there(self, lineage: Lineage, interval: Interval) -> None:
         """Whether the log still has the interval, and is the one that its generation wrote to."""
         now = self._log.incarnation()
-        if now is None or now.id != interval.claim.incarnation:
+        if now is None or not now.holds_rows_of(interval.claim.incarnation):
             raise CorruptionError(
                 "the log was deleted and made again since this generation wrote to it",
                 hint="bring the old log back; its rows are not in this one",

@@ -380,7 +380,7 @@ def check_incarnation(log_: LogReader, lineage: Lineage, marker: MarkerId, reach
     now = log_.incarnation()
     for generation in {commit.generation: None for commit, _, _ in streams(lineage, marker, reach)}:
         claim = lineage.claims[generation]
-        if now is None or now.id != claim.incarnation:
+        if now is None or not now.holds_rows_of(claim.incarnation):
             raise OtherLogError(
                 "the log was deleted and made again since this generation wrote to it",
                 hint="bring the old log back; its rows are not in this one",

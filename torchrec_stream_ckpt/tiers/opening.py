@@ -14,6 +14,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torchrec_stream_ckpt.commit.generation import claim_generation
 from torchrec_stream_ckpt.errors import CorruptionError, FencedError, MarkerFailedError
@@ -22,7 +23,7 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.tiers.lock import RelayLock
 from torchrec_stream_ckpt.tiers.relay import LOCK_TIMEOUT_S, Relay
 from torchrec_stream_ckpt.tiers.standing import Standing
-from torchrec_stream_ckpt.tiers.tier import Tiers
+from torchrec_stream_ckpt.tiers.tier import Tier, Tiers
 from torchrec_stream_ckpt.types import MarkerId
 
 log = logging.getLogger(__name__)
@@ -73,9 +74,13 @@ def claim_both(
             _adopt(tiers, standing, parent)
         rest = (schema, world, parent, tuple(swept))
         least = standing.inner.next_generation
-        theirs = claim_generation(outer.log, outer.control, outer.dense, outer.config, *rest, least=least)
-        mine = claim_generation(inner.log, inner.control, inner.dense, inner.config, *rest, twin=theirs)
+        theirs = _claim(outer, *rest, least=least)
+        mine = _claim(inner, *rest, twin=theirs)
     return mine, theirs
+
+
+def _claim(tier: Tier, *rest: Any, **how: Any) -> Claim:
+    return claim_generation(tier.log, tier.control, tier.dense, tier.objects, tier.config, *rest, **how)
 
 
 def relay_parent(tiers: Tiers, parent: MarkerId) -> None:

@@ -218,7 +218,7 @@ class Relay:
             assert self._generation is not None
             partition = rank % self._generation.partitions
             log = self._tiers.outer.log
-            self._writers[rank] = log.open_writer(self._generation.generation, partition, resume_at)
+            self._writers[rank] = log.open_writer(self._generation.generation, partition, resume_at, again=True)
         return self._writers[rank]
 
     def _send_dense(self, commit: Commit) -> None:

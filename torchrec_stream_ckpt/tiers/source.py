@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from torchrec_stream_ckpt.commit.lost import check_whole
 from torchrec_stream_ckpt.errors import (
     CorruptionError,
     LogUnavailableError,
@@ -18,7 +19,6 @@ from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.layout import parse_uri
 from torchrec_stream_ckpt.log.api import Incarnation, LogReader
 from torchrec_stream_ckpt.restore.choose import NONE, Choice, choose
-from torchrec_stream_ckpt.restore.lost import check_not_lost
 from torchrec_stream_ckpt.restore.passed import Passed
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.dense import DenseStore
@@ -135,10 +135,13 @@ def look_up(
     places, passed = places or {}, Passed() if passed is None else passed
     standing = Standing.read(tiers)
     if not standing.outer.claims:
-        check_not_lost(parse_uri(tiers.outer.uri), tiers.outer.objects)
+        outer = tiers.outer
+        check_whole(outer.log, outer.control, parse_uri(outer.uri), outer.objects)
         if marker is not None:
             raise MarkerNotFoundError("there is no log yet", hint="check the URIs", uri=tiers.outer.uri)
         return None
+    tiers.outer.control.check_copy()
+    tiers.inner.control.check_copy()
     _say_what_is_lost(tiers, standing)
     wanted = [marker] if marker is not None else _newest_first(standing)
     for candidate in wanted:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.format.control import Claim, Commit, Trim
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.log.api import Incarnation
 from torchrec_stream_ckpt.tiers.tier import Tier, Tiers
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -121,7 +122,8 @@ class Standing:
         for lineage, generations, incarnation in pairs:
             for number in sorted(lineage.claims.keys() & set(generations)):
                 claim = lineage.claims[number]
-                claims[number] = replace(claim, incarnation=MIXED) if claim.incarnation == incarnation else claim
+                here = Incarnation(incarnation, 0).holds_rows_of(claim.incarnation)
+                claims[number] = replace(claim, incarnation=MIXED) if here else claim
             commits |= {marker: each for marker, each in lineage.commits.items() if marker.generation in generations}
             trims += [
                 replace(trim, markers=reach)

@@ -40,6 +40,7 @@ class Tier:
         self.log.preflight()
 
     def close(self) -> None:
+        self.control.close()
         self.log.close()
         self.dense.close()
 
@@ -66,8 +67,10 @@ def open_tier(config: StreamConfig, *, signs: bool = True) -> Tier:
     with contextlib.ExitStack() as undo:
         log = open_log(config.uris[-1], config.kafka_options)
         undo.callback(log.close)
-        control = Control(log, config.commit_key_file if signs else None)
         objects = open_store(config.store_url, config.store_options)
+        undo.callback(objects.close)
+        copies = (objects, str(parse_uri(config.uris[-1])))
+        control = Control(log, config.commit_key_file if signs else None, copies=copies)
         undo.pop_all()
         return Tier(config, log, control, objects, dense_in(objects))
 

@@ -1,0 +1,445 @@
+"""The second copy of control records: a lost piece of a log is named, put back, and never a fresh start."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests import stores
+from tests.builders import JOB, OTHER_JOB, claim, commit, trim
+from tests.synthetic import Image, Job, image_of_log
+from torchrec_stream_ckpt.cli.common import open_job
+from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.commit import copies
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.commit.lost import check_whole
+from torchrec_stream_ckpt.errors import (
+    ConfigError,
+    CorruptionError,
+    MarkerNotFoundError,
+    StoreUnavailableError,
+    StreamLostError,
+)
+from torchrec_stream_ckpt.format.frame import Buffer
+from torchrec_stream_ckpt.layout import copied_log, dense_name, parse_uri, partition_dir, segment_name
+from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.store.records import Copied, forget, put_copy, read_copy
+from torchrec_stream_ckpt.types import MarkerId
+
+POINTS = ("copy.put", "copy.stored", "recover.put", "recover.fence", "recover.copy")
+LAST = MarkerId(2, 3)
+
+
+def trainer(root: Path, key_file: Path | None = None, objects: Objects | None = None) -> Control:
+    """What a trainer has of a log in a folder, with its store in the same one."""
+    return Control(FileLog(root), key_file, copies=(objects or open_store(str(root)), f"file://{root}"))
+
+
+def keep(root: Path) -> None:
+    """Copy all that is in the control partition now."""
+    control = trainer(root)
+    control.refresh()
+    assert control.copies is not None
+    control.copies.now()
+    assert not control.copies.failed
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A job of two generations and five markers, whose records are copied."""
+    job = Job(tmp_path / "job")
+    for parent, markers in ((None, 2), (MarkerId(1, 2), 3)):
+        job.begin(parent)
+        for _ in range(markers):
+            job.touch()
+            job.commit()
+    keep(job.root)
+    return job.root
+
+
+def key(root: Path) -> str:
+    """Which log it is, in names of copies."""
+    now = FileLog(root).incarnation()
+    assert now is not None
+    return copied_log(now.id)
+
+
+def offsets(root: Path) -> list[int]:
+    """Of all control records."""
+    return [offset for offset, _ in FileLog(root).read_control()]
+
+
+def copied_offsets(root: Path) -> list[int]:
+    return [offset for offset, _ in read_copy(open_store(str(root)), JOB, key(root))]
+
+
+def lineage_of(root: Path) -> list[str]:
+    return [str(marker) for marker in Control(FileLog(root)).refresh().commits]
+
+
+def image(root: Path) -> Image:
+    log = FileLog(root)
+    lineage = Control(log).refresh()
+    assert lineage.newest is not None
+    return image_of_log(log, lineage, lineage.newest.id)
+
+
+def check(root: Path, key_file: Path | None = None) -> None:
+    """What a trainer does before it claims."""
+    control = trainer(root, key_file)
+    check_whole(FileLog(root), control, parse_uri(f"file://{root}"), open_store(str(root)))
+
+
+def recover(root: Path, *more: str) -> dict[str, Any]:
+    done = CliRunner().invoke(app, ["recover", f"file://{root}", "--store", str(root), "--json", *more])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def delete(root: Path, *patterns: str) -> None:
+    """As a cleaner does that knows names alone."""
+    for path in sorted(root.rglob("*")):
+        if path.is_file() and any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns):
+            path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("patterns", "said"),
+    [
+        (["*.log"], "holds rows, and control.log"),
+        (["control*"], "holds rows, and control.log"),
+        (["LOG"], "lost its identity, and holds control records"),
+        (["LOG", "control*"], "lost its identity, and holds rows"),
+    ],
+    ids=str,
+)
+def test_what_a_cleaner_took_is_named_and_put_back(root: Path, patterns: Sequence[str], said: str) -> None:
+    before = image(root)
+    rows = {path: path.read_bytes() for path in root.rglob("*.seg")}
+    delete(root, *patterns)
+    with pytest.raises(CorruptionError, match=said) as refused:
+        check(root)
+    assert f"stream-ckpt recover file://{root} --store" in refused.value.hint
+    with pytest.raises(CorruptionError, match="holds"), open_job(f"file://{root}", None, None, None):
+        pass
+    found = recover(root)
+    assert found["offered"] == ["1:1", "1:2", "2:1", "2:2", "2:3"] == lineage_of(root)
+    assert image(root) == before
+    assert {path: path.read_bytes() for path in root.rglob("*.seg")} == rows
+    check(root)
+    assert recover(root)["appended"] == 0
+
+
+@pytest.mark.parametrize("pattern", ["*.log", "*.seg", "control*", "LOG", "*LOG*", "*log*", "*.lock"])
+def test_no_pattern_of_a_logs_files_takes_the_copy(root: Path, pattern: str) -> None:
+    objects, log = open_store(str(root)), key(root)
+    before = read_copy(objects, JOB, log)
+    assert len(before) == 7
+    delete(root, pattern)
+    assert read_copy(objects, JOB, log) == before
+
+
+def test_without_rows_and_records_what_is_left_in_its_folder_is_no_new_log(root: Path) -> None:
+    delete(root, "*.seg", "control*", "LOG")
+    with pytest.raises(CorruptionError, match="the store holds markers of it: the log was lost"):
+        check(root)
+    with pytest.raises(MarkerNotFoundError, match="its second copy names 5, up to 2:3, and their rows are gone"):
+        recover(root)
+
+
+def test_nothing_anywhere_is_a_new_job(tmp_path: Path) -> None:
+    check(tmp_path / "new")
+
+
+def test_a_store_elsewhere_knows_whose_log_it_was(tmp_path: Path) -> None:
+    objects = open_store(str(tmp_path / "store"))
+    job = Job(tmp_path / "job")
+    job.begin()
+    job.commit()
+    control = trainer(job.root, objects=objects)
+    control.refresh()
+    assert control.copies is not None
+    control.copies.now()
+    for name, lost in (("job", True), ("another", False)):
+        uri = parse_uri(f"file://{tmp_path}/{name}")
+        empty = FileLog(tmp_path / "empty")
+        if lost:
+            with pytest.raises(CorruptionError, match="the log was lost"):
+                check_whole(empty, Control(empty), uri, objects)
+        else:
+            check_whole(empty, Control(empty), uri, objects)
+
+
+@pytest.mark.parametrize("left", [1, 3, 6])
+def test_a_control_log_that_lost_its_end_offers_no_older_marker(root: Path, left: int) -> None:
+    before, path = image(root), root / "control.log"
+    entries = offsets(root)
+    os.truncate(path, entries[left] + 40 * (left == 3))  # also in the middle of a record
+    with pytest.raises(CorruptionError, match=f"the second copy has {7 - left} newer records, up to marker 2:3") as no:
+        trainer(root).check_copy()
+    assert f"stream-ckpt recover file://{root} --store file://{root}" in no.value.hint
+    assert recover(root)["appended"] == 7 - left + 1
+    assert image(root) == before
+    check(root)
+
+
+def test_rows_of_a_generation_that_the_control_log_does_not_know_are_its_lost_end(root: Path) -> None:
+    for name in Copied.load(
+        open_store(str(root)), JOB, key(root)
+    ).names:  # as of a job that began before there was a copy
+        open_store(str(root)).delete(name.name)
+    entries = offsets(root)
+    os.truncate(root / "control.log", entries[2])
+    with pytest.raises(CorruptionError, match=r"rows of generation 2, and control\.log ends at generation 1"):
+        check(root)
+
+
+def test_a_log_that_went_on_after_it_lost_its_end_is_not_joined(root: Path) -> None:
+    entries = offsets(root)
+    os.truncate(root / "control.log", entries[4])
+    FileLog(root).append_control(claim(3, nonce="another", incarnation="x").to_frame())
+    with pytest.raises(CorruptionError, match="lost the end"):
+        trainer(root).check_copy()
+    with pytest.raises(ConfigError, match="goes on otherwise than its second copy"):
+        recover(root)
+    (root / "control.log").unlink()
+    assert recover(root)["offered"][-1] == "2:3"
+
+
+def test_what_the_copy_lacks_comes_from_manifests(root: Path) -> None:
+    stores.fold(root)
+    objects = open_store(str(root))
+    entries = [entry for entry in read_copy(objects, JOB, key(root)) if entry[0] < offsets(root)[-2]]
+    for name in Copied.load(objects, JOB, key(root)).names:
+        objects.delete(name.name)
+    put_copy(objects, JOB, key(root), 1, [*entries, (10**6, trim("1:1").to_frame())])
+    before = image(root)
+    (root / "control.log").unlink()
+    found = recover(root)
+    assert (found["offered"], found["next_generation"]) == (["1:1", "1:2", "2:1", "2:2", "2:3"], 4)
+    assert image(root) == before
+    assert Control(FileLog(root)).refresh().reach == {1: MarkerId(1, 1)}
+
+
+def test_a_copy_that_is_behind_is_well_and_makes_up_for_it(root: Path) -> None:
+    FileLog(root).append_control(commit(2, 4, nonce="nonce-2").to_frame())
+    FileLog(root).append_control(commit(2, 5, nonce="nonce-2").to_frame())
+    control = trainer(root)
+    control.check_copy()
+    control.commit(commit(2, 6, nonce="nonce-2"), 5.0, Event())
+    control.close()
+    assert copied_offsets(root) == [offset for offset, _ in FileLog(root).read_control()]
+
+
+def test_what_only_marks_speak_of_is_not_committed(root: Path) -> None:
+    objects, last = open_store(str(root)), offsets(root)[-1]
+    copied = Copied.load(objects, JOB, key(root))
+    entries = [entry for entry in copied.read() if entry[0] < last]
+    for name in copied.names:
+        objects.delete(name.name)
+    put_copy(objects, JOB, key(root), 1, entries)
+    (root / "control.log").unlink()
+    assert recover(root)["offered"][-1] == "2:2"
+    for name in Copied.load(objects, JOB, key(root)).names:
+        objects.delete(name.name)
+    (root / "control.log").unlink()
+    with pytest.raises(MarkerNotFoundError, match="no record of a commit is left"):
+        recover(root, "--job", JOB.hex())
+
+
+@pytest.mark.parametrize("where", ["segment", "dense", "copy"])
+def test_the_next_generation_is_above_all_that_are_named_anywhere(root: Path, where: str) -> None:
+    objects = open_store(str(root))
+    if where == "segment":
+        (partition_dir(root, 1) / segment_name(9, 0)).touch()
+    elif where == "dense":
+        objects.put(f"{dense_name(JOB, MarkerId(9, 1))}/file", [b"never committed"])
+    else:
+        put_copy(objects, JOB, key(root), 1, [(10**6, claim(9, parent=LAST).to_frame())])
+    (root / "control.log").unlink()
+    assert recover(root)["next_generation"] == 11
+    assert lineage_of(root)[-1] == "2:3"
+
+
+def test_what_a_key_does_not_vouch_for_is_not_used(tmp_path: Path) -> None:
+    key_file = tmp_path / "key"
+    key_file.touch(mode=0o600)
+    key_file.write_bytes(bytes(range(32)))
+    control, objects = trainer(tmp_path / "job", key_file), open_store(str(tmp_path / "job"))
+    identity = FileLog(tmp_path / "job").prepare(1).id
+    control.claim(claim(1, incarnation=identity))
+    control.commit(commit(1, 1), 5.0, Event())
+    control.close()
+    control = trainer(tmp_path / "job", key_file)
+    put_copy(objects, JOB, key(tmp_path / "job"), 1, [(10**6, commit(1, 9).to_frame())])
+    control.check_copy()
+    control.commit(commit(1, 2), 5.0, Event())
+    control.close()
+    (tmp_path / "job" / "control.log").unlink()
+    with pytest.raises(ConfigError, match="has a commit key"):
+        recover(tmp_path / "job")
+    assert recover(tmp_path / "job", "--commit-key-file", str(key_file))["offered"] == ["1:1", "1:2"]
+    lineage = Control(FileLog(tmp_path / "job"), key_file).refresh()
+    assert (lineage.unsigned, lineage.claims[1].mac != "") == (0, True)
+
+
+class Failing:
+    """A store that takes no copies."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self.fails = True
+
+    def put(self, name: str, parts: Sequence[Buffer]) -> None:
+        if self.fails:
+            raise StoreUnavailableError("no room", name=name)
+        self._objects.put(name, parts)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._objects, name)
+
+
+def test_a_copy_that_fails_fails_no_commit_is_said_once_and_made_up_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "_KEPT_BYTES", 1500)  # all is read again
+    FileLog(tmp_path).prepare(1)
+    store = Failing(open_store(str(tmp_path)))
+    control = trainer(tmp_path, objects=store)
+    control.claim(claim(1))
+    for marker in range(1, 6):
+        control.commit(commit(1, marker), 5.0, Event())
+    control.close()
+    assert control.copies is not None
+    assert control.copies.failed
+    assert [each.levelname for each in caplog.records if "kept a second time" in each.message].count("WARNING") == 1
+    assert read_copy(store, JOB, key(tmp_path)) == []
+    store.fails = False
+    control.commit(commit(1, 6), 5.0, Event())
+    control.close()
+    assert len(read_copy(store, JOB, key(tmp_path))) == 7
+
+
+def test_many_objects_become_one(tmp_path: Path) -> None:
+    FileLog(tmp_path).prepare(1)
+    objects = open_store(str(tmp_path))
+    for first in (1, 50):
+        control = trainer(tmp_path)
+        if first == 1:
+            control.claim(claim(1))
+        control.check_copy()
+        for marker in range(first, first + 49):
+            control.commit(commit(1, marker), 5.0, Event())
+            control.close()
+    assert len(Copied.load(objects, JOB, key(tmp_path)).names) < 70
+    assert [offset for offset, _ in read_copy(objects, JOB, key(tmp_path))] == [
+        offset for offset, _ in FileLog(tmp_path).read_control()
+    ]
+
+
+def test_what_a_later_record_says_again_is_forgotten(root: Path) -> None:
+    objects, last = open_store(str(root)), offsets(root)[-1]
+    FileLog(root).append_control(commit(2, 4).to_frame())
+    keep(root)
+    assert forget(objects, JOB, key(root), last + 1) == 1
+    assert [offset for offset, _ in read_copy(objects, JOB, key(root))] == [
+        offset for offset, _ in FileLog(root).read_control() if offset > last
+    ]
+
+
+def test_a_damaged_object_of_the_copy_gives_what_is_whole(root: Path) -> None:
+    (path,) = (root / "records" / JOB.hex()).iterdir()
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    assert 0 < len(read_copy(open_store(str(root)), JOB, key(root))) < 7
+
+
+def test_a_segment_that_is_there_is_never_opened_by_a_new_stream(tmp_path: Path) -> None:
+    log = FileLog(tmp_path)
+    log.prepare(1)
+    path = partition_dir(tmp_path, 0) / segment_name(5, 0)
+    path.write_bytes(b"of somebody else")
+    with pytest.raises(StreamLostError, match="another writer's, and stays"):
+        log.open_writer(5, 0, 0)
+    assert path.read_bytes() == b"of somebody else"
+
+
+@pytest.mark.parametrize("point", ["recover.put", "recover.fence", "recover.copy"])
+def test_a_recovery_that_was_killed_is_finished_by_the_next(root: Path, point: str) -> None:
+    before = image(root)
+    (root / "control.log").unlink()
+    nth = 4 if point == "recover.put" else 1
+    program = "from torchrec_stream_ckpt.cli.main import main; main()"
+    assert _killed(program, f"{point}=kill@{nth}", "recover", f"file://{root}", "--store", str(root))
+    found = recover(root)
+    assert found["offered"][-1] == "2:3"
+    assert image(root) == before
+    check(root)
+
+
+_COMMITS = """
+import sys, threading
+from tests.builders import commit
+from tests.unit.test_copies import trainer
+from pathlib import Path
+control = trainer(Path(sys.argv[1]))
+control.check_copy()
+for marker in range(4, 8):
+    control.commit(commit(2, marker), 5.0, threading.Event())
+    control.close()
+"""
+
+
+@pytest.mark.parametrize("point", ["copy.put", "copy.stored"])
+def test_a_kill_between_append_and_copy_leaves_a_copy_that_is_behind(root: Path, point: str) -> None:
+    assert _killed(_COMMITS, f"{point}=kill@2", str(root))
+    appended = offsets(root)
+    copied = copied_offsets(root)
+    assert copied == appended[: 8 if point == "copy.put" else 9]
+    assert len(appended) == 9
+    check(root)
+    keep(root)
+    assert copied_offsets(root) == appended
+
+
+def _killed(program: str, fuse: str, *arguments: str) -> bool:
+    environment = {**os.environ, "STREAM_CKPT_FAILPOINTS": fuse}
+    done = subprocess.run([sys.executable, "-c", program, *arguments], env=environment, timeout=120, check=False)
+    return done.returncode == -signal.SIGKILL
+
+
+def test_records_of_another_job_in_the_copy_are_not_used(root: Path) -> None:
+    put_copy(open_store(str(root)), JOB, key(root), 1, [(10**6, claim(7, job=OTHER_JOB).to_frame())])
+    check(root)
+    (root / "control.log").unlink()
+    assert recover(root)["next_generation"] == 4
+
+
+def test_doctor_says_how_much_is_copied(root: Path) -> None:
+    def look() -> dict[str, str]:
+        done = CliRunner().invoke(app, ["doctor", f"file://{root}", "--json"])
+        (found,) = [each for each in json.loads(done.stdout) if each["check"].startswith("second copy")]
+        return {key: str(value) for key, value in found.items()}
+
+    assert look()["verdict"] == "ok"
+    for marker in (4, 5, 6):
+        FileLog(root).append_control(commit(2, marker).to_frame())
+    assert look()["verdict"] == "warning"
+    assert "3 records are not there" in look()["found"]
+    os.truncate(root / "control.log", offsets(root)[5])
+    assert look()["verdict"] == "bad"
+    assert "stream-ckpt recover" in look()["hint"]

@@ -1,0 +1,161 @@
+"""The second copy of a control partition: small objects, each with some records as they stand in the log.
+
+An object is a row of entries: the record's offset (8 bytes, little-endian), then the record. All objects of one epoch
+are of one control partition, in the order of their offsets; a record may be in several of them. Only the newest epoch
+counts: the first object of each one is put with all records that counted then, so it lacks nothing of the one before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from crc32c import crc32c
+
+from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, Buffer, parse_header
+from torchrec_stream_ckpt.layout import CopyName, parse_copy_name, records_dir
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.identity import check_store
+
+_ATTEMPTS = 5
+_OFFSET = struct.Struct("<Q")
+
+Entry = tuple[int, bytes]
+"""(offset, record)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What there is of one job, as of one listing; no object is read for it."""
+
+    objects: Objects
+    job: bytes
+    log: str
+    epoch: int
+    """The newest one; 0 where nothing was copied."""
+    names: tuple[CopyName, ...]
+    """Objects of that epoch, by the offset of their first record."""
+    older: tuple[CopyName, ...]
+    """Objects of older epochs: needless."""
+
+    @classmethod
+    def load(cls, objects: Objects, job: bytes, log: str) -> Copied:
+        """List what is there now of one log.
+
+        Raises:
+            UnsupportedError: the store is of a newer format.
+            StoreUnavailableError: it does not answer.
+        """
+        check_store(objects)
+        found = [name for name in _names(objects, job) if name.log == log]
+        epoch = max((name.epoch for name in found), default=0)
+        newest = tuple(name for name in found if name.epoch == epoch)
+        return cls(objects, job, log, epoch, newest, tuple(name for name in found if name.epoch < epoch))
+
+    @property
+    def last(self) -> int:
+        """Offset of the last record that was copied; -1 where there is none."""
+        return max((name.last for name in self.names), default=-1)
+
+    def read(self, after: int = -1) -> Iterator[Entry]:
+        """The records behind an offset, in order and each once; what is damaged is left out.
+
+        Raises:
+            MissingObjectError: an object was merged into another one since the listing.
+            StoreUnavailableError: the store does not answer.
+        """
+        for names in self._overlapping(after):
+            found = dict(entry for name in names for entry in parse_entries(self.objects.read(name.name)))
+            yield from ((offset, found[offset]) for offset in sorted(found) if offset > after)
+
+    def _overlapping(self, after: int) -> Iterator[list[CopyName]]:
+        """The objects with records behind an offset; those that may have the same ones together."""
+        together: list[CopyName] = []
+        for name in (each for each in self.names if each.last > after):
+            if together and name.first > max(each.last for each in together):
+                yield together
+                together = []
+            together.append(name)
+        if together:
+            yield together
+
+
+def read_copy(objects: Objects, job: bytes, log: str, after: int = -1) -> list[Entry]:
+    """List and read, again where somebody merges objects meanwhile; raises as :class:`Copied`."""
+    for _ in range(_ATTEMPTS):
+        with contextlib.suppress(MissingObjectError):
+            return list(Copied.load(objects, job, log).read(after))
+    return list(Copied.load(objects, job, log).read(after))
+
+
+def copied_logs(objects: Objects, job: bytes) -> list[str]:
+    """The logs of which there are copies."""
+    return sorted({name.log for name in _names(objects, job)})
+
+
+def _names(objects: Objects, job: bytes) -> list[CopyName]:
+    parsed = (parse_copy_name(entry.name) for entry in objects.list(f"{records_dir(job)}/"))
+    return sorted(name for name in parsed if name is not None)
+
+
+def put_copy(
+    objects: Objects,
+    job: bytes,
+    log: str,
+    epoch: int,
+    entries: Sequence[Entry],
+    *,
+    at: tuple[int, int] | None = None,
+) -> CopyName:
+    """Put records into one object; durable on return.
+
+    Args:
+        objects: The store.
+        job: Whose.
+        log: Of which log.
+        epoch: Of its control partition.
+        entries: The records.
+        at: Offset and CRC32C of the record up to which they say all; None: of the last one.
+
+    Raises:
+        StoreUnavailableError: it was not written.
+    """
+    last, record = entries[-1]
+    last, crc = at or (last, crc32c(record))
+    name = CopyName(job, log, epoch, min(entries[0][0], last), last, crc)
+    objects.put(name.name, [part for offset, each in entries for part in (_OFFSET.pack(offset), each)])
+    return name
+
+
+def parse_entries(data: Buffer) -> Iterator[Entry]:
+    """The records of one object, up to the first that cannot be told from the next."""
+    view, position = memoryview(data), 0
+    while position + _OFFSET.size + HEADER_LEN <= len(view):
+        (offset,) = _OFFSET.unpack_from(view, position)
+        begin = position + _OFFSET.size
+        try:
+            end = begin + HEADER_LEN + parse_header(view[begin : begin + HEADER_LEN]).payload_len
+        except CorruptionError:
+            return
+        if end > len(view):
+            return
+        yield offset, bytes(view[begin:end])
+        position = end
+
+
+def forget(objects: Objects, job: bytes, log: str, before: int) -> int:
+    """Take away objects all of whose records stand before an offset: a later record says what they said.
+
+    Returns:
+        How many went.
+
+    Raises:
+        StoreUnavailableError: the store does not answer; what is left goes with the next call.
+    """
+    needless = [name for name in Copied.load(objects, job, log).names if name.last < before]
+    for name in needless:
+        objects.delete(name.name)
+    return len(needless)
