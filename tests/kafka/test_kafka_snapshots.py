@@ -12,7 +12,9 @@ from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.commit.snapshots import shorten_control
 from torchrec_stream_ckpt.errors import CorruptionError, PrunedError
 from torchrec_stream_ckpt.format.folding import body_of, is_snapshot
+from torchrec_stream_ckpt.layout import KafkaUri, parse_uri
 from torchrec_stream_ckpt.log.api import Log, open_log
+from torchrec_stream_ckpt.log.kafka import KafkaLog
 
 pytestmark = pytest.mark.kafka
 
@@ -55,3 +57,31 @@ def test_the_control_topic_is_cut_up_to_the_second_newest_snapshot(log: Log, uri
     with pytest.raises(CorruptionError, match="no snapshot of what was before it is whole"):
         Control(again).refresh()
     again.close()
+
+
+class Overtaken(KafkaLog):
+    """A log whose front is deleted after a read of the control topic was begun, and before its first record came."""
+
+    def __init__(self, uri: KafkaUri, base: int) -> None:
+        super().__init__(uri, {})
+        self._until: int | None = base
+
+    def read_control(self, start: int = 0, *, garbage: bool = False) -> Iterator[tuple[int, bytes]]:
+        records = super().read_control(start, garbage=garbage)
+        if self._until is not None:
+            self.prune_control(self._until)
+            self._until = None
+        return records
+
+
+def test_a_read_that_a_deletion_overtakes_is_begun_anew(log: Log, uri: str) -> None:
+    log.append_control(claim(1).to_frame())
+    covered = log.append_control(commit(1, 1).to_frame())
+    shorten_control(log, Control(log), at_once=True)
+    log.append_control(commit(1, 2).to_frame())
+    parsed = parse_uri(uri)
+    assert isinstance(parsed, KafkaUri)
+    overtaken = Overtaken(parsed, covered)
+    assert markers(Control(overtaken)) == [1, 2]
+    assert overtaken.control_base() == covered
+    overtaken.close()

@@ -612,7 +612,8 @@ class KafkaLog:
             if error is None or error.code() == ck.KafkaError._PARTITION_EOF:
                 continue
             if error.code() in (ck.KafkaError._AUTO_OFFSET_RESET, ck.KafkaError.OFFSET_OUT_OF_RANGE):
-                raise CorruptionError(
+                # Of the control topic, whoever appends snapshots may delete the front: its readers begin anew.
+                raise (PrunedError if topic == self._uri.control_topic else CorruptionError)(
                     f"topic '{topic}' lost offsets while it was read", hint=_DESTROYED_HINT, offset=message.offset()
                 )
             if error.code() in (ck.KafkaError.UNKNOWN_TOPIC_OR_PART, ck.KafkaError._UNKNOWN_PARTITION):
