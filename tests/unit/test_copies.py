@@ -24,6 +24,7 @@ from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.commit import copies
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.commit.lost import check_whole
+from torchrec_stream_ckpt.commit.snapshots import shorten_control
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
@@ -35,7 +36,7 @@ from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.layout import copied_log, dense_name, parse_uri, partition_dir, segment_name
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.store.api import Objects, open_store
-from torchrec_stream_ckpt.store.records import Copied, forget, put_copy, read_copy
+from torchrec_stream_ckpt.store.records import Copied, put_copy, read_copy
 from torchrec_stream_ckpt.types import MarkerId
 
 POINTS = ("copy.put", "copy.stored", "recover.put", "recover.fence", "recover.copy")
@@ -351,14 +352,18 @@ def test_many_objects_become_one(tmp_path: Path) -> None:
     ]
 
 
-def test_what_a_later_record_says_again_is_forgotten(root: Path) -> None:
-    objects, last = open_store(str(root)), offsets(root)[-1]
-    FileLog(root).append_control(commit(2, 4).to_frame())
-    keep(root)
-    assert forget(objects, JOB, key(root), last + 1) == 1
-    assert [offset for offset, _ in read_copy(objects, JOB, key(root))] == [
-        offset for offset, _ in FileLog(root).read_control() if offset > last
-    ]
+def test_after_a_snapshot_the_copy_is_as_short_as_the_log(root: Path) -> None:
+    control = trainer(root)
+    control.check_copy()
+    control.trim(trim("1:2", given_up=(MarkerId(1, 1),)))
+    shorten_control(FileLog(root), Control(FileLog(root)), at_once=True)
+    control.commit(commit(2, 4), 5.0, Event())
+    control.close()
+    (name,) = Copied.load(open_store(str(root)), JOB, key(root)).names
+    assert name.epoch == 2
+    check(root)
+    (root / "control.log").unlink()
+    assert recover(root)["offered"] == ["1:2", "2:1", "2:2", "2:3", "2:4"]
 
 
 def test_a_damaged_object_of_the_copy_gives_what_is_whole(root: Path) -> None:

@@ -112,7 +112,7 @@ class Control:
                     counts = not is_snapshot(record) and self._apply(self._folded, offset, record)
                     self._passed(offset, record)
                     if self.copies is not None:
-                        self.copies.heard(offset, record, counts=counts)
+                        self.copies.heard(offset, record, counts=counts, snapshot=is_snapshot(record))
         except PrunedError:  # what this one had not read is gone, and a snapshot says it
             self._begin()
 

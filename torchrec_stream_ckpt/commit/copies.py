@@ -104,12 +104,12 @@ class Copies:
         with self._lock:
             self._base, self._before = base, max(before, self._before)
 
-    def heard(self, offset: int, record: bytes, *, counts: bool) -> None:
-        """Something was read from the control partition; in order."""
+    def heard(self, offset: int, record: bytes, *, counts: bool, snapshot: bool = False) -> None:
+        """Something was read from the control partition; in order. After a snapshot all is copied anew, and shorter."""
         with self._lock:
             if offset <= self._seen:
                 return
-            self._seen = offset
+            self._seen, self._anew = offset, self._anew or snapshot
             if not counts:
                 return
             self._job = self._job or parse_header(record).job

@@ -144,18 +144,3 @@ def parse_entries(data: Buffer) -> Iterator[Entry]:
             return
         yield offset, bytes(view[begin:end])
         position = end
-
-
-def forget(objects: Objects, job: bytes, log: str, before: int) -> int:
-    """Take away objects all of whose records stand before an offset: a later record says what they said.
-
-    Returns:
-        How many went.
-
-    Raises:
-        StoreUnavailableError: the store does not answer; what is left goes with the next call.
-    """
-    needless = [name for name in Copied.load(objects, job, log).names if name.last < before]
-    for name in needless:
-        objects.delete(name.name)
-    return len(needless)
