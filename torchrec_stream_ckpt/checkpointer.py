@@ -388,7 +388,7 @@ class StreamCheckpointer:
         self._step = plan.step
         self._next_marker = plan.marker.marker + 1
         path = choice.lineage.path(plan.marker)
-        parent_bytes = sum(end.num_bytes for commit in path for end in commit.ranks) // self._team.world
+        parent_bytes = sum(commit.num_bytes for commit in path) // self._team.world
         self._open(plan.marker, sorted(merged), parent_bytes)
         if self._team.rank == 0:
             log.info(

@@ -195,7 +195,7 @@ def timed_restores(live: Live, folder: Path, head: Path | None, source: str, rou
 def dense_bytes_of(folder: Path) -> int:
     commit = Control(FileLog(folder)).refresh().newest
     assert commit is not None
-    return sum(file.num_bytes for file in commit.dense_files)
+    return commit.dense_bytes
 
 
 def spawn(ranks: int, function: Callable[..., Any], shape: Shape, *args: Any) -> Any:

@@ -20,6 +20,7 @@ from tests.stores import HeldObjects, History, contents, fold, rows_of
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, StreamCkptError
 from torchrec_stream_ckpt.format.control import Hello, Mark, parse_control
 from torchrec_stream_ckpt.format.dense import dense_path, digest_files
+from torchrec_stream_ckpt.format.dense_files import LIST_NAME, listed
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, parse_header, payload_of
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, Notes, Verdict
@@ -138,9 +139,10 @@ class FileLogs:
         folder.mkdir(parents=True)
         for name in (".metadata", "__0_0.distcp"):
             (folder / name).write_bytes(bytes(range(200)))
-        files = digest_files(folder, (".metadata", "__0_0.distcp"))
+        said, data = listed(digest_files(folder, (".metadata", "__0_0.distcp")))
+        (folder / LIST_NAME).write_bytes(data)
         log.append_control(claim(1, incarnation=incarnation.id).to_frame())
-        log.append_control(commit(1, 1, [end], dense=str(folder.relative_to(root)), dense_files=files).to_frame())
+        log.append_control(commit(1, 1, [end], dense=str(folder.relative_to(root)), dense_list=said).to_frame())
 
     def _digest(self, root: Path) -> str:
         """Everything that the marker's rows are, after verifying it."""

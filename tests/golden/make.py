@@ -10,12 +10,14 @@ from __future__ import annotations
 import base64
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from crc32c import crc32c
 
-from torchrec_stream_ckpt.format.control import Claim, Commit, DenseFile, Hello, Mark, Serve, TableScalars, Trim
+from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark, Serve, TableScalars, Trim
+from torchrec_stream_ckpt.format.dense_files import DenseFile, listed
 from torchrec_stream_ckpt.format.folding import Folded, snapshot_of
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_frame, seal
 from torchrec_stream_ckpt.format.ids import IdEvent, IdEvents, encode_ids
@@ -123,6 +125,7 @@ def frames() -> dict[str, bytes]:
     }
     control = {"claim": claim().to_frame(), "commit": commit(end).to_frame(), "trim": trim().to_frame()}
     control["serve"] = serve().to_frame()
+    control["commit_listed"] = commit_listed(end).to_frame()
     control |= {"end": end_record().to_frame(), "note": note().to_frame()}
     signed |= {"end_signed": KEY.sign(end_record()).to_frame(), "note_signed": KEY.sign(note()).to_frame()}
     (part,) = snapshot_of(folded(end), INCARNATION)
@@ -145,6 +148,12 @@ def commit(end: RankEnd) -> Commit:
     dense = (DenseFile(".metadata", 4, "6d" * 32), DenseFile("__0_0.distcp", 8, "0d" * 32))
     folder = dense_name(JOB, MarkerId(1, MARKER))
     return Commit(JOB, 1, NONCE, MARKER, STEP, (end,), folder, dense, 1_700_000_100.5, "", meta=meta_of({"auc": 0.75}))
+
+
+def commit_listed(end: RankEnd) -> Commit:
+    """The same marker, whose dense files stand in a list."""
+    said, _ = listed(commit(end).dense_files)
+    return replace(commit(end), dense_files=(), dense_list=said)
 
 
 def serve() -> Serve:

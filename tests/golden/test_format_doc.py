@@ -12,7 +12,7 @@ import pytest
 
 from tests.golden import make, make_store
 from torchrec_stream_ckpt import layout
-from torchrec_stream_ckpt.format import control, frame, manifest, remarks, schema, segment, snapshot
+from torchrec_stream_ckpt.format import control, dense_files, frame, manifest, remarks, schema, segment, snapshot
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Proof, ReplicatedProof
 from torchrec_stream_ckpt.materialize.fold import SEGMENT_BYTES
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
@@ -80,7 +80,8 @@ def test_kinds_and_dtypes_are_those_of_the_code() -> None:
         ("proof", Proof),
         ("replicated", ReplicatedProof),
         ("rank end", RankEnd),
-        ("dense file", control.DenseFile),
+        ("dense file", dense_files.DenseFile),
+        ("dense list", dense_files.DenseList),
         ("Notes", manifest.Notes),
         ("Manifest", manifest.Manifest),
         ("Fold", manifest.Fold),

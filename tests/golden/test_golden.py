@@ -97,6 +97,10 @@ def test_golden_control_records_read_as_written() -> None:
     commit = parse_control(golden("commit"))
     assert isinstance(commit, Commit)
     assert commit == make.commit(commit.ranks[0])
+    listed = parse_control(golden("commit_listed"))
+    assert isinstance(listed, Commit)
+    assert listed == make.commit_listed(commit.ranks[0])
+    assert (listed.dense_count, listed.dense_bytes) == (commit.dense_count, commit.dense_bytes) == (2, 12)
 
 
 def test_golden_signatures_are_those_that_any_hmac_gives() -> None:

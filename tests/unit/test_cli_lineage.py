@@ -66,6 +66,15 @@ def test_the_list_names_the_parent_of_each_marker(uri: str) -> None:
     assert {row["marker"]: row["parent"] for row in rows} == {"1:1": None, "1:2": None, "2:3": "1:2", "3:2": "1:1"}
 
 
+def test_only_the_newest_markers_are_listed_where_that_is_asked_for(uri: str) -> None:
+    rows = json.loads(run("list", uri, "--json", "--newest", "2"))["markers"]
+    assert rows == json.loads(run("list", uri, "--json"))["markers"][-2:]
+    assert [row["marker"] for row in rows] == ["2:3", "3:2"]
+    tree = run("list", uri, "--tree", "--newest", "2")
+    assert "marker 3:2," in tree
+    assert "marker 1:1," not in tree
+
+
 def test_a_fenced_trainer_commits_nothing_more_and_is_told_why(uri: str) -> None:
     trainer = Control(FileLog(Path(uri.removeprefix("file://"))))
     said = run("fence", uri, "--yes")

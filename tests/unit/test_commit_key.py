@@ -21,8 +21,9 @@ from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, FencedError
-from torchrec_stream_ckpt.format.control import Claim, Commit, DenseFile, Trim, parse_control
+from torchrec_stream_ckpt.format.control import Claim, Commit, Trim, parse_control
 from torchrec_stream_ckpt.format.dense import dense_path, digest_files
+from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.frame import Header, Kind, json_frame
 from torchrec_stream_ckpt.format.mac import CommitKey
 from torchrec_stream_ckpt.log.files import FileLog

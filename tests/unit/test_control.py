@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from tests.builders import JOB, OTHER_JOB, ROWWISE, SCHEMA, claim, commit, table, trim
 from torchrec_stream_ckpt.errors import CorruptionError, UnsupportedError
-from torchrec_stream_ckpt.format.control import Claim, Commit, DenseFile, Hello, Mark, TableScalars, Trim, parse_control
+from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark, TableScalars, Trim, parse_control
+from torchrec_stream_ckpt.format.dense_files import DenseFile, DenseList
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_frame, parse_header, payload_of, seal
 from torchrec_stream_ckpt.format.schema import Schema, canonical
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard
@@ -75,6 +76,8 @@ GOOD: dict[str, bytes] = {
     "TRIM": body(TRIM.to_frame()),
 }
 KINDS = sorted(GOOD)
+LISTED = replace(COMMIT, dense_files=(), dense_list=DenseList(40, 900, 4000, "ab" * 32))
+GOOD["listed COMMIT"], READERS["listed COMMIT"] = body(LISTED.to_frame()), READERS["COMMIT"]
 
 
 def changed(kind: str, change: Callable[[Any], object]) -> bytes:
@@ -201,8 +204,8 @@ def _same_type(wrong: object, right: object) -> bool:
         ("HELLO", "schema", "tables", 0),
         ("HELLO", "schema", "tables", 1, "states", 0),
         ("MARK", "scalars", 0),
-        ("COMMIT", "ranks", 0),
         ("COMMIT", "dense_files", 0),
+        ("listed COMMIT", "dense_list"),
     ],
     ids=lambda path: ".".join(map(str, path)),
 )
@@ -224,6 +227,21 @@ def test_nested_records_have_exactly_their_fields(path: tuple[Any, ...]) -> None
                 READERS[kind](changed(kind, change))
     with pytest.raises(CorruptionError):
         READERS[kind](changed(kind, lambda value: inner(value).update(later=1)))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"sha256": "AB" * 32}, {"sha256": "ab"}, {"files": 0}, {"list_bytes": 64 * 2**20 + 1}]
+)
+def test_a_list_of_dense_files_that_cannot_be_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(CorruptionError, match=r"COMMIT\.dense_list"):
+        READERS["COMMIT"](changed("listed COMMIT", lambda value: value["dense_list"].update(wrong)))
+
+
+def test_a_commit_has_its_dense_files_or_a_list_of_them() -> None:
+    with pytest.raises(CorruptionError, match="both dense_files and a list"):
+        parse_control(replace(LISTED, dense_files=COMMIT.dense_files).to_frame())
+    with pytest.raises(CorruptionError, match="COMMIT has fields"):
+        parse_control(replace(LISTED, version=1).to_frame())
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400, "1" * 5000])
@@ -303,9 +321,10 @@ def test_a_shard_outside_its_table_is_refused(shard: TableShard) -> None:
         (RankEnd(0, 0, 0, 0, 0, 0, 0, 0),),
     ],
 )
-def test_commit_without_every_rank_once_is_refused(ranks: tuple[RankEnd, ...]) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_commit_without_every_rank_once_is_refused(ranks: tuple[RankEnd, ...], version: int) -> None:
     with pytest.raises(CorruptionError, match=r"COMMIT\.ranks must be 0, 1, 2"):
-        parse_control(commit(1, 1, ranks).to_frame())
+        parse_control(commit(1, 1, ranks, version=version).to_frame())
 
 
 @pytest.mark.parametrize(

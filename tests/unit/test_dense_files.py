@@ -10,8 +10,9 @@ import pytest
 
 from tests.builders import commit
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.control import Commit, DenseFile
+from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense import dense_path, digest_files, verify_dense
+from torchrec_stream_ckpt.format.dense_files import DenseFile
 
 NAMES = (".metadata", "__0_0.distcp")
 

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.builders import commit
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StoreUnavailableError
-from torchrec_stream_ckpt.format.control import Commit, DenseFile
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MissingObjectError, StoreUnavailableError
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.dense import digest_files, files_at
+from torchrec_stream_ckpt.format.dense_files import LIST_NAME, DenseFile, listed, parse_list
 from torchrec_stream_ckpt.layout import dense_file_name, dense_name
 from torchrec_stream_ckpt.store.api import Objects, open_store
-from torchrec_stream_ckpt.store.dense import DenseObjects, open_dense
+from torchrec_stream_ckpt.store.dense import DenseObjects, DenseStore, name_files, open_dense
 
 FILES = {".metadata": b"pickled", "__0_0.distcp": bytes(40 * 2**20), "__1_0.distcp": b"", "__1_1.distcp": b"rank 1"}
 
@@ -155,3 +157,77 @@ def test_a_full_disk_of_the_reader_is_no_damage_of_the_marker(
     monkeypatch.setattr(Path, "open", full)
     with pytest.raises(StoreUnavailableError, match="No space left on device"):
         store.verify(made)
+
+
+MANY = {".metadata": b"pickled", **{f"__{rank}_0.distcp": b"rank %d" % rank for rank in range(40)}}
+
+
+@pytest.fixture(params=["folder", "memory"])
+def listing(request: pytest.FixtureRequest, tmp_path: Path, made: Commit) -> tuple[DenseStore, Objects, Commit]:
+    """A marker of many files as a job writes it: a store, its objects, and the COMMIT."""
+    url = f"file://{tmp_path}/store" if request.param == "folder" else f"memory://{uuid.uuid4().hex}"
+    store, objects = open_dense(url), open_store(url)
+    store.prepare(made.job)
+    assert store.is_seen(made.job)
+    folder = store.writing(made.job, made.id)
+    folder.mkdir(parents=True)
+    for name, data in MANY.items():
+        (folder / name).write_bytes(data)
+    files = digest_files(folder, MANY)
+    store.publish(made.job, made.id, files)
+    named, said = name_files(store, made.job, made.id, files)
+    store.settle(made.job, made.id)
+    assert named == ()
+    return store, objects, replace(made, dense_files=named, dense_list=said)
+
+
+def test_many_files_are_named_by_a_list_beside_them(listing: tuple[DenseStore, Objects, Commit]) -> None:
+    store, _, made = listing
+    assert made.dense_count == len(MANY)
+    assert made.dense_bytes == sum(map(len, MANY.values()))
+    assert len(made.to_frame()) < 1100
+    assert {file.name: file.num_bytes for file in store.files(made)} == {n: len(data) for n, data in MANY.items()}
+    assert store.why_not(made) == ""
+    store.verify(made)
+    local = {path.name: path.read_bytes() for path in store.local(made).iterdir()}
+    assert {name: data for name, data in local.items() if name != LIST_NAME} == MANY
+    assert files_at(store.local(made), made) == store.files(made)
+    store.close()
+
+
+@pytest.mark.parametrize("name", [LIST_NAME, "__7_0.distcp"])
+@pytest.mark.parametrize("damage", ["gone", "longer", "altered"])
+def test_a_listed_file_or_a_list_that_is_damaged_is_named(
+    listing: tuple[DenseStore, Objects, Commit], name: str, damage: str
+) -> None:
+    store, objects, made = listing
+    place = dense_file_name(made.job, made.id, name)
+    data = bytes(objects.read(place))
+    objects.delete(place)
+    if damage != "gone":
+        objects.put(place, [data + b" " if damage == "longer" else data[:-1] + b"?"])
+    with pytest.raises(MissingObjectError if damage == "gone" else CorruptionError) as refused:
+        store.verify(made)
+    assert name in str(refused.value)
+    if name == LIST_NAME:
+        with pytest.raises(CorruptionError):
+            store.files(made)
+    if damage != "altered":
+        assert name in store.why_not(made)
+    store.close()
+
+
+def test_a_list_that_names_what_its_commit_does_not_is_refused() -> None:
+    said, data = listed([DenseFile(".metadata", 1, "ab" * 32)])
+    assert parse_list(data, said, "x")
+    for wrong in (replace(said, files=2), replace(said, num_bytes=2)):
+        with pytest.raises(CorruptionError, match="not what COMMIT says"):
+            parse_list(data, wrong, "x")
+    for text in (b"null", b"[1]", b'[{"name":1}]', b"[" * 9000, b"\xff", data.replace(b",", b", ")):
+        forged = replace(said, list_bytes=len(text), sha256=hashlib.sha256(text).hexdigest())
+        with pytest.raises(CorruptionError, match="the list of dense files"):
+            parse_list(text, forged, "x")
+    for name in (LIST_NAME, "../x", ".."):
+        planted, text = listed([DenseFile(name, 1, "ab" * 32)])
+        with pytest.raises(CorruptionError, match="is no name of a file"):
+            parse_list(text, planted, "x")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.builders import OTHER_JOB, claim, commit, trim
+from tests.builders import OTHER_JOB, SCHEMA, claim, commit, trim
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
@@ -188,3 +188,38 @@ def test_the_log_has_to_hold_what_is_not_trimmed() -> None:
     assert lineage.spans(1, ends(10, 20)) == []
     assert lineage.spans(1, ends(40, 50), {}) == whole
     assert lineage.spans(2, ends(40, 50)) == [LogSpan(2, 0, 5, 40), LogSpan(2, 1, 5, 50)]
+
+
+def test_a_restore_is_told_of_the_markers_that_lead_to_it_alone() -> None:
+    records = [claim(1), commit(1, 1), commit(1, 2), commit(1, 3), claim(2, parent=MarkerId(1, 1)), commit(2, 2)]
+    records += [claim(3, parent=MarkerId(1, 2)), commit(3, 3), commit(3, 4), trim("1:1")]
+    lineage = Lineage.of(records)
+    told = lineage.towards(MarkerId(3, 3))
+    assert (list(told.claims), ids(told)) == ([1, 3], ["1:1", "1:2", "3:3"])
+    for marker in (MarkerId(3, 3), MarkerId(1, 2)):
+        assert told.path(marker) == lineage.path(marker)
+        assert told.chain(marker) == lineage.chain(marker)
+        assert told.bases(marker) == lineage.bases(marker)
+
+
+def test_a_marker_that_is_added_follows_on_the_one_before_it() -> None:
+    lineage = Lineage.of([claim(1), commit(1, 1), commit(1, 4)])
+    assert (lineage.previous(MarkerId(1, 1)), lineage.previous(MarkerId(1, 4))) == (None, MarkerId(1, 1))
+    lineage.apply(commit(1, 6))
+    assert lineage.previous(MarkerId(1, 6)) == MarkerId(1, 4)
+    assert lineage.newest_of(1) == MarkerId(1, 6)
+    assert [each.marker for each in lineage.chain(MarkerId(1, 4))] == [1, 4]
+
+
+def test_generations_with_the_same_tables_keep_them_once() -> None:
+    named = SCHEMA.named(None, b"j" * 16, 1)
+    other = SCHEMA.named(None, b"k" * 16, 1)
+    records = [claim(1, schema=named), claim(2, schema=SCHEMA.named(None, b"j" * 16, 1)), claim(3, schema=other)]
+    claims = Lineage.of(records).claims
+    assert claims[2].schema is claims[1].schema
+    assert [table.id for table in claims[3].schema.tables] == [table.id for table in other.tables]
+
+
+def test_a_lineage_that_is_put_together_knows_what_was_trimmed() -> None:
+    lineage = Lineage.of([claim(1), commit(1, 1), commit(1, 2), trim("1:1")])
+    assert Lineage(lineage.claims, lineage.commits, lineage.trims).reach == lineage.reach == {1: MarkerId(1, 1)}

@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from tests.builders import SCHEMA, Stream, claim, commit, table, write
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
-from torchrec_stream_ckpt.format.control import Commit, DenseFile, Hello, Mark, parse_control
+from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, parse_control
 from torchrec_stream_ckpt.format.dense import dense_path, digest_files
+from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES, Kind
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.layout import check_store_url

@@ -69,6 +69,10 @@ class Job:
     store_options: str | None
     _dense: dict[str, DenseStore] = field(default_factory=dict)
     _objects: dict[str, Objects] = field(default_factory=dict)
+    stands: dict[tuple[MarkerId, MarkerId | None], bool] = field(default_factory=dict)
+    """What is known of markers, each behind another one or None: whether the log has all of it."""
+    has: dict[tuple[MarkerId, MarkerId | None], bool] = field(default_factory=dict)
+    """The same of what their own generation has sent."""
     _holdings: list[Holdings | StreamCkptError | None] = field(default_factory=list)
 
     def dense_of(self, commit: Commit) -> DenseStore:

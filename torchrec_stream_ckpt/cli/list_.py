@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Annotated, Any
 
 import typer
@@ -30,6 +31,9 @@ from torchrec_stream_ckpt.types import MarkerId
 
 def list_markers(
     uri: Uri,
+    newest: Annotated[
+        int | None, typer.Option("--newest", min=1, help="Only so many, the newest ones.", metavar="N")
+    ] = None,
     tree: Annotated[bool, typer.Option("--tree", help="Show which generation stands on which marker.")] = False,
     store: Store = None,
     store_options: StoreOptions = None,
@@ -42,7 +46,8 @@ def list_markers(
     Looks at what is there (log ends, dense files, segments and their sizes); ``verify`` reads every byte.
     """
     with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
-        rows = [_row(job, commit) for commit in job.lineage.commits.values()]
+        chosen = list(islice(reversed(job.lineage.commits.values()), newest))[::-1]
+        rows = [_row(job, commit) for commit in chosen]
         if json:
             counts = {"generations": job.lineage.newest_generation, "unsigned": job.lineage.unsigned}
             print_json({"uri": uri, **counts, "markers": rows})
@@ -63,8 +68,8 @@ def _row(job: Job, commit: Commit) -> dict[str, Any]:
         "step": commit.step,
         "time_s": commit.time_s,
         "ranks": len(commit.ranks),
-        "rows": sum(end.rows for end in commit.ranks),
-        "bytes": sum(end.num_bytes for end in commit.ranks),
+        "rows": commit.rows,
+        "bytes": commit.num_bytes,
         "parent": str(parent) if parent else None,
         "restorable": not standing.reason,
         "reason": standing.reason,
@@ -117,7 +122,9 @@ def _print_tree(job: Job, rows: dict[str, dict[str, Any]]) -> None:
         ranks = f"{claim.world} ranks" if claim.world else "a fence"
         branch = markers.get(claim.parent, roots).add(f"generation {generation} ({ranks}, {age(claim.time_s)} ago)")
         for marker in (marker for marker in job.lineage.commits if marker.generation == generation):
-            row = rows[str(marker)]
+            row = rows.get(str(marker))
+            if row is None:
+                continue
             state = "" if row["restorable"] else f", {plain(_why_not(row, 'not restorable'))}"
             markers[marker] = branch.add(f"marker {marker}, step {row['step']}, {age(row['time_s'])} ago{state}")
     Console().print(roots)

@@ -265,6 +265,7 @@ def _rank(work: Workload, result: Plan) -> Rows:
         ("dense copy", size(round(memory.dense_bytes)), "its part, copied at each marker"),
         ("marker budget", size(round(memory.marker_bytes)), "what a cut sends beyond the ring"),
         ("HEAD", size(round(memory.head_bytes)), "of each host, if it keeps one"),
+        ("markers of a day", size(round(memory.day_bytes)), "on rank 0, as long as the control log names them"),
         (
             "step",
             f"{1000 * result.step_overhead_s:.2f} ms",

@@ -138,7 +138,7 @@ def workload_of_job(job: Job, asked: Asked) -> Workload:
     seconds = last.time_s - first.time_s
     if seconds <= 0 or last.step <= first.step:
         raise ConfigError(f"markers {first.id} and {last.id} are no time apart", hint="let the job run on", uri=job.uri)
-    sent = sum(end.rows for end in last.ranks) - sum(end.rows for end in first.ranks)
+    sent = last.rows - first.rows
     steps_per_s = _or(asked.steps_per_s, (last.step - first.step) / seconds)
     schema = job.lineage.claims[last.generation].schema
     tables = [PlannedTable(spec) for spec in schema.tables]
@@ -149,7 +149,7 @@ def workload_of_job(job: Job, asked: Asked) -> Workload:
         steps_per_s=steps_per_s,
         drain_every=asked.drain_every,
         marker_s=_positive("--marker-every-s", _or(asked.marker_s, seconds / (len(commits) - 1))),
-        dense_bytes=_or(asked.dense_bytes, sum(file.num_bytes for file in last.dense_files)),
+        dense_bytes=_or(asked.dense_bytes, last.dense_bytes),
     )
 
 

@@ -24,7 +24,9 @@ from torchrec_stream_ckpt.cli.common import (
     size,
 )
 from torchrec_stream_ckpt.cli.standing import look
+from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.dense_files import DenseFile
 
 Marker = Annotated[str | None, typer.Option(help="GENERATION:MARKER (default: the newest).", metavar="MARKER")]
 
@@ -64,8 +66,16 @@ def _record(job: Job, commit: Commit) -> dict[str, Any]:
         ],
         "ranks": [asdict(end) for end in commit.ranks],
         "dense": job.dense_of(commit).place(commit),
-        "dense_files": [asdict(file) for file in commit.dense_files],
+        "dense_files": [asdict(file) for file in _dense_files(job, commit)],
     }
+
+
+def _dense_files(job: Job, commit: Commit) -> tuple[DenseFile, ...]:
+    """Those that can be named: not those of a list that is gone or altered, which ``reason`` says."""
+    try:
+        return job.dense_of(commit).files(commit)
+    except CorruptionError:
+        return ()
 
 
 def _standing(job: Job, commit: Commit) -> dict[str, Any]:
@@ -129,6 +139,6 @@ def _print(job: Job, commit: Commit) -> None:
         cells = (end.rank, end.partition, end.begin, end.end, end.frames)
         ranks.add_row(*map(str, cells), f"{end.rows:,}", size(end.num_bytes))
     console.print(ranks)
-    total = sum(file.num_bytes for file in commit.dense_files)
+    total = commit.dense_bytes
     place = plain(record["dense"])
-    console.print(f"dense: {len(commit.dense_files)} files, {size(total)}, in {place}", soft_wrap=True)
+    console.print(f"dense: {commit.dense_count} files, {size(total)}, in {place}", soft_wrap=True)

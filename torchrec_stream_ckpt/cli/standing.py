@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchrec_stream_ckpt.cli.common import Job
@@ -11,7 +12,7 @@ from torchrec_stream_ckpt.log.stream import read_stream
 from torchrec_stream_ckpt.restore.choose import check_incarnation, check_not_trimmed
 from torchrec_stream_ckpt.restore.plan import streams
 from torchrec_stream_ckpt.store.holdings import Holding, Holdings
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +44,8 @@ def look(job: Job, commit: Commit) -> Standing:
     except StreamCkptError as error:
         return Standing(error.headline)
     reach = holding.reach if holding is not None else None
-    lacks, trimmed = _lacks(job, commit, None)
-    in_log = not lacks
-    if reach is not None:
-        lacks, trimmed = _lacks(job, commit, reach)
+    in_log = _stands(job, commit.id, None)
+    lacks, trimmed = ("", "") if _stands(job, commit.id, reach) else _lacks(job, commit, reach)
     if reason or lacks:
         return Standing(reason or lacks, "" if reason else trimmed, None, in_log, None, holding)
     source = "log" if reach is None else "store" if reach == commit.id else "store+log"
@@ -55,8 +54,66 @@ def look(job: Job, commit: Commit) -> Standing:
 
 def _dropped(job: Job, commit: Commit, holdings: Holdings) -> Standing:
     drop = holdings.catalog.drop_of(commit.id)
-    in_log = not _lacks(job, commit, None)[0]
+    in_log = _stands(job, commit.id, None)
     return Standing(f"given up by {drop.reason} on {drop.day}", "", None, in_log, drop.day)
+
+
+def _stands(job: Job, marker: MarkerId, reach: MarkerId | None) -> bool:
+    """Whether the log has all of a marker behind ``reach``, at a cost that does not grow with the path to it.
+
+    Generations that others stand on are looked at once, and of each generation the newest marker first: if all of that
+    one is there, so is all of those before it.
+    """
+    waiting: list[MarkerId] = []
+    here: MarkerId | None = marker
+    whole = True
+    while here is not None:
+        if (here, reach) in job.stands:
+            whole = job.stands[here, reach]
+            break
+        if here not in job.lineage.commits or (waiting and here.generation >= waiting[-1].generation):
+            whole = False  # no path leads there
+            break
+        waiting.append(here)
+        served = reach is not None and here.generation <= reach.generation
+        here = None if served else job.lineage.claims[here.generation].parent
+    for each in reversed(waiting):
+        whole = whole and _has(job, each, reach)
+        job.stands[each, reach] = whole
+    return whole
+
+
+def _has(job: Job, marker: MarkerId, reach: MarkerId | None) -> bool:
+    """Whether the log has what a marker's own generation has sent for it behind ``reach``."""
+    behind = reach if reach is not None and reach.generation == marker.generation else None
+    for each in dict.fromkeys((job.lineage.newest_of(marker.generation), marker)):
+        known = (each, behind)
+        if known not in job.has:
+            job.has[known] = _has_streams(job, each, reach)
+        if job.has[known]:
+            return True
+    return False
+
+
+def _has_streams(job: Job, marker: MarkerId, reach: MarkerId | None) -> bool:
+    """The same of one marker, as far as names, sizes and ends tell."""
+    generation, now = marker.generation, job.log.incarnation()
+    after: Sequence[RankEnd] = ()
+    if reach is not None and generation <= reach.generation:
+        if generation < reach.generation or marker == reach:
+            return True
+        after = job.lineage.find(reach).ranks
+    if now is None or now.id != job.lineage.claims[generation].incarnation:
+        return False
+    commit = job.lineage.find(marker)
+    streams = [(end, after[end.rank] if after else None) for end in commit.ranks]
+    try:
+        job.log.check_there(
+            [LogSpan(generation, end.partition, begun.end if begun else end.begin, end.end) for end, begun in streams]
+        )
+    except StreamCkptError:
+        return False
+    return True
 
 
 def _lacks(job: Job, commit: Commit, reach: MarkerId | None) -> tuple[str, str]:

@@ -37,10 +37,12 @@ from torchrec_stream_ckpt.commit.replicas import check_same
 from torchrec_stream_ckpt.commit.seal import Seal
 from torchrec_stream_ckpt.errors import FencedError, MarkerFailedError, RankLostError, StreamCkptError, StreamLostError
 from torchrec_stream_ckpt.failpoints import failpoint
-from torchrec_stream_ckpt.format.control import Commit, DenseFile
+from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense import digest_files
+from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.layout import dense_name
 from torchrec_stream_ckpt.log.worker import Worker
+from torchrec_stream_ckpt.store.dense import name_files
 from torchrec_stream_ckpt.types import Committed, RankEnd
 
 log = logging.getLogger(__name__)
@@ -307,12 +309,16 @@ class Coordinator:
     def _commit(self, cut: Cut, votes: list[Vote], timeout_s: float) -> tuple[Rows, ...]:
         """(rank 0) Write COMMIT if all ranks voted for it; returns the rows that all ranks are to send again."""
         generation, claim = self._generation, self._generation.claim
+        marker = generation.marker(cut.marker)
         try:
             self._check(votes)
             ends = tuple(vote.end for vote in votes if vote.end is not None)
             generation.check_log(cut.marker, ends)
+            files, list_ = name_files(
+                generation.dense, claim.job, marker, [file for vote in votes for file in vote.files]
+            )
         except StreamCkptError:
-            generation.dense.discard(claim.job, generation.marker(cut.marker))  # no COMMIT can name it any more
+            generation.dense.discard(claim.job, marker)  # no COMMIT can name it any more
             raise
         commit = Commit(
             job=claim.job,
@@ -321,10 +327,11 @@ class Coordinator:
             marker=cut.marker,
             step=cut.step,
             ranks=ends,
-            dense=dense_name(claim.job, generation.marker(cut.marker)),
-            dense_files=tuple(file for vote in votes for file in vote.files),
+            dense=dense_name(claim.job, marker),
+            dense_files=files,
             time_s=time.time(),
             store=generation.store_url,
+            dense_list=list_,
         )
         generation.control.commit(commit, timeout_s, self._abandoned)
         again, self._found_again = self._found_again, ()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.commit.lost import check_whole
+from torchrec_stream_ckpt.commit.older import Older
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import (
     ConfigError,
@@ -55,6 +56,9 @@ class Generation:
         """A marker of this generation."""
         return MarkerId(self.claim.generation, number)
 
+    older: Older = field(default_factory=Older)
+    """What it stands on in the log."""
+
     strays: Strays = field(default_factory=Strays)
     """Records that others have put between this rank's frames."""
 
@@ -71,10 +75,12 @@ class Generation:
 
     def check_log(self, marker: int, ends: Sequence[RankEnd]) -> None:
         """:func:`check_claimed` of this generation's own marker."""
-        check_claimed(self.log, self.control, self.claim, marker, ends)
+        check_claimed(self.log, self.control, self.claim, marker, ends, self.older)
 
 
-def check_claimed(log_: Log, control: Control, claim: Claim, marker: int, ends: Sequence[RankEnd]) -> None:
+def check_claimed(
+    log_: Log, control: Control, claim: Claim, marker: int, ends: Sequence[RankEnd], older: Older
+) -> None:
     """The log must still be the one that was claimed, and hold all that the marker stands on.
 
     Args:
@@ -83,6 +89,7 @@ def check_claimed(log_: Log, control: Control, claim: Claim, marker: int, ends: 
         claim: The generation of the marker.
         marker: Its number.
         ends: Where the streams of the generation stand at it.
+        older: What the generation stands on, and what of it was looked at before.
 
     Raises:
         MarkerFailedError: it was deleted, or made again under its name.
@@ -98,19 +105,20 @@ def check_claimed(log_: Log, control: Control, claim: Claim, marker: int, ends: 
             generation=claim.generation,
             marker=marker,
         )
-    spans, deadline = _spans(claim, ends, control.lineage), time.monotonic() + SETTLING_S
+    spans, deadline = _spans(claim, ends, control.lineage, older), time.monotonic() + SETTLING_S
     while True:
         try:
             log_.check_there(spans)
-            log_.check_marks(_marks(control.lineage, claim.parent, [(claim.generation, end) for end in ends]))
+            log_.check_marks(_mark_places(claim, ends, control.lineage, older))
         except CorruptionError as error:
             # Somebody may have trimmed the log, also just now: he has said so before he took anything away.
-            before, spans = spans, _spans(claim, ends, control.refresh())
+            before, spans = spans, _spans(claim, ends, control.refresh(), older)
             if spans == before:
                 if not isinstance(error, StreamLostError) or time.monotonic() > deadline:
                     raise
                 time.sleep(0.2)
         else:
+            older.turn()
             return
 
 
@@ -128,7 +136,8 @@ def newest_held(log_: Log, control: Control, generation: int) -> MarkerId | None
             log_.check_there(
                 [span for each in lineage.path(marker) for span in lineage.spans(each.generation, each.ranks)]
             )
-            log_.check_marks(_marks(lineage, marker))
+            newest = Older().newest(lineage, marker)
+            log_.check_marks([MarkPlace(generation, end.partition, end.end, end.chain) for generation, end in newest])
         except CorruptionError as error:
             log.warning("the log does not hold marker %s any more: %s", marker, error.headline)
         else:
@@ -136,27 +145,18 @@ def newest_held(log_: Log, control: Control, generation: int) -> MarkerId | None
     return None
 
 
-def _spans(claim: Claim, ends: Sequence[RankEnd], lineage: Lineage) -> list[LogSpan]:
-    """All that a marker with these ends stands on, less what was trimmed on purpose."""
-    mine = lineage.spans(claim.generation, ends)
-    return mine if claim.parent is None else [*mine, *_of_path(lineage, claim.parent)]
+def _spans(claim: Claim, ends: Sequence[RankEnd], lineage: Lineage, older: Older) -> list[LogSpan]:
+    """What is looked at before a marker with these ends exists, less what was trimmed on purpose."""
+    return [*lineage.spans(claim.generation, ends), *older.spans(lineage, claim.parent)]
 
 
-def _marks(lineage: Lineage, marker: MarkerId | None, own: Sequence[tuple[int, RankEnd]] = ()) -> list[MarkPlace]:
-    """The last frames of a path: those of ``own``, and in each partition the newest one up to ``marker`` that is not
-    trimmed. All older ones were looked at when a generation first stood on them."""
-    newest = {
-        end.partition: (commit.generation, end)
-        for commit in (lineage.path(marker) if marker is not None else ())
-        for end in commit.ranks
-        if lineage.spans(commit.generation, [end])
-    }
-    marks = [*own, *newest.values()]
-    return [MarkPlace(generation, end.partition, end.end, end.chain) for generation, end in marks]
-
-
-def _of_path(lineage: Lineage, marker: MarkerId) -> list[LogSpan]:
-    return [span for commit in lineage.path(marker) for span in lineage.spans(commit.generation, commit.ranks)]
+def _mark_places(claim: Claim, ends: Sequence[RankEnd], lineage: Lineage, older: Older) -> list[MarkPlace]:
+    """The last frames of the streams of this generation, and of the newest older one in each partition."""
+    own = [(claim.generation, end) for end in ends]
+    return [
+        MarkPlace(generation, end.partition, end.end, end.chain)
+        for generation, end in (*own, *older.newest(lineage, claim.parent))
+    ]
 
 
 def claim_generation(

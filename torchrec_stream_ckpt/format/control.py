@@ -5,15 +5,18 @@ Readers refuse unknown shapes by name and never trust a length. Fields that the 
 
 from __future__ import annotations
 
-import re
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from sys import intern
 from typing import Any, ClassVar, TypeAlias
 
 from torchrec_stream_ckpt.errors import CorruptionError, ServingStreamError
+from torchrec_stream_ckpt.format.dense_files import DenseFile, DenseList, check_files
 from torchrec_stream_ckpt.format.fields import Fields
 from torchrec_stream_ckpt.format.frame import VERSION, Buffer, Header, Kind, parse_header, payload_of
 from torchrec_stream_ckpt.format.proof import Proof
+from torchrec_stream_ckpt.format.rank_ends import RankEnds
 from torchrec_stream_ckpt.format.record import MAC, Meta, Record
 from torchrec_stream_ckpt.format.remarks import End, Note
 from torchrec_stream_ckpt.format.schema import Schema, canonical, plain
@@ -21,8 +24,6 @@ from torchrec_stream_ckpt.format.snapshot import Snapshot
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, TableShard
 
 MAX_PLACE_CHARS = 4096
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_FILE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,255}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +146,6 @@ class Serve(Claim):
 
 
 @dataclass(frozen=True, slots=True)
-class DenseFile:
-    name: str
-    num_bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True)
 class Commit(Record):
     """A marker exists from the moment this record is in the control partition, if its writer owns the job."""
 
@@ -162,10 +156,11 @@ class Commit(Record):
     nonce: str
     marker: int
     step: int
-    ranks: tuple[RankEnd, ...]
+    ranks: Sequence[RankEnd]
     dense: str
     """Path of the dense state below the store."""
     dense_files: tuple[DenseFile, ...]
+    """Empty where there is a list of them; all of them: ``DenseStore.files``."""
     time_s: float
     store: str
     """Where the writer kept dense state, empty for inside the file log; a reader may name another place."""
@@ -173,6 +168,8 @@ class Commit(Record):
     """HMAC by the commit key, 64 hex digits; empty without one."""
     meta: Meta | None = None
     """What its trainer says of the marker, by name; None where it says nothing."""
+    dense_list: DenseList | None = None
+    """The list that names the dense files; None where they stand here."""
     version: int = field(default=VERSION, compare=False)
     """Of the frame that it came in: its bytes can be made again."""
 
@@ -180,9 +177,44 @@ class Commit(Record):
     def id(self) -> MarkerId:
         return MarkerId(self.generation, self.marker)
 
+    @property
+    def rows(self) -> int:
+        """Row records of all ranks since HELLO."""
+        return self._total("rows")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of frames of all ranks since HELLO."""
+        return self._total("num_bytes")
+
+    def _total(self, name: str) -> int:
+        return RankEnds.of(self.ranks).total(name)
+
+    @property
+    def dense_count(self) -> int:
+        """Number of dense files."""
+        return self.dense_list.files if self.dense_list is not None else len(self.dense_files)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of all dense files."""
+        if self.dense_list is not None:
+            return self.dense_list.num_bytes
+        return sum(file.num_bytes for file in self.dense_files)
+
     def body(self) -> dict[str, Any]:
-        meta = {"meta": dict(self.meta)} if self.meta is not None else {}
-        return Record.body(self) | meta
+        optional: dict[str, Any] = {"meta": dict(self.meta)} if self.meta is not None else {}
+        if self.dense_list is not None:
+            optional["dense_list"] = asdict(self.dense_list)
+        old = self.version == 1
+        same = ("generation", "nonce", "marker", "step", "dense", "time_s", "store", "mac")
+        return {
+            **{name: getattr(self, name) for name in same},
+            "job": self.job.hex(),
+            "ranks": [asdict(end) for end in self.ranks] if old else RankEnds.of(self.ranks).to_text(),
+            "dense_files": [asdict(file) for file in self.dense_files],
+            **optional,
+        }
 
     @classmethod
     def from_json(cls, header: Header, data: Buffer) -> Commit:
@@ -191,21 +223,19 @@ class Commit(Record):
         commit = cls(
             job=header.job,
             generation=header.generation,
-            nonce=raw.take("nonce", str),
+            nonce=intern(raw.take("nonce", str)),
             marker=header.marker,
             step=header.step,
-            ranks=raw.each("ranks", RankEnd),
+            ranks=raw.rank_ends("ranks"),
             dense=raw.take("dense", str),
             dense_files=raw.each("dense_files", DenseFile),
             time_s=raw.take("time_s", float),
-            store=raw.take("store", str),
+            store=intern(raw.take("store", str)),
             mac=raw.matching("mac", MAC),
             meta=raw.optional_meta("meta"),
+            dense_list=raw.dense_list("dense_list"),
             version=header.version,
         )
-        numbers = [end.rank for end in commit.ranks]
-        if not numbers or numbers != list(range(len(numbers))) or min(end.frames for end in commit.ranks) < 2:
-            raise CorruptionError("COMMIT.ranks must be 0, 1, 2, ..., each with a HELLO and a MARK", **header.place())
         _check_places(commit)
         return commit
 
@@ -341,11 +371,8 @@ def _check_places(commit: Commit) -> None:
     """What names a place on a disk can name no other than it seems to."""
     _check_place("COMMIT.store", commit.store)
     _check_place("COMMIT.dense", commit.dense)
-    names = [file.name for file in commit.dense_files]
-    if len(set(names)) != len(names):
-        raise CorruptionError("COMMIT.dense_files names a file twice")
-    for file in commit.dense_files:
-        if not _FILE_NAME.fullmatch(file.name) or file.name in (".", ".."):
-            raise CorruptionError(f"COMMIT.dense_files: {file.name!r:.80} is no name of a file")
-        if not _SHA256.fullmatch(file.sha256):
-            raise CorruptionError(f"COMMIT.dense_files: {file.sha256!r:.80} is no SHA-256")
+    check_files(commit.dense_files, "COMMIT.dense_files")
+    if commit.dense_list is not None:
+        commit.dense_list.check("COMMIT.dense_list")
+        if commit.dense_files:
+            raise CorruptionError("COMMIT has both dense_files and a list of them")

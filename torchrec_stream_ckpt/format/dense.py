@@ -6,7 +6,7 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from torchrec_stream_ckpt.errors import (
@@ -15,7 +15,8 @@ from torchrec_stream_ckpt.errors import (
     StoreUnavailableError,
     StreamCkptError,
 )
-from torchrec_stream_ckpt.format.control import Commit, DenseFile
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.dense_files import LIST_NAME, DenseFile, parse_list
 from torchrec_stream_ckpt.layout import dense_name
 
 
@@ -41,15 +42,38 @@ def dense_path(store: Path, commit: Commit) -> Path:
     return store / dense_name(commit.job, commit.id)
 
 
-def check_names(commit: Commit, path: Path | str) -> None:
-    """The dense files that COMMIT names must be DCP's, in the marker's own directory.
+def files_at(path: Path, commit: Commit) -> tuple[DenseFile, ...]:
+    """The dense files of a marker, from its COMMIT or from the list in its directory ``path``.
+
+    Raises:
+        MissingObjectError: the list is missing; names its path.
+        CorruptionError: it is altered.
+        StoreUnavailableError: the disk or the rights do not allow to look.
+    """
+    said = commit.dense_list
+    if said is None:
+        return commit.dense_files
+    place = path / LIST_NAME
+    try:
+        fd = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise OSError(errno.EINVAL, "it is not a plain file")
+            data = file.read(said.list_bytes + 1)
+    except OSError as error:
+        raise _unreadable(error, place) from None
+    return parse_list(data, said, str(place))
+
+
+def check_names(commit: Commit, files: Sequence[DenseFile], path: Path | str) -> None:
+    """The dense files of a marker must be DCP's, in the marker's own directory.
 
     Raises:
         CorruptionError: they are not; names ``path``, the directory.
     """
-    if ".metadata" not in {file.name for file in commit.dense_files}:
+    if ".metadata" not in {file.name for file in files}:
         raise CorruptionError("COMMIT does not vouch for DCP's metadata", path=path, marker=commit.id)
-    for file in commit.dense_files:
+    for file in files:
         if not file.name.isprintable() or "/" in file.name or file.name in ("", ".", ".."):
             raise CorruptionError("COMMIT names a file outside the dense directory", path=path, name=file.name)
 
@@ -63,8 +87,9 @@ def verify_dense(store: Path, commit: Commit) -> None:
         StoreUnavailableError: the disk or the rights do not allow to look.
     """
     path = dense_path(store, commit)
-    check_names(commit, path)
-    for expected in commit.dense_files:
+    files = files_at(path, commit)
+    check_names(commit, files, path)
+    for expected in files:
         try:
             size = (path / expected.name).lstat().st_size
             # Where the size has changed, nothing has to be read to know: it may be anything.

@@ -11,11 +11,13 @@ from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
+from torchrec_stream_ckpt.format.dense_files import DenseList
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES, VERSION, Buffer
 from torchrec_stream_ckpt.format.proof import MAX_ID, Proof, ReplicatedProof
+from torchrec_stream_ckpt.format.rank_ends import RankEnds
 from torchrec_stream_ckpt.format.record import Meta, meta_of
 from torchrec_stream_ckpt.format.schema import OPTIONAL, Schema
-from torchrec_stream_ckpt.types import MarkerId, StateSpec, TableSpec
+from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableSpec
 
 T = TypeVar("T")
 
@@ -82,6 +84,16 @@ class Fields:
 
     def each(self, name: str, kind: type[T]) -> tuple[T, ...]:
         return tuple(_record(item, kind, f"{self._what}.{name}") for item in self.take(name, list))
+
+    def rank_ends(self, name: str) -> RankEnds:
+        """Those of a COMMIT, packed; version 1 has them one by one."""
+        if self._version > 1:
+            return RankEnds.from_text(self.take(name, str))
+        return RankEnds.of(self.each(name, RankEnd))
+
+    def dense_list(self, name: str) -> DenseList | None:
+        """What a COMMIT says of a list of dense files; None where it is left out."""
+        return _record(self._raw[name], DenseList, f"{self._what}.{name}") if name in self._raw else None
 
     def proof(self) -> Proof | None:
         """That of a MARK; None where it is left out."""

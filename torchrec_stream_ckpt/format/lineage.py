@@ -7,8 +7,9 @@ the highest claimed before it. Nothing here reads a clock.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
@@ -48,6 +49,14 @@ class Lineage:
     _noted: dict[MarkerId, list[Note]] = field(default_factory=dict)
     """The NOTEs that still say something, oldest first."""
     _reach: dict[int, MarkerId] = field(default_factory=dict)
+    _ordered: tuple[tuple[int, MarkerId | None], dict[int, list[MarkerId]]] = field(
+        default=((-1, None), {}), compare=False, repr=False
+    )
+    """(what :attr:`commits` held, its markers by generation), made anew when it holds another number or newest one."""
+
+    def __post_init__(self) -> None:
+        for marker in (marker for trim in self.trims for marker in trim.markers):
+            self._reach[marker.generation] = max(marker, self._reach.get(marker.generation, marker))
 
     @classmethod
     def of(cls, records: Iterable[ControlRecord]) -> Lineage:
@@ -125,8 +134,11 @@ class Lineage:
     def _claim(self, claim: Claim) -> None:
         if claim.generation <= self.newest_generation:
             self.stale += 1
-        else:
-            self.claims[claim.generation] = claim
+            return
+        before = self.claims.get(self.newest_generation)
+        if before is not None and before.schema.is_same(claim.schema):
+            claim = replace(claim, schema=before.schema)  # a thousand generations keep the tables once
+        self.claims[claim.generation] = claim
 
     def _commit(self, commit: Commit) -> None:
         owner = self.claims.get(commit.generation)
@@ -207,7 +219,7 @@ class Lineage:
 
     @property
     def newest_generation(self) -> int:
-        return max(self.claims, default=0)
+        return next(reversed(self.claims), 0)  # each one is higher than all before
 
     @property
     def next_generation(self) -> int:
@@ -253,20 +265,40 @@ class Lineage:
 
     def previous(self, marker: MarkerId) -> MarkerId | None:
         """The committed marker before ``marker`` in its generation; None at the first one."""
-        before = [other for other in self.commits if other.generation == marker.generation and other < marker]
-        return max(before, default=None)
+        same = self._of_generation(marker.generation)
+        place = bisect_left(same, marker)
+        return same[place - 1] if place else None
 
     def chain(self, marker: MarkerId) -> list[Commit]:
         """All committed markers on the path to ``marker``, oldest first, ``marker`` itself last.
 
         What one generation sent between two neighbors, or from its start, is an interval.
         """
-        return [
-            commit
-            for ancestor in self.path(marker)
-            for commit in self.commits.values()
-            if commit.generation == ancestor.generation and commit.marker <= ancestor.marker
-        ]
+        chain: list[Commit] = []
+        for ancestor in self.path(marker):
+            same = self._of_generation(ancestor.generation)
+            chain += (self.commits[each] for each in same[: bisect_right(same, ancestor.id)])
+        return chain
+
+    def towards(self, marker: MarkerId) -> Lineage:
+        """Of all this only what a restore of ``marker`` needs: the markers that lead to it, and their generations."""
+        generations = sorted(commit.generation for commit in self.path(marker))
+        commits = {commit.id: commit for commit in self.chain(marker)}
+        return Lineage({each: self.claims[each] for each in generations}, commits)
+
+    def newest_of(self, generation: int) -> MarkerId:
+        """The newest committed marker of a generation that has one."""
+        return self._of_generation(generation)[-1]
+
+    def _of_generation(self, generation: int) -> list[MarkerId]:
+        """The committed markers of a generation, oldest first."""
+        state = (len(self.commits), next(reversed(self.commits), None))
+        if self._ordered[0] != state:
+            ordered: dict[int, list[MarkerId]] = {}
+            for marker in self.commits:
+                ordered.setdefault(marker.generation, []).append(marker)
+            self._ordered = state, ordered
+        return self._ordered[1].get(generation, [])
 
     def bases(self, marker: MarkerId) -> dict[int, int]:
         """For each table, the newest generation on the path to ``marker`` that sent it whole."""

@@ -17,7 +17,7 @@ from crc32c import crc32c
 from torchrec_stream_ckpt.format.proof import MAX_ID
 from torchrec_stream_ckpt.types import TableShard, TableSpec
 
-OPTIONAL = {"proof", "id", "meta", "given_up"}
+OPTIONAL = {"proof", "id", "meta", "given_up", "dense_list"}
 """Fields that are left out where they have no value. No payload of version 1 has one."""
 
 
@@ -53,6 +53,11 @@ class Schema:
     @cached_property
     def crc(self) -> int:
         return crc32c(canonical([plain(table) for table in self.tables]))
+
+    def is_same(self, other: Schema) -> bool:
+        """Whether all is equal, the ids of tables too."""
+        ids = [[table.id for table in each.tables] for each in (self, other)]
+        return self == other and ids[0] == ids[1]
 
     @cached_property
     def unnamed(self) -> Schema:

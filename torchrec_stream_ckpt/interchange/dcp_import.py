@@ -28,8 +28,9 @@ from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.commit.generation import claim_generation
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
-from torchrec_stream_ckpt.format.control import Claim, Commit, DenseFile
+from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.dense import digest_files
+from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.interchange.dcp_contents import (
     Contents,
@@ -43,7 +44,7 @@ from torchrec_stream_ckpt.interchange.writer import MARKER, Batch, write_stream
 from torchrec_stream_ckpt.layout import dense_name
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.dense import DenseStore
+from torchrec_stream_ckpt.store.dense import DenseStore, name_files
 from torchrec_stream_ckpt.types import MarkerId, TableShard
 
 LOST = (
@@ -128,6 +129,7 @@ def import_dcp(
     end = write_stream(log, claim, shards, batches, source.step, config.commit_timeout_s)
     files = _write_dense(reader, metadata, contents, dense, claim)
     marker = MarkerId(claim.generation, MARKER)
+    named, list_ = name_files(dense, claim.job, marker, files)
     commit = Commit(
         job=claim.job,
         generation=claim.generation,
@@ -136,7 +138,8 @@ def import_dcp(
         step=source.step,
         ranks=(end,),
         dense=dense_name(claim.job, marker),
-        dense_files=files,
+        dense_files=named,
+        dense_list=list_,
         time_s=time.time(),
         store=config.store_url if config.store else "",
     )

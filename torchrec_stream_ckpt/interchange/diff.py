@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.dense import files_at
 from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.interchange.sources import Sources
 from torchrec_stream_ckpt.interchange.tables import TableReader
@@ -98,8 +99,9 @@ def diff_dense(first: tuple[Commit, Path], second: tuple[Commit, Path]) -> Dense
         first: A marker, and its dense directory, digests compared.
         second: The same.
     """
-    if {(f.name, f.sha256) for f in first[0].dense_files} == {(f.name, f.sha256) for f in second[0].dense_files}:
-        return DenseDiff((), (), len(first[0].dense_files))
+    files = [{(file.name, file.sha256) for file in files_at(path, commit)} for commit, path in (first, second)]
+    if files[0] == files[1]:
+        return DenseDiff((), (), first[0].dense_count)
     try:
         from torchrec_stream_ckpt.interchange.dense_state import digest_entries
     except ModuleNotFoundError:

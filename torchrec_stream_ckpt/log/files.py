@@ -184,7 +184,25 @@ class FileLog:
 
     def check_there(self, spans: Sequence[LogSpan]) -> None:
         for span in spans:
-            self._pieces(span)
+            if not self._stands(span):
+                self._pieces(span)
+
+    def _stands(self, span: LogSpan) -> bool:
+        """Whether segments hold a span from the generation's first byte on, each where the one before ends.
+
+        Asks for their names, and lists no folder: it holds those of all generations. Where the answer is no, they may
+        still be there under other names.
+        """
+        folder, base = partition_dir(self._root, span.partition), 0
+        while base < span.end:
+            try:
+                size = (folder / segment_name(span.generation, base)).stat().st_size
+            except OSError:  # whoever lists the folder says what it is
+                return False
+            if not size:
+                return False
+            base += size
+        return True
 
     def check_marks(self, marks: Sequence[MarkPlace]) -> None:
         """Each generation has segments of its own, and a writer does not go on in one that was cut: nothing to see."""

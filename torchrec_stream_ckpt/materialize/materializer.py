@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import BinaryIO, Literal
@@ -18,9 +18,17 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.dense_files import DenseFile, agree, by_folder, whole
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped, Manifest, SegmentRef
-from torchrec_stream_ckpt.layout import DENSE_DIR, claim_name, dense_file_name, dropped_name, manifest_name
+from torchrec_stream_ckpt.layout import (
+    DENSE_DIR,
+    claim_name,
+    dense_file_name,
+    dense_name,
+    dropped_name,
+    manifest_name,
+)
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.stream import read_hello
 from torchrec_stream_ckpt.materialize.fold import Interval, fold_interval, folded_interval, shards_of
@@ -28,7 +36,7 @@ from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.merge import merge
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import DenseStore
+from torchrec_stream_ckpt.store.dense import DenseStore, files_in
 from torchrec_stream_ckpt.store.identity import prepare_store
 from torchrec_stream_ckpt.types import MarkerId, TableShard
 
@@ -390,13 +398,12 @@ class Materializer:
     def _give_up_denseless(self, lineage: Lineage, catalog: Catalog) -> None:
         """Do for markers in the store what a process that was killed behind their manifests did not come to."""
         prefix = f"{DENSE_DIR}/{lineage.job.hex()}/"
-        sizes = {entry.name: entry.num_bytes for entry in self._objects.list(prefix)}
+        sizes = by_folder({entry.name: entry.num_bytes for entry in self._objects.list(prefix)})
         for marker in sorted(catalog.markers - catalog.dropped):
             commit = lineage.commits.get(marker)
             if commit is None or not self._mine(commit.ranks[0].partition):
                 continue
-            names = ((dense_file_name(commit.job, marker, file.name), file) for file in commit.dense_files)
-            if all(sizes.get(name) == file.num_bytes for name, file in names):
+            if _has_all(commit, sizes.get(dense_name(commit.job, marker), {})):
                 continue
             if self._objects.size(dropped_name(commit.job, marker)) is not None:
                 continue  # gc has come in between
@@ -414,7 +421,8 @@ class Materializer:
 
     def _take_dense(self, commit: Commit) -> None:
         """Copy the dense state, unless the trainer has put it into this very store."""
-        names = {file: dense_file_name(commit.job, commit.id, file.name) for file in commit.dense_files}
+        files = whole(commit.dense_list, self._dense_files(commit))
+        names = {file: dense_file_name(commit.job, commit.id, file.name) for file in files}
         absent = [file for file, name in names.items() if self._objects.size(name) != file.num_bytes]
         if not absent:
             return
@@ -431,6 +439,13 @@ class Materializer:
                 failpoint("materialize.dense")
         finally:
             dense.release()
+
+    def _dense_files(self, commit: Commit) -> tuple[DenseFile, ...]:
+        """As the store lists them or, where it has no whole list, as the place does from which they come."""
+        try:
+            return files_in(self._objects, commit)
+        except CorruptionError:
+            return self._dense_of(commit).files(commit)
 
     def _fold_beside(self, lineage: Lineage, catalog: Catalog, commit: Commit) -> None:
         """Write folds; where gc has taken pieces away since we listed them, others lead to the same rows."""
@@ -503,6 +518,13 @@ def backlog_bytes(lineage: Lineage, missing: Sequence[Commit]) -> int:
         for commit in missing
         for end in commit.ranks
     )
+
+
+def _has_all(commit: Commit, sizes: Mapping[str, int]) -> bool:
+    """Whether a folder with files of these lengths has the dense state of a marker."""
+    if commit.dense_list is not None:
+        return agree(commit.dense_list, sizes)
+    return all(sizes.get(file.name) == file.num_bytes for file in commit.dense_files)
 
 
 def _view(file: BinaryIO) -> memoryview:

@@ -46,7 +46,7 @@ class Interval:
 
 
 def _total(commit: Commit | None, what: str) -> int:
-    return sum(getattr(end, what) for end in commit.ranks) if commit is not None else 0
+    return getattr(commit, what) if commit is not None else 0
 
 
 @dataclass(slots=True)

@@ -170,9 +170,9 @@ def row(lineage: Lineage, commit: Commit) -> MarkerRow:
         marker=commit.id,
         step=commit.step,
         time_s=commit.time_s,
-        rows=sum(end.rows for end in commit.ranks) - (sum(end.rows for end in previous.ranks) if previous else 0),
+        rows=commit.rows - (previous.rows if previous else 0),
         num_bytes=sent_bytes(commit) - (sent_bytes(previous) if previous else 0),
-        dense_bytes=sum(file.num_bytes for file in commit.dense_files),
+        dense_bytes=commit.dense_bytes,
         steps=commit.step - (base.step if base is not None else 0),
         took_s=max(0.0, commit.time_s - previous.time_s) if previous is not None else None,
     )
@@ -180,7 +180,7 @@ def row(lineage: Lineage, commit: Commit) -> MarkerRow:
 
 def sent_bytes(commit: Commit) -> int:
     """Bytes of frames of its generation up to a marker, of all ranks."""
-    return sum(end.num_bytes for end in commit.ranks)
+    return commit.num_bytes
 
 
 def path_bytes(lineage: Lineage, marker: MarkerId) -> int:

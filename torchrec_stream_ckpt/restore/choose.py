@@ -118,7 +118,7 @@ class _Look:
         head = warm(self.head(lineage.job), lineage, marker)
         held = hold(self.catalog, lineage, marker, head=head, damaged=self.damaged)
         try:
-            return Choice(lineage, commit, self._hellos(marker, held), (), held)
+            return Choice(lineage.towards(marker), commit, self._hellos(marker, held), (), held)
         except (TrimmedError, CorruptionError) as error:
             damage = self._damage(marker)  # that of the store comes first: without it the log would not be asked
             raise damage or error from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchrec_stream_ckpt.errors import CorruptionError
@@ -112,7 +112,7 @@ class Steps:
             for end in self._lineage.find(step.marker).ranks
         )
 
-    def ends_before(self, step: Step) -> tuple[RankEnd, ...]:
+    def ends_before(self, step: Step) -> Sequence[RankEnd]:
         """Where the streams of an interval begin: at a marker of the same generation, or at their HELLOs."""
         previous = self.previous[step.marker]
         if previous is None or previous.generation != step.marker.generation:

@@ -14,6 +14,8 @@ LOG_ALONE_S = 86_400.0
 """Age of a job without a materializer for which its restore is planned."""
 MASK_BYTES_PER_ROW = 3
 """Bool masks over the rows of a rank: touched, frozen, and on a CPU unswept (``capture/touched.py``)."""
+COMMIT_BYTES, COMMIT_BYTES_PER_RANK = 1500, 25
+"""What rank 0 remembers of a marker: its COMMIT, whose ends of ranks stay packed (``format/rank_ends.py``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class RankMemory:
     """Of the marker budget: rows of a cut that do not find space in the ring."""
     head_bytes: float
     """A host, if it keeps a HEAD."""
+    day_bytes: float
+    """Rank 0, for each day: the markers that the control log names."""
 
     @property
     def rank_bytes(self) -> float:
@@ -115,6 +119,7 @@ def rank_memory(work: Workload, where: Deployment, costs: UnitCosts) -> RankMemo
         dense_bytes=work.dense_bytes / work.ranks,
         marker_bytes=min(where.marker_budget_bytes, max(0.0, cut - where.ring_bytes)),
         head_bytes=work.table_bytes - ID_BYTES * work.rows,
+        day_bytes=86_400.0 / loss_window(work, costs)[0] * (COMMIT_BYTES + COMMIT_BYTES_PER_RANK * work.ranks),
     )
 
 

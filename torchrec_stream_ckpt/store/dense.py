@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import shutil
 import tempfile
 import weakref
@@ -24,8 +25,18 @@ from torchrec_stream_ckpt.errors import (
     StreamCkptError,
 )
 from torchrec_stream_ckpt.failpoints import failpoint
-from torchrec_stream_ckpt.format.control import Commit, DenseFile
-from torchrec_stream_ckpt.format.dense import check_names, dense_path, verify_dense
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.dense import check_names, dense_path, files_at, verify_dense
+from torchrec_stream_ckpt.format.dense_files import (
+    INLINE_FILES,
+    LIST_NAME,
+    DenseFile,
+    DenseList,
+    agree,
+    listed,
+    parse_list,
+    whole,
+)
 from torchrec_stream_ckpt.layout import check_store_url, dense_file_name, dense_name, fsync_dir, make_dirs
 from torchrec_stream_ckpt.options import Options
 from torchrec_stream_ckpt.store.api import Objects, open_store
@@ -74,11 +85,26 @@ class DenseStore(Protocol):
             StoreUnavailableError: it was not taken.
         """
 
+    def put_list(self, job: bytes, marker: MarkerId, data: bytes) -> None:
+        """(rank 0) Put the list of a marker's dense files beside them; durable on return.
+
+        Raises:
+            StoreUnavailableError: it was not taken.
+        """
+
     def discard(self, job: bytes, marker: MarkerId) -> None:
         """(rank 0) Take away what was written for a marker that was given up, as far as that succeeds."""
 
     def settle(self, job: bytes, marker: MarkerId) -> None:
         """(each rank) The marker has been voted on: let go of what was only needed for writing it."""
+
+    def files(self, commit: Commit) -> tuple[DenseFile, ...]:
+        """All dense files of a marker, from its COMMIT or from the list that it names.
+
+        Raises:
+            CorruptionError: the list is missing or altered; names it.
+            StoreUnavailableError: the store does not answer.
+        """
 
     def verify(self, commit: Commit) -> None:
         """Compare all dense files of a marker with COMMIT.
@@ -101,6 +127,34 @@ class DenseStore(Protocol):
         """Let go of what :meth:`local` gave."""
 
     def close(self) -> None: ...
+
+
+def name_files(
+    store: DenseStore, job: bytes, marker: MarkerId, files: Sequence[DenseFile]
+) -> tuple[tuple[DenseFile, ...], DenseList | None]:
+    """(rank 0) How COMMIT names the dense files: one by one or, where they are many, by a list, which is durable then.
+
+    Raises:
+        StoreUnavailableError: the list was not taken.
+    """
+    if len(files) <= INLINE_FILES:
+        return tuple(files), None
+    said, data = listed(files)
+    store.put_list(job, marker, data)
+    return (), said
+
+
+def files_in(objects: Objects, commit: Commit) -> tuple[DenseFile, ...]:
+    """All dense files of a marker whose dense state lies in a store; raises as ``DenseStore.files``."""
+    said = commit.dense_list
+    if said is None:
+        return commit.dense_files
+    name = dense_file_name(commit.job, commit.id, LIST_NAME)
+    size = objects.size(name)
+    if size is None:
+        raise MissingObjectError("the list of dense files is gone", store=objects.url, name=name)
+    data = objects.read(name) if size == said.list_bytes else b""
+    return parse_list(bytes(data), said, f"{objects.url}/{name}")
 
 
 def open_dense(url: str, options: Options = None) -> DenseStore:
@@ -148,11 +202,31 @@ class DenseFolder:
     def publish(self, job: bytes, marker: MarkerId, files: Sequence[DenseFile]) -> None:
         pass  # DCP has synced its files, and rank 0 their folder
 
+    def put_list(self, job: bytes, marker: MarkerId, data: bytes) -> None:
+        folder = self.writing(job, marker)
+        scratch = folder / f"{LIST_NAME}.tmp"
+        try:
+            with open(scratch, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            scratch.rename(folder / LIST_NAME)
+            fsync_dir(folder)
+        except OSError as error:
+            raise StoreUnavailableError(
+                f"cannot write the list of dense files: {error.strerror}",
+                hint="mend the disk or the rights",
+                path=folder / LIST_NAME,
+            ) from None
+
     def discard(self, job: bytes, marker: MarkerId) -> None:
         shutil.rmtree(self.writing(job, marker), ignore_errors=True)
 
     def settle(self, job: bytes, marker: MarkerId) -> None:
         pass
+
+    def files(self, commit: Commit) -> tuple[DenseFile, ...]:
+        return files_at(dense_path(self._folder, commit), commit)
 
     def verify(self, commit: Commit) -> None:
         verify_dense(self._folder, commit)
@@ -162,7 +236,15 @@ class DenseFolder:
 
     def why_not(self, commit: Commit) -> str:
         folder = dense_path(self._folder, commit)
-        for file in commit.dense_files:
+        try:
+            if commit.dense_list is not None and agree(commit.dense_list, _sizes(folder)):
+                return ""
+            files = self.files(commit)
+        except StreamCkptError as error:
+            return error.headline
+        except OSError as error:
+            return f"dense state is gone: {folder}: {error.strerror}"
+        for file in files:
             try:
                 found = (folder / file.name).lstat().st_size
             except OSError as error:
@@ -223,6 +305,9 @@ class DenseObjects:
             self._objects.put(dense_file_name(job, marker, file.name), [data])
         failpoint("dense.stored")
 
+    def put_list(self, job: bytes, marker: MarkerId, data: bytes) -> None:
+        self._objects.put(dense_file_name(job, marker, LIST_NAME), [data])
+
     def discard(self, job: bytes, marker: MarkerId) -> None:
         try:
             for entry in list(self._objects.list(f"{dense_name(job, marker)}/")):
@@ -232,6 +317,9 @@ class DenseObjects:
 
     def settle(self, job: bytes, marker: MarkerId) -> None:
         shutil.rmtree(self.writing(job, marker), ignore_errors=True)
+
+    def files(self, commit: Commit) -> tuple[DenseFile, ...]:
+        return files_in(self._objects, commit)
 
     def verify(self, commit: Commit) -> None:
         self.local(commit)
@@ -251,9 +339,12 @@ class DenseObjects:
         prefix = f"{dense_name(commit.job, commit.id)}/"
         try:
             sizes = {entry.name.removeprefix(prefix): entry.num_bytes for entry in self._objects.list(prefix)}
+            if commit.dense_list is not None and agree(commit.dense_list, sizes):
+                return ""
+            files = self.files(commit)
         except StreamCkptError as error:
             return error.headline
-        for file in commit.dense_files:
+        for file in files:
             if file.name not in sizes:
                 return f"dense state is gone: {self.place(commit)}/{file.name}"
             if sizes[file.name] != file.num_bytes:
@@ -287,10 +378,11 @@ class DenseObjects:
         return self._scratch
 
     def _fetch(self, commit: Commit, folder: Path) -> None:
-        check_names(commit, self.place(commit))
+        files = self.files(commit)
+        check_names(commit, files, self.place(commit))
         try:
             folder.mkdir(mode=0o700)
-            for file in commit.dense_files:
+            for file in whole(commit.dense_list, files):
                 self._fetch_file(commit, file, folder / file.name)
         except OSError as error:
             raise StoreUnavailableError(
@@ -314,6 +406,12 @@ class DenseObjects:
                     copy.write(data)
         if size != file.num_bytes or digest.hexdigest() != file.sha256:
             raise CorruptionError("dense state was altered since it was committed", store=self.url, name=name)
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Length of each file of a folder, links not followed."""
+    with os.scandir(folder) as entries:
+        return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
 
 
 def _altered(where: str, found: int, file: DenseFile) -> str:

@@ -7,9 +7,18 @@ from dataclasses import dataclass, field
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.dense_files import agree, by_folder
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import SegmentRef
-from torchrec_stream_ckpt.layout import DENSE_DIR, FOLDS_DIR, MANIFESTS_DIR, SEGMENTS_DIR, VERDICTS_DIR, dense_file_name
+from torchrec_stream_ckpt.layout import (
+    DENSE_DIR,
+    FOLDS_DIR,
+    MANIFESTS_DIR,
+    SEGMENTS_DIR,
+    VERDICTS_DIR,
+    dense_file_name,
+    dense_name,
+)
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog, Cover, follow
 from torchrec_stream_ckpt.types import MarkerId
@@ -60,6 +69,7 @@ class Holdings:
     sizes: Mapping[str, int]
     """Length of each object, by name, as of one listing."""
     _paths: dict[int, _Path] = field(default_factory=dict)
+    _folders: dict[str, dict[str, int]] = field(default_factory=dict)
     _damages: dict[tuple[MarkerId | None, MarkerId], str] = field(default_factory=dict)
 
     @classmethod
@@ -139,6 +149,12 @@ class Holdings:
         return "" if found == ref.num_bytes else f"{ref.name} has {found} bytes, {ref.num_bytes} were written"
 
     def _dense(self, commit: Commit) -> str:
+        if commit.dense_list is not None:
+            folder = dense_name(commit.job, commit.id)
+            if not self._folders:
+                self._folders.update(by_folder(self.sizes))
+            whole = agree(commit.dense_list, self._folders.get(folder, {}))
+            return "" if whole else f"dense state is not whole in the store: {folder}"
         for file in commit.dense_files:
             name = dense_file_name(commit.job, commit.id, file.name)
             found = self.sizes.get(name)

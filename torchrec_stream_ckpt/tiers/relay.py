@@ -16,9 +16,11 @@ from dataclasses import dataclass, replace
 from typing import BinaryIO
 
 from torchrec_stream_ckpt.commit.generation import check_claimed
+from torchrec_stream_ckpt.commit.older import Older
 from torchrec_stream_ckpt.errors import CorruptionError, FencedError, LogUnavailableError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Claim, Commit
+from torchrec_stream_ckpt.format.dense_files import whole
 from torchrec_stream_ckpt.layout import dense_file_name
 from torchrec_stream_ckpt.log.api import DataWriter
 from torchrec_stream_ckpt.log.stream import checked_payload, read_stream
@@ -77,6 +79,8 @@ class Relay:
         self._reached: MarkerId | None = None
         """Up to here rows were sent, by this relay without a break."""
         self._writers: dict[int, DataWriter] = {}
+        self._older = Older()
+        """What the generation stands on, on the outer log."""
         self.frames_bytes = 0
         """Bytes of frames that it has sent."""
         self.dense_bytes = 0
@@ -113,8 +117,8 @@ class Relay:
         if not missing:
             return Lag(0, 0, None)
         there = standing.outer.newest
-        before = sum(end.num_bytes for end in there.ranks) if there and there.generation == standing.generation else 0
-        return Lag(len(missing), sum(end.num_bytes for end in missing[-1].ranks) - before, missing[0].time_s)
+        before = there.num_bytes if there and there.generation == standing.generation else 0
+        return Lag(len(missing), missing[-1].num_bytes - before, missing[0].time_s)
 
     def close(self) -> None:
         self._forget()
@@ -124,6 +128,7 @@ class Relay:
         for writer in self._writers.values():
             writer.close()
         self._writers, self._sent, self._reached, self._generation = {}, {}, None, None
+        self._older = Older()
 
     def _catch_up(self, standing: Standing, upto: MarkerId | None, *, everything: bool) -> Iterator[Commit]:
         self._tell_fenced(standing)
@@ -227,7 +232,7 @@ class Relay:
         try:
             source.verify(commit)
             folder = source.local(commit)
-            for file in commit.dense_files:
+            for file in whole(commit.dense_list, source.files(commit)):
                 self._going_on()
                 name = dense_file_name(commit.job, commit.id, file.name)
                 if target.objects.size(name) != file.num_bytes:
@@ -251,7 +256,7 @@ class Relay:
             )
             for end in commit.ranks
         )
-        check_claimed(outer.log, outer.control, claim, commit.marker, ends)
+        check_claimed(outer.log, outer.control, claim, commit.marker, ends, self._older)
         failpoint("relay.commit")
         copy = replace(commit, ranks=ends, store=outer.store_url, mac="")
         outer.control.commit(copy, COMMIT_TIMEOUT_S, threading.Event())

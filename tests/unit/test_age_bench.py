@@ -1,0 +1,25 @@
+"""The benchmark of old logs at a tiny size: what it measures is measured, on a log that the library reads as whole."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_an_old_log_is_written_and_looked_at(tmp_path: Path) -> None:
+    script, out = ROOT / "benchmarks" / "age" / "run.py", tmp_path / "result.json"
+    sizes = ["--generations", "3", "--markers", "12", "--ranks", "2"]
+    done = subprocess.run(
+        [sys.executable, str(script), *sizes, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert (found["facts"]["list"]["markers"], found["facts"]["list_newest"]["markers"]) == (12, 12)
+    assert set(found["points"]) == {"attach", "choice", "commit", "first commit", "rank 0"}
+    assert len(found["goals"]) == 7
+    assert all(goal["found"] for goal in found["goals"])
+    assert found["facts"]["commit_bytes_of_1024_ranks"] < 40_000

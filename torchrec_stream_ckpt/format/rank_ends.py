@@ -1,0 +1,147 @@
+"""Where all ranks of a marker stand, as COMMIT holds it: column by column, in few bytes a rank.
+
+Kept packed in memory as well, and unpacked when somebody looks: a reader holds the COMMITs of thousands of markers,
+and looks at the streams of few.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+import numpy as np
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.types import RankEnd
+
+COLUMNS = ("partition", "begin", "end", "frames", "chain", "rows", "num_bytes")
+"""In this order. The rank is the position."""
+_FRONT = struct.Struct(f"<I{len(COLUMNS)}B{len(COLUMNS)}Q")
+"""Number of ranks, bytes of a value in each column, least value of each column."""
+_IN_ORDER = "COMMIT.ranks must be 0, 1, 2, ..., each with a HELLO and a MARK"
+_FRAMES = COLUMNS.index("frames")
+
+
+class RankEnds(Sequence[RankEnd]):
+    """Ranks 0, 1, 2, ... in order, unpacked one by one.
+
+    Args:
+        packed: What the string in COMMIT holds.
+
+    Raises:
+        CorruptionError: it is not that.
+    """
+
+    __slots__ = ("_packed",)
+
+    def __init__(self, packed: bytes) -> None:
+        self._packed = packed
+        if len(packed) < _FRONT.size:
+            raise CorruptionError("COMMIT.ranks is cut short")
+        count, widths, least = self._front()
+        if count < 1 or max(widths) > 8 or len(packed) != _FRONT.size + count * sum(widths):
+            raise CorruptionError("COMMIT.ranks has impossible lengths")
+        if any(low + (1 << 8 * width) > 1 << 64 for low, width in zip(least, widths, strict=True)):
+            raise CorruptionError("COMMIT.ranks has a number of more than 64 bits")
+        if least[_FRAMES] < 2 and min(self._column(_FRAMES)) < 2:
+            raise CorruptionError(_IN_ORDER)
+
+    @classmethod
+    def of(cls, ends: Sequence[RankEnd]) -> RankEnds:
+        """Pack them; they are ranks 0, 1, 2, ... in order."""
+        if isinstance(ends, RankEnds):
+            return ends
+        if not ends or [end.rank for end in ends] != list(range(len(ends))):
+            raise CorruptionError(_IN_ORDER)
+        columns = [[getattr(end, name) for end in ends] for name in COLUMNS]
+        least, widths = [], []
+        for column in columns:
+            low, width = min(column), -(-(max(column) - min(column)).bit_length() // 8)
+            fits = width < 8 and low + (1 << 8 * width) <= 1 << 64
+            least.append(low if fits else 0)
+            widths.append(width if fits else 8)
+        data = [
+            b"".join((value - low).to_bytes(width, "little") for value in column)
+            for column, low, width in zip(columns, least, widths, strict=True)
+        ]
+        return cls(_FRONT.pack(len(ends), *widths, *least) + b"".join(data))
+
+    @classmethod
+    def from_text(cls, text: str) -> RankEnds:
+        """Read the string of COMMIT.
+
+        Raises:
+            CorruptionError: it is not canonical base64 of it.
+        """
+        try:
+            packed = base64.b64decode(text, validate=True)
+        except ValueError as error:
+            raise CorruptionError(f"COMMIT.ranks is not base64: {error}") from None
+        ends = cls(packed)
+        if ends.to_text() != text:
+            raise CorruptionError("COMMIT.ranks is not canonical base64")
+        return ends
+
+    def to_text(self) -> str:
+        """The string of COMMIT."""
+        return base64.b64encode(self._packed).decode("ascii")
+
+    def total(self, name: str) -> int:
+        """The sum of one column over all ranks."""
+        count, widths, least = self._front()
+        place = COLUMNS.index(name)
+        sums: list[int] = self._bytes(place, count, widths).sum(axis=0, dtype=np.uint64).tolist()
+        return count * least[place] + sum(value << 8 * byte for byte, value in enumerate(sums))
+
+    def __len__(self) -> int:
+        count: int = self._front()[0]
+        return count
+
+    @overload
+    def __getitem__(self, rank: int) -> RankEnd: ...
+    @overload
+    def __getitem__(self, rank: slice) -> tuple[RankEnd, ...]: ...
+    def __getitem__(self, rank: int | slice) -> RankEnd | tuple[RankEnd, ...]:
+        if isinstance(rank, slice):
+            return tuple(self)[rank]
+        count, widths, least = self._front()
+        rank = range(count)[rank]
+        values, at = [], _FRONT.size
+        for width, low in zip(widths, least, strict=True):
+            place = at + rank * width
+            values.append(low + int.from_bytes(self._packed[place : place + width], "little"))
+            at += count * width
+        return RankEnd(rank, *values)
+
+    def __iter__(self) -> Iterator[RankEnd]:
+        return map(RankEnd, range(len(self)), *map(self._column, range(len(COLUMNS))))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, RankEnds):
+            return self._packed == other._packed or tuple(self) == tuple(other)
+        return tuple(self) == other if isinstance(other, tuple) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def _front(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        count, *rest = _FRONT.unpack_from(self._packed)
+        return int(count), tuple(rest[: len(COLUMNS)]), tuple(rest[len(COLUMNS) :])
+
+    def _column(self, place: int) -> list[int]:
+        count, widths, least = self._front()
+        wide = np.zeros((count, 8), np.uint8)
+        wide[:, : widths[place]] = self._bytes(place, count, widths)
+        values: list[int] = (wide.view("<u8")[:, 0] + np.uint64(least[place])).tolist()
+        return values
+
+    def _bytes(self, place: int, count: int, widths: Sequence[int]) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+        """One column, a row of bytes for each rank."""
+        begin = _FRONT.size + count * sum(widths[:place])
+        column = np.frombuffer(self._packed, np.uint8, count * widths[place], begin)
+        return column.reshape(count, widths[place])
