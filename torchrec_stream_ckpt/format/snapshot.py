@@ -6,7 +6,6 @@ What it holds is in :mod:`torchrec_stream_ckpt.format.folding`; this is the reco
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import re
 import zlib
@@ -105,7 +104,7 @@ class Snapshot(Record):
             raise CorruptionError(f"SNAPSHOT: part {made.part} of {made.parts}, {made.num_bytes} bytes: too much")
         try:
             length = len(base64.b64decode(made.piece, validate=True))
-        except binascii.Error:
+        except ValueError:  # binascii.Error, or what is not ASCII
             raise CorruptionError("SNAPSHOT.piece is no base64") from None
         if not 0 < length <= PIECE_BYTES:
             raise CorruptionError(f"SNAPSHOT.piece has {length} bytes")
