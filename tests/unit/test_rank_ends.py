@@ -64,9 +64,21 @@ def parts(*, count: int = 2, widths: tuple[int, ...] | None = None, least: tuple
         parts(widths=(1, *[0] * 6)) + bytes(1),
         parts(least=(0, 0, 9, 1, 0, 0, 0)),
         parts(widths=(8, *[0] * 6), least=(1, 0, 9, 2, 0, 0, 0)) + bytes(16),
-        parts(count=2**32 - 1, widths=(1, *[0] * 6)),
+        parts(count=2**32 - 1),
+        parts(count=65_537),
     ],
-    ids=["empty", "cut", "more", "no ranks", "wide", "short", "no mark", "over 64 bits", "ranks without end"],
+    ids=[
+        "empty",
+        "cut",
+        "more",
+        "no ranks",
+        "wide",
+        "short",
+        "no mark",
+        "over 64 bits",
+        "ranks without end",
+        "too many ranks",
+    ],
 )
 def test_what_is_not_such_a_string_is_refused(packed: bytes) -> None:
     with pytest.raises(CorruptionError, match=r"COMMIT\.ranks"):

@@ -18,6 +18,8 @@ from torchrec_stream_ckpt.types import RankEnd
 
 COLUMNS = ("partition", "begin", "end", "frames", "chain", "rows", "num_bytes")
 """In this order. The rank is the position."""
+MAX_RANKS = 65_536
+"""Columns of width 0 take no bytes: without a limit a few of them would stand for ranks without end."""
 _FRONT = struct.Struct(f"<I{len(COLUMNS)}B{len(COLUMNS)}Q")
 """Number of ranks, bytes of a value in each column, least value of each column."""
 _IN_ORDER = "COMMIT.ranks must be 0, 1, 2, ..., each with a HELLO and a MARK"
@@ -41,7 +43,7 @@ class RankEnds(Sequence[RankEnd]):
         if len(packed) < _FRONT.size:
             raise CorruptionError("COMMIT.ranks is cut short")
         count, widths, least = self._front()
-        if count < 1 or max(widths) > 8 or len(packed) != _FRONT.size + count * sum(widths):
+        if not 1 <= count <= MAX_RANKS or max(widths) > 8 or len(packed) != _FRONT.size + count * sum(widths):
             raise CorruptionError("COMMIT.ranks has impossible lengths")
         if any(low + (1 << 8 * width) > 1 << 64 for low, width in zip(least, widths, strict=True)):
             raise CorruptionError("COMMIT.ranks has a number of more than 64 bits")
