@@ -238,7 +238,7 @@ def _moved(commit: Commit, streams: Streams, acks: dict[tuple[int, int], list[Ac
     return replace(commit, ranks=tuple(ends))
 
 
-REFUSALS = ("CorruptionError", "MissingObjectError", "StreamLostError", "MarkerNotFoundError")
+REFUSALS = ("CorruptionError", "OtherLogError", "MissingObjectError", "StreamLostError", "MarkerNotFoundError")
 """Damage, whatever kind of it, and a marker that nothing speaks of any more."""
 
 
