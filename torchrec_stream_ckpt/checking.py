@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from torchrec_stream_ckpt.adapter import FusedKernel
 from torchrec_stream_ckpt.commit.collective import Team
-from torchrec_stream_ckpt.errors import CorruptionError, StreamCkptError
+from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, Digests, Ints, ReplicatedProof, Window
+from torchrec_stream_ckpt.format.proof import Digests, Ints
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.proving import columns_of, digests, replicated_digests
+from torchrec_stream_ckpt.proving import digests
 from torchrec_stream_ckpt.restore.compare import Check, Tally, shared_blocks
 from torchrec_stream_ckpt.restore.proofs import Circle, Met, agree
-from torchrec_stream_ckpt.restore.unproved import Unproved, UnprovedBlock, name_blocks
+from torchrec_stream_ckpt.restore.replicated import compare_replicated
+from torchrec_stream_ckpt.restore.unproved import Compared, Unproved, name_blocks
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.verdicts import leave_verdict
 from torchrec_stream_ckpt.types import MarkerId, TableShard
@@ -35,10 +36,7 @@ _HALF = np.uint64(32)
 class Checked:
     """What the live tables of all ranks were compared with; the same on every rank."""
 
-    share: float
-    """Of the rows, how many were compared; weights and states count apart."""
-    unproved: Unproved | None
-    """What is not as a marker proved it."""
+    compared: Compared
     proved_up_to: int
     """Where the window of the newest proof ends; 0: there is no proof."""
 
@@ -60,7 +58,7 @@ def check_live(
     windows = agree((each for each, _, _ in said), max(floor for _, floor, _ in said))
     circle = Circle(windows)
     if not windows:
-        return Checked(0.0, None, 0)
+        return Checked(Compared(0, _cells(schema)), 0)
     check = Check(schema, met.path, marks, circle, met.sent)
     team.together(lambda: _compare(check, kernels, schema))
     shared = shared_blocks(schema, [held for _, _, held in said])
@@ -71,7 +69,11 @@ def check_live(
             tally += check.close(table, part, *_added(team, check, table, part))
     tally = sum(team.gather(tally), Tally())
     end = windows[max(windows)].following.position if windows else 0
-    return Checked(tally.share, name_blocks(tally, schema, met.path, circle), end)
+    return Checked(Compared(tally.checked, tally.total, name_blocks(tally, schema, met.path, circle)), end)
+
+
+def _cells(schema: Schema) -> int:
+    return sum(table.rows * table.dim * (1 + len(table.states)) for table in schema.tables)
 
 
 def say_unproved(objects: Objects, commit: Commit, unproved: Unproved, schema: Schema) -> None:
@@ -100,7 +102,7 @@ def _added(team: Team, check: Check, table: int, blocks: Ints) -> tuple[Digests,
     return low + (high << _HALF), count
 
 
-def check_replicated(team: Team, tensors: Mapping[str, torch.Tensor], met: Met) -> Unproved | None:
+def check_replicated(team: Team, tensors: Mapping[str, torch.Tensor], met: Met) -> Compared:
     """(all ranks) Compare tables that came with the dense state with what rank 0 of the marker proved of them.
 
     Args:
@@ -111,31 +113,14 @@ def check_replicated(team: Team, tensors: Mapping[str, torch.Tensor], met: Met) 
     chain = met.path.chain
     said = met.marks.at(len(chain) - 1).get(0)
     proof = said.proof if said is not None else None
-    told = team.gather((proof.window, proof.replicated) if proof is not None else None)
-    window, replicated = next((each for each in told if each is not None), (None, ()))
-    if window is None:
-        return None
-    found = team.together(lambda: _differing(tensors, window, replicated, chain[-1]))
-    blocks = sorted({block for each in team.gather(found) for block in each}, key=str)
-    return Unproved(len(blocks), tuple(blocks), ()) if blocks else None
-
-
-def _differing(
-    tensors: Mapping[str, torch.Tensor], window: Window, replicated: Sequence[ReplicatedProof], marker: MarkerId
-) -> list[UnprovedBlock]:
-    found = []
-    for each in replicated:
-        tensor = tensors.get(each.name)
-        if tensor is None or (len(tensor), columns_of(tensor)) != (each.rows, each.cols):
-            continue  # of another optimizer, or a table that is gone
-        blocks, numbers = replicated_digests(each.name, tensor, window.blocks)
-        expected = each.numbers()
-        if len(expected) != len(numbers):
-            raise CorruptionError(f"the proof of {each.name} has {len(expected)} digests for {len(numbers)} blocks")
-        for block in blocks[numbers != expected].tolist():
-            end = min((block + 1) * BLOCK_ROWS, each.rows)
-            found.append(UnprovedBlock(each.name, "replicated", block * BLOCK_ROWS, end, marker, None))
-    return found
+    told = team.gather(replace(proof, digests="") if proof is not None else None)
+    proof_of_0 = next((each for each in told if each is not None), None)
+    if proof_of_0 is None:
+        return Compared()
+    found = team.together(lambda: compare_replicated(tensors, proof_of_0, chain[-1]))
+    blocks = {block for each in team.gather(found.unproved) if each is not None for block in each.blocks}
+    unproved = Unproved(len(blocks), tuple(sorted(blocks, key=str)), ()) if blocks else None
+    return Compared(found.checked, found.total, unproved)
 
 
 def refuse_or_accept(unproved: Unproved | None, marker: MarkerId, *, accept: bool, say: bool) -> None:

@@ -60,6 +60,7 @@ from torchrec_stream_ckpt.loader import TrackedLoader
 from torchrec_stream_ckpt.log.publisher import Publisher
 from torchrec_stream_ckpt.restore.choose import Choice, stay_at
 from torchrec_stream_ckpt.restore.plan import RestorePlan, check_schema, plan_behind
+from torchrec_stream_ckpt.restore.unproved import Compared
 from torchrec_stream_ckpt.restoring import Restoring, Tables
 from torchrec_stream_ckpt.showing import Showing
 from torchrec_stream_ckpt.standby import Standby
@@ -288,7 +289,11 @@ class StreamCheckpointer:
         """
         self._check_open()
         if self._stream is not None:
-            raise ConfigError("restore() comes before the first step() and mark()")
+            raise ConfigError(
+                f"this StreamCheckpointer has opened generation {self.generation} already, by an earlier restore(), "
+                "step() or mark()",
+                hint="call restore() once, before the first step(); for another marker make a new one, after close()",
+            )
         wanted = _marker_id(marker)
         if self._config.fresh:
             self._start_fresh(wanted)
@@ -375,7 +380,7 @@ class StreamCheckpointer:
         try:
             checked = self._check_proofs(plan, choice, accept_unproved=accept_unproved)
             load_rest = self._team.together(lambda: self._load_dense(choice, plan.world))
-            self._check_replicated(plan, accept_unproved=accept_unproved)
+            share = (checked.compared + self._check_replicated(plan, accept_unproved=accept_unproved)).share
             merged = {table for tables in self._team.gather(plan.merged) for table in tables}
             self._begin(merged)
             self._team.together(load_rest)  # what the user's objects change from here on is captured
@@ -397,10 +402,13 @@ class StreamCheckpointer:
                 plan.step,
                 plan.world,
                 source,
-                100 * checked.share,
+                100 * share,
             )
-        if checked.unproved is not None:
-            self._capture.mark_ranges(checked.unproved.rows(plan.schema))
+            if merged:
+                names = ", ".join(plan.schema.tables[table].name for table in sorted(merged))
+                log.info("row-wise state of %s is merged from other columns: it was not compared", names)
+        if checked.compared.unproved is not None:
+            self._capture.mark_ranges(checked.compared.unproved.rows(plan.schema))
         return Restored(
             plan.marker.generation,
             plan.marker.marker,
@@ -409,23 +417,24 @@ class StreamCheckpointer:
             rows,
             choice.skipped,
             source,
-            checked.share,
+            share,
         )
 
     def _check_proofs(self, plan: RestorePlan, choice: Choice, *, accept_unproved: bool) -> Checked:
         """(all ranks) Compare the rows with what markers proved of them, before anybody changes one."""
         checked = check_live(self._team, self._kernels, plan.schema, self._shards, self._restoring.met)
-        if checked.unproved is not None and self._team.rank == 0:
-            say_unproved(self._tier.objects, choice.commit, checked.unproved, plan.schema)
-        refuse_or_accept(checked.unproved, plan.marker, accept=accept_unproved, say=self._team.rank == 0)
+        if checked.compared.unproved is not None and self._team.rank == 0:
+            say_unproved(self._tier.objects, choice.commit, checked.compared.unproved, plan.schema)
+        refuse_or_accept(checked.compared.unproved, plan.marker, accept=accept_unproved, say=self._team.rank == 0)
         self._proved_up_to = checked.proved_up_to
         return checked
 
-    def _check_replicated(self, plan: RestorePlan, *, accept_unproved: bool) -> None:
+    def _check_replicated(self, plan: RestorePlan, *, accept_unproved: bool) -> Compared:
         """(all ranks) The same for the tables that came with the dense state."""
         tensors = ReplicatedTables(self._dmp, dense_optimizers(self._optimizer)).tensors()
-        unproved = check_replicated(self._team, tensors, self._restoring.met)
-        refuse_or_accept(unproved, plan.marker, accept=accept_unproved, say=self._team.rank == 0)
+        compared = check_replicated(self._team, tensors, self._restoring.met)
+        refuse_or_accept(compared.unproved, plan.marker, accept=accept_unproved, say=self._team.rank == 0)
+        return compared
 
     def _load_dense(self, choice: Choice, world: int) -> Callable[[], None]:
         return self._dense.load(self._restoring.source.dense.local(choice.commit), world)

@@ -67,7 +67,8 @@ class StreamConfig:
     proof_bytes: int = PROOF_BYTES
     """Each rank adds digests of so many bytes of its live rows to a marker, each time of other rows: all are proved in
     turn. Readers compare what they have restored with them, so that a row is found that was changed past the hooks, or
-    lost on its way (docs/guarantees.md). That of rank 0 counts for all. 0: no digests."""
+    lost on its way (docs/guarantees.md). That of rank 0 counts for all. At the least a marker proves
+    1/65,536 of all blocks of 64 rows, also where these are more bytes. 0: no digests."""
     fresh: bool = False
     """Start from nothing on a log that holds markers. Without it, a first ``step()`` or ``mark()`` there that no
     ``restore()`` came before is refused: the new run's first marker would be newer than all of them. It begins beside

@@ -41,6 +41,25 @@ def test_ranks_in_different_calls_are_named_on_all_of_them(tmp_path: Path) -> No
     assert not (tmp_path / "control.log").exists()
 
 
+def _closes_alone(uri: str) -> str:
+    _, checkpointer = _attach(uri)
+    checkpointer.restore()
+    if dist.get_rank() == 1:
+        checkpointer.close()
+        return ""
+    with pytest.raises(StreamCkptError) as caught:
+        checkpointer.mark().result(60)
+    checkpointer.close(1.0)
+    return str(caught.value)
+
+
+def test_a_rank_that_has_closed_is_named_to_the_one_that_marks(tmp_path: Path) -> None:
+    said, _ = ranks.run(2, _closes_alone, f"file://{tmp_path}")
+    assert "rank 1 has closed its StreamCheckpointer" in said
+    assert "make every call on all ranks" in said
+    assert "gloo" not in said
+
+
 def _freeze(uri: str, during: str, told: Path) -> None:
     """Rank 1 stops; rank 0 writes down what it is told."""
     job, checkpointer = _attach(uri)

@@ -296,7 +296,7 @@ def summed(job: Job, frames: Sequence[Frame], memory_bytes: int) -> tuple[float,
     for place, said in enumerate(job.marks):
         for rank, proof in enumerate(said):
             met.marks.add(place, rank, job.ranks[rank], proof)
-    share, unproved = sums.compare()
+    compared = sums.compare()
     names = {table.name: number for number, table in enumerate(TABLES)}
-    differing = unproved.blocks if unproved is not None else ()
-    return share, {(names[each.table], each.begin // 64, int(each.state != "weights")) for each in differing}
+    differing = compared.unproved.blocks if compared.unproved is not None else ()
+    return compared.share, {(names[each.table], each.begin // 64, int(each.state != "weights")) for each in differing}

@@ -242,8 +242,15 @@ def test_a_log_that_was_made_again_is_refused(job: Job, replica: Replica) -> Non
         replica.catch_up()
 
 
+def test_a_place_without_a_log_is_refused_by_name(tmp_path: Path) -> None:
+    with follow(f"file://{tmp_path}/nothing") as follower, pytest.raises(MarkerNotFoundError) as refused:
+        list(follower.updates(0))
+    assert refused.value.message == "there is no log here"
+    assert str(refused.value.where["uri"]) == f"file://{tmp_path}/nothing"
+
+
 def test_without_a_marker_there_is_nothing_to_follow(job: Job, replica: Replica) -> None:
-    with pytest.raises(MarkerNotFoundError):
+    with pytest.raises(MarkerNotFoundError, match="no marker is committed yet"):
         replica.catch_up()
     assert list(replica.follower.updates(0.05)) == []
     marker = job.commit()

@@ -86,7 +86,8 @@ def outcomes(root: Node, memory_bytes: int = 2**26) -> dict[MarkerId, tuple[floa
         for shard, view, _ in node.frames:
             ledger.rows(shard.table, shard.col0, shard.cols, view)
         ledger.judge(node.marker, [Said(*each) for each in zip(node.job.ranks, node.job.marks[-1], strict=True)])
-        found[node.marker] = ledger.outcome(node.marker)
+        compared = ledger.outcome(node.marker)
+        found[node.marker] = compared.share, compared.unproved
         for number, child in enumerate(node.children):
             if number + 1 < len(node.children):
                 ledger.journal.begin()
@@ -173,6 +174,38 @@ def test_one_bit_of_one_row_is_found_at_the_markers_that_hold_it_and_at_no_other
             [(each.table, each.begin // 64, each.state != "weights") for each in unproved.blocks] if unproved else []
         )
         assert named == ([(TABLES[table].name, block, bool(section))] if holds and seen else [])
+
+
+def test_a_table_whose_row_wise_state_came_in_other_columns_is_named() -> None:
+    root = first([], [4], POSITIONS)
+    node = then(root, 2, [3], POSITIONS, [])
+    ledger = Ledger(lineage_of(root))
+    ledger.begin(SCHEMA)
+    for each in (root, node):
+        for shard, view, _ in each.frames:
+            ledger.rows(shard.table, shard.col0, shard.cols, view)
+        assert ledger.uncompared == (("b",) if each is node else ())
+        ledger.turn(SCHEMA)
+
+
+def test_what_was_said_within_a_fold_counts_for_blocks_that_it_does_not_send() -> None:
+    root = first([], [], POSITIONS)
+    within = then(root, 1, [], POSITIONS)
+    newest = then(within, 1, [5], 1)
+    ledger = Ledger(lineage_of(root))
+    ledger.begin(SCHEMA)
+    for shard, view, _ in root.frames:
+        ledger.rows(shard.table, shard.col0, shard.cols, view)
+    ledger.read_on()
+    for shard, view, _ in newest.frames:
+        ledger.rows(shard.table, shard.col0, shard.cols, view)
+    for node in (within, newest):
+        said = [Said(*each) for each in zip(node.job.ranks, node.job.marks[-1], strict=True)]
+        ledger.judge(node.marker, said, within=node is within)
+    compared = ledger.outcome(newest.marker)
+    assert compared.unproved is None
+    assert compared.share == pytest.approx(1 - 64 / ROWS, abs=64 / ROWS)
+    assert compared.share < 1
 
 
 def test_memory_bounds_the_share_that_is_compared() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
@@ -28,7 +29,7 @@ from torchrec_stream_ckpt.restore.located import located
 from torchrec_stream_ckpt.restore.plan import streams
 from torchrec_stream_ckpt.restore.unproved import UnprovedBlock
 from torchrec_stream_ckpt.restore.verdicts import Verdict, Verifier
-from torchrec_stream_ckpt.restore.verify import Verified, verify_marker
+from torchrec_stream_ckpt.restore.verify import CompareDense, Verified, verify_marker
 from torchrec_stream_ckpt.store.verdicts import leave_verdict
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -113,7 +114,7 @@ def _verdicts(job: Job, *, quiet: bool, log_alone: bool) -> Iterator[Verdict | _
     with progress_bar(quiet=quiet) as progress:
         task = progress.add_task("verifying", total=None)
         objects = None if log_alone else job.objects()
-        verifier = Verifier(job.log, job.lineage, lambda count: progress.advance(task, count), objects)
+        verifier = Verifier(job.log, job.lineage, lambda count: progress.advance(task, count), objects, _compare())
         given_up = {} if log_alone else {each.id: day for each in commits if (day := _given_up(job, each)) is not None}
         wanted = [commit for commit in commits if commit.id not in given_up]
         progress.update(task, total=verifier.num_bytes(wanted))
@@ -145,12 +146,21 @@ def _verify(job: Job, commit: Commit, *, quiet: bool, log_alone: bool) -> Verifi
             progress.advance(task, count)
 
         try:
-            return verify_marker(job.log, job.lineage, dense, commit.id, advance, objects)
+            return verify_marker(job.log, job.lineage, dense, commit.id, advance, objects, _compare())
         except CorruptionError as error:
             read = [(ancestor, end) for ancestor, end, _ in streams(job.lineage, commit.id)]
             raise located(error, job.log, read, job.lineage.claims[commit.generation].schema) from None
         finally:
             dense.release()
+
+
+def _compare() -> CompareDense | None:
+    """What reads dense files; None where torch is not installed."""
+    if find_spec("torch") is None:
+        return None
+    from torchrec_stream_ckpt.interchange.dense_proof import compare_dense
+
+    return compare_dense
 
 
 def _given_up(job: Job, commit: Commit) -> str | None:
@@ -220,6 +230,8 @@ def _describe(said: Verified | Verdict | _NotRead) -> str:
         )
     parts.append(f"{result.dense_files} dense files ({size(result.dense_bytes)})")
     parts.append(f"{100 * result.proved:.1f}% of its rows compared with proofs")
+    if result.uncompared:
+        parts.append(f"not all row-wise state of {', '.join(result.uncompared)}: it came in several column splits")
     if result.unproved is not None:
         lines = [f"marker {result.marker} was read ({', '.join(parts)}), and is not as it was proved:"]
         return "\n".join((*lines, *(f"  {printable(str(block))}" for block in result.unproved.blocks)))

@@ -40,6 +40,10 @@ T = TypeVar("T")
 _RETRY_S = 0.5
 _ATTEMPTS = 5
 """To read what is left, while somebody deletes more of it."""
+_HINT = (
+    "bring the control log back from a copy; if there is none, and the markers are in a store, make a new log of them: "
+    "stream-ckpt recover NEW_URI --store URL"
+)
 
 
 class Control:
@@ -89,11 +93,14 @@ class Control:
         """Everything that the control partition says now. Safe to call from several threads.
 
         Raises:
-            CorruptionError: a record is damaged.
+            CorruptionError: a record is damaged; nothing else says which markers exist.
             ConfigError: there are records, and the commit key vouches for none of them.
         """
         with self._lock:
-            self._read_on()
+            try:
+                self._read_on()
+            except CorruptionError as error:
+                raise type(error)(error.message, hint=error.hint or _HINT, **error.where) from None
         lineage = self.lineage
         if lineage.unsigned and not lineage.claims:
             raise ConfigError(

@@ -159,18 +159,26 @@ class Roll:
         """A connection to another rank broke: which one it was, as soon as it can be told."""
         with self._asking(in_call=False):
             ends = time.monotonic() + SILENT_S + 2 * TICK_S
-            while self._store is not None and time.monotonic() < ends and not self._silent():
+            while self._store is not None and time.monotonic() < ends and not (self._silent() or self._gone()):
                 time.sleep(0.1)
-        return RankLostError(
-            f"rank {self._rank} has lost a rank in {what}: {self._missing()} ({type(error).__name__}: {error})",
-            hint="look at that rank's output and host; restart the job",
-        )
+        log.debug("a connection to another rank broke: %s", error)
+        hint = "look at that rank's output and host; restart the job"
+        if gone := self._gone():
+            said = ", ".join(f"rank {other} has closed its StreamCheckpointer" for other in gone)
+            hint = "make every call on all ranks, close() too, at the same step boundary"
+        else:
+            said = f"it has lost {self._missing()}"
+        return RankLostError(f"rank {self._rank} cannot finish {what}: {said}", hint=hint)
 
     # What is known.
 
     def _silent(self) -> list[int]:
         now = time.monotonic()
         return [other for other, seen in self._seen.items() if now - seen.changed_s > SILENT_S]
+
+    def _gone(self) -> list[int]:
+        """The ranks that have closed."""
+        return [other for other, seen in self._seen.items() if seen.state[0] == "close()"]
 
     def _missing(self) -> str:
         """The ranks that are waited for, and what they are doing."""

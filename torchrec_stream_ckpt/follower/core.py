@@ -152,7 +152,7 @@ class Follower:
                 and made again, or is another job's now.
             LogUnavailableError, StoreUnavailableError: nobody has answered for ``outage_s``; with a timeout of 0 at
                 once.
-            MarkerNotFoundError: (a timeout of 0) nothing is committed yet.
+            MarkerNotFoundError: (a timeout of 0) there is no log, or nothing is committed yet.
         """
         idle, came = time.monotonic(), False
         while not self._stop.is_set():
@@ -172,9 +172,16 @@ class Follower:
                 return
             if timeout_s is not None and time.monotonic() - idle >= timeout_s:
                 if self._at is None and timeout_s == 0:
-                    raise MarkerNotFoundError("no marker is committed yet", hint="let the job run on")
+                    raise self._nothing()
                 return
             self._stop.wait(self._poll_s)
+
+    def _nothing(self) -> MarkerNotFoundError:
+        if self._source.log.incarnation() is None:
+            return MarkerNotFoundError(
+                "there is no log here", hint="check the URI; a job makes its log", uri=self._source.uri
+            )
+        return MarkerNotFoundError("no marker is committed yet", hint="let the job run on")
 
     # One look at the log.
 

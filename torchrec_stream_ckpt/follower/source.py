@@ -60,7 +60,7 @@ class Source:
         *,
         states: bool,
     ) -> None:
-        self._uri = parse_uri(uri)
+        self.uri = parse_uri(uri)
         self._store = str(check_store_url(store)) if store is not None else None
         self._store_options = store_options
         self._globs = tuple(tables)
@@ -101,7 +101,7 @@ class Source:
         return self._objects[url]
 
     def _url(self, commit: Commit) -> str | None:
-        inside = str(self._uri) if isinstance(self._uri, FileUri) else None
+        inside = str(self.uri) if isinstance(self.uri, FileUri) else None
         return self._store or commit.store or inside
 
     def _options_of(self, url: str) -> Options:

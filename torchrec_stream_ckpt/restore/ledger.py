@@ -21,7 +21,7 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.restore.compare import MAX_NAMED, Differing, Flags, Tally
 from torchrec_stream_ckpt.restore.proofs import Circle, Path, Said, digests_of
 from torchrec_stream_ckpt.restore.rowsums import MEMORY_BYTES, Slice, plain_sums
-from torchrec_stream_ckpt.restore.unproved import Unproved, name_blocks
+from torchrec_stream_ckpt.restore.unproved import Compared, name_blocks
 from torchrec_stream_ckpt.types import MarkerId, TableSpec
 
 _ROWS = np.arange(BLOCK_ROWS)
@@ -109,6 +109,8 @@ class _Table:
         self._lost = np.zeros(count, np.bool_)
         """The journal was full when a row of it came."""
         self.checked = self.differing = 0
+        self.resplit = False
+        """Whether row-wise states came in other column slices before."""
 
     @property
     def sections(self) -> int:
@@ -170,6 +172,9 @@ class _Table:
             if self._per_row.any():
                 places = np.flatnonzero(self._known[:, self._per_row].any(1))
                 places = places[self._rows_at(places) < self.spec.rows]
+                if len(places):
+                    self._journal.did(partial(setattr, self, "resplit", self.resplit))
+                    self.resplit = True
                 self._journal.set(self._known, places, self._known[places] & ~self._per_row)
 
     def _rows_at(self, places: Ints) -> Ints:
@@ -321,16 +326,21 @@ class Ledger:
                 blocks, expected = blocks[kept], expected[kept]
             table.judge(blocks, expected, frozenset(own), id_, self._numbers[marker])
 
-    def outcome(self, marker: MarkerId) -> tuple[float, Unproved | None]:
-        """(share of the rows of a marker that was compared, what differs), where the ledger has come to it."""
+    def outcome(self, marker: MarkerId) -> Compared:
+        """What came of the rows of a marker that the ledger has come to."""
         total = sum(int(table.cells.sum()) * table.sections for table in self._tables)
-        share = sum(table.checked for table in self._tables) / max(1, total)
+        checked = sum(table.checked for table in self._tables)
         if not any(table.differing for table in self._tables):
-            return share, None
+            return Compared(checked, total)
         path = Path.to(self._lineage, marker)
         circle = Circle({path.place(each): self._windows[each] for each in path.chain if each in self._windows})
         named = sum((self._tally(index, path) for index in range(len(self._tables))), Tally())
-        return share, name_blocks(named, self._schema, path, circle)
+        return Compared(checked, total, name_blocks(named, self._schema, path, circle))
+
+    @property
+    def uncompared(self) -> tuple[str, ...]:
+        """Tables whose row-wise states came in other column slices than those of the newest generation."""
+        return tuple(table.spec.name for table in self._tables if table.resplit)
 
     def _tally(self, index: int, path: Path) -> Tally:
         table = self._tables[index]

@@ -27,7 +27,7 @@ from torchrec_stream_ckpt.format.rows import Array, RowsView
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.restore.compare import Check
 from torchrec_stream_ckpt.restore.proofs import NEVER, Circle, Met, agree
-from torchrec_stream_ckpt.restore.unproved import Unproved, name_blocks
+from torchrec_stream_ckpt.restore.unproved import Compared, name_blocks
 from torchrec_stream_ckpt.types import TableShard, TableSpec
 
 MEMORY_BYTES = 2 * 2**30
@@ -91,8 +91,8 @@ class RowSums:
         if table in self._tables and len(rows.ids):
             self._tables[table].take(col0, cols, rows, place)
 
-    def compare(self) -> tuple[float, Unproved | None]:
-        """(share of the rows that was compared, what differs), once all rows and MARKs have come."""
+    def compare(self) -> Compared:
+        """What came of all rows, once they and all MARKs have come."""
         met = self._met
         circle = Circle(agree([met.marks.windows()], met.marks.floor))
         check = Check(self._schema, met.path, met.marks, circle, met.sent)
@@ -103,7 +103,7 @@ class RowSums:
             blocks = check.blocks_of(sums.spec.id, 0, shard.rows)
             check.found(shard.table, blocks, sums.digests((shard.col0, shard.cols), blocks))
         tally = check.tally({})
-        return tally.checked / max(1, _cells(self._schema)), name_blocks(tally, self._schema, met.path, circle)
+        return Compared(tally.checked, _cells(self._schema), name_blocks(tally, self._schema, met.path, circle))
 
 
 def _cells(schema: Schema) -> int:

@@ -78,6 +78,28 @@ class Unproved:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What came of a comparison with proofs."""
+
+    checked: int = 0
+    """Cells, counted once for weights and once for each state."""
+    total: int = 0
+    unproved: Unproved | None = None
+    """What differs."""
+
+    @property
+    def share(self) -> float:
+        return self.checked / max(1, self.total)
+
+    def __add__(self, other: Compared) -> Compared:
+        found = [each for each in (self.unproved, other.unproved) if each is not None]
+        blocks = tuple(block for each in found for block in each.blocks)
+        tables = tuple(sorted({table for each in found for table in each.tables}))
+        unproved = Unproved(sum(each.count for each in found), blocks, tables) if found else None
+        return Compared(self.checked + other.checked, self.total + other.total, unproved)
+
+
 def name_blocks(tally: Tally, schema: Schema, path: Path, circle: Circle) -> Unproved | None:
     """What differs, by name; None: nothing does."""
     found = []

@@ -29,8 +29,8 @@ from torchrec_stream_ckpt.restore.located import Placing, in_segments
 from torchrec_stream_ckpt.restore.proofs import Said
 from torchrec_stream_ckpt.restore.steps import Step, Steps
 from torchrec_stream_ckpt.restore.told import Told
-from torchrec_stream_ckpt.restore.unproved import Unproved
-from torchrec_stream_ckpt.restore.verify import READERS, Verified
+from torchrec_stream_ckpt.restore.unproved import Compared
+from torchrec_stream_ckpt.restore.verify import READERS, CompareDense, Verified, replicated_of
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore
@@ -104,6 +104,7 @@ class Verifier:
         lineage: Its control partition.
         progress: Called with the bytes of each chunk and frame.
         objects: The store that a restore takes rows from; None for the log alone.
+        compare_dense: For replicated tables; None: they are not compared.
     """
 
     def __init__(
@@ -112,15 +113,18 @@ class Verifier:
         lineage: Lineage,
         progress: Callable[[int], None] = lambda _: None,
         objects: Objects | None = None,
+        compare_dense: CompareDense | None = None,
     ) -> None:
         self._log = Placing(log)
         self._lineage = lineage
         self._progress = progress
+        self._compare_dense = compare_dense
         self._catalog: Catalog | None = load_catalog(objects, lineage)
         self._ledger = Ledger(lineage)
         self._steps = Steps(lineage, self._catalog)
         self._ways: dict[Step, _Way] = {}
-        self._compared: dict[Step, tuple[float, Unproved | None]] = {}
+        self._compared: dict[Step, tuple[Compared, tuple[str, ...], Said | None]] = {}
+        """What came of rows, whose row-wise states are not compared, and what rank 0 says of replicated tables."""
         self._refused: dict[MarkerId, CorruptionError | TrimmedError] = {}
         self._shards: dict[tuple[int, int], tuple[TableShard, ...]] = {}
         """By generation and rank."""
@@ -183,7 +187,14 @@ class Verifier:
             return Verdict(marker, (*damage, refused), None)
         step = self._steps.to(marker)
         damage += self._ways[step].damage
-        return Verdict(marker, tuple(damage), None if damage else self._verified(commit, step))
+        if damage:
+            return Verdict(marker, tuple(damage), None)
+        compared, uncompared, said = self._compared[step]
+        try:
+            compared += replicated_of(said, dense, commit, self._compare_dense)
+        except CorruptionError as error:
+            return Verdict(marker, (error,), None)
+        return Verdict(marker, (), self._verified(commit, step, compared, uncompared))
 
     def num_bytes(self, commits: Iterable[Commit]) -> int:
         """How much of the log and the store is read for these markers, as far as names and COMMITs tell."""
@@ -192,7 +203,7 @@ class Verifier:
             known.update(self._steps.steps(commit.id, known))
         return sum(map(self._steps.size_of, known))
 
-    def _verified(self, commit: Commit, step: Step) -> Verified:
+    def _verified(self, commit: Commit, step: Step, compared: Compared, uncompared: tuple[str, ...]) -> Verified:
         way = self._ways[step]
         return Verified(
             commit.id,
@@ -207,7 +218,9 @@ class Verifier:
             way.segments,
             way.stored_rows,
             way.stored_bytes,
-            *self._compared[step],
+            compared.share,
+            compared.unproved,
+            uncompared,
         )
 
     def _read(self, step: Step, before: Step | None) -> _Way:
@@ -250,7 +263,8 @@ class Verifier:
             except CorruptionError as error:
                 reading.note(error)
         if not (damage or reading.damage):
-            self._compared[step] = self._ledger.outcome(commit.id)
+            of_rank_0 = reading.said[0] if reading.said else None
+            self._compared[step] = self._ledger.outcome(commit.id), self._ledger.uncompared, _without_rows(of_rank_0)
         return replace(way, damage=(*damage, *reading.damage))
 
     def _turn(self, step: Step, before: Step | None, schema: Schema) -> None:
@@ -339,6 +353,13 @@ class Verifier:
         """HELLOs may be gone from a log that was trimmed."""
         for rank, each in enumerate(notes):
             self._shards.setdefault((marker.generation, rank), each.shards)
+
+
+def _without_rows(said: Said | None) -> Said | None:
+    """What it says of replicated tables alone; None: nothing."""
+    if said is None or said.proof is None or not said.proof.replicated:
+        return None
+    return Said((), replace(said.proof, digests=""))
 
 
 def _table(header: Header, schema: Schema) -> dict[str, object]:

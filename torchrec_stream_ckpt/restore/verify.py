@@ -3,13 +3,15 @@ they cover all tables, the dense files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.proof import Proof
 from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import decode_chunk, slices_of
@@ -24,9 +26,9 @@ from torchrec_stream_ckpt.restore.choose import (
 )
 from torchrec_stream_ckpt.restore.coverage import Coverage
 from torchrec_stream_ckpt.restore.plan import Hellos, plan_reads, streams
-from torchrec_stream_ckpt.restore.proofs import Met, Path
+from torchrec_stream_ckpt.restore.proofs import Met, Path, Said
 from torchrec_stream_ckpt.restore.rowsums import RowSums
-from torchrec_stream_ckpt.restore.unproved import Unproved
+from torchrec_stream_ckpt.restore.unproved import Compared, Unproved
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.store.reader import Held, read_chunks
@@ -59,6 +61,12 @@ class Verified:
     """Share of all rows that were compared with what markers proved of them; weights and states count apart."""
     unproved: Unproved | None = None
     """What is not as a marker proved it."""
+    uncompared: tuple[str, ...] = ()
+    """Tables whose row-wise states came in several column splits, and are in part not compared."""
+
+
+CompareDense = Callable[[DenseStore, Commit, Proof], Compared]
+"""Compares the replicated tables in a marker's dense files with what its rank 0 proved of them."""
 
 
 def verify_marker(
@@ -68,6 +76,7 @@ def verify_marker(
     marker: MarkerId,
     progress: Callable[[int], None] = lambda _: None,
     objects: Objects | None = None,
+    compare_dense: CompareDense | None = None,
 ) -> Verified:
     """Check every byte that restoring ``marker`` would read.
 
@@ -78,6 +87,7 @@ def verify_marker(
         marker: A committed marker.
         progress: Called with the bytes of each chunk and frame.
         objects: The store that a restore takes rows from; None for the log alone.
+        compare_dense: For replicated tables; None: they are not compared.
 
     Raises:
         MarkerNotFoundError: it is not committed, or the store says that it was given up.
@@ -101,7 +111,8 @@ def verify_marker(
     met = Met(Path.to(lineage, marker))
     if held is not None:
         met.held(held)
-    sums = RowSums(schema, met, _slices(hellos, held, bases), _own_shards(marker, hellos, held))
+    slices, own = _slices(hellos, held, bases), _own_shards(marker, hellos, held)
+    sums = RowSums(schema, met, slices, own)
     stored_rows = stored_bytes = 0
     if held is not None and objects is not None:
         stored_rows, stored_bytes = _read_store(objects, held, schema, bases, coverage, met, sums, progress)
@@ -125,7 +136,9 @@ def verify_marker(
             )
             progress(len(frame))
     coverage.check()
-    proved, unproved = sums.compare()
+    compared = sums.compare() + replicated_of(
+        met.marks.at(len(met.path.chain) - 1).get(0), dense, commit, compare_dense
+    )
     return Verified(
         plan.marker,
         len(lineage.path(marker)),
@@ -139,8 +152,26 @@ def verify_marker(
         sum(len(piece.segments) for piece in held.pieces) if held is not None else 0,
         stored_rows,
         stored_bytes,
-        proved,
-        unproved,
+        compared.share,
+        compared.unproved,
+        _resplit(schema, slices, own),
+    )
+
+
+def replicated_of(said: Said | None, dense: DenseStore, commit: Commit, compare_dense: CompareDense | None) -> Compared:
+    """What came of the replicated tables of a marker, by what its rank 0 said."""
+    if compare_dense is None or said is None or said.proof is None or not said.proof.replicated:
+        return Compared()
+    return compare_dense(dense, commit, said.proof)
+
+
+def _resplit(schema: Schema, slices: Mapping[int, set[tuple[int, int]]], own: Sequence[TableShard]) -> tuple[str, ...]:
+    """Tables whose row-wise states came in other slices than the marker's own."""
+    return tuple(
+        spec.name
+        for table, spec in enumerate(schema.tables)
+        if spec.has_row_state
+        and slices.get(table, set()) - {(shard.col0, shard.cols) for shard in own if shard.table == table}
     )
 
 

@@ -1,0 +1,29 @@
+"""Damage of the control log: it is refused with its place, and with what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.stores import History
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.frame import HEADER_LEN
+from torchrec_stream_ckpt.layout import CONTROL_FILE
+from torchrec_stream_ckpt.log.files import FileLog
+
+
+@pytest.mark.parametrize("offset", [3, 40, HEADER_LEN + 5])
+def test_a_changed_byte_of_the_control_log_is_refused_with_what_to_do(tmp_path: Path, offset: int) -> None:
+    history = History(tmp_path)
+    history.generation(1, range(1, 4))
+    path = tmp_path / CONTROL_FILE
+    records = [at for at, _ in history.log.read_control()]
+    data = bytearray(path.read_bytes())
+    data[records[1] + offset] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptionError) as refused:
+        Control(FileLog(tmp_path)).refresh()
+    assert str(refused.value.where["offset"]) == str(records[1])
+    assert "stream-ckpt recover NEW_URI --store URL" in refused.value.hint
