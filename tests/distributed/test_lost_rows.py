@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from tests import ranks
+from tests.forged import Frames, forge, on_rank_0
 from tests.model import PLAN_1, PLAN_2, trainer
 from tests.stores import fold
 from torchrec_stream_ckpt import MarkerId, StreamCheckpointer, StreamConfig
@@ -22,7 +23,7 @@ from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.errors import ProofMismatchError
 from torchrec_stream_ckpt.format.control import Mark
-from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, parse_header, payload_of, seal
+from torchrec_stream_ckpt.format.frame import Kind, payload_of
 from torchrec_stream_ckpt.format.manifest import TableRows
 from torchrec_stream_ckpt.format.proof import ReplicatedProof
 from torchrec_stream_ckpt.format.rows import decode_rows
@@ -35,12 +36,8 @@ from torchrec_stream_ckpt.restore.verify import verify_marker
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import DenseFolder
 from torchrec_stream_ckpt.store.verdicts import leave_verdict, new_verdicts
-from torchrec_stream_ckpt.types import LogSpan, RankEnd
 
 pytestmark = pytest.mark.distributed
-
-Frames = list[tuple[Header, bytes]]
-"""Of one stream, with their payloads."""
 
 WINDOW_BYTES = 9_000
 """A window is about a quarter of what the tables of a rank take."""
@@ -166,7 +163,7 @@ def test_rows_of_a_frame_whose_checksums_were_made_right_again_are_found(whole: 
 
 
 def _assert_found(whole: Path, tmp_path: Path, operate: Callable[[Frames], Frames]) -> None:
-    _forge(whole, tmp_path / "log", operate)
+    forge(whole, tmp_path / "log", on_rank_0(operate))
     assert _verify(tmp_path / "log")
     uri = f"file://{tmp_path}/log"
     refused = _cli("verify", uri, "--json", "--verdict")
@@ -253,7 +250,7 @@ def test_a_replicated_table_that_is_not_as_it_was_proved_is_found(tmp_path: Path
 
 
 def test_a_reader_without_a_model_compares_replicated_tables(whole: Path, tmp_path: Path) -> None:
-    _forge(whole, tmp_path / "log", _change_a_replicated_proof)
+    forge(whole, tmp_path / "log", on_rank_0(_change_a_replicated_proof))
     uri = f"file://{tmp_path}/log"
     told = _cli("verify", uri, "--all")
     assert told.exit_code == 1
@@ -285,52 +282,6 @@ def _train_wide(uri: str) -> None:
         job.step()
         checkpointer.step()
         checkpointer.mark().result(60)
-
-
-# A log whose chain and checksums fit what was done to it.
-
-
-def _forge(source: Path, target: Path, operate: Callable[[Frames], Frames]) -> None:
-    """Write a log anew, the stream of rank 0 operated on, with all checksums, counts and chains made right."""
-    shutil.copytree(source, target)
-    shutil.rmtree(target / "data")
-    shutil.rmtree(target / "records")
-    (target / "control.log").unlink()
-    old, new = FileLog(source), FileLog(target)
-    lineage = Control(old).refresh()
-    claim = lineage.claims[1]
-    new.prepare(claim.world)
-    incarnation = new.incarnation()
-    assert incarnation is not None
-    new.append_control(replace(claim, incarnation=incarnation.id).to_frame())
-    newest = max(lineage.commits.values(), key=lambda commit: commit.marker)
-    ends: dict[tuple[int, int], RankEnd] = {}
-    for end in newest.ranks:
-        frames = [parse(frame) for _, frame in old.read(LogSpan(1, end.partition, end.begin, end.end))]
-        frames = operate(frames) if end.rank == 0 else frames
-        writer, chain, acks = new.open_writer(1, end.partition, 0), 0, []
-        for seq, (header, payload) in enumerate(frames):
-            header.seq, header.chain = seq, chain
-            frame = bytearray(HEADER_LEN) + payload
-            seal(header, frame)
-            chain = header.header_crc
-            writer.send(memoryview(frame))
-        while len(acks) < len(frames):
-            acks += writer.poll(0.2)
-        writer.close()
-        for (header, _), ack in zip(frames, acks, strict=True):
-            if header.kind is Kind.MARK:
-                ends[header.marker, end.rank] = replace(
-                    end, begin=acks[0].offset, end=ack.end, frames=header.seq + 1, chain=header.header_crc
-                )
-    for commit in lineage.commits.values():
-        moved = tuple(ends[commit.marker, end.rank] for end in commit.ranks)
-        new.append_control(replace(commit, ranks=moved).to_frame())
-
-
-def parse(frame: memoryview) -> tuple[Header, bytes]:
-    header = parse_header(frame)
-    return header, bytes(payload_of(header, frame))
 
 
 def _second_marker(frames: Frames) -> int:
@@ -391,7 +342,7 @@ def test_a_trainer_that_finds_a_verdict_sends_the_rows_again(tmp_path: Path) -> 
 def test_a_restore_that_is_refused_leaves_a_verdict_and_one_that_accepts_sends_the_rows_again(
     whole: Path, tmp_path: Path
 ) -> None:
-    _forge(whole, tmp_path / "log", _change_a_frame)
+    forge(whole, tmp_path / "log", on_rank_0(_change_a_frame))
     uri = f"file://{tmp_path}/log"
     ((refused,),) = ranks.run(1, _restore, uri, [MARKERS[-1]])
     assert "ProofMismatch" not in refused

@@ -1,0 +1,213 @@
+"""Rows changed at each place between a rank and a reader, checksums mended: one round of proofs finds each of them.
+
+The job has fp16, row-wise, column-wise and replicated tables; it goes on with another number of ranks, branches, and
+merges columns.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from tests import zoo
+from tests.forged import Frames, forge, forge_segment
+from tests.laps import config
+from tests.pool import Pool
+from tests.stores import fold, lose_rows
+from tests.zoo import MARK, Model, Part, Place, Plan, Table
+from torchrec_stream_ckpt import StreamConfig
+from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.errors import StreamCkptError
+from torchrec_stream_ckpt.format.frame import Kind
+from torchrec_stream_ckpt.format.rows import RowsView
+from torchrec_stream_ckpt.interchange.dense_proof import compare_dense
+from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.materialize.materializer import Policy
+from torchrec_stream_ckpt.restore.verify import verify_marker
+from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.dense import DenseFolder
+from torchrec_stream_ckpt.types import MarkerId
+
+pytestmark = pytest.mark.distributed
+
+TABLES = (
+    Table("t_tw", 150, 8, ("a",), dtype="fp16"),
+    Table("t_rw", 200, 8, ("b",)),
+    Table("t_cw", 130, 32, ("c",)),
+    Table("t_dp", 70, 4, ("d",)),
+)
+MODEL = Model((Part("ebc", TABLES),), "rowwise_adagrad")
+PLACES = {
+    2: (Place("tw", (1,)), Place("rw"), Place("cw", (0, 1)), Place("dp")),
+    3: (Place("tw", (2,)), Place("rw"), Place("cw", (2, 0)), Place("dp")),
+}
+ROUND = 6
+"""Markers in which every block is proved once, with some to spare."""
+NEWEST = MarkerId(2, 3 + ROUND)
+"""Of the second generation: no row is trained in its last round."""
+MERGED = Plan(2, 2, (*PLACES[2][:2], Place("tw", (0,)), *PLACES[2][3:]))
+"""The column-wise table lies whole on one rank."""
+
+
+def _settings(folder: Path, **more: Any) -> StreamConfig:
+    return config(folder, proof_bytes=7_000, **more)
+
+
+def _run(where: StreamConfig, plan: Plan, marker: str | None, events: tuple[str, ...]) -> str:
+    """Restore and go on; what was refused."""
+    job = zoo.build(MODEL, plan)
+    with zoo.attach(job, where, paranoid=False) as checkpointer:
+        try:
+            checkpointer.restore(marker)
+        except StreamCkptError as error:
+            return f"{type(error).__name__}: {error.headline}"
+        zoo.play(job, checkpointer, events)
+        return ""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """1:1, 1:2 on two ranks; 2:3 to 2:9 on three; 3:2 on 1:1; and, its columns merged, 4:10 on two."""
+    folder, pool = tmp_path_factory.mktemp("whole"), Pool()
+    two, three = (Plan(world, world, PLACES[world]) for world in (2, 3))
+    try:
+        pool.run(2, _run, _settings(folder), two, None, ("train", MARK, "train", MARK))
+        pool.run(3, _run, _settings(folder), three, None, ("train", *(MARK,) * (ROUND + 1)))
+        pool.run(2, _run, _settings(folder), two, "1:1", ("train", MARK))
+        merging = _settings(folder, on_column_resplit="merge")
+        pool.run(2, _run, merging, MERGED, str(NEWEST), ("train", MARK))
+    finally:
+        pool.close()
+    return folder
+
+
+def _verify(folder: Path) -> dict[MarkerId, dict[str, Any]]:
+    done = CliRunner().invoke(app, ["verify", f"file://{folder}", "--all", "--json"])
+    records = json.loads(done.stdout)
+    assert done.exit_code == (1 if any(each["verdict"] == "damaged" for each in records) else 0)
+    return {MarkerId.parse(each["marker"]): each for each in records}
+
+
+def _alone(folder: Path, marker: MarkerId) -> tuple[float, list[str]]:
+    log, objects = FileLog(folder), open_store(str(folder))
+    lineage, dense = Control(log).refresh(), DenseFolder(folder)
+    verified = verify_marker(log, lineage, dense, marker, objects=objects, compare_dense=compare_dense)
+    blocks = verified.unproved.blocks if verified.unproved is not None else ()
+    return verified.proved, [str(block) for block in blocks]
+
+
+def _assert_whole(folder: Path) -> None:
+    """Nothing is damaged; a reader of all markers compares no less than a reader of each alone."""
+    for marker, record in _verify(folder).items():
+        assert record["verdict"] == "whole", record
+        proved, unproved = _alone(folder, marker)
+        assert unproved == []
+        assert record["proved"] >= proved - 1e-9
+        merged = "part0.t_cw" if marker.generation == 4 else ""
+        assert [name for name in record["uncompared"] if not merged or merged not in name] == []
+        assert bool(record["uncompared"]) == bool(merged)
+    assert _verify(folder)[NEWEST]["proved"] > 0.8
+
+
+def test_a_whole_log_with_branches_and_merged_columns_raises_no_alarm(whole: Path, tmp_path: Path) -> None:
+    _assert_whole(whole)
+    for number, (policy, upto) in enumerate(
+        [(Policy(rebase=0), MarkerId(1, 2)), (Policy(rebase=1e-9), NEWEST), (Policy(rebase=0), MarkerId(4, 10))]
+    ):
+        copy = shutil.copytree(whole, tmp_path / f"{number}")
+        fold(copy, policy, upto)
+        _assert_whole(copy)
+
+
+def _names(whole: Path) -> list[str]:
+    return [table.name for table in Control(FileLog(whole)).refresh().claims[1].schema.tables]
+
+
+def _assert_found(folder: Path, table: str) -> None:
+    """The newest marker of the second generation names the table; what does not stand on it is whole."""
+    records = _verify(folder)
+    assert records[NEWEST]["verdict"] == "damaged", table
+    assert {each["table"] for each in records[NEWEST]["damage"]} == {table}
+    assert _alone(folder, NEWEST)[1] == records[NEWEST]["unproved"]
+    for marker in (MarkerId(1, 1), MarkerId(1, 2), MarkerId(3, 2)):
+        assert records[marker]["verdict"] == "whole"
+
+
+@dataclass
+class Flip:
+    """One bit of the first frame of the second generation that has rows for marker 2:3, or rows of a table alone."""
+
+    section: int
+    """1: weights, 2: the state."""
+    table: int | None = None
+    done: bool = False
+
+    def __call__(self, generation: int, rank: int, frames: Frames) -> Frames:
+        changed = []
+        for header, payload in frames:
+            wanted = header.kind is Kind.ROWS and header.marker == 3 and self.table in (None, header.table)
+            if wanted and generation == 2 and not self.done:
+                data = bytearray(payload)
+                data[header.section_offsets[self.section]] ^= 1
+                payload, self.done = bytes(data), True
+            changed.append((header, payload))
+        return changed
+
+
+@pytest.mark.parametrize("section", [1, 2])
+def test_a_bit_of_a_frame_is_found_in_each_table_from_the_log_and_on_top_of_a_store(
+    whole: Path, tmp_path: Path, section: int
+) -> None:
+    found = 0
+    for number, name in enumerate(_names(whole)):
+        flip, target = Flip(section, number), tmp_path / f"{number}"
+        forge(whole, target, flip)
+        if flip.done:  # rows of it were trained
+            found += 1
+            _assert_found(target, name)
+            fold(target, Policy(rebase=0), MarkerId(1, 2))
+            _assert_found(target, name)
+    assert found == 3
+
+
+@pytest.mark.parametrize("how", ["bits", "values"])
+def test_a_changed_chunk_of_a_store_is_found_behind_the_log_that_was_lost(
+    whole: Path, tmp_path: Path, how: str
+) -> None:
+    def change(view: RowsView) -> RowsView:
+        weights = view.weights.copy()
+        if how == "bits":
+            weights.view(f"u{weights.itemsize}")[:, 0] ^= 1
+        else:
+            weights[:] = np.roll(weights, 1, 0)  # rows that change places
+        return RowsView(view.ids, weights, view.states)
+
+    table = next(number for number, name in enumerate(_names(whole)) if name.endswith("t_rw"))
+    folder = shutil.copytree(whole, tmp_path / "log")
+    fold(folder, Policy(rebase=0), MarkerId(4, 10))
+    assert forge_segment(folder, MarkerId(1, 1), 0, table, change) > 1
+    lose_rows(folder)
+    records = _verify(folder)
+    assert records[NEWEST]["verdict"] == "damaged"
+    assert {each["table"] for each in records[NEWEST]["damage"]} == {_names(whole)[table]}
+
+
+def test_restores_on_other_ranks_find_what_was_changed_and_raise_no_alarm_else(
+    whole: Path, tmp_path: Path, pool: Pool
+) -> None:
+    forge(whole, tmp_path / "forged", Flip(1))
+    for world in (2, 3):
+        plan = Plan(world, world, PLACES[world])
+        copy = shutil.copytree(whole, tmp_path / f"whole{world}")
+        assert pool.run(world, _run, _settings(copy), plan, str(NEWEST), ()) == [""] * world
+        refused = pool.run(world, _run, _settings(tmp_path / "forged"), plan, str(NEWEST), ())
+        assert len(set(refused)) == 1
+        assert refused[0].startswith("ProofMismatchError: ")
