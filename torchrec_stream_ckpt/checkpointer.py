@@ -31,7 +31,7 @@ from torchrec_stream_ckpt.capture.staging import StreamIdentity, allocate
 from torchrec_stream_ckpt.checking import Checked, check_live, check_replicated, refuse_or_accept, say_unproved
 from torchrec_stream_ckpt.commit.again import Again
 from torchrec_stream_ckpt.commit.cadence import NOTHING, Ballot, Cadence
-from torchrec_stream_ckpt.commit.collective import Team, end_group, new_group
+from torchrec_stream_ckpt.commit.collective import Team, end_group, meet, new_group
 from torchrec_stream_ckpt.commit.coordinator import Coordinator
 from torchrec_stream_ckpt.commit.dense import DenseState, Stateful
 from torchrec_stream_ckpt.commit.generation import Generation, check_same_log, claim_generation, newest_held
@@ -138,6 +138,7 @@ class StreamCheckpointer:
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialized", hint="init_process_group() comes first")
         self._config = config.inner
+        meet(config.commit_timeout_s + _PEERS_S)
         with ExitStack() as undo:
             # One group for each thread and purpose: calls on one group are in the same order on every rank.
             groups = [new_group(2 * config.commit_timeout_s + 60) for _ in range(3)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from tests import ranks
 from tests.model import PLAN_2, Trainer, trainer
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
+from torchrec_stream_ckpt.commit.collective import meet
 from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError, RankLostError, StreamCkptError
 
 pytestmark = pytest.mark.distributed
@@ -39,6 +41,23 @@ def test_ranks_in_different_calls_are_named_on_all_of_them(tmp_path: Path) -> No
         assert said.startswith("rank 0 is in restore(), rank 1 is in step()")
         assert "make it on all ranks, at the same step boundary" in said
     assert not (tmp_path / "control.log").exists()
+
+
+def _attaches_alone(done: Path) -> str:
+    meet(30)
+    if dist.get_rank() == 1:
+        while not done.exists():
+            time.sleep(0.05)
+        return ""
+    with pytest.raises(RankLostError) as caught:
+        meet(0.5)  # as a StreamCheckpointer does first of all
+    done.touch()
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_attach_is_named(tmp_path: Path) -> None:
+    said, _ = ranks.run(2, _attaches_alone, tmp_path / "done")
+    assert "in StreamCheckpointer() for rank 1" in said
 
 
 def _closes_alone(uri: str) -> str:

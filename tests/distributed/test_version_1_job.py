@@ -7,16 +7,19 @@ and is never made anew.
 
 from __future__ import annotations
 
+import json
 import shutil
 import tarfile
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from tests import jobs, ranks, stores
 from tests.model import PLAN_1, PLAN_2, PLAN_3, differences
 from torchrec_stream_ckpt import StreamConfig
+from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.materializer import Policy
@@ -48,6 +51,9 @@ def test_its_markers_come_back_and_the_job_goes_on_in_version_2(old: Path) -> No
     claims = Control(FileLog(old / "log")).refresh().claims
     assert [claim.version for claim in claims.values()] == [1, 2]
     assert [{table.id is None for table in claim.schema.tables} for claim in claims.values()] == [{True}, {False}]
+    told = json.loads(CliRunner().invoke(app, ["verify", settings.uris[0], "--all", "--json"]).stdout)
+    shares = {each["marker"]: each["proved"] for each in told if each["verdict"] == "whole"}
+    assert shares == {"1:1": 0, "1:2": 0, "1:3": 0, "2:3": 1}  # markers of version 1 prove nothing
     for rank, (state, step, _, _) in enumerate(ranks.run(1, jobs.restore_with, PLAN_1, settings, None, 0, {})):
         assert step == 15
         assert differences(gone_on[rank][3][15], state) == []

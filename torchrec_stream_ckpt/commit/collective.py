@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -14,11 +15,15 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from torchrec_stream_ckpt.commit.roll import Roll
+from torchrec_stream_ckpt.commit.roll import WARN_S, Roll
 from torchrec_stream_ckpt.errors import MarkerFailedError, RankLostError, StreamCkptError
 from torchrec_stream_ckpt.log.worker import Worker
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+_MET = "stream-ckpt/met"
 
 
 def new_group(timeout_s: float) -> dist.ProcessGroup:
@@ -35,6 +40,41 @@ def new_group(timeout_s: float) -> dist.ProcessGroup:
             hint="make the StreamCheckpointer on all ranks; look at the output and host of the one that is missing",
             rank=dist.get_rank(),
         ) from None
+
+
+def meet(bound_s: float) -> None:
+    """(all ranks) Wait until each rank has come to this call.
+
+    Raises:
+        RankLostError: some did not come; names them.
+    """
+    group = dist.group.WORLD
+    store = group.get_group_store() if group is not None and hasattr(group, "get_group_store") else None
+    if store is None:
+        return
+    rank, world, begin, told = dist.get_rank(), dist.get_world_size(), time.monotonic(), False
+    number = store.add(f"{_MET}/rank{rank}", 1)
+    store.add(f"{_MET}/{number}", 1)
+    while store.add(f"{_MET}/{number}", 0) < world:
+        waited_s = time.monotonic() - begin
+        if waited_s > bound_s or (waited_s > WARN_S and not told):
+            told = True
+            missing = [other for other in range(world) if store.add(f"{_MET}/rank{other}", 0) < number]
+            said = f"rank {rank} has waited {waited_s:.0f} s in StreamCheckpointer() for rank {_listed(missing)}"
+            if waited_s > bound_s:
+                raise RankLostError(
+                    said,
+                    hint="make the StreamCheckpointer on all ranks; look at that rank's output and host",
+                    rank=rank,
+                )
+            log.warning("%s", said)
+        time.sleep(min(0.5, 0.01 + waited_s / 10))
+
+
+def _listed(ranks: list[int]) -> str:
+    """At most eight of them."""
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return ", ".join(map(str, ranks[:8])) + more
 
 
 def end_group(group: dist.ProcessGroup) -> None:

@@ -21,6 +21,7 @@ from torchrec_stream_ckpt.errors import CorruptionError, UnsupportedError
 Keep = Callable[[torch.Tensor, str], str]
 """Takes a tensor and its place, returns the name of its entry."""
 MAX_DEPTH = 100
+_PLACE_CHARS = 160
 _NUMPY_KINDS = "biufc"
 
 
@@ -79,6 +80,11 @@ def _double(saved: str) -> tuple[float, ...]:
     return struct.unpack(f">{len(data) // 8}d", data)
 
 
+def shortened(place: str) -> str:
+    """A place that lies deep, for people."""
+    return place if len(place) <= _PLACE_CHARS else f"{place[: _PLACE_CHARS // 2]} ... {place[-_PLACE_CHARS // 2 :]}"
+
+
 def encode(value: object, place: str, keep: Keep) -> Any:
     """``value`` as JSON; ``keep`` gets its tensors.
 
@@ -111,13 +117,14 @@ def _encode(value: Any, place: str, keep: Keep, above: tuple[int, ...]) -> Any:
         return {name: write(value)}
     if kind not in (list, *_SEQUENCE_KINDS, *_MAPPING_KINDS):
         raise UnsupportedError(
-            f"{place} is a {kind.__module__}.{kind.__qualname__}, which cannot be made anew without running its code",
+            f"{shortened(place)} is a {kind.__module__}.{kind.__qualname__}, which cannot be made anew without running "
+            "its code",
             hint="keep numbers, text, tensors, lists, tuples, sets and dicts there, or hand the object over as a "
             "Stateful",
         )
     if id(value) in above or len(above) >= MAX_DEPTH:
         what = "holds itself" if id(value) in above else f"is nested more than {MAX_DEPTH} deep"
-        raise UnsupportedError(f"{place} {what}", hint="flatten what the optimizer keeps there")
+        raise UnsupportedError(f"{shortened(place)} {what}", hint="flatten what the optimizer keeps there")
     return _container(value, place, keep, (*above, id(value)))
 
 
