@@ -86,7 +86,7 @@ def outcomes(root: Node, memory_bytes: int = 2**26) -> dict[MarkerId, tuple[floa
         for shard, view, _ in node.frames:
             ledger.rows(shard.table, shard.col0, shard.cols, view)
         ledger.judge(node.marker, [Said(*each) for each in zip(node.job.ranks, node.job.marks[-1], strict=True)])
-        compared = ledger.outcome(node.marker)
+        compared = ledger.outcome()
         found[node.marker] = compared.share, compared.unproved
         for number, child in enumerate(node.children):
             if number + 1 < len(node.children):
@@ -202,7 +202,7 @@ def test_what_was_said_within_a_fold_counts_for_blocks_that_it_does_not_send() -
     for node in (within, newest):
         said = [Said(*each) for each in zip(node.job.ranks, node.job.marks[-1], strict=True)]
         ledger.judge(node.marker, said, within=node is within)
-    compared = ledger.outcome(newest.marker)
+    compared = ledger.outcome()
     assert compared.unproved is None
     assert compared.share == pytest.approx(1 - 64 / ROWS, abs=64 / ROWS)
     assert compared.share < 1

@@ -21,7 +21,7 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.restore.compare import MAX_NAMED, Differing, Flags, Tally
 from torchrec_stream_ckpt.restore.proofs import Circle, Path, Said, digests_of
 from torchrec_stream_ckpt.restore.rowsums import MEMORY_BYTES, Slice, plain_sums
-from torchrec_stream_ckpt.restore.unproved import Compared, name_blocks
+from torchrec_stream_ckpt.restore.unproved import Compared, Unproved, UnprovedBlock, name_blocks
 from torchrec_stream_ckpt.types import MarkerId, TableSpec
 
 _ROWS = np.arange(BLOCK_ROWS)
@@ -268,6 +268,9 @@ class Ledger:
         self._numbers = {marker: number for number, marker in enumerate(lineage.commits)}
         self._markers = list(lineage.commits)
         self._windows: dict[MarkerId, Window] = {}
+        self._names: dict[tuple[int, int, int, int], UnprovedBlock] = {}
+        self._proving: tuple[MarkerId, Path, Circle] | None = None
+        """A marker that blocks do not fit, and what leads to it."""
         self._schema = Schema(())
         self._tables: list[_Table] = []
         self.journal = Journal(memory_bytes // 2)
@@ -275,7 +278,7 @@ class Ledger:
     def begin(self, schema: Schema) -> None:
         """A generation that stands on no other one: nothing is known of its tables."""
         self.journal = Journal(self._memory_bytes // 2)
-        self._schema = schema
+        self._schema, self._names, self._proving = schema, {}, None
         cells = [spec.rows * (1 + len(spec.states)) for spec in schema.tables]
         half = self._memory_bytes // 2
         self._tables = [
@@ -326,31 +329,40 @@ class Ledger:
                 blocks, expected = blocks[kept], expected[kept]
             table.judge(blocks, expected, frozenset(own), id_, self._numbers[marker])
 
-    def outcome(self, marker: MarkerId) -> Compared:
-        """What came of the rows of a marker that the ledger has come to."""
+    def outcome(self) -> Compared:
+        """What came of the rows of the marker that the ledger has come to."""
         total = sum(int(table.cells.sum()) * table.sections for table in self._tables)
         checked = sum(table.checked for table in self._tables)
         if not any(table.differing for table in self._tables):
             return Compared(checked, total)
-        path = Path.to(self._lineage, marker)
-        circle = Circle({path.place(each): self._windows[each] for each in path.chain if each in self._windows})
-        named = sum((self._tally(index, path) for index in range(len(self._tables))), Tally())
-        return Compared(checked, total, name_blocks(named, self._schema, path, circle))
+        blocks: list[UnprovedBlock] = []
+        for index, table in enumerate(self._tables):
+            bad = np.argwhere(table.bad)[: MAX_NAMED - len(blocks)].tolist()
+            blocks += [self._name(index, block, section, int(table.place[block])) for block, section in bad]
+        tables = tuple(table.spec.name for table in self._tables if table.differing)
+        count = sum(table.differing for table in self._tables)
+        return Compared(checked, total, Unproved(count, tuple(blocks), tables))
+
+    def _name(self, index: int, block: int, section: int, number: int) -> UnprovedBlock:
+        """A block that does not fit the proof of a marker, in words: they are the same at all markers that hold it."""
+        key = (index, block, section, number)
+        if key not in self._names:
+            marker = self._markers[number]
+            if self._proving is None or self._proving[0] != marker:
+                path = Path.to(self._lineage, marker)
+                windows = {path.place(each): self._windows[each] for each in path.chain if each in self._windows}
+                self._proving = marker, path, Circle(windows)
+            _, path, circle = self._proving
+            differing = Tally(named=(Differing(index, block, section, path.place(marker)),))
+            unproved = name_blocks(differing, self._schema, path, circle)
+            assert unproved is not None
+            (self._names[key],) = unproved.blocks
+        return self._names[key]
 
     @property
     def uncompared(self) -> tuple[str, ...]:
         """Tables whose row-wise states came in other column slices than those of the newest generation."""
         return tuple(table.spec.name for table in self._tables if table.resplit)
-
-    def _tally(self, index: int, path: Path) -> Tally:
-        table = self._tables[index]
-        bad = np.argwhere(table.bad)
-        places = {number: path.place(self._markers[number]) for number in set(table.place[bad[:, 0]].tolist())}
-        named = tuple(
-            Differing(index, block, section, places[int(table.place[block])])
-            for block, section in bad[:MAX_NAMED].tolist()
-        )
-        return Tally(named=named, more=len(bad) - len(named), tables=frozenset({index} if len(bad) else ()))
 
 
 def _expected(said: Iterable[Said], schema: Schema, window: Window) -> dict[int, tuple[Ints, Digests, set[Slice]]]:

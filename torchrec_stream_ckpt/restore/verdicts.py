@@ -264,7 +264,7 @@ class Verifier:
                 reading.note(error)
         if not (damage or reading.damage):
             of_rank_0 = reading.said[0] if reading.said else None
-            self._compared[step] = self._ledger.outcome(commit.id), self._ledger.uncompared, _without_rows(of_rank_0)
+            self._compared[step] = self._ledger.outcome(), self._ledger.uncompared, _without_rows(of_rank_0)
         return replace(way, damage=(*damage, *reading.damage))
 
     def _turn(self, step: Step, before: Step | None, schema: Schema) -> None:
