@@ -14,8 +14,15 @@ from torchrec_stream_ckpt.layout import CONTROL_FILE
 from torchrec_stream_ckpt.log.files import FileLog
 
 
-@pytest.mark.parametrize("offset", [3, 40, HEADER_LEN + 5])
-def test_a_changed_byte_of_the_control_log_is_refused_with_what_to_do(tmp_path: Path, offset: int) -> None:
+@pytest.mark.parametrize(
+    ("offset", "hint"),
+    [
+        (3, "check that this log or topic belongs to the job"),
+        (40, "stream-ckpt recover NEW_URI --store URL"),
+        (HEADER_LEN + 5, "stream-ckpt recover NEW_URI --store URL"),
+    ],
+)
+def test_a_changed_byte_of_the_control_log_is_refused_with_what_to_do(tmp_path: Path, offset: int, hint: str) -> None:
     history = History(tmp_path)
     history.generation(1, range(1, 4))
     path = tmp_path / CONTROL_FILE
@@ -25,5 +32,6 @@ def test_a_changed_byte_of_the_control_log_is_refused_with_what_to_do(tmp_path: 
     path.write_bytes(data)
     with pytest.raises(CorruptionError) as refused:
         Control(FileLog(tmp_path)).refresh()
-    assert str(refused.value.where["offset"]) == str(records[1])
-    assert "stream-ckpt recover NEW_URI --store URL" in refused.value.hint
+    where = refused.value.where
+    assert str(where.get("offset", where.get("control_offset"))) == str(records[1])
+    assert hint in refused.value.hint
