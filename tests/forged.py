@@ -13,6 +13,7 @@ from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, parse_he
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.segment import decode_chunk, entries_of, lay_out, parse_front
 from torchrec_stream_ckpt.layout import CONTROL_FILE, DATA_DIR, manifest_name
+from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.sorter import RowSorter
 from torchrec_stream_ckpt.store.api import open_store
@@ -29,17 +30,21 @@ def on_rank_0(operate: Callable[[Frames], Frames]) -> Callable[[int, int, Frames
 
 
 def forge(source: Path, target: Path, operate: Callable[[int, int, Frames], Frames]) -> None:
-    """Write a log anew in another folder.
-
-    Args:
-        source: Its folder.
-        target: A new one.
-        operate: (generation, rank, frames) -> frames.
-    """
+    """:func:`copy_log` from a folder into a new one, with the dense state."""
     shutil.copytree(source, target)
     shutil.rmtree(target / DATA_DIR)
     (target / CONTROL_FILE).unlink()
-    old, new = FileLog(source), FileLog(target)
+    copy_log(FileLog(source), FileLog(target), operate)
+
+
+def copy_log(old: FileLog, new: Log, operate: Callable[[int, int, Frames], Frames]) -> None:
+    """Write a log anew.
+
+    Args:
+        old: What is copied.
+        new: An empty one.
+        operate: (generation, rank, frames) -> frames.
+    """
     lineage = Control(old).refresh()
     ends: dict[tuple[MarkerId, int], RankEnd] = {}
     for _, record in old.read_control():
@@ -60,7 +65,7 @@ def forge(source: Path, target: Path, operate: Callable[[int, int, Frames], Fram
 
 
 def _copy(
-    old: FileLog, new: FileLog, generation: int, end: RankEnd, operate: Callable[[int, int, Frames], Frames]
+    old: FileLog, new: Log, generation: int, end: RankEnd, operate: Callable[[int, int, Frames], Frames]
 ) -> dict[tuple[MarkerId, int], RankEnd]:
     """One stream; where it ends at each of its markers."""
     read = [_parse(frame) for _, frame in old.read(LogSpan(generation, end.partition, end.begin, end.end))]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests import zoo
-from tests.forged import Frames, forge, forge_segment
+from tests.forged import Frames, copy_log, forge, forge_segment
 from tests.laps import config
 from tests.pool import Pool
 from tests.stores import fold, lose_rows
@@ -29,6 +30,7 @@ from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.interchange.dense_proof import compare_dense
+from torchrec_stream_ckpt.log.api import open_log
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.materializer import Policy
 from torchrec_stream_ckpt.restore.verify import verify_marker
@@ -89,8 +91,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _verify(folder: Path) -> dict[MarkerId, dict[str, Any]]:
-    done = CliRunner().invoke(app, ["verify", f"file://{folder}", "--all", "--json"])
+def _verify(folder: Path, uri: str = "") -> dict[MarkerId, dict[str, Any]]:
+    """The log in a folder, or another one whose dense state is there."""
+    store = ["--store", f"file://{folder}"] if uri else []
+    done = CliRunner().invoke(app, ["verify", uri or f"file://{folder}", "--all", "--json", *store])
     records = json.loads(done.stdout)
     assert done.exit_code == (1 if any(each["verdict"] == "damaged" for each in records) else 0)
     return {MarkerId.parse(each["marker"]): each for each in records}
@@ -211,3 +215,19 @@ def test_restores_on_other_ranks_find_what_was_changed_and_raise_no_alarm_else(
         refused = pool.run(world, _run, _settings(tmp_path / "forged"), plan, str(NEWEST), ())
         assert len(set(refused)) == 1
         assert refused[0].startswith("ProofMismatchError: ")
+
+
+@pytest.mark.kafka
+def test_a_changed_frame_is_found_over_kafka_and_what_is_whole_raises_no_alarm(whole: Path, bootstrap: str) -> None:
+    shares = {marker: each["proved"] for marker, each in _verify(whole).items()}
+    for flip in (None, Flip(1)):
+        uri = f"kafka://{bootstrap}/job-{uuid.uuid4().hex}"
+        log = open_log(uri)
+        copy_log(FileLog(whole), log, flip or (lambda _, __, frames: frames))
+        log.close()
+        records = _verify(whole, uri)
+        damaged = [marker for marker, each in records.items() if each["verdict"] == "damaged"]
+        assert (NEWEST in damaged) == bool(flip)
+        if flip is None:
+            assert damaged == []
+            assert {marker: each["proved"] for marker, each in records.items()} == shares
