@@ -72,7 +72,7 @@ def _copy(
     frames = operate(generation, end.rank, read)
     writer, chain, acks = new.open_writer(generation, end.partition, 0), 0, []
     for seq, (header, payload) in enumerate(frames):
-        header.seq, header.chain, header.payload_len = seq, chain, len(payload)
+        header.seq, header.chain = seq, chain
         frame = bytearray(HEADER_LEN) + payload
         seal(header, frame)
         chain = header.header_crc

@@ -63,9 +63,9 @@ def _settings(folder: Path, **more: Any) -> StreamConfig:
     return config(folder, proof_bytes=7_000, **more)
 
 
-def _run(where: StreamConfig, plan: Plan, marker: str | None, events: tuple[str, ...]) -> str:
+def _run(where: StreamConfig, plan: Plan, marker: str | None, events: tuple[str, ...], described: Model = MODEL) -> str:
     """Restore and go on; what was refused."""
-    job = zoo.build(MODEL, plan)
+    job = zoo.build(described, plan)
     with zoo.attach(job, where, paranoid=False) as checkpointer:
         try:
             checkpointer.restore(marker)
@@ -215,6 +215,19 @@ def test_restores_on_other_ranks_find_what_was_changed_and_raise_no_alarm_else(
         refused = pool.run(world, _run, _settings(tmp_path / "forged"), plan, str(NEWEST), ())
         assert len(set(refused)) == 1
         assert refused[0].startswith("ProofMismatchError: ")
+
+
+@pytest.mark.parametrize("name", ["t_rw", "t_dp"])
+def test_a_proof_of_a_table_that_is_gone_is_refused_with_the_name_of_the_table(
+    whole: Path, tmp_path: Path, pool: Pool, name: str
+) -> None:
+    copy = shutil.copytree(whole, tmp_path / "log")
+    kept = [number for number, table in enumerate(TABLES) if table.name != name]
+    described = Model((Part("ebc", tuple(TABLES[number] for number in kept)),), "rowwise_adagrad")
+    plan = Plan(2, 2, tuple(PLACES[2][number] for number in kept))
+    for said in pool.run(2, _run, _settings(copy), plan, str(NEWEST), (), described):
+        assert said.startswith("SchemaMismatchError: ")
+        assert name in said
 
 
 @pytest.mark.kafka

@@ -269,7 +269,8 @@ def _change_a_replicated_proof(frames: Frames) -> Frames:
         said = [ReplicatedProof.of(each.name, each.rows, each.cols, each.numbers() + 1) for each in proof.replicated]
         if any(each.digests for each in said):
             changed = replace(mark, proof=replace(proof, replicated=tuple(said)))
-            return [*frames[:number], (header, changed.to_json()), *frames[number + 1 :]]
+            text = changed.to_json().ljust(len(payload))
+            return [*frames[:number], (header, text), *frames[number + 1 :]]
     raise AssertionError("no marker says anything of a replicated table")
 
 
