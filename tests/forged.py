@@ -12,7 +12,7 @@ from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, parse_header, payload_of, seal
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.segment import decode_chunk, entries_of, lay_out, parse_front
-from torchrec_stream_ckpt.layout import CONTROL_FILE, DATA_DIR, manifest_name
+from torchrec_stream_ckpt.layout import CONTROL_FILE, DATA_DIR, RECORDS_DIR, manifest_name
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.sorter import RowSorter
@@ -33,6 +33,7 @@ def forge(source: Path, target: Path, operate: Callable[[int, int, Frames], Fram
     """:func:`copy_log` from a folder into a new one, with the dense state."""
     shutil.copytree(source, target)
     shutil.rmtree(target / DATA_DIR)
+    shutil.rmtree(target / RECORDS_DIR, ignore_errors=True)  # the second copy of control records
     (target / CONTROL_FILE).unlink()
     copy_log(FileLog(source), FileLog(target), operate)
 
