@@ -217,7 +217,7 @@ def test_restores_on_other_ranks_find_what_was_changed_and_raise_no_alarm_else(
         assert refused[0].startswith("ProofMismatchError: ")
 
 
-@pytest.mark.parametrize("name", ["t_rw", "t_dp"])
+@pytest.mark.parametrize("name", ["t_rw"])
 def test_a_proof_of_a_table_that_is_gone_is_refused_with_the_name_of_the_table(
     whole: Path, tmp_path: Path, pool: Pool, name: str
 ) -> None:
