@@ -15,7 +15,7 @@ export PYTHON
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-kafka test test-unit test-all test-kafka test-slow test-matrix test-gpu fuzz chaos coverage \
-  lint bench lock clean kafka-tools browser-tools test-tools compiled
+  lint bench lock clean kafka-tools host-tools browser-tools test-tools compiled
 
 help: ## Show these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,7 +47,7 @@ test-all: test-tools compiled ## Run all tests in their long form, the slow ones
 	  $(PY) -m pytest -n $(WORKERS) --dist loadfile --timeout 1800 -m 'not gpu' --durations 40 $(PYTEST_ARGS)
 	@OMP_NUM_THREADS=1 $(PY) -m tests.faults $(CHAOS_ARGS)
 
-test-kafka: kafka-tools compiled ## Run only the tests that need a broker (PYTEST_ARGS=...)
+test-kafka: kafka-tools host-tools compiled ## Run only the tests that need a broker (PYTEST_ARGS=...)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -m 'kafka and not slow' $(PYTEST_ARGS)
 
 test-slow: test-tools compiled ## Run the tests that take more than a minute each, a broker that stands still for one; property tests on new examples (PYTEST_ARGS=...)
@@ -63,7 +63,7 @@ test-gpu: ## Run the tests that need a GPU, one rank, by a Python that has the C
 fuzz: $(STAMP) ## Damage bytes and read them (FUZZ_ARGS="--seconds 600 --seed 1")
 	@$(PY) -m tests.fuzz $(FUZZ_ARGS)
 
-chaos: kafka-tools ## Kill, stop, fill, cut and tamper, in the long form (CHAOS_ARGS="--only power --seed 7")
+chaos: kafka-tools host-tools ## Kill, stop, fill, cut and tamper, in the long form (CHAOS_ARGS="--only power --seed 7")
 	@OMP_NUM_THREADS=1 $(PY) -m tests.faults $(CHAOS_ARGS)
 
 coverage: $(STAMP) ## Write docs/coverage.md anew: what the tests show, cell by cell
@@ -93,7 +93,10 @@ clean: ## Remove caches, build products and the demo's folder; .venv* stay
 kafka-tools: $(STAMP)
 	@bash scripts/java_tools.sh kafka
 
-test-tools: browser-tools
+host-tools:
+	@command -v ip >/dev/null || bash scripts/apt_get.sh ip iproute2
+
+test-tools: browser-tools host-tools
 	@bash scripts/java_tools.sh kafka s3proxy
 
 browser-tools: $(STAMP)

@@ -13,11 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tests.faults.hosts import enter
 from tests.forks import context
 
 
@@ -82,13 +84,21 @@ class Job:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
-def start(world: int, function: Callable[..., Any], *args: Any) -> Job:
-    """Start ``world`` ranks of an importable function; it is called as ``function(*args)`` on each."""
+def start(world: int, function: Callable[..., Any], *args: Any, namespace: Path | None = None) -> Job:
+    """Start ``world`` ranks of an importable function; it is called as ``function(*args)`` on each.
+
+    Args:
+        world: How many.
+        function: What they do.
+        args: What they do it with.
+        namespace: The network namespace that they live in; by default that of this machine.
+    """
     scratch = tempfile.mkdtemp(prefix="ranks-")
     processes, pipes = [], []
     for rank in range(world):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank_main, args=(rank, world, scratch, theirs, function, args), daemon=True)
+        given = (rank, world, scratch, theirs, function, args, namespace)
+        process = context.Process(target=_rank_main, args=given, daemon=True)
         process.start()
         theirs.close()
         processes.append(process)
@@ -96,9 +106,11 @@ def start(world: int, function: Callable[..., Any], *args: Any) -> Job:
     return Job(processes, pipes, scratch)
 
 
-def run(world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def run(
+    world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0, namespace: Path | None = None
+) -> list[Any]:
     """Run to the end and return what each rank returned."""
-    return start(world, function, *args).join(timeout_s)
+    return start(world, function, *args, namespace=namespace).join(timeout_s)
 
 
 def _send(pipe: Connection, value: object) -> None:
@@ -109,11 +121,20 @@ def _send(pipe: Connection, value: object) -> None:
 
 
 def _rank_main(
-    rank: int, world: int, scratch: str, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    world: int,
+    scratch: str,
+    pipe: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    namespace: Path | None,
 ) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     try:
+        if namespace is not None:
+            enter(namespace)  # before any thread or socket of this process
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=rank, world_size=world)
         value = function(*args)
         dist.barrier()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.faults import brokers, disks, kills, materializer, power, surgery, survivors, topics
+from tests.faults import brokers, disks, kills, materializer, partitions, power, surgery, survivors, topics
 from tests.faults.board import Board
 from tests.faults.subject import Form
 from torchrec_stream_ckpt.broker.kraft import Broker
@@ -45,6 +45,7 @@ SCENARIOS: tuple[Callable[[Form], None], ...] = (
     surgery.files_tampered_with,
     topics.topics_tampered_with,
     power.power_loss,
+    partitions.of_hosts,
 )
 LIBRARIES = ("torch", "torchrec", "fbgemm-gpu-cpu", "confluent-kafka")
 

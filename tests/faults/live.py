@@ -39,6 +39,8 @@ class Orders:
     scale: int = 1
     """Tables have so many times the rows, and batches so many times the samples."""
     wild_clock: bool = False
+    pause_s: float = 0.0
+    """Between two steps: others need the machine, too."""
     life_s: float = 240.0
     """It lives no longer, whatever becomes of the test."""
 
@@ -63,15 +65,21 @@ def live(orders: Orders) -> None:
     restored = checkpointer.restore()
     if restored is not None:
         _save(orders.run / "restored.pt", {"id": str(restored.id), "step": restored.step, "state": truth(job)})
-    folder = orders.truths / str(checkpointer.generation)
-    folder.mkdir(parents=True, exist_ok=True)
+    generation = checkpointer.generation
+    folder = _folder(orders, generation)
     begin, steps = time.monotonic(), []
     while time.monotonic() - begin < orders.life_s:
+        time.sleep(orders.pause_s)
         trained = time.monotonic()
         job.step()
         step_s = time.monotonic() - trained
         _save(folder / f"{job.step_number}.pt", truth(job))
         checkpointer.step()
+        if checkpointer.generation != generation:  # the log has lost a stream, and the job goes on in another one
+            generation, before = checkpointer.generation, folder / f"{job.step_number}.pt"
+            folder = _folder(orders, generation)
+            if dist.get_rank() == 0:
+                os.link(before, folder / before.name)
         steps.append(step_s)
         if dist.get_rank() == 0 and job.step_number - orders.memory not in cuts:
             (folder / f"{job.step_number - orders.memory}.pt").unlink(missing_ok=True)
@@ -84,6 +92,12 @@ def live(orders: Orders) -> None:
         }
         progress["steps_s"] = steps[-50:]
         _replace(orders.run / f"progress-{dist.get_rank()}", json.dumps(progress).encode())
+
+
+def _folder(orders: Orders, generation: int | None) -> Path:
+    folder = orders.truths / str(generation)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def restore_each(settings: StreamConfig, truths: Path, markers: list[str], scale: int = 1) -> list[str]:

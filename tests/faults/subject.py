@@ -114,6 +114,8 @@ class Subject:
     settings: StreamConfig
     directory: Path
     scale: int = 1
+    namespace: Path | None = None
+    """The network namespace of the host that its ranks live on."""
     runs: int = 0
     reported: dict[MarkerId, Row] = field(default_factory=dict)
     """Every marker that was reported as committed or seen so, and the row that it counts for."""
@@ -136,7 +138,7 @@ class Subject:
     ) -> Incarnation:
         world, orders = self.orders(fuse, fuse_rank, team, **how)
         before = self.lineage()
-        return Incarnation(ranks.start(world, live, orders), orders.run, before)
+        return Incarnation(ranks.start(world, live, orders, namespace=self.namespace), orders.run, before)
 
     def orders(
         self, fuse: str = "", fuse_rank: int = 0, team: tuple[int, Spec] | None = None, **how: Any
@@ -212,7 +214,8 @@ class Subject:
             return
         names = [str(marker) for marker in rest]
         timeout_s = 60.0 + 10 * len(names)
-        said = ranks.run(2, restore_each, self.settings, self.truths, names, self.scale, timeout_s=timeout_s)
+        given = (self.settings, self.truths, names, self.scale)
+        said = ranks.run(2, restore_each, *given, timeout_s=timeout_s, namespace=self.namespace)
         for marker, verdicts in zip(rest, zip(*said, strict=True), strict=True):
             bad = [verdict for verdict in verdicts if verdict != "exact"]
             if bad and not any(verdict.startswith("wrong") for verdict in bad):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import struct
 import threading
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from torchrec_stream_ckpt.layout import KafkaUri
-from torchrec_stream_ckpt.log.kafka_probe import find_cause
+from torchrec_stream_ckpt.log.kafka_probe import find_cause, knock, leader_in
 
 TLS = {"security.protocol": "SASL_SSL", "sasl.mechanism": "SCRAM-SHA-512"}
 HANG_S = 120.0
@@ -96,3 +97,23 @@ def test_a_listener_that_fits_is_no_cause() -> None:
         assert find_cause(uri, LOGIN) is None
     with listener(answering(34)) as uri:
         assert find_cause(uri, {}) is None
+
+
+def statistics(leader: int, address: str) -> str:
+    """The part of librdkafka's statistics that is looked at."""
+    brokers = {f"{address}/2": {"nodeid": 2, "nodename": address}, "first": {"nodeid": -1, "nodename": "elsewhere:1"}}
+    return json.dumps({"brokers": brokers, "topics": {"job.data": {"partitions": {"3": {"leader": leader}}}}})
+
+
+def test_the_leader_of_a_partition_is_named_and_knocked_at() -> None:
+    with listener(lambda connection: None) as uri:
+        leader = leader_in(statistics(2, uri.brokers), "job.data", 3)
+        assert str(leader) == f"broker 2 at {uri.brokers}"
+        assert leader is not None
+        assert knock(leader.place) == (True, "it can be reached from here")
+    assert knock(leader.place) == (False, "it cannot be reached from here: Connection refused")
+
+
+@pytest.mark.parametrize("said", ["", statistics(-1, "h:1"), statistics(7, "h:1"), "{}"])
+def test_a_client_that_knows_no_leader_names_none(said: str) -> None:
+    assert leader_in(said, "job.data", 3) is None

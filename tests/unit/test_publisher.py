@@ -100,6 +100,9 @@ class Writer:
             time.sleep(0.001)
         return acks
 
+    def waits_for(self) -> str:
+        return "broker 7"
+
     def close(self) -> None:
         self._script.closed += 1
 
@@ -250,6 +253,39 @@ def test_the_reason_is_kept_while_the_log_takes_nothing(
     said = [record.getMessage() for record in caplog.records]
     assert len([text for text in said if "kept and sent again" in text]) == 1
     assert said[-1] == "the log takes frames again"
+
+
+def test_a_log_that_says_nothing_is_named_as_one_that_takes_nothing(
+    script: Script, ring: FrameRing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(publisher, "_SILENT_S", 0.05)
+    stream = Publisher(script.open, ring)
+    script.taking.clear()
+    submit(stream, ring, 2)
+    until(lambda: stream.failure is not None)
+    assert "waiting for broker 7" in str(stream.failure)
+    script.taking.set()
+    until(lambda: stream.pending == 0)
+    until(lambda: stream.failure is None)
+    time.sleep(0.1)
+    assert stream.failure is None, "a log that was given nothing owes no answer"
+    assert stream.close(WAIT_S)
+    said = [record.getMessage() for record in caplog.records]
+    assert len([text for text in said if "kept and sent again" in text]) == 1
+
+
+def test_a_writer_that_hears_nothing_is_given_up_and_its_frames_are_sent_again(
+    script: Script, ring: FrameRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "_DEAF_S", 0.05)
+    stream = Publisher(script.open, ring)
+    script.taking.clear()
+    submit(stream, ring, 2)
+    until(lambda: script.closed > 0)
+    script.taking.set()
+    until(lambda: stream.pending == 0)
+    assert stream.close(WAIT_S)
+    assert script.seqs == [0, 1]
 
 
 def test_wait_mark_tells_where_exactly_that_mark_ends(script: Script, stream: Publisher, ring: FrameRing) -> None:

@@ -44,6 +44,7 @@ _HINT = (
     "bring the control log back from a copy; if there is none, and the markers are in a store, make a new log of them: "
     "stream-ckpt recover NEW_URI --store URL"
 )
+_READ_BACK_S = 10.0
 
 
 class Control:
@@ -275,9 +276,10 @@ class Control:
             FencedError: somebody else was first.
         """
         failpoint("claim.append")
-        self._log.append_control((self._key.sign(claim) if self._key else claim).to_frame(), garbage=self.signs)
+        frame = (self._key.sign(claim) if self._key else claim).to_frame()
+        offset = self._log.append_control(frame, garbage=self.signs)
         failpoint("claim.appended")
-        winner = self.refresh().claims.get(claim.generation)
+        winner = self._refresh_to(offset).claims.get(claim.generation)
         if winner is None or winner.nonce != claim.nonce:
             raise FencedError(
                 f"another trainer claimed generation {claim.generation} of this job at the same time",
@@ -285,6 +287,20 @@ class Control:
                 generation=claim.generation,
             )
         self._copy()
+
+    def _refresh_to(self, offset: int) -> Lineage:
+        """As ``refresh``, that record included: a broker that is cut off from its peers does not know of it."""
+        deadline = time.monotonic() + _READ_BACK_S
+        while True:
+            lineage = self.refresh()
+            if self._last >= offset:
+                return lineage
+            if time.monotonic() > deadline:
+                raise LogUnavailableError(
+                    f"the log took a CLAIM at offset {offset}, and shows its records only up to {self._last}",
+                    hint="see whether a broker is cut off from the others; then try again",
+                )
+            time.sleep(0.2)
 
     def commit(self, commit: Commit, timeout_s: float, abandoned: threading.Event) -> None:
         """Make a marker exist, and be sure of it.

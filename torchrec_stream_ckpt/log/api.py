@@ -116,6 +116,9 @@ class DataWriter(Protocol):
             StreamLostError: what was acknowledged is gone.
         """
 
+    def waits_for(self) -> str:
+        """Who has to acknowledge what was sent, in words, as far as that is known within 2 s. Never raises."""
+
     def close(self) -> None:
         """Let go of files and connections; does not wait for what is not acknowledged."""
 

@@ -467,6 +467,9 @@ class FileWriter:
             raise LogUnavailableError("the segment was deleted under its writer", path=self._folder)
         return acks
 
+    def waits_for(self) -> str:
+        return f"the disk of {self._folder}"
+
     def close(self) -> None:
         if self._syncing is not None:
             wait([self._syncing[0]])  # the descriptor may be another file's as soon as it is closed

@@ -13,8 +13,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import confluent_kafka as ck
 import confluent_kafka.admin as ck_admin
@@ -32,7 +33,7 @@ from torchrec_stream_ckpt.format.frame import HEADER_LEN, parse_header
 from torchrec_stream_ckpt.layout import KafkaUri
 from torchrec_stream_ckpt.log.api import Ack, Cut, Finding, Freed, Incarnation, Rows
 from torchrec_stream_ckpt.log.kafka_health import NEEDED_RIGHTS, TRIM_RIGHT, acl_command, examine_topic
-from torchrec_stream_ckpt.log.kafka_probe import find_cause
+from torchrec_stream_ckpt.log.kafka_probe import find_cause, knock, leader_in
 from torchrec_stream_ckpt.log.kafka_setup import (
     CONTROL_TIMEOUT_S,
     LEAST_MESSAGE_BYTES,
@@ -53,6 +54,8 @@ PROPAGATION_S = 3.0
 QUEUE_FULL_TIMEOUT_S = 5.0
 READ_IDLE_TIMEOUT_S = 30.0
 _BATCH_FRAMES = 32
+_STATISTICS_MS = 2000
+_COPIES_S = 1.0
 
 # The broker refused these records, so they are certainly not in the log.
 _REFUSED = frozenset(
@@ -88,6 +91,21 @@ _NO_LEADER = frozenset(
 # What the client raises: a fatal producer error inside a poll that served a delivery callback comes out
 # as SystemError, with the KafkaException as its cause.
 _CLIENT_ERRORS = (ck.KafkaException, SystemError)
+
+
+class _Edge(NamedTuple):
+    """Where a partition begins and ends, as its leader says."""
+
+    low: int
+    """First offset that is still there."""
+    high: int
+    """End of what is durable."""
+    epoch: int
+    """Number of the leader: one that follows has a higher one."""
+
+    @classmethod
+    def of(cls, low: Any, high: Any) -> _Edge:
+        return cls(int(low.offset), int(high.offset), int(-1 if high.leader_epoch is None else high.leader_epoch))
 
 
 class KafkaLog:
@@ -187,15 +205,15 @@ class KafkaLog:
         return ((offset, memoryview(value)) for offset, value in records)
 
     def ends(self, generation: int, partitions: Collection[int]) -> dict[int, int]:
-        return {partition: high for partition, (_, high) in self._edges(partitions).items()}
+        return {partition: edge.high for partition, edge in self._edges(partitions).items()}
 
     def newest_rows(self, ends: Mapping[int, int] | None = None) -> Rows | None:
         topic, data = self._uri.data_topic, self._describe().get(self._uri.data_topic)
         edges = self._edges({each.id for each in data.partitions}) if data is not None else {}
-        filled = {partition: edge for partition, edge in edges.items() if edge[1]}
+        filled = {partition: edge for partition, edge in edges.items() if edge.high}
         newest = 1
-        for partition, (low, high) in filled.items() if ends is not None else ():
-            for _, frame in self._read(topic, partition, max(low, (ends or {}).get(partition, 0)), high):
+        for partition, edge in filled.items() if ends is not None else ():
+            for _, frame in self._read(topic, partition, max(edge.low, (ends or {}).get(partition, 0)), edge.high):
                 with suppress(CorruptionError):  # a stray
                     newest = max(newest, parse_header(frame[:HEADER_LEN]).generation)
         place = f"{topic}[{min(filled)}]" if filled else ""
@@ -248,15 +266,45 @@ class KafkaLog:
     def _check_ends(self, spans: Sequence[LogSpan]) -> dict[int, int]:
         """See whether each partition still ends where its spans do, or later; returns the partitions' first offsets."""
         edges = self._edges({span.partition for span in spans})
-        short = next((span for span in spans if edges[span.partition][1] < span.end), None)
+        short = self._short(spans, edges)
+        if short is not None:
+            edges = self._newest_edges(self._uri.data_topic, edges)
+            short = self._short(spans, edges)
         if short is not None:
             raise StreamLostError(
-                f"the log ends at offset {edges[short.partition][1]}, and had acknowledged all up to {short.end}: "
+                f"the log ends at offset {edges[short.partition].high}, and had acknowledged all up to {short.end}: "
                 "its tail was lost",
                 hint=_LOST_HINT,
                 **self._where(short),
             )
-        return {partition: low for partition, (low, _) in edges.items()}
+        return {partition: edge.low for partition, edge in edges.items()}
+
+    @staticmethod
+    def _short(spans: Sequence[LogSpan], edges: Mapping[int, _Edge]) -> LogSpan | None:
+        """A span that ends after its partition."""
+        return next((span for span in spans if edges[span.partition].high < span.end), None)
+
+    def _newest_edges(self, topic: str, edges: dict[int, _Edge]) -> dict[int, _Edge]:
+        """Edges as each broker knows them that the URI names: the word of the newest leader counts.
+
+        A leader that is cut off from its peers does not know that another one has followed it, and a client goes on
+        asking it. What it lacks is not lost.
+        """
+        for broker in self._uri.brokers.split(","):
+            if not knock(broker)[0]:
+                continue
+            other = KafkaLog(replace(self._uri, brokers=broker), self._options)
+            try:
+                found = other._edges_of(topic, edges)
+            except LogUnavailableError:
+                continue
+            finally:
+                other.close()
+            if any(found[each].epoch > edges[each].epoch for each in edges):
+                edges = {each: max(edges[each], found[each], key=lambda edge: edge.epoch) for each in edges}
+                with self._asking:
+                    self._admin = None  # it asks the one that is cut off
+        return edges
 
     def _check_order(self, spans: Sequence[LogSpan]) -> None:
         """Offsets go through all generations: one that begins before an older one ends was written over a lost tail."""
@@ -291,18 +339,18 @@ class KafkaLog:
         for span in cut.kept:
             if span.partition in ends:
                 ends[span.partition] = min(span.begin, ends[span.partition])
-        lows = {partition: low for partition, (low, _) in self._edges(ends).items()}
+        lows = {partition: edge.low for partition, edge in self._edges(ends).items()}
         ends = {partition: end for partition, end in ends.items() if end > lows[partition]}
         if ends and not dry_run:
             places = [ck.TopicPartition(topic, partition, end) for partition, end in ends.items()]
             self._answers(f"delete records of {topic}", lambda admin: admin.delete_records(places))
         return Freed("records", sum(end - lows[partition] for partition, end in ends.items()), None)
 
-    def _edges(self, partitions: Collection[int]) -> dict[int, tuple[int, int]]:
-        """(first offset that is still there, end of what is durable), by partition of the data topic."""
+    def _edges(self, partitions: Collection[int]) -> dict[int, _Edge]:
+        """Both ends, by partition of the data topic."""
         return self._edges_of(self._uri.data_topic, partitions)
 
-    def _edges_of(self, topic: str, partitions: Collection[int]) -> dict[int, tuple[int, int]]:
+    def _edges_of(self, topic: str, partitions: Collection[int]) -> dict[int, _Edge]:
         """The same of a topic: all partitions and both ends are asked for at once."""
         doing, deadline = f"find the ends of {topic}", time.monotonic() + ANSWER_TIMEOUT_S
 
@@ -317,9 +365,7 @@ class KafkaLog:
             answers = self._ask(doing, ask)
             error = next((answer for answer in answers.values() if isinstance(answer, ck.KafkaError)), None)
             if error is None:
-                return {
-                    each: (int(answers["low", each].offset), int(answers["high", each].offset)) for each in partitions
-                }
+                return {each: _Edge.of(answers["low", each], answers["high", each]) for each in partitions}
             if error.code() in _NO_LEADER and time.monotonic() < deadline:
                 time.sleep(0.1)
                 self._describe()  # the client goes on asking the leader that it knows, unless it is told of another one
@@ -351,7 +397,7 @@ class KafkaLog:
         """Records from ``start`` to what is the end now; none while there is no topic yet."""
         if not start and self._uri.control_topic not in self._describe():
             return iter(())
-        low, high = self._watermarks(self._uri.control_topic, 0)
+        low, high, _ = self._watermarks(self._uri.control_topic, 0, start)
         if start < low:
             raise PrunedError(
                 f"the control topic begins at offset {low}, not at {start}", topic=self._uri.control_topic
@@ -364,7 +410,7 @@ class KafkaLog:
         """The topic's first offset."""
         if self._uri.control_topic not in self._describe():
             return 0
-        return self._watermarks(self._uri.control_topic, 0)[0]
+        return self._watermarks(self._uri.control_topic, 0).low
 
     def control_next(self, offset: int, record: bytes) -> int:
         return offset + 1
@@ -374,7 +420,7 @@ class KafkaLog:
         topic = self._uri.control_topic
         self._require(topic, 0, "trim", LogUnavailableError)
         self._check_rights(topic, self._describe(rights=True)[topic], {TRIM_RIGHT})
-        if base > self._watermarks(topic, 0)[0]:
+        if base > self._watermarks(topic, 0).low:
             place = ck.TopicPartition(topic, 0, base)
             self._answers(f"delete records of {topic}", lambda admin: admin.delete_records([place]))
 
@@ -421,6 +467,7 @@ class KafkaLog:
                     if cause is not None:
                         raise reasons.found(self._uri, doing, cause)
                 if reasons.hopeless() or waited_s > ANSWER_TIMEOUT_S:
+                    self._admin = None  # the next one may find a broker that answers
                     raise reasons.unavailable(self._uri, doing, f"no answer within {ANSWER_TIMEOUT_S:.0f} s")
             return {key: _outcome(future) for key, future in futures.items()}
 
@@ -532,15 +579,16 @@ class KafkaLog:
                 )
             time.sleep(0.05)
 
-    def _watermarks(self, topic: str, partition: int) -> tuple[int, int]:
-        """(first offset that is still there, end of what is durable)."""
+    def _watermarks(self, topic: str, partition: int, wanted: int = 0) -> _Edge:
+        """Both ends; where the partition is said to end before ``wanted``, as the newest leader knows them."""
         self._require(topic, partition, "read", CorruptionError)
-        return self._edges_of(topic, [partition])[partition]
+        edges = self._edges_of(topic, [partition])
+        return (self._newest_edges(topic, edges) if edges[partition].high < wanted else edges)[partition]
 
     # Reading.
 
     def _read(self, topic: str, partition: int, begin: int, end: int | None) -> Iterator[tuple[int, bytes]]:
-        low, high = self._watermarks(topic, partition)
+        low, high, _ = self._watermarks(topic, partition, max(begin, end or 0))
         end = high if end is None else end
         if begin < low or max(begin, end) > high:
             raise self._not_there(topic, partition, (low, high), (begin, end))
@@ -612,14 +660,24 @@ class KafkaLog:
             if error is None or error.code() == ck.KafkaError._PARTITION_EOF:
                 continue
             if error.code() in (ck.KafkaError._AUTO_OFFSET_RESET, ck.KafkaError.OFFSET_OUT_OF_RANGE):
-                # Of the control topic, whoever appends snapshots may delete the front: its readers begin anew.
-                raise (PrunedError if topic == self._uri.control_topic else CorruptionError)(
-                    f"topic '{topic}' lost offsets while it was read", hint=_DESTROYED_HINT, offset=message.offset()
-                )
+                raise self._out_of_range(topic, message.partition(), message.offset())
             if error.code() in (ck.KafkaError.UNKNOWN_TOPIC_OR_PART, ck.KafkaError._UNKNOWN_PARTITION):
                 raise CorruptionError(f"topic '{topic}' was deleted while it was read", hint=_DESTROYED_HINT)
             raise reasons.unavailable(self._uri, doing, _plain(error))
         return batch
+
+    def _out_of_range(self, topic: str, partition: int, offset: int) -> CorruptionError | LogUnavailableError:
+        """Why a broker has no record at ``offset``: it is gone, or this broker has not been given it."""
+        edge = self._newest_edges(topic, self._edges_of(topic, [partition]))[partition]
+        if edge.low <= offset <= edge.high:
+            return LogUnavailableError(
+                f"a broker has answered that knows less of {topic}[{partition}] than its leader: it has nothing at "
+                f"offset {offset}, the partition has [{edge.low}, {edge.high})",
+                hint="see whether a broker is cut off from the others; then try again",
+            )
+        # Of the control topic, whoever appends snapshots may delete the front: its readers begin anew.
+        kind = PrunedError if topic == self._uri.control_topic else CorruptionError
+        return kind(f"topic '{topic}' lost offsets while it was read", hint=_DESTROYED_HINT, offset=offset)
 
 
 class KafkaWriter:
@@ -649,6 +707,9 @@ class KafkaWriter:
                 break
             acks.append(Ack(offset, offset + 1))
         return acks
+
+    def waits_for(self) -> str:
+        return self._sender.waits_for()
 
     def close(self) -> None:
         self._sender.close()
@@ -683,7 +744,10 @@ class _Sender:
         self._sent = 0
         self._reported = 0
         self._failure: LogUnavailableError | None = None
-        self._producer = _client(ck.Producer, settings, reasons)
+        self._statistics = ""
+        """What the client last said of itself: without asking anybody, who leads the partition."""
+        telling = {"statistics.interval.ms": _STATISTICS_MS, "stats_cb": self._note}
+        self._producer = _client(ck.Producer, {**settings, **telling}, reasons)
 
     def send(self, value: Any) -> None:
         """Queue one record.
@@ -726,6 +790,21 @@ class _Sender:
         """Why there is no answer, without ending this sender."""
         return self._reasons.unavailable(self._uri, f"write {self._topic}/{self._partition}", "no answer")
 
+    def waits_for(self) -> str:
+        """The broker that leads the partition, as the client knows it, and whether it can be reached."""
+        leader = leader_in(self._statistics, self._topic, self._partition)
+        if leader is None:
+            return f"a leader of {self._topic}[{self._partition}], of the brokers {self._uri.brokers}"
+        reached, said = knock(leader.place)
+        return f"{leader}, the leader of {self._topic}[{self._partition}] ({said}{self._copies() if reached else ''})"
+
+    def _copies(self) -> str:
+        try:
+            found = self._producer.list_topics(self._topic, _COPIES_S).topics[self._topic].partitions[self._partition]
+        except (*_CLIENT_ERRORS, KeyError):
+            return ""
+        return f"; {len(found.isrs)} of {len(found.replicas)} copies are in sync"
+
     def close(self) -> None:
         """Drop what is queued; what is on the wire may still arrive."""
         try:
@@ -735,6 +814,9 @@ class _Sender:
             return
         finally:
             self._done.clear()
+
+    def _note(self, statistics: str) -> None:
+        self._statistics = statistics
 
     def _delivered(self, number: int, error: Any, message: Any) -> None:
         offset = message.offset()

@@ -6,6 +6,7 @@ failed. This asks the listener itself, with a handshake and one request. No secr
 
 from __future__ import annotations
 
+import json
 import socket
 import ssl
 import struct
@@ -16,6 +17,7 @@ from pathlib import Path
 from torchrec_stream_ckpt.layout import KafkaUri
 
 TIMEOUT_S = 2.5
+_KNOCK_S = 1.0
 _SASL_HANDSHAKE = 17
 _ILLEGAL_SASL_STATE = 34
 _MAX_ANSWER_BYTES = 2**16
@@ -35,14 +37,51 @@ def find_cause(uri: KafkaUri, options: Mapping[str, str]) -> Cause | None:
     Takes at most a few times ``TIMEOUT_S``.
     """
     for broker in uri.brokers.split(","):
-        host, _, port = broker.rpartition(":")
-        address = (host.strip("[]"), int(port))
+        address = address_of(broker)
         try:
             socket.create_connection(address, TIMEOUT_S).close()
         except OSError:
             continue
         return _compare(address, options)
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """The broker that takes the records of a partition."""
+
+    number: int
+    place: str
+    """HOST:PORT."""
+
+    def __str__(self) -> str:
+        return f"broker {self.number} at {self.place}"
+
+
+def leader_in(statistics: str, topic: str, partition: int) -> Leader | None:
+    """Who leads a partition, by what librdkafka says of itself; None where it knows nobody."""
+    try:
+        said = json.loads(statistics)
+        number = said["topics"][topic]["partitions"][str(partition)]["leader"]
+        name = next(each["nodename"] for each in said["brokers"].values() if number >= 0 and each["nodeid"] == number)
+    except (ValueError, KeyError, StopIteration):
+        return None
+    return Leader(number, name)
+
+
+def address_of(place: str) -> tuple[str, int]:
+    """(host, port) of HOST:PORT."""
+    host, _, port = place.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def knock(place: str) -> tuple[bool, str]:
+    """Whether the port HOST:PORT can be reached from here within a second, and that in words."""
+    try:
+        socket.create_connection(address_of(place), _KNOCK_S).close()
+    except OSError as error:
+        return False, f"it cannot be reached from here: {error.strerror or error}"
+    return True, "it can be reached from here"
 
 
 def _compare(address: tuple[str, int], options: Mapping[str, str]) -> Cause | None:

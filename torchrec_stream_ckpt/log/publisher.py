@@ -33,6 +33,10 @@ _ENOUGH = 16
 _PAUSE_S = 0.01
 """Rows are sent once there are so many frames of them, or none has come for so long."""
 _BACKOFF_S = (0.1, 5.0)
+_SILENT_S = 5.0
+"""A log that owes acknowledgements, and has given none for so long, takes no frames: it may never say so itself."""
+_DEAF_S = 15.0
+"""After so long another writer is opened: the old one may hang on a broker that is cut off and does not know it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,10 @@ class Publisher:
         self._due = False
         """Whether what is queued is to be sent at once."""
         self._queued_s = 0.0
+        self._heard_s = 0.0
+        """When the log last acknowledged a frame, or owed none."""
+        self._told_s = 0.0
+        """When it was last found out for whom it waits."""
         self._changed = threading.Condition()
         self._closing = False
         self._abandoned = threading.Event()
@@ -216,9 +224,7 @@ class Publisher:
                     if self._pump(writer):
                         backoff_s = _BACKOFF_S[0]
                 except LogUnavailableError as error:
-                    if self.failure is None:
-                        log.warning("the log takes no frames now, they are kept and sent again: %s", error.headline)
-                    self.failure = error.headline
+                    self._fail(error.headline)
                     if writer is not None:
                         writer.close()
                         writer = None
@@ -238,12 +244,18 @@ class Publisher:
             if writer is not None:
                 writer.close()
 
+    def _fail(self, why: str) -> None:
+        if self.failure is None:
+            log.warning("the log takes no frames now, they are kept and sent again: %s", why)
+        self.failure = why
+
     def _finished(self) -> bool:
         return self._abandoned.is_set() or (self._closing and not self._queue and not self._flight)
 
     def _reopen(self) -> DataWriter:
         """A fresh writer that has been given again all that no writer has had acknowledged."""
         writer = self._open_writer(self._acked.end)
+        self._heard_s = time.monotonic()
         try:
             for buffer in self._flight:
                 writer.send(buffer.view())
@@ -257,6 +269,7 @@ class Publisher:
         """Send what is queued and take in acknowledgements; whether there were any."""
         if not self._flight:
             self._await_frames()
+            self._heard_s = time.monotonic()
         for _ in range(min(len(self._queue), _MAX_BATCH)):
             buffer, self._unqueued = self._queue[0]
             self._queue.popleft()
@@ -267,8 +280,19 @@ class Publisher:
         acks = writer.poll(0.0 if self._queue else _POLL_S)
         if acks:
             failpoint("stream.acknowledged")
+            self._heard_s = time.monotonic()
             self._acknowledge(acks)
+        elif self._flight:
+            self._note_silence(writer)
         return bool(acks)
+
+    def _note_silence(self, writer: DataWriter) -> None:
+        now = time.monotonic()
+        if now - max(self._heard_s, self._told_s) > _SILENT_S:
+            self._fail(f"no frame was acknowledged for {now - self._heard_s:.0f} s: waiting for {writer.waits_for()}")
+            self._told_s = time.monotonic()
+        if now - self._heard_s > _DEAF_S:
+            raise LogUnavailableError(self.failure or "no frame was acknowledged")
 
     def _await_frames(self) -> None:
         """Wait a moment for frames, and then until they are due."""

@@ -1,0 +1,152 @@
+"""Hosts that lose sight of each other, lose power or lose their disk, under a job whose log is three brokers.
+
+The hosts are network namespaces (:mod:`tests.faults.hosts`): what a partition takes away is silent, as in a real one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from tests.faults.board import Row
+from tests.faults.cluster import Node
+from tests.faults.followers import followers_are_cut_off
+from tests.faults.sites import BROKERS, COMMIT_TIMEOUT_S, HOLD_S, LIFE_S, PEERS_S, Site, site, topic_of
+from tests.faults.subject import Form, Incarnation, Subject
+from tests.model import PLAN_2
+
+Fault = Callable[[Site, Subject, Incarnation, Row], None]
+"""Does harm to hosts while the job trains on, and heals it; notes what shows that it happened."""
+
+
+def until_one_fails(job: Incarnation, row: Row, *named: str) -> None:
+    """The partition lasts until a marker has failed; its reason must have ``named``."""
+    before = len(job.lines("failed"))
+    job.wait("a marker fails", lambda: len(job.lines("failed")) > before, HOLD_S)
+    row.fired += 1
+    said = job.lines("failed")[-1]
+    for word in named:
+        if word not in said:
+            row.err(f"the failure does not name {word}: {said}")
+
+
+def trainer_and_leader(site: Site, subject: Subject, job: Incarnation, row: Row) -> None:
+    """The trainer loses the broker that takes rank 0's rows; the brokers themselves see each other."""
+    leader, _ = site.partitions(topic_of(subject, "data"))[0]
+    with site.cut("trainer", f"broker-{leader}"):
+        until_one_fails(job, row, site.cluster.brokers[leader].host.address, "cannot be reached")
+
+
+def trainer_and_control_leader(site: Site, subject: Subject, job: Incarnation, row: Row) -> None:
+    """Rows are acknowledged, and no COMMIT is."""
+    leader, _ = site.partitions(topic_of(subject, "control"))[0]
+    with site.cut("trainer", f"broker-{leader}"):
+        until_one_fails(job, row)
+
+
+def trainer_and_all_brokers(site: Site, subject: Subject, job: Incarnation, row: Row) -> None:
+    with site.cut("trainer", *BROKERS):
+        until_one_fails(job, row, site.cluster.bootstrap)
+
+
+def leader_and_its_peers(site: Site, subject: Subject, job: Incarnation, row: Row) -> None:
+    """The trainer alone still sees a leader that another one has followed: what that one takes must not count."""
+    leader, _ = site.partitions(topic_of(subject, "data"))[0]
+    others = [number for number in site.cluster.brokers if number != leader]
+    with site.cut(f"broker-{leader}", "controller", *(f"broker-{number}" for number in others)):
+        follower = lambda: site.partitions(topic_of(subject, "data"), others[0])[0][0]  # noqa: E731
+        job.wait("another broker leads", lambda: follower() in others, HOLD_S)
+        row.fired += 1
+        before = len(job.reported())
+        job.wait("markers go on without it", lambda: len(job.reported()) > before + 2, HOLD_S)
+    site.await_in_sync(subject, set(site.cluster.brokers))
+
+
+def broker_loses_its_disk(site: Site, subject: Subject, job: Incarnation, row: Row) -> None:
+    leader, _ = site.partitions(topic_of(subject, "data"))[0]
+    _power_off(site, job, leader, row, Node.lose_disk)
+    site.await_in_sync(subject, set(site.cluster.brokers))
+
+
+def broker_loses_power(site: Site, subject: Subject, job: Incarnation, row: Row) -> None:
+    """And with it what its disk had not been given: the end of every partition."""
+    leader, _ = site.partitions(topic_of(subject, "control"))[0]
+    _power_off(site, job, leader, row, lambda node: lose_unsynced(node, topic_of(subject, "")))
+    site.await_in_sync(subject, set(site.cluster.brokers))
+
+
+def _power_off(site: Site, job: Incarnation, number: int, row: Row, harm: Callable[[Node], None]) -> None:
+    node = site.cluster.brokers[number]
+    with site.cut(node.host.name):
+        gone = node.kill()
+        before = len(job.reported())
+        job.wait("markers go on without it", lambda: len(job.reported()) > before + 1, HOLD_S)
+        harm(node)
+        row.fired += gone
+    site.cluster.begin([number])
+
+
+def lose_unsynced(node: Node, job: str) -> None:
+    """A third of each segment of a job's topics, and what the broker knew of producers: Kafka syncs none of it."""
+    segments = list(node.data.glob(f"{job}*/*.log"))
+    assert segments
+    for segment in segments:
+        os.truncate(segment, segment.stat().st_size * 2 // 3)
+        for snapshot in segment.parent.glob("*.snapshot"):
+            snapshot.unlink()
+
+
+FAULTS: dict[str, Fault] = {
+    "partition: trainer | leader of its rows": trainer_and_leader,
+    "partition: trainer | leader of the control partition": trainer_and_control_leader,
+    "partition: trainer | all brokers": trainer_and_all_brokers,
+    "partition: leader | other brokers and controller": leader_and_its_peers,
+    "power and disk of one broker of three": broker_loses_its_disk,
+    "power of one broker of three, with what it had not synced": broker_loses_power,
+}
+
+IN_SHORT = (
+    "partition: trainer | leader of its rows",
+    "partition: leader | other brokers and controller",
+    "power of one broker of three, with what it had not synced",
+)
+"""Those that the tests run."""
+
+
+def hosts_fail(form: Form, site: Site, *names: str) -> None:
+    """One job lives through faults: no marker lost, no future beyond its bound, and new markers after each."""
+    subject = site.job(form, "hosts")
+    since: list[tuple[int, Row]] = []
+    with subject.living(form.board.row(names[-1]), team=(2, PLAN_2), pause_s=0.1, life_s=LIFE_S) as job:
+        job.await_reports(1)
+        for name in names:
+            row = form.board.rows[name] if any(row.fault == name for _, row in since) else form.board.row(name)
+            row.injected += 1
+            since.append((len(job.reported()), row))
+            settled = len(job.lines("took_s"))
+            FAULTS[name](site, subject, job, row)
+            healed = time.monotonic()
+            job.await_reports(2)
+            row.remark = f"two more markers came {time.monotonic() - healed:.0f} s after it healed"
+            check_bounds(job, row, settled)
+        reported = job.reported()
+    for position, marker in enumerate(reported):
+        subject.reported[marker] = next((row for begin, row in reversed(since) if position >= begin), since[0][1])
+    subject.compare_all(form.draw("compared"), None if form.full else len(names))
+
+
+def check_bounds(job: Incarnation, row: Row, since: int) -> None:
+    """No future has taken longer than is promised, by the count of futures that had settled before."""
+    for took in map(float, job.lines("took_s")[since:]):
+        if took > COMMIT_TIMEOUT_S + PEERS_S:
+            row.err(f"a marker took {took:.1f} s to fail, {COMMIT_TIMEOUT_S + PEERS_S:.0f} s are promised")
+
+
+def of_hosts(form: Form) -> None:
+    """All of them, on a cluster of their own."""
+    with site(form.folder("cluster")) as running:
+        names = list(FAULTS) * (3 if form.full else 1)
+        form.draw("hosts").shuffle(names)
+        hosts_fail(form, running, *names)
+        followers_are_cut_off(form, running)

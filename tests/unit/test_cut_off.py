@@ -1,0 +1,82 @@
+"""A broker that is cut off from its peers, and does not know it: what it lacks is not lost."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.builders import claim
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.errors import CorruptionError, LogUnavailableError, StreamLostError
+from torchrec_stream_ckpt.layout import KafkaUri
+from torchrec_stream_ckpt.log import kafka
+from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.log.kafka import KafkaLog
+from torchrec_stream_ckpt.types import LogSpan
+
+OLD, NEW, AWAY = "old:9092", "new:9092", "away:9092"
+
+
+class Lagging(FileLog):
+    """Its first reads show nothing."""
+
+    def __init__(self, directory: Path, hidden: int) -> None:
+        super().__init__(directory)
+        self.hidden = hidden
+
+    def read_control(self, start: int = 0, *, garbage: bool = False) -> Iterator[tuple[int, bytes]]:
+        self.hidden -= 1
+        return iter(()) if self.hidden >= 0 else super().read_control(start, garbage=garbage)
+
+
+def test_a_claim_is_read_back_from_a_broker_that_knows_of_it(tmp_path: Path) -> None:
+    log = Lagging(tmp_path, hidden=2)
+    log.prepare(2)
+    Control(log).claim(claim(1))
+    assert log.hidden < 0
+
+
+def test_a_claim_that_nobody_shows_is_an_outage_and_not_a_rival(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchrec_stream_ckpt.commit.control._READ_BACK_S", 0.0)
+    log = Lagging(tmp_path, hidden=1000)
+    log.prepare(2)
+    with pytest.raises(LogUnavailableError, match="shows its records only up to"):
+        Control(log).claim(claim(1))
+
+
+def log_of(monkeypatch: pytest.MonkeyPatch, ends: dict[str, tuple[int, int]]) -> KafkaLog:
+    """A log whose brokers say that partition 0 ends at (offset, by the leader of this number)."""
+
+    def edges(self: KafkaLog, topic: str, partitions: Collection[int]) -> dict[int, kafka._Edge]:
+        asked = self._uri.brokers.split(",")[0]
+        if asked not in ends:
+            raise LogUnavailableError("no answer")
+        return {each: kafka._Edge(0, *ends[asked]) for each in partitions}
+
+    monkeypatch.setattr(KafkaLog, "_edges_of", edges)
+    monkeypatch.setattr(kafka, "knock", lambda place: (True, "it can be reached from here"))
+    return KafkaLog(KafkaUri(f"{OLD},{AWAY},{NEW}", "job"), {})
+
+
+SPAN = LogSpan(1, 0, 10, 20)
+
+
+def test_what_a_leader_lacks_that_was_followed_by_another_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    log_of(monkeypatch, {OLD: (15, 3), NEW: (25, 4)}).check_there([SPAN])
+
+
+def test_what_the_newest_leader_lacks_is_lost_though_an_older_one_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StreamLostError, match="ends at offset 15"):
+        log_of(monkeypatch, {OLD: (15, 4), NEW: (25, 3)}).check_there([SPAN])
+
+
+def test_a_record_that_a_broker_was_not_given_is_an_outage_and_one_that_is_gone_is_damage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log = log_of(monkeypatch, {OLD: (15, 3), NEW: (25, 4)})
+    assert isinstance(log._out_of_range("job.data", 0, 18), LogUnavailableError)
+    assert isinstance(log._out_of_range("job.data", 0, 30), CorruptionError)
