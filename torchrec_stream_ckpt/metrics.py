@@ -64,7 +64,9 @@ TRAINER_METRICS: Mapping[str, Metric] = {
     "ring_waits": Metric(f"{_OURS}_ring_waits_total", "How often mark() or close() waited for space.", "counter"),
     "unacknowledged_frames": Metric(f"{_OURS}_unacknowledged_frames", "Frames that the publisher is behind."),
     "unacknowledged_bytes": Metric(f"{_OURS}_unacknowledged_bytes", "Bytes that the publisher is behind."),
-    "log_up": Metric(f"{_OURS}_log_up", "1 while the log takes frames."),
+    "log_up": Metric(
+        f"{_OURS}_log_up", "1 while the log takes frames; 0 once it fails, or has acknowledged nothing for 5 s."
+    ),
     "markers_committed": Metric(f"{_OURS}_markers_committed_total", "Markers committed.", "counter"),
     "markers_failed": Metric(f"{_OURS}_markers_failed_total", "Markers given up, fenced or unknown.", "counter"),
     "marker_in_flight": Metric(f"{_OURS}_marker_in_flight", "1 from a cut until it is settled."),

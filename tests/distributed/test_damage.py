@@ -71,7 +71,7 @@ def _go_on_half_restored(uri: str) -> str:
 
 def _cli(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from torchrec_stream_ckpt.cli.main import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 def _flip(path: Path, offset: int) -> None:

@@ -31,7 +31,9 @@ def launch(folder: Path, number: int, j: str) -> Launched:
 def markers(folder: Path) -> list[dict[str, Any]]:
     """What ``stream-ckpt list --json`` tells of the markers, oldest first."""
     command = [sys.executable, "-c", CLI, "list", f"file://{folder / 'ckpt'}", "--json"]
-    done = subprocess.run(command, env=launcher_env(), cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        command, env=launcher_env(), cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
+    )
     found: list[dict[str, Any]] = json.loads(done.stdout)["markers"]
     return found
 

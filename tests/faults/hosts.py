@@ -34,7 +34,7 @@ def enter(namespace: Path) -> None:
 
 
 def _call(*command: str, given: str = "") -> None:
-    done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:
         raise NoHosts(f"{' '.join(command)}: {done.stderr.strip()}; run as root, with CAP_SYS_ADMIN and CAP_NET_ADMIN")
 

@@ -35,7 +35,7 @@ def torchx(*args: str) -> subprocess.CompletedProcess[str]:
         kept = {name: value for name, value in os.environ.items() if name not in ("LOGLEVEL", "TORCHX_JOB_ID")}
         env = {**kept, "HOME": empty, "PATH": empty, "TORCHXCONFIG": str(ROOT / CONFIG), "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "torchx.cli.main", *args]
-        return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
 def request(name: str) -> str:

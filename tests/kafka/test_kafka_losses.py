@@ -26,6 +26,7 @@ from torchrec_stream_ckpt.broker.kraft import Broker
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.commit.generation import check_claimed, newest_held
+from torchrec_stream_ckpt.commit.older import Older
 from torchrec_stream_ckpt.errors import StreamLostError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, parse_header, seal
 from torchrec_stream_ckpt.layout import KafkaUri, parse_uri
@@ -189,7 +190,7 @@ def test_a_lost_tail_that_somebody_has_written_over_fails_the_marker(victim: Bro
     size = segment_of(tmp_path / "victim", uri, 0).stat().st_size
     (mark,) = write(log, [stream.mark(1)], at=2)
     ends = [stream.end(0, mark.end)]
-    check_claimed(log, control, mine, 1, ends)
+    check_claimed(log, control, mine, 1, ends, Older())
     control.commit(commit(1, 1, ends), MARK_S, threading.Event())
     assert newest_held(log, control, 1) == MarkerId(1, 1)
     assert cut_tail(tmp_path / "victim", uri, 0, lambda _: size) == mark.offset
@@ -197,13 +198,13 @@ def test_a_lost_tail_that_somebody_has_written_over_fails_the_marker(victim: Bro
     write(log, fenced.frames, generation=2)
     assert log.ends(1, [0]) == {0: mark.end}
     with pytest.raises(StreamLostError, match="offset 2 does not hold the frame that was acknowledged there"):
-        check_claimed(log, control, mine, 1, ends)
+        check_claimed(log, control, mine, 1, ends, Older())
     heir = claim(3, incarnation=mine.incarnation, parent=MarkerId(1, 1))
     after = Stream(generation=3)
     after.mark(1)
     acks = write(log, after.frames)
     with pytest.raises(StreamLostError, match="offset 2 does not hold"):
-        check_claimed(log, control, heir, 1, [after.end(acks[0].offset, acks[-1].end)])
+        check_claimed(log, control, heir, 1, [after.end(acks[0].offset, acks[-1].end)], Older())
     assert newest_held(log, control, 3) is None
     log.close()
 

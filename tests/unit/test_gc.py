@@ -410,7 +410,7 @@ def test_a_kill_at_any_point_leaves_kept_markers_whole_and_the_next_run_finishes
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert (done.returncode, fired.read_text()) == (-signal.SIGKILL, f"{point}\n"), done.stderr

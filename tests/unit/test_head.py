@@ -260,7 +260,7 @@ with ThreadPoolExecutor(2) as pool:
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)],
         env={**os.environ, "STREAM_CKPT_FAILPOINTS": f"{point}=kill"},
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == -9

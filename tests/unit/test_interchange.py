@@ -217,7 +217,7 @@ from torchrec_stream_ckpt.cli.main import main
 sys.argv = ["stream-ckpt", "export", "file://{tmp_path}/log", "--to", "{target}://{tmp_path}/out"]
 main()
 """
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 1
         assert said in done.stderr
         assert "Try: " in done.stderr

@@ -617,7 +617,7 @@ def test_rights_that_are_missing_are_named(job: Job) -> None:
         [sys.executable, "-c", AS_NOBODY, f"file://{job.root}", "--store", str(store_of(job)), "--once"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 1

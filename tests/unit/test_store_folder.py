@@ -39,7 +39,7 @@ def put_in_a_process(store: FolderObjects, points: str) -> int:
     return subprocess.run(
         [sys.executable, "-c", program, store.url, DATA.decode()],
         env={**os.environ, "STREAM_CKPT_FAILPOINTS": points},
-        timeout=60,
+        timeout=300,
         check=False,
     ).returncode
 

@@ -135,7 +135,7 @@ def test_a_relay_that_is_killed_is_finished_by_the_next(
     )
     environment = os.environ | {"STREAM_CKPT_FAILPOINTS": f"{point}=kill@{nth}"}
     command = [sys.executable, "-c", program, "relay", *job.settings.uris, "--once"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     passes = {"relay.dense": 6, "relay.commit": 3, "relay.committed": 3}.get(point, 99)
     assert done.returncode == (-signal.SIGKILL if nth <= passes else 0), done.stderr
     monkeypatch.setattr("torchrec_stream_ckpt.log.files.SEGMENT_BYTES", 9_000)

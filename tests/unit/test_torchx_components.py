@@ -142,7 +142,7 @@ def test_a_mistake_ends_torchx_run_with_a_message_and_no_traceback() -> None:
 
 def test_the_package_says_where_the_components_lie() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "torchx_components"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-m", "torchx_components"], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
     )
     assert done.stdout.strip() == str(ROOT / "torchx_components")
 
@@ -151,7 +151,7 @@ def test_the_package_says_where_the_components_lie() -> None:
 def test_without_torchx_the_components_say_what_to_install(module: str) -> None:
     program = f"import sys; sys.path = [p for p in sys.path if 'site-packages' not in p]; import {module}"
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 1
     assert done.stderr.endswith("not installed: pip install 'torchrec_stream_ckpt[torchx]'\n")

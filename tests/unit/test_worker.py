@@ -58,4 +58,4 @@ def test_what_a_call_was_given_is_let_go_before_the_next_one_comes() -> None:
 
 def test_a_call_that_hangs_keeps_no_process_from_ending() -> None:
     program = "import time; from torchrec_stream_ckpt.log.worker import Worker; Worker('w').submit(time.sleep, 600)"
-    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], timeout=300, check=False).returncode == 0
