@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from torchrec_stream_ckpt.layout import KafkaUri
 from torchrec_stream_ckpt.log import kafka
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.log.kafka import KafkaLog
-from torchrec_stream_ckpt.types import LogSpan
+from torchrec_stream_ckpt.types import LogSpan, MarkPlace
 
 OLD, NEW, AWAY = "old:9092", "new:9092", "away:9092"
 
@@ -80,3 +80,20 @@ def test_a_record_that_a_broker_was_not_given_is_an_outage_and_one_that_is_gone_
     log = log_of(monkeypatch, {OLD: (15, 3), NEW: (25, 4)})
     assert isinstance(log._out_of_range("job.data", 0, 18), LogUnavailableError)
     assert isinstance(log._out_of_range("job.data", 0, 30), CorruptionError)
+
+
+def test_a_mark_that_a_broker_was_not_given_is_read_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def fetch(_log: KafkaLog, uri: KafkaUri, offsets: Mapping[int, int], _timeout_s: float) -> dict[int, bytes | None]:
+        asked.append(uri.brokers)
+        if uri.brokers != NEW:
+            raise LogUnavailableError("no answer")
+        return dict.fromkeys(offsets)
+
+    monkeypatch.setattr(KafkaLog, "_fetch_at", fetch)
+    monkeypatch.setattr(kafka, "knock", lambda place: (place != AWAY, ""))
+    log = KafkaLog(KafkaUri(f"{OLD},{AWAY},{NEW}", "job"), {})
+    with pytest.raises(StreamLostError, match="offset 9 does not hold the frame"):
+        log.check_marks([MarkPlace(1, 0, 10, 7)])
+    assert asked == [f"{OLD},{AWAY},{NEW}", OLD, NEW]

@@ -49,6 +49,8 @@ from torchrec_stream_ckpt.log.kafka_setup import (
 from torchrec_stream_ckpt.types import LogSpan, MarkPlace
 
 ANSWER_TIMEOUT_S = 7.0
+OTHERS_TIMEOUT_S = 4.0
+"""What each broker gets where no answer came from the one that a client had chosen."""
 PROBE_AFTER_S = 2.0
 PROPAGATION_S = 3.0
 QUEUE_FULL_TIMEOUT_S = 5.0
@@ -632,15 +634,29 @@ class KafkaLog:
             consumer.close()
 
     def _frames_at(self, offsets: Mapping[int, int]) -> dict[int, bytes | None]:
-        """The record at one offset of each data partition; None where the partition ends before, or has a gap."""
-        topic, reasons, found = self._uri.data_topic, Reasons(self._options), dict[int, bytes | None]()
-        consumer = _client(ck.Consumer, consumer_settings(self._uri, self._options), reasons)
+        """The record at one offset of each data partition; None where the partition ends before, or has a gap.
+
+        A client that has asked a broker which is cut off from the others gets no record: then each of them is asked.
+        """
+        try:
+            return self._fetch_at(self._uri, offsets, ANSWER_TIMEOUT_S)
+        except LogUnavailableError as error:
+            first = error
+        for broker in self._uri.brokers.split(","):
+            if "," in self._uri.brokers and knock(broker)[0]:
+                with suppress(LogUnavailableError):
+                    return self._fetch_at(replace(self._uri, brokers=broker), offsets, OTHERS_TIMEOUT_S)
+        raise first
+
+    def _fetch_at(self, uri: KafkaUri, offsets: Mapping[int, int], timeout_s: float) -> dict[int, bytes | None]:
+        topic, reasons, found = uri.data_topic, Reasons(self._options), dict[int, bytes | None]()
+        consumer = _client(ck.Consumer, consumer_settings(uri, self._options), reasons)
         try:
             consumer.assign([ck.TopicPartition(topic, partition, offset) for partition, offset in offsets.items()])
-            deadline = time.monotonic() + ANSWER_TIMEOUT_S
+            deadline = time.monotonic() + timeout_s
             while len(found) < len(offsets):
                 if reasons.hopeless() or time.monotonic() > deadline:
-                    raise reasons.unavailable(self._uri, f"read {topic}", "no answer")
+                    raise reasons.unavailable(uri, f"read {topic}", "no answer")
                 for message in self._consume(consumer, _BATCH_FRAMES, reasons, topic):
                     there = message.error() is None and message.offset() == offsets[message.partition()]
                     found.setdefault(message.partition(), _value(message) if there else None)
