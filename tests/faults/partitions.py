@@ -9,12 +9,15 @@ import os
 import time
 from collections.abc import Callable
 
+from tests import ranks
 from tests.faults.board import Row
 from tests.faults.cluster import Node
 from tests.faults.followers import followers_are_cut_off
-from tests.faults.sites import BROKERS, COMMIT_TIMEOUT_S, HOLD_S, LIFE_S, PEERS_S, Site, site, topic_of
-from tests.faults.subject import Form, Incarnation, Subject
+from tests.faults.live import restore_each
+from tests.faults.sites import BROKERS, COMMIT_TIMEOUT_S, HOLD_S, LIFE_S, PEERS_S, REFUSALS, Site, site, topic_of
+from tests.faults.subject import PATIENCE_S, Form, Incarnation, Subject
 from tests.model import PLAN_2
+from torchrec_stream_ckpt import MarkerId
 
 Fault = Callable[[Site, Subject, Incarnation, Row], None]
 """Does harm to hosts while the job trains on, and heals it; notes what shows that it happened."""
@@ -47,7 +50,7 @@ def trainer_and_control_leader(site: Site, subject: Subject, job: Incarnation, r
 
 def trainer_and_all_brokers(site: Site, subject: Subject, job: Incarnation, row: Row) -> None:
     with site.cut("trainer", *BROKERS):
-        until_one_fails(job, row, site.cluster.bootstrap)
+        until_one_fails(job, row, "cannot be reached")
 
 
 def leader_and_its_peers(site: Site, subject: Subject, job: Incarnation, row: Row) -> None:
@@ -143,10 +146,58 @@ def check_bounds(job: Incarnation, row: Row, since: int) -> None:
             row.err(f"a marker took {took:.1f} s to fail, {COMMIT_TIMEOUT_S + PEERS_S:.0f} s are promised")
 
 
+def unclean_election(form: Form, site: Site) -> None:
+    """A broker that has missed markers leads again, because the two that have them lost power: their end is gone."""
+    row = form.board.row("unclean election of a broker that has missed markers")
+    row.injected += 1
+    subject = site.job(form, "unclean")
+    job = subject.start(team=(2, PLAN_2), pause_s=0.1, life_s=LIFE_S)
+    try:
+        job.await_reports(2)
+        _elect_one_that_missed(site, subject, job)
+        job.wait("another generation commits", lambda: any(each.generation > 1 for each in job.reported()), PATIENCE_S)
+        if not job.lines("failed"):
+            row.err("no marker failed, and acknowledged rows were gone")
+        reported = job.reported()
+    finally:
+        job.kill()
+    old = [each for each in reported if each.generation == 1]
+    _judge_each(subject, row, [old[0], old[-1], reported[-1]])
+    row.fired += row.refused > 0
+
+
+def _elect_one_that_missed(site: Site, subject: Subject, job: Incarnation) -> None:
+    brokers, topic = site.cluster.brokers, topic_of(subject, "data")
+    leader, _ = site.partitions(topic)[0]
+    left = next(number for number in brokers if number != leader)
+    others = [number for number in brokers if number != left]
+    with site.cut(f"broker-{left}"):
+        site.await_in_sync(subject, set(others))
+        before = len(job.reported())
+        job.wait("markers that it misses", lambda: len(job.reported()) > before + 1, PATIENCE_S)
+        assert all(brokers[number].kill() for number in others)
+    site.elect(topic, left)
+    site.cluster.begin(others)
+
+
+def _judge_each(subject: Subject, row: Row, markers: list[MarkerId]) -> None:
+    """The last of them must be exact, the others exact or refused for what the log has lost."""
+    given = (subject.settings, subject.truths, [str(each) for each in markers])
+    said = ranks.run(2, restore_each, *given, timeout_s=PATIENCE_S, namespace=subject.namespace)
+    for marker, verdicts in zip(markers, zip(*said, strict=True), strict=True):
+        if all(verdict == "exact" for verdict in verdicts):
+            row.compared += 1
+        elif marker != markers[-1] and all(verdict.startswith(REFUSALS) for verdict in verdicts):
+            row.refused += 1
+        else:
+            row.err(f"{marker}: {verdicts}")
+
+
 def of_hosts(form: Form) -> None:
     """All of them, on a cluster of their own."""
     with site(form.folder("cluster")) as running:
         names = list(FAULTS) * (3 if form.full else 1)
         form.draw("hosts").shuffle(names)
         hosts_fail(form, running, *names)
+        unclean_election(form, running)
         followers_are_cut_off(form, running)

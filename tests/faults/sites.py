@@ -23,6 +23,7 @@ COMMIT_TIMEOUT_S = 8.0
 PEERS_S = 25.0
 """What docs/guarantees.md adds to ``commit_timeout_s`` for a marker's future (P16)."""
 LIFE_S = 900.0
+REFUSALS = ("StreamLostError", "CorruptionError")
 HOLD_S = 60.0
 """No partition is held for longer, whatever does not come."""
 _ANSWER_S = 8.0
@@ -71,6 +72,22 @@ class Site:
         ):
             assert time.monotonic() < deadline, f"brokers {wanted} did not get in sync"
             time.sleep(0.3)
+
+    def elect(self, topic: str, broker: int) -> None:
+        """Let a broker lead all partitions that is in sync in none: what it lacks is lost."""
+        deadline, said = time.monotonic() + HOLD_S, ""
+        while time.monotonic() < deadline:
+            try:
+                known = self.partitions(topic, broker)
+                if all(leader == broker for leader, _ in known.values()):
+                    return
+                places = [ck.TopicPartition(topic, each) for each in known]
+                client = self.admin(broker)  # another one each time: it may ask a broker that is gone
+                said = str(client.elect_leaders(ck.ElectionType.UNCLEAN, places).result(_ANSWER_S))
+            except (TimeoutError, ck.KafkaException) as error:
+                said = repr(error)
+            time.sleep(0.3)
+        raise AssertionError(f"broker {broker} does not lead {topic}: {said}")
 
     @contextmanager
     def cut(self, one: str, *others: str) -> Iterator[None]:

@@ -34,6 +34,14 @@ def test_no_marker_is_lost_or_wrong_when_hosts_are_cut_off_or_lose_power(form: F
     judge(form)
 
 
+@pytest.mark.slow
+def test_a_lost_tail_is_noticed_and_the_same_job_goes_on_when_a_broker_leads_that_has_missed_markers(
+    form: Form, site: sites.Site
+) -> None:
+    partitions.unclean_election(form, site)
+    judge(form)
+
+
 def test_a_materializer_and_a_spare_that_were_cut_off_catch_up_and_a_trainer_that_is_cut_off_is_followed(
     form: Form, site: sites.Site
 ) -> None:
