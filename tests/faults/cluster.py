@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tests.faults.hosts import Host
+from torchrec_stream_ckpt.broker.kraft import LOG4J
 from torchrec_stream_ckpt.broker.process import ProcessId, spawn, wait_until
 from torchrec_stream_ckpt.broker.runtime import KAFKA, find_java
 from torchrec_stream_ckpt.broker.wire import Connection
@@ -23,15 +24,6 @@ START_S = 90.0
 _TETHER = Path(__file__).parents[2] / "torchrec_stream_ckpt" / "broker" / "tether.py"
 _JVM = ("-Xms64m", "-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto")
 _QUIET = "-Dlog4j2.configurationFile={}"
-_LOG4J = """\
-status = error
-appender.out.type = Console
-appender.out.name = out
-appender.out.layout.type = PatternLayout
-appender.out.layout.pattern = [%d] %p %m (%c)%n
-rootLogger.level = WARN
-rootLogger.appenderRef.out.ref = out
-"""
 _ALL = """\
 controller.quorum.voters={controller_id}@{controller}:{controller_port}
 controller.listener.names=CONTROLLER
@@ -89,7 +81,7 @@ class Node:
         )
         self._properties = directory / "server.properties"
         self._properties.write_text(every + own.format(node=number, address=host.address, port=port))
-        (directory / "log4j2.properties").write_text(_LOG4J)
+        (directory / "log4j2.properties").write_text(LOG4J)
 
     def begin(self) -> None:
         """Start it, on an empty disk too; does not wait for it."""
@@ -116,7 +108,7 @@ class Node:
         (self.data / "meta.properties").write_text("\n".join(lines) + "\n")
 
     def await_ready(self, living: int) -> None:
-        """(brokers; on a host that reaches it) Wait until it knows of so many living brokers."""
+        """(brokers; on a host that reaches it) Wait until it knows of ``living`` brokers."""
         for _ in wait_until(time.monotonic() + START_S, 0.1):
             if self.living() >= living:
                 return

@@ -68,7 +68,7 @@ broker.session.timeout.ms=3000
 broker.heartbeat.interval.ms=500
 """
 
-_LOG4J = """\
+LOG4J = """\
 status = error
 appender.out.type = Console
 appender.out.name = out
@@ -254,7 +254,7 @@ class Broker:
             controller_port=controller,
             data=self._dir / "data",
         )
-        (self._dir / "log4j2.properties").write_text(_LOG4J)
+        (self._dir / "log4j2.properties").write_text(LOG4J)
         _write(self._properties, text + (self._security.make(secured_by) if secured_by else ""))
 
     def _check_same(self, known: dict[str, int], port: int | None, *, secure: bool) -> None:

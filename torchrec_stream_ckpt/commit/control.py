@@ -179,8 +179,7 @@ class Control:
 
         def read(base: int) -> Folded:
             def noted() -> Iterator[tuple[int, bytes]]:
-                nonlocal last
-                nonlocal start, before
+                nonlocal last, start, before
                 recent.clear()
                 start, before = base, base - 1
                 for each in self._log.read_control(base, garbage=self.signs):

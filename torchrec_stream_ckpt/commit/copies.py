@@ -31,7 +31,7 @@ RECENT = 64
 _KEPT_BYTES = 8 * 2**20
 """Records that wait for the store are kept in memory up to this; with more of them, all are copied anew."""
 _MERGE = 64
-"""So many objects become one."""
+"""How many objects become one."""
 
 Reread = Callable[[int], Iterator[Entry]]
 """The control partition from an offset on."""

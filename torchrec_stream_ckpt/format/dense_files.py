@@ -16,7 +16,7 @@ LIST_NAME = ".files"
 MAX_LIST_BYTES = 64 * 2**20
 """About 400,000 files."""
 INLINE_FILES = 16
-"""So many files stand in COMMIT itself: a small job needs no list."""
+"""How many files may stand in COMMIT itself: a small job needs no list."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,255}")
 
