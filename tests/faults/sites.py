@@ -24,7 +24,7 @@ PEERS_S = 25.0
 """What docs/guarantees.md adds to ``commit_timeout_s`` for a marker's future (P16)."""
 LIFE_S = 900.0
 REFUSALS = ("StreamLostError", "CorruptionError")
-HOLD_S = 60.0
+HOLD_S = 120.0
 """No partition is held for longer, whatever does not come."""
 _ANSWER_S = 8.0
 """How long one client of the operator may take, on two busy cores, before the next one asks another broker."""

@@ -147,6 +147,29 @@ def test_taken_port_is_named(own: Path) -> None:
             Broker(own).start(port=port)
 
 
+def test_a_port_that_another_process_takes_after_it_was_chosen_is_chosen_anew(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when two are started at once: a free port is bound by another one before Java binds it."""
+    broker, format_ = Broker(own), Broker._format
+    taken: list[socket.socket] = []
+
+    def and_take(self: Broker, kafka: list[str]) -> None:
+        format_(self, kafka)
+        taken.append(socket.create_server(("127.0.0.1", self._ports()["PLAINTEXT"])))
+
+    monkeypatch.setattr(Broker, "_format", and_take)
+    try:
+        status = broker.start(die_with=os.getpid())
+        assert status.bootstrap not in (None, f"127.0.0.1:{taken[0].getsockname()[1]}")
+        broker.stop()
+        monkeypatch.setattr(Broker, "_format", format_)
+        assert broker.start(die_with=os.getpid()).bootstrap == status.bootstrap  # from then on the same
+    finally:
+        broker.stop()
+        taken[0].close()
+
+
 def test_missing_maven_is_named_with_the_line_that_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -52,7 +52,7 @@ def log_of(monkeypatch: pytest.MonkeyPatch, ends: dict[str, tuple[int, int]]) ->
     """A log whose brokers say that partition 0 ends at (offset, by the leader of this number)."""
 
     def edges(self: KafkaLog, topic: str, partitions: Collection[int]) -> dict[int, kafka._Edge]:
-        asked = self._uri.brokers.split(",")[0]
+        asked = self._asked.brokers.split(",")[0]
         if asked not in ends:
             raise LogUnavailableError("no answer")
         return {each: kafka._Edge(0, *ends[asked]) for each in partitions}
@@ -82,18 +82,62 @@ def test_a_record_that_a_broker_was_not_given_is_an_outage_and_one_that_is_gone_
     assert isinstance(log._out_of_range("job.data", 0, 30), CorruptionError)
 
 
-def test_a_mark_that_a_broker_was_not_given_is_read_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_after_a_failure_new_clients_ask_the_brokers_that_know_the_newest_leader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ends = {OLD: (15, 3), NEW: (25, 4)}
+    log = log_of(monkeypatch, ends)
+    log._look_around("job.data", [0])
+    assert (log._asked.brokers, log._uri.brokers) == (NEW, f"{OLD},{AWAY},{NEW}")
+    ends[OLD] = ends[AWAY] = ends[NEW]  # it is back
+    log._look_around("job.data", [0])
+    assert log._asked.brokers == f"{OLD},{AWAY},{NEW}"
+    ends.clear()
+    log._look_around("job.data", [0])
+    assert log._asked == log._uri
 
-    def fetch(_log: KafkaLog, uri: KafkaUri, offsets: Mapping[int, int], _timeout_s: float) -> dict[int, bytes | None]:
-        asked.append(uri.brokers)
-        if uri.brokers != NEW:
+
+def test_who_begins_to_read_control_records_asks_the_newest_leader_for_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log = log_of(monkeypatch, {OLD: (2, 3), NEW: (4, 4)})
+    monkeypatch.setattr(KafkaLog, "_describe", lambda _log: {"job.control": None})
+    monkeypatch.setattr(KafkaLog, "_require", lambda *_: None)
+    read = lambda _log, _topic, _partition, begin, end, _idle_s: ((each, b"") for each in range(begin, end))  # noqa: E731
+    monkeypatch.setattr(KafkaLog, "_read_on", read)
+    assert [offset for offset, _ in log.read_control()] == [0, 1, 2, 3]
+    assert log._asked.brokers == NEW
+
+
+def test_a_mark_that_a_broker_was_not_given_is_read_from_one_that_knows_the_leader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log, asked = log_of(monkeypatch, {OLD: (15, 3), NEW: (25, 4)}), list[str]()
+
+    def fetch(log: KafkaLog, offsets: Mapping[int, int]) -> dict[int, bytes | None]:
+        asked.append(log._asked.brokers)
+        if log._asked.brokers != NEW:
             raise LogUnavailableError("no answer")
         return dict.fromkeys(offsets)
 
     monkeypatch.setattr(KafkaLog, "_fetch_at", fetch)
-    monkeypatch.setattr(kafka, "knock", lambda place: (place != AWAY, ""))
-    log = KafkaLog(KafkaUri(f"{OLD},{AWAY},{NEW}", "job"), {})
     with pytest.raises(StreamLostError, match="offset 9 does not hold the frame"):
         log.check_marks([MarkPlace(1, 0, 10, 7)])
-    assert asked == [f"{OLD},{AWAY},{NEW}", OLD, NEW]
+    assert asked == [f"{OLD},{AWAY},{NEW}", NEW]
+
+
+def test_who_reads_and_gets_no_answer_reads_on_from_one_that_knows_the_leader(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, asked = log_of(monkeypatch, {OLD: (15, 3), NEW: (25, 4)}), list[tuple[str, int]]()
+
+    def read(
+        log: KafkaLog, _topic: str, _partition: int, begin: int, end: int, _idle_s: float
+    ) -> Iterator[tuple[int, bytes]]:
+        asked.append((log._asked.brokers, begin))
+        knows = log._asked.brokers == NEW
+        yield from ((offset, b"") for offset in range(begin, end if knows else 15))
+        if not knows:
+            raise LogUnavailableError("no answer")
+
+    monkeypatch.setattr(KafkaLog, "_read_on", read)
+    assert [offset for offset, _ in log._records("job.data", 0, 10, 20)] == list(range(10, 20))
+    assert asked == [(f"{OLD},{AWAY},{NEW}", 10), (NEW, 15)]

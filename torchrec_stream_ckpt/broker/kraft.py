@@ -40,6 +40,8 @@ HOST = "127.0.0.1"
 PORT_FREE_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
+_PORT_RACES = 2
+_PORT_TAKEN = b"Address already in use"
 _TETHER = Path(__file__).with_name("tether.py")
 _JVM = ("-Xms128m", "-Xmx512m", "-XX:+UseSerialGC", "-Xshare:auto", "-Djava.awt.headless=true")
 
@@ -167,14 +169,23 @@ class Broker:
                     path=self._dir,
                     pid=status.pid,
                 )
-            java = find_java()
+            java, first = find_java(), not self._ports()
             # A first start that was broken off may have left the one and not the other: it is made whole.
             self._configure(port, java if secure or (self._security.exists() and not self._ports()) else None)
             kafka = [java, *_JVM, f"-Dlog4j2.configurationFile={self._dir / 'log4j2.properties'}"]
             kafka += ["-cp", f"{KAFKA.fetched()}/*"]
             self._format(kafka)
-            process = self._spawn([*kafka, "kafka.Kafka", str(self._properties)], die_with)
-            self._await_ready(process, timeout_s)
+            for races_left in range(_PORT_RACES if first else 0, -1, -1):
+                began = self._log.stat().st_size if self._log.exists() else 0
+                process = self._spawn([*kafka, "kafka.Kafka", str(self._properties)], die_with)
+                try:
+                    self._await_ready(process, timeout_s)
+                    break
+                except LogUnavailableError:
+                    # Between our look and its own, another process may take a free port.
+                    if not races_left or _PORT_TAKEN not in self._log.read_bytes()[began:]:
+                        raise
+                    self._choose_ports_anew(port)
             return self.status()
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
@@ -256,6 +267,15 @@ class Broker:
         )
         (self._dir / "log4j2.properties").write_text(LOG4J)
         _write(self._properties, text + (self._security.make(secured_by) if secured_by else ""))
+
+    def _choose_ports_anew(self, kept: int | None) -> None:
+        """(first start) Other ports than those that were chosen; the one that the caller named stays."""
+        text = self._properties.read_text()
+        ports = re.compile(rf"(?<={re.escape(HOST)}:)\d+")
+        old = set(map(int, ports.findall(text))) - {kept}
+        with ExitStack() as held:
+            new = {port: _reserve(held, 0) for port in old}
+        _write(self._properties, ports.sub(lambda found: str(new.get(int(found[0]), found[0])), text))
 
     def _check_same(self, known: dict[str, int], port: int | None, *, secure: bool) -> None:
         first = next(iter(known.values()))

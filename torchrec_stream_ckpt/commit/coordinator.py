@@ -11,7 +11,8 @@ Call order of a marker, as DCP writes it down:
 4. (each rank, commit thread) wait until the training thread has put the last row and the MARK into the ring, at a
    later step boundary where they did not fit, and until the MARK is durable
 5. (all ranks, commit thread) votes are gathered
-6. (rank 0, commit thread) COMMIT into the control partition; its order decides
+6. (rank 0, outcome thread) COMMIT into the control partition; its order decides. Log or store may keep this thread
+   waiting, but not the commit thread, which then tells that nobody knows
 7. (all ranks, commit thread) rank 0 tells the outcome; futures resolve
 
 A rank that fails anywhere says so in the next of these collectives; none is ever left out, so that no rank waits
@@ -35,7 +36,14 @@ from torchrec_stream_ckpt.commit.dense import DenseState
 from torchrec_stream_ckpt.commit.generation import Generation
 from torchrec_stream_ckpt.commit.replicas import check_same
 from torchrec_stream_ckpt.commit.seal import Seal
-from torchrec_stream_ckpt.errors import FencedError, MarkerFailedError, RankLostError, StreamCkptError, StreamLostError
+from torchrec_stream_ckpt.errors import (
+    CommitUnknownError,
+    FencedError,
+    MarkerFailedError,
+    RankLostError,
+    StreamCkptError,
+    StreamLostError,
+)
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense import digest_files
@@ -52,6 +60,7 @@ T = TypeVar("T")
 PHASES = {1: "which cut", 2: "what dense state", 3: "votes", 4: "outcome"}
 PHASE_S = 5.0
 """A phase may take so much longer than the one before: the ranks do not begin at one instant."""
+_NO_ANSWER_HINT = "stream-ckpt list tells, once the log answers again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +113,9 @@ class Coordinator:
         self._saver = Worker("stream-ckpt-dense")
         """DCP's own collectives: a rank that does not come to them must not hold the vote up."""
         self._saving: Future[tuple[DenseFile, ...]] | None = None
+        self._decider = Worker("stream-ckpt-outcome")
+        """Rank 0's questions to log and store: what hangs there must not keep the other ranks from the outcome."""
+        self._deciding: Future[None] | None = None
         self._running: Future[None] | None = None
         self._seal = Seal()
         """That of the marker in flight."""
@@ -149,8 +161,8 @@ class Coordinator:
         settled = self.settle(timeout_s)
         self._seal.fail("the stream was closed")
         self._abandoned.set()
-        self._worker.close()
-        self._saver.close()
+        for worker in (self._worker, self._saver, self._decider):
+            worker.close()
         return settled
 
     # The commit thread.
@@ -218,13 +230,32 @@ class Coordinator:
         return self._team.agree((cut.marker, phase), value, bound_s, f"marker {cut.marker} ({PHASES[phase]})")
 
     def _outcome(self, cut: Cut, votes: list[Vote], deadline: float) -> tuple[Rows, ...] | StreamCkptError:
-        """(rank 0) Commit; the rows that all ranks are to send again, or why it is not committed."""
+        """(rank 0) Commit; the rows that all ranks are to send again, or why it is not committed.
+
+        Ends before the other ranks have waited enough, whatever log and store do.
+        """
+        bound_s = max(0.0, deadline - time.monotonic()) + PHASE_S * 3
+        ends = time.monotonic() + bound_s
+        where = {"generation": self._generation.claim.generation, "marker": cut.marker}
+        if self._deciding is not None and not wait([self._deciding], bound_s).done:
+            return MarkerFailedError(
+                "COMMIT: log or store have not answered yet what they were asked for an earlier marker",
+                hint=_NO_ANSWER_HINT,
+                **where,
+            )
+        self._deciding = self._decider.submit(self._commit, cut, votes, max(0.0, ends - time.monotonic()))
+        if not wait([self._deciding], max(0.0, ends - time.monotonic())).done:
+            return CommitUnknownError(
+                f"COMMIT: log or store have not answered for {bound_s:.0f} s", hint=_NO_ANSWER_HINT, **where
+            )
         try:
-            return self._commit(cut, votes, max(0.0, deadline - time.monotonic()) + PHASE_S * 3)
+            self._deciding.result()
         except StreamCkptError as error:
             return error
         except Exception as failure:  # whatever it is: the other ranks must hear of it
             return StreamCkptError(f"{type(failure).__name__}: {failure}", rank=0)
+        again, self._found_again = self._found_again, ()
+        return again
 
     def _prepare(self, cut: Cut, deadline: float) -> Vote:
         """Make this rank's part durable; what goes wrong becomes the vote's reason."""
@@ -306,8 +337,10 @@ class Coordinator:
         if reasons:
             raise MarkerFailedError("; ".join(reasons), generation=generation, marker=votes[0].marker)
 
-    def _commit(self, cut: Cut, votes: list[Vote], timeout_s: float) -> tuple[Rows, ...]:
-        """(rank 0) Write COMMIT if all ranks voted for it; returns the rows that all ranks are to send again."""
+    # The outcome thread.
+
+    def _commit(self, cut: Cut, votes: list[Vote], timeout_s: float) -> None:
+        """(rank 0) Write COMMIT if all ranks voted for it."""
         generation, claim = self._generation, self._generation.claim
         marker = generation.marker(cut.marker)
         try:
@@ -334,5 +367,3 @@ class Coordinator:
             dense_list=list_,
         )
         generation.control.commit(commit, timeout_s, self._abandoned)
-        again, self._found_again = self._found_again, ()
-        return again

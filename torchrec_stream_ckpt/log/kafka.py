@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -49,8 +49,6 @@ from torchrec_stream_ckpt.log.kafka_setup import (
 from torchrec_stream_ckpt.types import LogSpan, MarkPlace
 
 ANSWER_TIMEOUT_S = 7.0
-OTHERS_TIMEOUT_S = 4.0
-"""What each broker gets where no answer came from the one that a client had chosen."""
 PROBE_AFTER_S = 2.0
 PROPAGATION_S = 3.0
 QUEUE_FULL_TIMEOUT_S = 5.0
@@ -130,6 +128,10 @@ class KafkaLog:
         self._admin_reasons = Reasons(self._options)
         self._appending = threading.Lock()
         self._control: _Sender | None = None
+        self._doubtful = True
+        """Whether nobody has looked who leads the control partition, or the last append failed."""
+        self._asked = uri
+        """The brokers that new clients ask: of several, those that knew the newest leaders at the last look."""
 
     def prepare(self, partitions: int, identity: str | None = None) -> Incarnation:
         """Create the topics or add partitions; refuses topics that would lose rows by themselves.
@@ -197,8 +199,9 @@ class KafkaLog:
         """
         self._require(self._uri.data_topic, partition, "write", LogUnavailableError)
         if resume_at:
+            self._look_around(self._uri.data_topic, [partition])  # the last writer gave up
             self._check_ends([LogSpan(generation, partition, resume_at, resume_at)])
-        settings = data_settings(self._uri, self._options)
+        settings = data_settings(self._asked, self._options)
         return KafkaWriter(_Sender(self._uri, self._uri.data_topic, partition, settings, Reasons(self._options)))
 
     def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
@@ -286,27 +289,41 @@ class KafkaLog:
         """A span that ends after its partition."""
         return next((span for span in spans if edges[span.partition].high < span.end), None)
 
-    def _newest_edges(self, topic: str, edges: dict[int, _Edge]) -> dict[int, _Edge]:
+    def _check_control_leader(self) -> None:
+        """A reader that begins at a broker which is cut off would take an older marker for the newest."""
+        if self._doubtful:
+            self._look_around(self._uri.control_topic, [0])
+            self._doubtful = False
+
+    def _look_around(self, topic: str, partitions: Collection[int]) -> None:
+        """Let new clients ask the brokers, of several, that know who leads these partitions now."""
+        if "," in self._uri.brokers:
+            self._newest_edges(topic, dict.fromkeys(partitions, _Edge(0, 0, -1)))
+
+    def _newest_edges(self, topic: str, edges: Mapping[int, _Edge]) -> dict[int, _Edge]:
         """Edges as each broker knows them that the URI names: the word of the newest leader counts.
 
         A leader that is cut off from its peers does not know that another one has followed it, and a client goes on
-        asking it. What it lacks is not lost.
+        asking it, as does a new one that has met it first. What it lacks is not lost.
         """
+        found: dict[str, dict[int, _Edge]] = {}
         for broker in self._uri.brokers.split(","):
             if not knock(broker)[0]:
                 continue
             other = KafkaLog(replace(self._uri, brokers=broker), self._options)
-            try:
-                found = other._edges_of(topic, edges)
-            except LogUnavailableError:
-                continue
-            finally:
-                other.close()
-            if any(found[each].epoch > edges[each].epoch for each in edges):
-                edges = {each: max(edges[each], found[each], key=lambda edge: edge.epoch) for each in edges}
-                with self._asking:
-                    self._admin = None  # it asks the one that is cut off
-        return edges
+            with closing(other), suppress(LogUnavailableError):
+                found[broker] = other._edges_of(topic, edges)
+        newest = {
+            each: max((edge, *(of[each] for of in found.values())), key=lambda edge: edge.epoch)
+            for each, edge in edges.items()
+        }
+        knowing = [
+            broker for broker, of in found.items() if all(of[each].epoch == newest[each].epoch for each in newest)
+        ]
+        with self._asking:
+            self._asked = replace(self._uri, brokers=",".join(knowing)) if knowing else self._uri
+            self._admin = None
+        return newest
 
     def _check_order(self, spans: Sequence[LogSpan]) -> None:
         """Offsets go through all generations: one that begins before an older one ends was written over a lost tail."""
@@ -386,19 +403,23 @@ class KafkaLog:
             if self._control is None:
                 # Also tells a dead broker from a lost answer: here nothing has been sent yet.
                 self._require(self._uri.control_topic, 0, "write", LogUnavailableError)
-                settings = control_settings(self._uri, self._options)
+                self._check_control_leader()
+                settings = control_settings(self._asked, self._options)
                 self._control = _Sender(self._uri, self._uri.control_topic, 0, settings, Reasons(self._options))
             try:
-                return _append(self._control, record)
+                offset = _append(self._control, record)
             except BaseException:
                 # A producer with a failure behind it may be fatally ill: the next append takes another.
                 self._drop_control()
+                self._doubtful = True
                 raise
+            return offset
 
     def read_control(self, start: int = 0, *, garbage: bool = False) -> Iterator[tuple[int, bytes]]:
         """Records from ``start`` to what is the end now; none while there is no topic yet."""
         if not start and self._uri.control_topic not in self._describe():
             return iter(())
+        self._check_control_leader()
         low, high, _ = self._watermarks(self._uri.control_topic, 0, start)
         if start < low:
             raise PrunedError(
@@ -469,7 +490,7 @@ class KafkaLog:
                     if cause is not None:
                         raise reasons.found(self._uri, doing, cause)
                 if reasons.hopeless() or waited_s > ANSWER_TIMEOUT_S:
-                    self._admin = None  # the next one may find a broker that answers
+                    self._admin, self._asked = None, self._uri  # the next one may find a broker that answers
                     raise reasons.unavailable(self._uri, doing, f"no answer within {ANSWER_TIMEOUT_S:.0f} s")
             return {key: _outcome(future) for key, future in futures.items()}
 
@@ -483,7 +504,7 @@ class KafkaLog:
 
     def _admin_client(self) -> Any:
         if self._admin is None:
-            settings = admin_settings(self._uri, self._options)
+            settings = admin_settings(self._asked, self._options)
             self._admin = _client(ck_admin.AdminClient, settings, self._admin_reasons)
         return self._admin
 
@@ -607,11 +628,27 @@ class KafkaLog:
         )
 
     def _records(self, topic: str, partition: int, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
-        """All records in [begin, end); offsets may have gaps, so the position decides, not a count."""
+        """All records in [begin, end). A client that a broker kept waiting is followed by one that knows the leader."""
+        several = "," in self._uri.brokers
+        try:
+            idle_s = ANSWER_TIMEOUT_S if several else READ_IDLE_TIMEOUT_S
+            for offset, record in self._read_on(topic, partition, begin, end, idle_s):
+                begin = offset + 1
+                yield offset, record
+        except LogUnavailableError:
+            if not several:
+                raise
+        else:
+            return
+        self._look_around(topic, [partition])
+        yield from self._read_on(topic, partition, begin, end, READ_IDLE_TIMEOUT_S)
+
+    def _read_on(self, topic: str, partition: int, begin: int, end: int, idle_s: float) -> Iterator[tuple[int, bytes]]:
+        """Records in [begin, end); offsets may have gaps, so the position decides, not a count."""
         if begin >= end:
             return
         reasons = Reasons(self._options)
-        consumer = _client(ck.Consumer, consumer_settings(self._uri, self._options), reasons)
+        consumer = _client(ck.Consumer, consumer_settings(self._asked, self._options), reasons)
         try:
             consumer.assign([ck.TopicPartition(topic, partition, begin)])
             position, heard = begin, time.monotonic()
@@ -619,7 +656,7 @@ class KafkaLog:
                 batch = self._consume(consumer, min(_BATCH_FRAMES, end - position), reasons, topic)
                 if batch:
                     heard = time.monotonic()
-                elif reasons.hopeless() or time.monotonic() - heard > READ_IDLE_TIMEOUT_S:
+                elif reasons.hopeless() or time.monotonic() - heard > idle_s:
                     raise reasons.unavailable(self._uri, f"read {topic}/{partition}", "no answer")
                 for message in batch:
                     if message.error() is not None:
@@ -634,29 +671,24 @@ class KafkaLog:
             consumer.close()
 
     def _frames_at(self, offsets: Mapping[int, int]) -> dict[int, bytes | None]:
-        """The record at one offset of each data partition; None where the partition ends before, or has a gap.
-
-        A client that has asked a broker which is cut off from the others gets no record: then each of them is asked.
-        """
+        """The record at one offset of each data partition; None where the partition ends before, or has a gap."""
         try:
-            return self._fetch_at(self._uri, offsets, ANSWER_TIMEOUT_S)
-        except LogUnavailableError as error:
-            first = error
-        for broker in self._uri.brokers.split(","):
-            if "," in self._uri.brokers and knock(broker)[0]:
-                with suppress(LogUnavailableError):
-                    return self._fetch_at(replace(self._uri, brokers=broker), offsets, OTHERS_TIMEOUT_S)
-        raise first
+            return self._fetch_at(offsets)
+        except LogUnavailableError:
+            if "," not in self._uri.brokers:
+                raise
+        self._look_around(self._uri.data_topic, offsets)
+        return self._fetch_at(offsets)
 
-    def _fetch_at(self, uri: KafkaUri, offsets: Mapping[int, int], timeout_s: float) -> dict[int, bytes | None]:
-        topic, reasons, found = uri.data_topic, Reasons(self._options), dict[int, bytes | None]()
-        consumer = _client(ck.Consumer, consumer_settings(uri, self._options), reasons)
+    def _fetch_at(self, offsets: Mapping[int, int]) -> dict[int, bytes | None]:
+        topic, reasons, found = self._uri.data_topic, Reasons(self._options), dict[int, bytes | None]()
+        consumer = _client(ck.Consumer, consumer_settings(self._asked, self._options), reasons)
         try:
             consumer.assign([ck.TopicPartition(topic, partition, offset) for partition, offset in offsets.items()])
-            deadline = time.monotonic() + timeout_s
+            deadline = time.monotonic() + ANSWER_TIMEOUT_S
             while len(found) < len(offsets):
                 if reasons.hopeless() or time.monotonic() > deadline:
-                    raise reasons.unavailable(uri, f"read {topic}", "no answer")
+                    raise reasons.unavailable(self._uri, f"read {topic}", "no answer")
                 for message in self._consume(consumer, _BATCH_FRAMES, reasons, topic):
                     there = message.error() is None and message.offset() == offsets[message.partition()]
                     found.setdefault(message.partition(), _value(message) if there else None)
