@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -95,6 +96,41 @@ def test_after_a_failure_new_clients_ask_the_brokers_that_know_the_newest_leader
     ends.clear()
     log._look_around("job.data", [0])
     assert log._asked == log._uri
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, *said: tuple[int, int]) -> KafkaLog:
+    """A log whose partition 0 ends, by one answer after the other, at (offset, by the leader of this number)."""
+    answers = iter(said)
+
+    def ask(_log: KafkaLog, _doing: str, _call: object) -> dict[object, object]:
+        high, epoch = next(answers)
+        edge = {"low": SimpleNamespace(offset=0), "high": SimpleNamespace(offset=high, leader_epoch=epoch)}
+        return {(end, 0): each for end, each in edge.items()}
+
+    monkeypatch.setattr(KafkaLog, "_ask", ask)
+    return KafkaLog(KafkaUri(f"{OLD},{NEW}", "job"), {})
+
+
+def test_the_word_of_a_leader_counts_no_more_once_a_newer_one_was_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = answering(monkeypatch, (25, 4), (15, 3), (15, 3), (26, 4))
+    assert [log._edges_of("job.data", [0])[0].high for _ in range(2)] == [25, 26]
+
+
+def test_who_hears_of_an_older_leader_alone_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kafka, "ANSWER_TIMEOUT_S", -1.0)
+    log = answering(monkeypatch, (25, 4), (15, 3))
+    log._edges_of("job.data", [0])
+    with pytest.raises(LogUnavailableError, match="does not know the newest leader"):
+        log._edges_of("job.data", [0])
+
+
+def test_a_topic_that_was_made_anew_counts_its_leaders_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = answering(monkeypatch, (25, 4))
+    log._edges_of("job.data", [0])
+    for made in ("first", "second"):
+        monkeypatch.setattr(KafkaLog, "_ask", lambda *_, made=made: {"job.data": SimpleNamespace(topic_id=made)})
+        log._describe()
+        assert log._epochs == ({("job.data", 0): 4} if made == "first" else {})
 
 
 def test_who_begins_to_read_control_records_asks_the_newest_leader_for_all_of_them(

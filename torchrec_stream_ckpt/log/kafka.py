@@ -132,6 +132,9 @@ class KafkaLog:
         """Whether nobody has looked who leads the control partition, or the last append failed."""
         self._asked = uri
         """The brokers that new clients ask: of several, those that knew the newest leaders at the last look."""
+        self._epochs: dict[tuple[str, int], int] = {}
+        """The newest leader of each partition that was heard of: the word of an older one does not count."""
+        self._topic_ids: dict[str, str] = {}
 
     def prepare(self, partitions: int, identity: str | None = None) -> Incarnation:
         """Create the topics or add partitions; refuses topics that would lose rows by themselves.
@@ -323,7 +326,17 @@ class KafkaLog:
         with self._asking:
             self._asked = replace(self._uri, brokers=",".join(knowing)) if knowing else self._uri
             self._admin = None
+        self._are_of_the_newest(topic, newest)
         return newest
+
+    def _are_of_the_newest(self, topic: str, edges: Mapping[int, _Edge]) -> bool:
+        """Whether no newer leader of these partitions was heard of before."""
+        for partition, edge in edges.items():
+            newest = self._epochs.get((topic, partition), edge.epoch)
+            if edge.epoch < newest:
+                return False
+            self._epochs[topic, partition] = edge.epoch
+        return True
 
     def _check_order(self, spans: Sequence[LogSpan]) -> None:
         """Offsets go through all generations: one that begins before an older one ends was written over a lost tail."""
@@ -384,13 +397,27 @@ class KafkaLog:
             answers = self._ask(doing, ask)
             error = next((answer for answer in answers.values() if isinstance(answer, ck.KafkaError)), None)
             if error is None:
-                return {each: _Edge.of(answers["low", each], answers["high", each]) for each in partitions}
-            if error.code() in _NO_LEADER and time.monotonic() < deadline:
+                edges = {each: _Edge.of(answers["low", each], answers["high", each]) for each in partitions}
+                if self._are_of_the_newest(topic, edges):
+                    return edges
+                self._ask_others(doing, deadline)
+            elif error.code() in _NO_LEADER and time.monotonic() < deadline:
                 time.sleep(0.1)
                 self._describe()  # the client goes on asking the leader that it knows, unless it is told of another one
             else:
                 raise self._unavailable(doing, error)
         return {}
+
+    def _ask_others(self, doing: str, deadline: float) -> None:
+        """A broker has answered that has not heard of the newest leader: the next question goes to another client."""
+        if time.monotonic() > deadline:
+            raise LogUnavailableError(
+                f"Kafka at {self._uri.brokers}: cannot {doing}: a broker answers that does not know the newest leader",
+                hint="see whether that broker is cut off from the others; then try again",
+            )
+        time.sleep(0.1)
+        with self._asking:
+            self._admin = None
 
     def append_control(self, record: bytes, *, garbage: bool = False) -> int:
         """Append one record; see :meth:`Log.append_control`.
@@ -519,7 +546,13 @@ class KafkaLog:
         for name, answer in answers.items():
             if isinstance(answer, ck.KafkaError) and answer.code() != ck.KafkaError.UNKNOWN_TOPIC_OR_PART:
                 raise self._unavailable(f"find topic {name}", answer)
-        return {name: answer for name, answer in answers.items() if not isinstance(answer, ck.KafkaError)}
+        found = {name: answer for name, answer in answers.items() if not isinstance(answer, ck.KafkaError)}
+        for name, description in found.items():
+            made = str(description.topic_id)
+            if self._topic_ids.setdefault(name, made) != made:  # made anew: its leaders are counted from 0 again
+                self._topic_ids[name] = made
+                self._epochs = {each: epoch for each, epoch in self._epochs.items() if each[0] != name}
+        return found
 
     def _require(
         self, topic: str, partition: int, doing: str, error: type[CorruptionError | LogUnavailableError]
