@@ -1,7 +1,8 @@
 """Generate docs/coverage.md from the ``covers`` markers of the tests.
 
 ``python -m tests.coverage`` writes it; a test holds it up to date. A marker names a cell of the cross product
-(optimizer, kernel, plan, module, pipeline), what is so there (``exact``, ``refused`` or ``unverified``), and why.
+(optimizer, kernel, plan, module, pipeline), what is so there (``exact``, ``limited``, ``refused`` or ``unverified``),
+and why.
 """
 
 from __future__ import annotations
@@ -55,14 +56,15 @@ PITFALLS = {
     36: "kernels are replaced, or captured twice, without a word",
     37: "a deep copy of a model takes patched methods of the original along",
 }
-OUTCOMES = ("exact", "refused", "unverified")
+OUTCOMES = ("exact", "limited", "refused", "unverified")
 
 INTRO = """# Coverage
 
-Which combinations are exact, by the test that shows it; which are refused, with what the error says; and which are
-written but have not been run, with the reason. Generated from the tests: `make coverage` writes this page anew, and a
-test fails when it is out of date. Exact means bit for bit: every table, every optimizer state, the kernels' own
-counters and the dense model, restored from a marker, equal what the live job had when it was cut.
+Which combinations are exact, by the test that shows it; where a marker is exact and what follows it is not; which are
+refused, with what the error says; and which are written but have not been run, with the reason. Generated from the
+tests: `make coverage` writes this page anew, and a test fails when it is out of date. Exact means bit for bit: every
+table, every optimizer state, the kernels' own counters and the dense model, restored from a marker, equal what the live
+job had when it was cut.
 
 A row is a cell of the cross product; several tests that show the same cell stand in one row. The last table lists
 what is known to go wrong in checkpoints of TorchRec and FBGEMM, each with the tests that hold it off. Which operators
@@ -70,6 +72,7 @@ that write tables beside the update are seen, and which escape: [guarantees.md](
 """
 HEADINGS = {
     "exact": ("Exact", "shown by"),
+    "limited": ("Exact, but not what follows", "what differs (test that shows it)"),
     "refused": ("Refused", "what the error says (test)"),
     "unverified": ("Unverified", "why (test that will show it)"),
 }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext, suppress
@@ -84,14 +86,46 @@ T = TypeVar("T")
 Method = Callable[Concatenate["StreamCheckpointer", P], T]
 
 
+class _Call:
+    """Lives as long as a collective call."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
 def _collective(name: str) -> Callable[[Method[P, T]], Method[P, T]]:
-    """A call that all ranks make, under its name: a rank that waits in it can say so, and be told where others are."""
+    """A call that all ranks make, under its name: a rank that waits in it can say so, and be told where others are.
+
+    None begins inside of another one, on whatever thread: it would find rows and cuts half way.
+    """
 
     def named(method: Method[P, T]) -> Method[P, T]:
         @wraps(method)
         def call(self: StreamCheckpointer, *args: P.args, **kwargs: P.kwargs) -> T:
-            with self._roll.call(name):
-                return method(self, *args, **kwargs)
+            if os.getpid() != self._process:
+                raise ConfigError(
+                    f"{name} was called in a process that was forked from the one that made this StreamCheckpointer",
+                    hint="call it in the trainer itself: a fork has none of its threads and connections",
+                )
+            mine = _Call(name)
+            running: _Call | None = None
+            try:
+                running = self._calls.setdefault("now", weakref.ref(mine))()  # one step, for all threads
+                if running is None:  # one that was interrupted where it could not say that it has ended
+                    self._calls["now"], running = weakref.ref(mine), mine
+                if running is not mine:
+                    raise ConfigError(
+                        f"{name} was called while {running.name} is running, on this thread or on another one",
+                        hint="make one call after the other, on one thread; a signal handler or a hook sets a flag, "
+                        "and the training loop calls at its next step boundary",
+                    )
+                with self._roll.call(name):
+                    return method(self, *args, **kwargs)
+            finally:
+                if (held := self._calls.get("now")) is not None and held() is mine:
+                    del self._calls["now"]
+                running = None
+                del mine  # a traceback keeps this frame: it must not keep the call running
 
         return cast("Method[P, T]", call)
 
@@ -101,7 +135,8 @@ def _collective(name: str) -> Callable[[Method[P, T]], Method[P, T]]:
 class StreamCheckpointer:
     """Streams the changed rows of a TorchRec job and commits markers; restores any of them.
 
-    Every method is collective: all ranks call it at the same step boundary, on the training thread.
+    Every method is collective: all ranks call it at the same step boundary, on the training thread. A call inside of
+    another one, by a signal handler or on another thread, is refused and changes nothing.
 
     Args:
         dmp: The sharded model.
@@ -138,6 +173,9 @@ class StreamCheckpointer:
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialized", hint="init_process_group() comes first")
         self._config = config.inner
+        self._process = os.getpid()
+        self._calls: dict[str, weakref.ref[_Call]] = {}
+        """The collective call that is running."""
         meet(config.commit_timeout_s + _PEERS_S)
         with ExitStack() as undo:
             # One group for each thread and purpose: calls on one group are in the same order on every rank.
@@ -288,6 +326,9 @@ class StreamCheckpointer:
             ProofMismatchError: (without ``accept_unproved``) rows are not as they were in the tables at a cut; names
                 them. No older marker is tried: it may have lost the same.
         """
+        return self._restore(_marker_id(marker), accept_unproved=accept_unproved)
+
+    def _restore(self, wanted: MarkerId | None, *, accept_unproved: bool) -> Restored | None:
         self._check_open()
         if self._stream is not None:
             raise ConfigError(
@@ -295,7 +336,6 @@ class StreamCheckpointer:
                 "step() or mark()",
                 hint="call restore() once, before the first step(); for another marker make a new one, after close()",
             )
-        wanted = _marker_id(marker)
         if self._config.fresh:
             self._start_fresh(wanted)
             return None
@@ -353,12 +393,12 @@ class StreamCheckpointer:
             self._broken = error if spare.touched else None
             raise
         if marker is None:
-            return self.restore(accept_unproved=accept_unproved)
+            return self._restore(None, accept_unproved=accept_unproved)
         try:
             choice = self._team.on_rank0(lambda: self._taken_over(marker))
         except CorruptionError as error:  # of its dense state: an older marker may be whole
             log.warning("marker %s cannot be taken over: %s", marker, error.headline)
-            return self.restore(accept_unproved=accept_unproved)
+            return self._restore(None, accept_unproved=accept_unproved)
         plan = self._team.together(lambda: plan_behind(stay_at(choice), self._schema, self._shards))
         return self._go_on_from(plan, choice, spare.rows, accept_unproved=accept_unproved)
 
@@ -515,6 +555,9 @@ class StreamCheckpointer:
         Raises:
             FencedError, CaptureMismatchError: as in ``step()``.
         """
+        return self._mark()
+
+    def _mark(self) -> Future[Committed]:
         self._ensure_stream()
         assert self._coordinator is not None
         assert self._cuts is not None
@@ -548,7 +591,7 @@ class StreamCheckpointer:
         tables with another column split are sent whole again.
         """
         wait_s = self._config.commit_timeout_s + 2 * _PEERS_S
-        parent = self.mark().result(wait_s).id if self._stream is not None else None
+        parent = self._mark().result(wait_s).id if self._stream is not None else None
         before = self._column_splits()
         if self._stream is not None:
             self._close_stream(_JOIN_S)
@@ -581,7 +624,7 @@ class StreamCheckpointer:
 
         Rows that changed since the last marker are not part of any: call ``mark()`` before if they shall be.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._process:  # a fork has nothing to close: all of it is its parent's
             return
         self._closed = True
         deadline = time.monotonic() + timeout_s

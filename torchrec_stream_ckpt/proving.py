@@ -191,7 +191,7 @@ class Room:
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.targets: list[list[torch.Tensor]] = []
         """For each piece, where each of its sections goes."""
 
@@ -201,7 +201,7 @@ class Room:
         begins = [0, *accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
         if self._memory.numel() < begins[-1]:
             more = begins[-1] + begins[-1] // 8  # windows differ a little
-            self._memory = torch.zeros(more, dtype=torch.uint8, pin_memory=self._pinned)
+            self._memory = torch.zeros(more, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
         places = iter(zip(begins, sizes, strict=False))
         self.targets = [
             [self._target(*next(places), piece.rows.numel(), section) for section in piece.sections] for piece in pieces

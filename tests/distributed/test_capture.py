@@ -119,6 +119,19 @@ class _Piped(torch.nn.Module):
         return loss, loss.detach()
 
 
+def calls_under_another_default_device(job: Trainer, checkpointer: StreamCheckpointer) -> None:
+    """As ``torch.set_default_device()`` leaves it: what is the host's stays on the host."""
+    for _ in range(3):
+        job.step()
+        with torch.device("meta"):
+            checkpointer.step()
+    with torch.device("meta"):
+        checkpointer.mark().result(60)
+    job.step()
+    with torch.device("meta"):
+        checkpointer.step()
+
+
 def train_pipeline_base(job: Trainer, checkpointer: StreamCheckpointer) -> None:
     pipeline = TrainPipelineBase(_Piped(job.dmp), job.optimizer, torch.device("cpu"))
     source = iter([_Batch(number) for number in range(70, 75)])
@@ -139,6 +152,7 @@ CASES: list[Callable[[Trainer, StreamCheckpointer], None]] = [
     loading_a_state_dict,
     a_learning_rate_schedule,
     rows_that_stay_hot,
+    calls_under_another_default_device,
     train_pipeline_base,
 ]
 

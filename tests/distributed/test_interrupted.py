@@ -1,13 +1,19 @@
-"""Ctrl-C, or any signal handler that raises, at any moment of training: markers stay exact."""
+"""Ctrl-C, or any signal handler that raises or calls, at any moment of training: markers stay exact."""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import os
 import random
 import signal
+import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +21,7 @@ import torch
 from tests import ranks
 from tests.model import PLAN_1, Spec, Trainer, batch, differences, trainer, truth
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
+from torchrec_stream_ckpt.errors import ConfigError
 
 pytestmark = pytest.mark.distributed
 
@@ -107,3 +114,145 @@ def test_a_signal_at_any_moment_loses_no_row(paranoid: bool, tmp_path: Path) -> 
 @pytest.mark.parametrize("paranoid", [False, True])
 def test_thousands_of_signals_lose_no_row(paranoid: bool, tmp_path: Path) -> None:
     _check(f"file://{tmp_path}", paranoid, 5_000, 250)
+
+
+# Calls inside of another call.
+
+HANDLERS = 40
+
+
+def _handling(action: Callable[[], object], number: int, handler: Callable[[], object]) -> int:
+    """Call ``action``, and ``handler`` before a bytecode of this package, as Python handles a signal; how many it had.
+
+    Args:
+        action: What is interrupted.
+        number: Of the bytecode, counted from 0.
+        handler: Called once.
+    """
+    seen = 0
+
+    def step(_frame: FrameType, event: str, _argument: Any) -> Any:
+        nonlocal seen
+        if event == "opcode":
+            seen += 1
+            if seen == number + 1:
+                sys.settrace(None)
+                handler()
+        return step
+
+    def enter(frame: FrameType, _event: str, _argument: Any) -> Any:
+        if "/torchrec_stream_ckpt/" not in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes = True
+        return step
+
+    sys.settrace(enter)
+    try:
+        action()
+    finally:
+        sys.settrace(None)
+    return seen
+
+
+def _call_inside(uri: str) -> tuple[Truths, list[str]]:
+    """``mark()`` at random moments of ``step()``; what was refused, and the truth at each marker."""
+    job = trainer(PLAN)
+    truths: Truths = {}
+    refused: list[str] = []
+    draw = random.Random(3)
+    with _attach(job, uri, paranoid=False) as checkpointer:
+        checkpointer.restore()
+        truths[str(checkpointer.mark().result(60).id)] = truth(job)
+
+        def mark() -> None:
+            try:
+                truths[str(checkpointer.mark().result(60).id)] = truth(job)
+            except ConfigError as error:
+                refused.append(str(error))
+
+        _train(job)
+        bytecodes = _handling(checkpointer.step, -1, mark)
+        for _ in range(HANDLERS):
+            _train(job)
+            _handling(checkpointer.step, draw.randrange(bytecodes), mark)
+            mark()
+    return truths, refused
+
+
+def test_a_marker_that_a_signal_handler_asks_for_inside_of_a_step_is_refused_and_harms_no_other(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}"
+    ((truths, refused),) = ranks.run(1, _call_inside, uri, timeout_s=600)
+    assert len(refused) >= HANDLERS - 3  # a few bytecodes are before and after the call itself
+    assert all(said.startswith("mark() was called while step() is running") for said in refused)
+    markers = [list(truths)[number] for number in (0, len(truths) // 2, -1)]
+    (found,) = ranks.run(1, _restored, uri, markers)
+    assert {marker: differences(truths[marker], found[marker]) for marker in markers} == {key: [] for key in markers}
+
+
+def _mark_on_two_threads(uri: str) -> tuple[Truths, list[str]]:
+    job = trainer(PLAN)
+    said: list[str] = []
+    begun, going_on = threading.Event(), threading.Event()
+    with _attach(job, uri, paranoid=False) as checkpointer:
+        checkpointer.restore()
+        _train(job)
+        sending = checkpointer._dense.stage
+
+        def stage() -> dict[str, Any]:
+            begun.set()
+            going_on.wait(60)
+            return sending()
+
+        checkpointer._dense.stage = stage  # type: ignore[method-assign]
+        thread = threading.Thread(target=lambda: said.append(str(checkpointer.mark().result(60).id)))
+        thread.start()
+        begun.wait(60)
+        with pytest.raises(ConfigError) as refused:
+            checkpointer.mark()
+        going_on.set()
+        thread.join(60)
+        return {said[0]: truth(job)}, [str(refused.value)]
+
+
+def test_two_threads_that_mark_at_once_cut_one_marker(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}"
+    ((truths, (refused,)),) = ranks.run(1, _mark_on_two_threads, uri)
+    assert refused.startswith("mark() was called while mark() is running, on this thread or on another one")
+    (found,) = ranks.run(1, _restored, uri, list(truths))
+    assert {marker: differences(truths[marker], found[marker]) for marker in truths} == {key: [] for key in truths}
+
+
+def _fork(uri: str) -> tuple[Truths, list[str]]:
+    """What a child says that is forked between an update and the mark, and the truth at the mark."""
+    job = trainer(PLAN)
+    with _attach(job, uri, paranoid=False) as checkpointer:
+        checkpointer.restore()
+        _train(job)
+        checkpointer.step()
+        _train(job)
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        child = os.fork()
+        if child == 0:
+            try:
+                for call in (checkpointer.step, checkpointer.mark, checkpointer.restore, checkpointer.plan):
+                    try:
+                        call()
+                    except ConfigError as error:
+                        theirs.send(str(error))
+                checkpointer.close()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        theirs.close()
+        said = [ours.recv() for _ in range(4)]
+        return {str(checkpointer.mark().result(60).id): truth(job)}, said
+
+
+def test_a_forked_process_is_refused_and_harms_no_marker(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}"
+    ((truths, said),) = ranks.run(1, _fork, uri)
+    calls = ("step", "mark", "restore", "plan")
+    for call, each in zip(calls, said, strict=True):
+        assert each.startswith(f"{call}() was called in a process that was forked")
+    (found,) = ranks.run(1, _restored, uri, list(truths))
+    assert {marker: differences(truths[marker], found[marker]) for marker in truths} == {key: [] for key in truths}

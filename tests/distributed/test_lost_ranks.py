@@ -126,3 +126,55 @@ def test_a_rank_that_freezes_is_named_and_nothing_waits_for_it_for_good(
     assert said.startswith(kind.__name__)
     assert "rank 0 has waited" in said
     assert "for rank 1 (no sign of life: frozen, dead or cut off)" in said
+
+
+def _freeze_at_attach(uri: str, told: Path) -> None:
+    """Rank 1 stops before it makes its StreamCheckpointer; rank 0 writes down what it is told."""
+    job = trainer(PLAN_2)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    config = StreamConfig(uri=uri, marker_every=None, commit_timeout_s=1.0)
+    with pytest.raises(RankLostError) as caught:
+        StreamCheckpointer(job.dmp, job.optimizer, config=config)
+    told.write_text(str(caught.value))
+    os._exit(0)
+
+
+@pytest.mark.slow
+def test_a_rank_that_freezes_before_the_attach_is_named_to_the_others(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    job = ranks.start(2, _freeze_at_attach, f"file://{tmp_path}/log", told)
+    try:
+        job.processes[0].join(120)
+        said = told.read_text()
+    finally:
+        job.kill()
+        job.reap()
+    assert "in StreamCheckpointer() for rank 1" in said
+
+
+def _steps_after_a_close(uri: str) -> str:
+    """Rank 1 closes at a boundary at which the others go on, with markers by cadence."""
+    job = trainer(PLAN_2)
+    config = StreamConfig(uri=uri, marker_every=1, commit_timeout_s=4.0)
+    checkpointer = StreamCheckpointer(job.dmp, job.optimizer, config=config, stateful={"loader": job})
+    checkpointer.restore()
+    if dist.get_rank() == 1:
+        checkpointer.close()
+        return ""
+    said = ""
+    for _ in range(5):  # a step ends with the vote of the one before
+        try:
+            checkpointer.step()
+        except StreamCkptError as error:
+            said = str(error)
+            break
+    checkpointer.close(1.0)
+    return said
+
+
+def test_a_rank_that_has_closed_is_named_to_the_one_that_steps(tmp_path: Path) -> None:
+    said, _ = ranks.run(2, _steps_after_a_close, f"file://{tmp_path}")
+    assert "rank 1 has closed its StreamCheckpointer" in said
+    assert "gloo" not in said

@@ -352,3 +352,21 @@ def test_kernels_that_were_replaced_are_refused_at_the_next_boundary_and_from_th
         assert all("its kernels were replaced beside dmp.reshard()" in each for each in said)
         assert all("module=ebc" in each for each in said)
     assert all(state["step"] == 2 for state in ranks.run(2, _restore, uri, WHOLE_TABLES))
+
+
+def _another_model(uri: str) -> str:
+    job, other = trainer(PLAN_1), trainer(PLAN_1)
+    with attach(job, StreamConfig(uri=uri, marker_every=None)) as checkpointer:
+        _steps(job, [checkpointer], 2)
+        checkpointer.mark().result(60)
+        job.dmp._dmp_wrapped_module = other.dmp._dmp_wrapped_module
+        job.step()
+        with pytest.raises(UnsupportedError) as caught:
+            checkpointer.step()
+    return str(caught.value)
+
+
+@pytest.mark.pitfall(36)
+def test_another_model_in_the_wrapper_is_refused_at_the_next_boundary(tmp_path: Path) -> None:
+    (said,) = ranks.run(1, _another_model, f"file://{tmp_path}")
+    assert said.startswith("the wrapped model was replaced")

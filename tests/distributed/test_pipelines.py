@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import EmainplaceModeDefinition
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.streamable import Pipelineable
 
@@ -276,11 +277,16 @@ Found = tuple[State, set[int], list[float], State]
 """The truth at the marker behind step CUT, and the iterations of the kernels; losses, and the truth at the end."""
 
 
-def _in_flight(name: str, uris: list[str]) -> list[Found]:
+RMSPROP = {"optimizer": "rmsprop"}
+EMA = {"optimizer": "ema", "emainplace_mode": EmainplaceModeDefinition(step_ema=2, step_start=0, step_ema_coef=0.25)}
+"""The lookup behind step CUT is one that averages."""
+
+
+def _in_flight(name: str, uris: list[str], build: dict[str, Any]) -> list[Found]:
     """An uninterrupted job whose pipeline is full at the marker, and one whose pipeline was drained for it."""
     found = []
     for uri, drain in zip(uris, (False, True), strict=True):
-        job = trainer(PLANS[2], net=AheadNet, optimizer="rmsprop")
+        job = trainer(PLANS[2], net=AheadNet, **build)
         with jobs.attach(job, StreamConfig(uri=uri, marker_every=None)) as checkpointer:
             losses = []
             for loss in _staged(job, checkpointer, 1, ORDERS[name], drain):
@@ -292,8 +298,8 @@ def _in_flight(name: str, uris: list[str]) -> list[Found]:
     return found
 
 
-def _in_flight_restored(name: str, uri: str) -> Found:
-    job = trainer(PLANS[dist.get_world_size()], net=AheadNet, optimizer="rmsprop")
+def _in_flight_restored(name: str, uri: str, build: dict[str, Any]) -> Found:
+    job = trainer(PLANS[dist.get_world_size()], net=AheadNet, **build)
     with jobs.attach(job, StreamConfig(uri=uri, marker_every=None)) as checkpointer:
         assert checkpointer.restore() is not None
         state, iterations = truth(job), _iterations(job)
@@ -320,8 +326,8 @@ ORDERS = {"semi-sync": looked_up, "prefetch": distributed}
 def test_a_marker_with_batches_in_flight_is_that_of_the_trained_ones(name: str, in_flight: int, tmp_path: Path) -> None:
     """The restored job looks its first batch up with the rows of the marker, as a pipeline does that was drained."""
     uri, drained = f"file://{tmp_path / 'full'}", f"file://{tmp_path / 'drained'}"
-    uninterrupted = ranks.run(2, _in_flight, name, [uri, drained])
-    restored = ranks.run(2, _in_flight_restored, name, uri)
+    uninterrupted = ranks.run(2, _in_flight, name, [uri, drained], RMSPROP)
+    restored = ranks.run(2, _in_flight_restored, name, uri, RMSPROP)
     for (full, whole), (state, iterations, losses, later) in zip(uninterrupted, restored, strict=True):
         assert _but_iterations(differences(full[0], state)) == []
         assert full[1] == {CUT + in_flight}
@@ -330,6 +336,28 @@ def test_a_marker_with_batches_in_flight_is_that_of_the_trained_ones(name: str, 
         assert differences(whole[3], later) == []
         if not in_flight:
             assert losses == full[2][CUT:]
-    state, iterations, _, _ = ranks.run(3, _in_flight_restored, name, uri)[0]
+    state, iterations, _, _ = ranks.run(3, _in_flight_restored, name, uri, RMSPROP)[0]
     assert _but_iterations(differences(uninterrupted[0][0][0], state)) == []
     assert iterations == {CUT}
+
+
+@pytest.mark.covers(
+    optimizer="EMAINPLACE_ROWWISE_ADAGRAD",
+    kernel="fused",
+    module="EmbeddingBagCollection",
+    pipeline="TrainPipelineSemiSync, its order staged by hand",
+    outcome="limited",
+    why="the lookup in flight at the marker has averaged all rows, and the restored pipeline averages them once more: "
+    "use a pipeline that looks up after the update ([guarantees.md](guarantees.md#pipelines))",
+)
+def test_a_lookup_in_flight_that_averages_is_in_the_marker_and_averages_again(tmp_path: Path) -> None:
+    uris = [f"file://{tmp_path / name}" for name in ("full", "drained")]
+    uninterrupted = ranks.run(2, _in_flight, "semi-sync", uris, EMA)
+    for rank, (state, _, losses, _) in enumerate(ranks.run(2, _in_flight_restored, "semi-sync", uris[0], EMA)):
+        full, drained = uninterrupted[rank]
+        assert _but_iterations(differences(full[0], state)) == []
+        assert _but_iterations(differences(full[0], drained[0]))
+        assert losses != drained[2][CUT:]
+    for rank, (state, _, losses, _) in enumerate(ranks.run(2, _in_flight_restored, "semi-sync", uris[1], EMA)):
+        assert _but_iterations(differences(uninterrupted[rank][1][0], state)) == []
+        assert losses == uninterrupted[rank][1][2][CUT:]

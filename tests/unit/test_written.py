@@ -47,15 +47,21 @@ def _load(tbe: Kernel) -> None:
     tbe.load_state_dict({**state, "weights_host": state["weights_host"] + 1})
 
 
-def _sgd(tbe: Kernel) -> None:
+def _sgd(tbe: Kernel, **how: bool) -> None:
     parameter = nn.Parameter(tbe.split_embedding_weights()[0])
     parameter.grad = torch.ones_like(parameter)
-    torch.optim.SGD([parameter], lr=1.0).step()
+    torch.optim.SGD([parameter], lr=1.0, **how).step()
+
+
+def _in_inference_mode(tbe: Kernel) -> None:
+    with torch.inference_mode():
+        tbe.split_embedding_weights()[1].mul_(2)
 
 
 SEEN: dict[str, Callable[[Kernel], object]] = {
     "an operator on a view": lambda tbe: tbe.split_embedding_weights()[1].mul_(2),
     "an operator on a state": lambda tbe: tbe.split_optimizer_states()[1][0].add_(1),
+    "an operator in inference mode": _in_inference_mode,
     "an operator on the tensor itself": lambda tbe: tbe.weights_host.detach().add_(1),
     "assignment by index": lambda tbe: tbe.split_embedding_weights()[0].__setitem__(3, 5.0),
     "index_copy_": lambda tbe: tbe.split_embedding_weights()[0].index_copy_(0, torch.tensor([1]), torch.zeros(1, 4)),
@@ -66,10 +72,17 @@ SEEN: dict[str, Callable[[Kernel], object]] = {
     "a torch optimizer": _sgd,
     "init_embedding_weights_uniform": lambda tbe: tbe.init_embedding_weights_uniform(-1.0, 1.0),
     "load_state_dict of the kernel": _load,
+    "another memory by .data": lambda tbe: setattr(tbe.weights_host, "data", tbe.weights_host.data + 1),
+    "another memory by .data, twice": lambda tbe: [
+        setattr(tbe.weights_host, "data", tbe.weights_host.data + 1) for _ in range(2)
+    ],
+    "set_": lambda tbe: tbe.weights_host.set_(tbe.weights_host.detach() + 1),
+    "swap_tensors": lambda tbe: torch.utils.swap_tensors(tbe.weights_host, nn.Parameter(tbe.weights_host + 1)),
     "a tensor that was replaced": lambda tbe: setattr(tbe, "weights_host", nn.Parameter(tbe.weights_host + 1)),
 }
 
 ESCAPES: dict[str, Callable[[Kernel], object]] = {
+    "a fused optimizer of torch": lambda tbe: _sgd(tbe, fused=True),
     ".data": lambda tbe: tbe.split_embedding_weights()[1].data.mul_(2),
     "an alias of NumPy": lambda tbe: tbe.split_embedding_weights()[1].numpy().fill(3),
     "a tensor over DLPack": lambda tbe: torch.from_dlpack(tbe.split_embedding_weights()[1].detach()).mul_(2),

@@ -76,14 +76,14 @@ class IdMap:
         module = self._module
         seen = module._current_history_buffer_offset
         counters = [int(getattr(module, name)) for name in COUNTERS]
-        none = torch.empty(0, dtype=torch.int64)
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
         state = {
             "map_raw_ids": module._mch_sorted_raw_ids,
             "map_rows": module._mch_remapped_ids_mapping,
             "history_ids": module._history_accumulator[:seen] if seen else none,
             # Once they have been reset in the table nobody reads the list again.
             "evicted_rows": module._evicted_emb_indices.long() if module._evicted else none,
-            "counters": torch.tensor(counters, dtype=torch.int64),
+            "counters": torch.tensor(counters, dtype=torch.int64, device="cpu"),
         }
         for name, in_map, in_history in module._eviction_policy.metadata_info:
             if in_map:
@@ -129,12 +129,12 @@ class IdMap:
         module = self._module
         buckets = module.buckets()
         by_rank, *_ = torch.ops.fbgemm.block_bucketize_sparse_features(
-            torch.tensor([raw_ids.numel()]),
+            torch.tensor([raw_ids.numel()], device="cpu"),
             raw_ids,
             bucketize_pos=False,
             sequence=False,
-            block_sizes=torch.tensor([-(-module.input_size() // buckets)]),
-            total_num_blocks=torch.tensor([[buckets]]),
+            block_sizes=torch.tensor([-(-module.input_size() // buckets)], device="cpu"),
+            total_num_blocks=torch.tensor([[buckets]], device="cpu"),
             my_size=self._world,
         )
         return raw_ids.numel() - int(by_rank[self._rank])

@@ -35,14 +35,20 @@ class Standing:
     """The way to each hooked kernel, as it was at attach."""
 
     def __init__(self, dmp: DistributedModelParallel) -> None:
+        self._dmp, self._root = dmp, dmp.module
         self._places = [place for path, module in sharded_embeddings(dmp) for place in _way(dmp.module, path, module)]
 
     def check(self) -> None:
         """Raise when a kernel was replaced: what was hooked is not what trains.
 
         Raises:
-            UnsupportedError: names the sharded module.
+            UnsupportedError: names the sharded module, or says that it was the whole model.
         """
+        if self._dmp.module is not self._root:
+            raise UnsupportedError(
+                "the wrapped model was replaced (dmp.module): what trains now is not captured",
+                hint="load values into the model that is there, or close() before you replace it and attach again",
+            )
         for place in self._places:
             if not place.kept():
                 raise UnsupportedError(

@@ -67,7 +67,7 @@ def load_wrapper_states(optimizer: torch.optim.Optimizer | None, saved: list[Sta
             at = (state["iteration"], state["stage"])
             wrapper.state.pop(wrapper._warmup_param, None)
             if at != (0, 0):  # before its first step it has none
-                wrapper.state[wrapper._warmup_param] = {"warmup": torch.tensor(at, dtype=torch.long)}
+                wrapper.state[wrapper._warmup_param] = {"warmup": torch.tensor(at, dtype=torch.long, device="cpu")}
         else:
             wrapper._step_num = state["steps"]
 

@@ -1,8 +1,8 @@
 """Writes in place beside the fused update, seen by the versions of a kernel's tensors.
 
 Torch counts the in-place operators on a tensor, and all views of it share the count; FBGEMM's fused updates do not
-raise it. Comparing the counts costs a microsecond a tensor. Which operators raise it, and what escapes:
-docs/guarantees.md.
+raise it. ``tensor.data = other`` raises none, but puts another memory under the tensor. Comparing both costs a
+microsecond a tensor. Which operators raise the count, and what escapes: docs/guarantees.md.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import torch
 from torch import nn
 
 from torchrec_stream_ckpt.adapter.versions import TENSOR
+
+_Seen = tuple[torch.Tensor, torch.UntypedStorage, int]
+"""A tensor, its memory and its version. Both are kept, so that nothing new can be taken for them."""
 
 
 class Versions:
@@ -40,10 +43,10 @@ class Versions:
                     self._shards.setdefault(holders[view.untyped_storage().data_ptr()], set()).add(shard)
         self._seen = self._looked = self._now()
 
-    def _now(self) -> list[tuple[torch.Tensor, int]]:
-        """The tensors themselves too: one that was replaced may have the version of the other."""
+    def _now(self) -> list[_Seen]:
+        """One that was replaced may have the version of the other."""
         tensors = [getattr(self._tbe, name) for name in self._shards]
-        return [(tensor, tensor._version) for tensor in tensors]
+        return [(tensor, tensor.untyped_storage(), tensor._version) for tensor in tensors]
 
     def rebase(self) -> None:
         """All writes so far are known."""
@@ -53,8 +56,12 @@ class Versions:
         """Shards that may have been written since ``told``, or ``rebase``."""
         self._looked = now = self._now()
         pairs = zip(self._shards.values(), self._seen, now, strict=True)
-        return set().union(*(shards for shards, was, now in pairs if was[0] is not now[0] or was[1] != now[1]))
+        return set().union(*(shards for shards, was, now in pairs if not _same(was, now)))
 
     def told(self) -> None:
         """What ``changed`` has returned last is known."""
         self._seen = self._looked
+
+
+def _same(was: _Seen, now: _Seen) -> bool:
+    return was[0] is now[0] and was[1] is now[1] and was[2] == now[2]

@@ -51,7 +51,7 @@ class LateCounts:
         ends = (*self._bases, self._bases[-1] + 1)  # the last one is of ids that lie in no table
         counts = torch.stack([bits[begin:end].sum() for begin, end in pairwise(ends)])
         # Memory of its own each time: a copy that was dropped may still be on its way.
-        host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=bits.is_cuda)
+        host = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=bits.is_cuda)
         host.copy_(counts, non_blocking=True)
         self._asked = host, self._record(bits.device)
 

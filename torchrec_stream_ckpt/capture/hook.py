@@ -386,7 +386,7 @@ class Capture:
                     first, last = max(begin, shard.row0), min(end, shard.row0 + shard.rows)
                     if table == shard.table.name and first < last:
                         base = kernel.bases[position] - shard.row0
-                        mask.mark_rows(torch.arange(base + first, base + last))
+                        mask.mark_rows(torch.arange(base + first, base + last, device="cpu"))
 
     def _save(self, position: int, find: Callable[[], torch.Tensor]) -> None:
         """Send frozen rows in front of a write, within the marker's budget; a write neither waits nor fails."""

@@ -30,7 +30,7 @@ class StreamIdentity:
 def allocate(device: torch.device, num_bytes: int) -> Bytes:
     """Memory for one frame: pinned when the tables are on a GPU, so that the copy can run beside training."""
     if device.type == "cuda":
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
     return np.empty(num_bytes, np.uint8)
 
 

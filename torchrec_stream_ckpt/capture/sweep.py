@@ -15,7 +15,7 @@ class MaskSweep:
     def __init__(self, bases: tuple[int, ...]) -> None:
         self._bases = bases
         self._total = bases[-1]
-        self.unswept = torch.zeros(self._total, dtype=torch.bool)
+        self.unswept = torch.zeros(self._total, dtype=torch.bool, device="cpu")
         self._cursor = self._total
 
     def again(self, shards: list[int]) -> None:
@@ -26,7 +26,7 @@ class MaskSweep:
 
     def window(self, limit: int) -> Found:
         """Up to ``limit`` rows that were never sent; skips over what has been."""
-        found = torch.empty(0, dtype=torch.int64)
+        found = torch.empty(0, dtype=torch.int64, device="cpu")
         while self._cursor < self._total and not found.numel():
             window = self.unswept[self._cursor : self._cursor + limit]
             found = window.nonzero().flatten() + self._cursor

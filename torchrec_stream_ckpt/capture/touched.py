@@ -232,7 +232,7 @@ class TouchedRows:
         """Linear rows of a lookup that are frozen, ascending. On a GPU the host waits, to learn how many."""
         if lookup.indices.is_cuda:
             return self.frozen_among(self._kernel.linear_rows(lookup).clamp_(max=self.total))
-        hits = [torch.empty(0, dtype=torch.int64)]
+        hits = [torch.empty(0, dtype=torch.int64, device="cpu")]
         for (first, last), (begin, end) in zip(self._feature_rows, pairwise(self._bounds(lookup)), strict=True):
             ids = lookup.indices[begin:end].long()
             hits.append(ids[self._frozen.bits[first:last][ids]] + first)

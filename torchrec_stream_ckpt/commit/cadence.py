@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -86,8 +86,9 @@ class Cadence:
         wanted = self._due or (self._every_s is not None and (timely or self._rank != 0))
         wanted = wanted or (self._affordable is not None and self._affordable())
         said = (ballot.ready and wanted, ballot.settled, ballot.owner, ballot.holding, ballot.sound)
-        flags = torch.tensor(said, dtype=torch.int32)
-        work = dist.all_reduce(flags, dist.ReduceOp.MIN, group=self._group, async_op=True)
+        flags = torch.tensor(said, dtype=torch.int32, device="cpu")
+        with self._naming():
+            work = dist.all_reduce(flags, dist.ReduceOp.MIN, group=self._group, async_op=True)
         assert work is not None
         self._vote = (flags, work)
 
@@ -99,10 +100,21 @@ class Cadence:
         self._vote = None
         if not work.is_completed() and self._roll is not None:
             self._roll.wait(lambda seconds: _done(work, seconds), self._bound_s)
-        work.wait()
+        with self._naming():
+            work.wait()
         ballot = Ballot(*(bool(flag) for flag in flags.tolist()))
         self._watching = self._watching and not ballot.settled
         return ballot
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        """What gloo says of a connection that broke names no rank."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._roll is None:
+                raise
+            raise self._roll.lost(error, self._roll.current or "a vote") from error
 
     def cut(self) -> None:
         """A cut was made at this step boundary, for whatever reason; an open vote is void."""

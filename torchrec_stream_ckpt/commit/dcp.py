@@ -122,4 +122,4 @@ def empty_blob(entries: Entries, name: str) -> torch.Tensor:
         raise SchemaMismatchError(
             f"the marker holds no '{name}'", hint="hand over the same stateful objects as the job that wrote it"
         )
-    return torch.empty(entry.size, dtype=torch.uint8)
+    return torch.empty(entry.size, dtype=torch.uint8, device="cpu")

@@ -40,7 +40,7 @@ def empty_pieces(entries: Mapping[str, Any], maps: Iterable[IdMap]) -> Pieces:
     for name, entry in entries.items():
         if name.startswith(f"{PREFIX}."):
             table, row0, field = name.removeprefix(f"{PREFIX}.").rsplit(".", 2)
-            tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+            tensor = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
             saved.setdefault(table, {}).setdefault(int(row0), {})[field] = tensor
     return {each.table: _whole(each, saved.get(each.table, {})) for each in maps}
 

@@ -200,7 +200,7 @@ def empty_like(saved: TensorStorageMetadata, parameter: nn.Parameter | None) -> 
     dtype = saved.properties.dtype
     if parameter is not None and isinstance(parameter.data, DTensor) and saved.size == parameter.size():
         return torch.empty_like(parameter.data, dtype=dtype)
-    return torch.empty(saved.size, dtype=dtype)
+    return torch.empty(saved.size, dtype=dtype, device="cpu")
 
 
 def read(

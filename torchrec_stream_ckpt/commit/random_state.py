@@ -22,7 +22,7 @@ def random_state() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     return {
         # As a tensor: a pickle of torch's asks of each of the 625 numbers whether it is a storage, at each marker.
-        "python": (version, torch.tensor(words), gauss),
+        "python": (version, torch.tensor(words, device="cpu"), gauss),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
         "cuda": _cuda_state() if _uses_cuda() else None,

@@ -97,4 +97,4 @@ class Copies:
         kept = self._kept.get(name)
         if kept is not None and kept.shape == tensor.shape and kept.dtype == tensor.dtype:
             return kept
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)

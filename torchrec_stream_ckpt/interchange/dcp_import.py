@@ -201,7 +201,7 @@ class _PartPlanner(DefaultLoadPlanner):
         self._entries = {name: tensor_entry(metadata, name) for name, _, _ in parts}
         self._parts = parts
         self.tensors = {
-            (name, offsets): torch.empty(sizes, dtype=self._entries[name].properties.dtype)
+            (name, offsets): torch.empty(sizes, dtype=self._entries[name].properties.dtype, device="cpu")
             for name, offsets, sizes in parts
         }
 

@@ -116,4 +116,4 @@ def _digest(value: Any) -> str:
 def _empty(saved: Any) -> Any:
     if not isinstance(saved, TensorStorageMetadata):
         return None  # a plain value: DCP puts it in place of this
-    return torch.empty(saved.size, dtype=saved.properties.dtype)
+    return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
