@@ -48,9 +48,7 @@ def fold(
     log = FileLog(directory)
     lineage = Control(log).refresh()
     if upto is not None:
-        lineage = Lineage(
-            lineage.claims, {marker: commit for marker, commit in lineage.commits.items() if marker <= upto}
-        )
+        lineage = Lineage(lineage.claims, lineage.commits.only([each for each in lineage.commits if each <= upto]))
     with ThreadPoolExecutor(4) as pool:
         objects = open_store(str(directory))
         warm = HeadWriter(head, objects, pool) if head is not None else None

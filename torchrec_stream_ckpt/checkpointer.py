@@ -197,7 +197,8 @@ class StreamCheckpointer:
             handed = (*(stateful or {}).values(), *(stateful_per_rank or {}).values())
             self._loaders = [item for item in handed if isinstance(item, TrackedLoader)]
             # What this job writes to: its only log, or the inner one of two tiers.
-            self._tier = self._team.together(lambda: open_tier(self._config, signs=self._team.rank == 0))
+            how = {"signs": self._team.rank == 0, "spare": config.outer is None}
+            self._tier = self._team.together(lambda: open_tier(self._config, **how))
             undo.callback(self._tier.close)
             self._log, self._control = self._tier.log, self._tier.control
             self._team.on_rank0(self._tier.preflight)  # a log that cannot be reached is said now, not at a marker

@@ -186,7 +186,7 @@ class Standby:
         """(rank 0) What leads from where the tables stand to the newest marker; None: nothing does."""
         lineage = self._refresh()
         newest = lineage.newest
-        if self._at is None or newest is None or self._at not in {each.id for each in lineage.chain(newest.id)}:
+        if self._at is None or newest is None or self._at not in lineage.leading_to(newest.id):
             return None
         behind = look_behind(self._log, lineage, self._at, newest.id, self._known)
         known = {**self._known}

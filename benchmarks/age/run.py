@@ -124,13 +124,15 @@ def attach(root: Path) -> dict[str, float]:
     """What rank 0 does at a start: read the control log, choose a marker, open a generation, commit its markers."""
     before = _rss()
     log = FileLog(root)
-    control = Control(log)
-    times = {"attach": _timed(control.refresh)}
+    control = Control(log, spare=True)
+    times = dict(zip(("attach", "attach, CPU"), _timed_twice(control.refresh), strict=True))
     lineage = control.lineage
     newest = lineage.newest
     assert newest is not None
     writer = Writer(root, Age(lineage.newest_generation, 1, len(newest.ranks)))
-    times["choice"] = _timed(lambda: choose(log, lineage, DenseFolder(root), None))
+    times["rank 0, attached"] = _rss() - before
+    found = _timed_twice(lambda: choose(log, lineage, DenseFolder(root), None))
+    times |= dict(zip(("choice", "choice, CPU"), found, strict=True))
     claim = writer.claim(lineage.next_generation, newest.id)
     control.claim(claim)
     ends = [end[-1] for end in (writer._stream(claim.generation, rank) for rank in range(len(newest.ranks)))]
@@ -182,6 +184,13 @@ def _timed(act: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
+def _timed_twice(act: Callable[[], object]) -> tuple[float, float]:
+    """Seconds, and seconds of CPU."""
+    begin, cpu = time.perf_counter(), time.process_time()
+    act()
+    return time.perf_counter() - begin, time.process_time() - cpu
+
+
 def _rss() -> int:
     """Memory of this process, in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
@@ -211,9 +220,12 @@ def measure(report: Report, args: argparse.Namespace, folder: Path) -> None:
     times = {name: apart(attach, root) for name, root in roots.items()}
     for what, unit, scale in (
         ("attach", "s", 1),
+        ("attach, CPU", "s", 1),
         ("choice", "s", 1),
+        ("choice, CPU", "s", 1),
         ("commit", "ms", 1e3),
         ("first commit", "ms", 1e3),
+        ("rank 0, attached", "MB", 1e-6),
         ("rank 0", "MB", 1e-6),
     ):
         report.add(what, _one(times["young"][what], times["old"][what]), "young", unit=unit, scale=scale)

@@ -7,8 +7,9 @@ import json
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +31,7 @@ from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotF
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.layout import FileUri, check_store_url, parse_uri
-from torchrec_stream_ckpt.log.api import Log, open_log
+from torchrec_stream_ckpt.log.api import Incarnation, Log, open_log
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.dense import DenseStore, open_dense
 from torchrec_stream_ckpt.store.holdings import Holdings
@@ -67,6 +68,7 @@ class Job:
     lineage: Lineage
     store: str | None
     store_options: str | None
+    incarnation: Incarnation
     _dense: dict[str, DenseStore] = field(default_factory=dict)
     _objects: dict[str, Objects] = field(default_factory=dict)
     stands: dict[tuple[MarkerId, MarkerId | None], bool] = field(default_factory=dict)
@@ -146,12 +148,18 @@ def kept_store(uri: str, commit: Commit | None) -> str:
     """
     if commit is not None and commit.store:
         return commit.store
-    parsed = parse_uri(uri)
-    if isinstance(parsed, FileUri):
-        return str(parsed)
+    if (inside := _inside(uri)) is not None:
+        return inside
     raise ConfigError(
         "the job's COMMITs do not say where its store is", hint="name it: --store URL, for materialize --dense URL, too"
     )
+
+
+@cache
+def _inside(uri: str) -> str | None:
+    """The store inside a file log; asked for each marker."""
+    parsed = parse_uri(uri)
+    return str(parsed) if isinstance(parsed, FileUri) else None
 
 
 def options_of(url: str, store_options: str | None) -> str | None:
@@ -186,9 +194,10 @@ def open_job(
                     hint=f"let it be put back: stream-ckpt recover {uri} --store {store or 'URL'}",
                     path=rows.place,
                 )
-        if log.incarnation() is None:
+        incarnation = log.incarnation()
+        if incarnation is None:
             raise MarkerNotFoundError("there is no log here", hint="check the URI; a job makes its log", uri=uri)
-        job = Job(uri, log, control, control.refresh(), store, store_options)
+        job = Job(uri, log, control, control.refresh(), store, store_options, incarnation)
     except BaseException:
         log.close()
         raise
@@ -220,6 +229,13 @@ def parse_job(text: str) -> bytes:
 
 def print_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=2))
+
+
+def print_json_rows(value: dict[str, object], name: str, rows: Sequence[object]) -> None:
+    """``value`` with one more field, a list: one line for each of its items, as there may be tens of thousands."""
+    front = json.dumps(value, indent=2).removesuffix("\n}")
+    lines = ",".join(f"\n    {json.dumps(row)}" for row in rows)
+    typer.echo(f"{front},\n  {json.dumps(name)}: [{lines}\n  ]\n}}")
 
 
 def plain(text: str) -> str:

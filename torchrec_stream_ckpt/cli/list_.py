@@ -21,7 +21,7 @@ from torchrec_stream_ckpt.cli.common import (
     age,
     open_job,
     plain,
-    print_json,
+    print_json_rows,
     size,
 )
 from torchrec_stream_ckpt.cli.standing import look
@@ -50,7 +50,7 @@ def list_markers(
         rows = [_row(job, commit) for commit in chosen]
         if json:
             counts = {"generations": job.lineage.newest_generation, "unsigned": job.lineage.unsigned}
-            print_json({"uri": uri, **counts, "markers": rows})
+            print_json_rows({"uri": uri, **counts}, "markers", rows)
             return
         if tree:
             _print_tree(job, {row["marker"]: row for row in rows})

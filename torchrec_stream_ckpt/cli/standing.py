@@ -45,7 +45,8 @@ def look(job: Job, commit: Commit) -> Standing:
         return Standing(error.headline)
     reach = holding.reach if holding is not None else None
     in_log = _stands(job, commit.id, None)
-    lacks, trimmed = ("", "") if _stands(job, commit.id, reach) else _lacks(job, commit, reach)
+    stands = in_log if reach is None else _stands(job, commit.id, reach)
+    lacks, trimmed = ("", "") if stands else _lacks(job, commit, reach)
     if reason or lacks:
         return Standing(reason or lacks, "" if reason else trimmed, None, in_log, None, holding)
     source = "log" if reach is None else "store" if reach == commit.id else "store+log"
@@ -97,13 +98,13 @@ def _has(job: Job, marker: MarkerId, reach: MarkerId | None) -> bool:
 
 def _has_streams(job: Job, marker: MarkerId, reach: MarkerId | None) -> bool:
     """The same of one marker, as far as names, sizes and ends tell."""
-    generation, now = marker.generation, job.log.incarnation()
+    generation = marker.generation
     after: Sequence[RankEnd] = ()
     if reach is not None and generation <= reach.generation:
         if generation < reach.generation or marker == reach:
             return True
         after = job.lineage.find(reach).ranks
-    if now is None or now.id != job.lineage.claims[generation].incarnation:
+    if job.incarnation.id != job.lineage.claims[generation].incarnation:
         return False
     commit = job.lineage.find(marker)
     streams = [(end, after[end.rank] if after else None) for end in commit.ranks]

@@ -6,7 +6,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
 from typing import TypeVar
@@ -24,14 +26,17 @@ from torchrec_stream_ckpt.errors import (
     PrunedError,
 )
 from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.format.commits import Place
 from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord, Serve, Trim, parse_control
 from torchrec_stream_ckpt.format.folding import Folded, fold, is_snapshot
 from torchrec_stream_ckpt.format.frame import parse_header
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.mac import CommitKey
+from torchrec_stream_ckpt.format.packed_commit import PackedCommit, read_record
 from torchrec_stream_ckpt.format.snapshot import Snapshot
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.types import MarkerId
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +50,7 @@ _HINT = (
     "stream-ckpt recover NEW_URI --store URL"
 )
 _READ_BACK_S = 10.0
+_CRC_BITS = 32
 
 
 class Control:
@@ -55,6 +61,7 @@ class Control:
         key_file: The commit key: with it, records are signed, and only records that it vouches for count.
         serving: Take a serving stream, too: its rows are lossy.
         copies: Where the records are kept a second time, and the URI of the log; None: nowhere.
+        spare: Hold in memory only the newest COMMIT of each generation, and read the others again when they are needed.
     """
 
     def __init__(
@@ -64,8 +71,10 @@ class Control:
         *,
         serving: bool = False,
         copies: tuple[Objects, str] | None = None,
+        spare: bool = False,
     ) -> None:
         self._log = log_
+        self._spare = spare
         self._serving = serving
         self._key = CommitKey.load(key_file) if key_file is not None else None
         self._folded = Folded()
@@ -117,7 +126,7 @@ class Control:
         try:
             for offset, record in self._log.read_control(self._next, garbage=self.signs):
                 if offset > self._last:
-                    counts = not is_snapshot(record) and self._apply(self._folded, offset, record)
+                    counts = not is_snapshot(record) and self._apply(self._folded, offset, record, spare=self._spare)
                     self._passed(offset, record)
                     if self.copies is not None:
                         self.copies.heard(offset, record, counts=counts, snapshot=is_snapshot(record))
@@ -189,9 +198,10 @@ class Control:
                         recent.append(each)
                     yield each
 
-            return self._fold(noted(), base)
+            return self._fold(noted(), base, spare=self._spare)
 
         self._folded = self._whole(read)
+        self._folded.lineage.commits.fetch = self._fetch
         if last[0] >= 0:
             self._passed(*last)
         if self.copies is not None:
@@ -213,8 +223,46 @@ class Control:
                     raise
         raise AssertionError
 
-    def _fold(self, records: Iterable[tuple[int, bytes]], base: int) -> Folded:
-        return fold(records, base, self._apply, self.snapshot_part, serving=self._serving)
+    def _fold(self, records: Iterable[tuple[int, bytes]], base: int, *, spare: bool = False) -> Folded:
+        apply = partial(self._apply, spare=spare)
+        return fold(records, base, apply, self.snapshot_part, serving=self._serving)
+
+    def _fetch(self, places: Mapping[MarkerId, Place]) -> dict[MarkerId, bytes]:
+        """The COMMITs that stand there.
+
+        Raises:
+            MarkerNotFoundError: one was given up since, and what it stood in is gone.
+            CorruptionError: another record stands there now.
+            LogUnavailableError: the log does not answer.
+        """
+        wanted = {place >> _CRC_BITS: marker for marker, place in places.items()}
+        last, found = max(wanted), dict[MarkerId, bytes]()
+        with suppress(PrunedError):  # what was deleted is in a snapshot
+            for offset, record in self._log.read_control(min(wanted), garbage=self.signs):
+                if offset in wanted and _place(offset, crc32c(record)) == places[wanted[offset]]:
+                    found[wanted[offset]] = record
+                if offset >= last:
+                    break
+        missing = places.keys() - found.keys()
+        return found | self._fetch_anew({marker: places[marker] for marker in missing}) if missing else found
+
+    def _fetch_anew(self, places: Mapping[MarkerId, Place]) -> dict[MarkerId, bytes]:
+        """The same, from whatever says it now."""
+        lineage = self.fold_again().lineage
+        found = {}
+        for marker, place in places.items():
+            if marker in lineage.given_up:
+                lineage.find(marker)  # since this one read on
+            frame = lineage.commits[marker].to_frame() if marker in lineage.commits else b""
+            if _place(place >> _CRC_BITS, crc32c(frame)) != place:
+                raise CorruptionError(
+                    "the control partition holds another COMMIT of a marker than was read from it, or none",
+                    hint=_HINT,
+                    marker=marker,
+                    control_offset=place >> _CRC_BITS,
+                )
+            found[marker] = frame
+        return found
 
     def fold_again(self, upto: int | None = None) -> Folded:
         """The control partition read anew, as far as the record at offset ``upto``; this one stays as it is."""
@@ -233,20 +281,21 @@ class Control:
         """Append one part of a snapshot; raises as :meth:`Log.append_control`."""
         self._log.append_control((self._key.sign(part) if self._key else part).to_frame(), garbage=self.signs)
 
-    def _apply(self, folded: Folded, offset: int, record: bytes) -> bool:
+    def _apply(self, folded: Folded, offset: int, record: bytes, *, spare: bool) -> bool:
         """Fold one record; whether it counts."""
         parsed, stale = self._accept(folded.lineage, record, offset), folded.lineage.stale
+        crc = crc32c(record)
         if parsed is not None:
-            folded.lineage.apply(parsed)
-        folded.upto, folded.crc = offset, crc32c(record)
+            folded.lineage.apply(parsed, _place(offset, crc) if spare and isinstance(parsed, PackedCommit) else None)
+        folded.upto, folded.crc = offset, crc
         return parsed is not None and folded.lineage.stale == stale
 
-    def _accept(self, lineage: Lineage, record: bytes, offset: int) -> ControlRecord | None:
+    def _accept(self, lineage: Lineage, record: bytes, offset: int) -> ControlRecord | PackedCommit | None:
         """The record, or None if there is a key that does not vouch for it."""
         if self._key is None:
-            return parse_control(record, offset, serving=self._serving)
+            return read_record(record, offset, serving=self._serving)
         try:
-            parsed, why = parse_control(record, offset, serving=True), "it is not signed with the commit key"
+            parsed, why = read_record(record, offset, serving=True), "it is not signed with the commit key"
         except CorruptionError as error:
             parsed, why = None, error.headline
         if parsed is not None and not isinstance(parsed, Serve) and self._key.vouches_for(parsed):
@@ -376,6 +425,11 @@ class Control:
             generation=commit.generation,
             marker=commit.marker,
         )
+
+
+def _place(offset: int, crc: int) -> Place:
+    """Where a COMMIT stands, and which one it is."""
+    return offset << _CRC_BITS | crc
 
 
 def _generation_of(record: bytes) -> int:

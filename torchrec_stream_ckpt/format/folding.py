@@ -17,18 +17,21 @@ from typing import Any
 from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.control import ControlRecord, parse_control
+from torchrec_stream_ckpt.format.control import ControlRecord
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, parse_header
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.packed_commit import PackedCommit, read_record
 from torchrec_stream_ckpt.format.schema import canonical
 from torchrec_stream_ckpt.format.snapshot import Parts, Snapshot, pack, unpack
 from torchrec_stream_ckpt.types import MarkerId
 
 log = logging.getLogger(__name__)
 
-_AHEAD_BYTES = 2**25
+_AHEAD_BYTES = 2**22
 """Records that a reader holds back at most, in case that a snapshot spares it to fold them."""
 _GENERATION = re.compile(r"[0-9]{1,10}")
+_SNAPSHOT = bytes([Kind.SNAPSHOT])
+"""The byte of a header in which its kind stands, to tell most other records without reading the rest."""
 _NUMBERS = {"stale", "unsigned", "taken", "given_up"}
 
 
@@ -93,11 +96,11 @@ def _numbers(line: bytes) -> dict[str, Any]:
     return dict(numbers)
 
 
-def _records(frames: bytes, *, serving: bool) -> Iterator[ControlRecord]:
+def _records(frames: bytes, *, serving: bool) -> Iterator[ControlRecord | PackedCommit]:
     view, position = memoryview(frames), 0
     while position < len(view):
         end = position + HEADER_LEN + parse_header(view[position : position + HEADER_LEN]).payload_len
-        record = parse_control(view[position:end], serving=serving)
+        record = read_record(view[position:end], serving=serving)
         if isinstance(record, Snapshot):
             raise CorruptionError("a SNAPSHOT carries another one")
         yield record
@@ -189,6 +192,8 @@ class _Ahead:
 
 def is_snapshot(record: bytes) -> bool:
     """Whether a record says that it is a part of a snapshot: damaged or not, it decides nothing."""
+    if record[8:9] != _SNAPSHOT:
+        return False
     try:
         return parse_header(record).kind is Kind.SNAPSHOT
     except CorruptionError:

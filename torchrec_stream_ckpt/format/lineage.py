@@ -13,7 +13,9 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
+from torchrec_stream_ckpt.format.commits import Commits, Place
 from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord, Trim
+from torchrec_stream_ckpt.format.packed_commit import PackedCommit
 from torchrec_stream_ckpt.format.record import Meta
 from torchrec_stream_ckpt.format.remarks import End, Note
 from torchrec_stream_ckpt.format.snapshot import Snapshot
@@ -29,7 +31,7 @@ class Lineage:
 
     claims: dict[int, Claim] = field(default_factory=dict)
     """The winning CLAIM of each generation."""
-    commits: dict[MarkerId, Commit] = field(default_factory=dict)
+    commits: Commits = field(default_factory=Commits)
     """Committed markers, oldest first."""
     trims: list[Trim] = field(default_factory=list)
     """The TRIMs that count, oldest first."""
@@ -59,7 +61,7 @@ class Lineage:
             self._reach[marker.generation] = max(marker, self._reach.get(marker.generation, marker))
 
     @classmethod
-    def of(cls, records: Iterable[ControlRecord]) -> Lineage:
+    def of(cls, records: Iterable[ControlRecord | PackedCommit]) -> Lineage:
         lineage = cls()
         for record in records:
             lineage.apply(record)
@@ -67,7 +69,13 @@ class Lineage:
 
     @classmethod
     def restored(
-        cls, records: Iterable[ControlRecord], *, stale: int, unsigned: int, taken: int, given_up: Iterable[MarkerId]
+        cls,
+        records: Iterable[ControlRecord | PackedCommit],
+        *,
+        stale: int,
+        unsigned: int,
+        taken: int,
+        given_up: Iterable[MarkerId],
     ) -> Lineage:
         """The lineage that had these :meth:`records`, which all count, and these numbers."""
         lineage = cls(unsigned=unsigned, taken=taken, given_up=set(given_up))
@@ -102,7 +110,13 @@ class Lineage:
         places = {place for _, place in deciding.values()} | ({newest[1]} if newest is not None else set())
         return [self.trims[place] for place in sorted(places)]
 
-    def apply(self, record: ControlRecord) -> None:
+    def apply(self, record: ControlRecord | PackedCommit, place: Place | None = None) -> None:
+        """Fold one record.
+
+        Args:
+            record: The next one.
+            place: Of a COMMIT that need not be held for ever: where it can be fetched.
+        """
         if isinstance(record, Snapshot):
             return  # it says again what others have said
         if self.claims and record.job != self.job:
@@ -113,8 +127,8 @@ class Lineage:
             )
         if isinstance(record, Claim):
             self._claim(record)
-        elif isinstance(record, Commit):
-            self._commit(record)
+        elif isinstance(record, PackedCommit | Commit):
+            self._commit(record, place)
         elif isinstance(record, Trim):
             self._trim(record)
         elif isinstance(record, End):
@@ -140,16 +154,18 @@ class Lineage:
             claim = replace(claim, schema=before.schema)  # a thousand generations keep the tables once
         self.claims[claim.generation] = claim
 
-    def _commit(self, commit: Commit) -> None:
+    def _commit(self, commit: Commit | PackedCommit, place: Place | None) -> None:
         owner = self.claims.get(commit.generation)
-        fenced = commit.generation != self.newest_generation
+        if owner is None or commit.generation != self.newest_generation or owner.nonce != commit.nonce:
+            self.stale += 1
+            return
+        marker, newest = MarkerId(owner.generation, commit.marker), next(reversed(self.commits), None)
         # A COMMIT that nobody answered for may land late, behind that of a later marker: it does not count.
-        late = self.newest is not None and commit.id <= self.newest.id
-        ended = commit.generation in self.ends
-        if owner is None or fenced or owner.nonce != commit.nonce or late or ended:
+        late = newest is not None and marker <= newest
+        if late or commit.generation in self.ends:
             self.stale += 1
         else:
-            self.commits[commit.id] = commit
+            self.commits.add(marker, commit, place)
 
     def _trim(self, trim: Trim) -> None:
         # What lies in front of what may be gone did exist, whether or not its COMMIT has been given up.
@@ -229,7 +245,8 @@ class Lineage:
     @property
     def newest(self) -> Commit | None:
         """The committed marker that was committed last."""
-        return next(reversed(self.commits.values()), None)
+        marker = next(reversed(self.commits), None)
+        return self.commits[marker] if marker is not None else None
 
     def find(self, marker: MarkerId) -> Commit:
         """The commit of ``marker``.
@@ -237,31 +254,40 @@ class Lineage:
         Raises:
             MarkerNotFoundError: it was never committed.
         """
-        commit = self.commits.get(marker)
-        if commit is None and marker in self.given_up:
+        self._check_committed(marker)
+        return self.commits[marker]
+
+    def _check_committed(self, marker: MarkerId) -> None:
+        if marker in self.commits:
+            return
+        if marker in self.given_up:
             raise MarkerNotFoundError(
                 f"marker {marker} was given up, and a trim took its COMMIT",
                 hint="choose another one: stream-ckpt list URI shows which are offered",
             )
-        if commit is None:
-            known = ", ".join(str(known) for known in list(self.commits)[-5:]) or "none at all"
-            raise MarkerNotFoundError(
-                f"marker {marker} is not committed (newest committed: {known})",
-                hint="list them: stream-ckpt list URI",
-            )
-        return commit
+        known = ", ".join(str(known) for known in list(self.commits)[-5:]) or "none at all"
+        raise MarkerNotFoundError(
+            f"marker {marker} is not committed (newest committed: {known})",
+            hint="list them: stream-ckpt list URI",
+        )
 
     def path(self, marker: MarkerId) -> list[Commit]:
         """The commits whose frames make up ``marker``: root generation first, ``marker`` itself last.
 
         Frames behind a generation's commit on this path are on an abandoned timeline.
         """
-        path = [self.find(marker)]
-        while (parent := self.claims[path[-1].generation].parent) is not None:
-            if parent.generation >= path[-1].generation:
-                raise CorruptionError(f"generation {path[-1].generation} names {parent} as its parent")
-            path.append(self.find(parent))
-        return path[::-1]
+        return self.commits.named(self.way(marker))
+
+    def way(self, marker: MarkerId) -> list[MarkerId]:
+        """The markers of :meth:`path`; needs none of their COMMITs."""
+        self._check_committed(marker)
+        way = [marker]
+        while (parent := self.claims[way[-1].generation].parent) is not None:
+            if parent.generation >= way[-1].generation:
+                raise CorruptionError(f"generation {way[-1].generation} names {parent} as its parent")
+            self._check_committed(parent)
+            way.append(parent)
+        return way[::-1]
 
     def previous(self, marker: MarkerId) -> MarkerId | None:
         """The committed marker before ``marker`` in its generation; None at the first one."""
@@ -274,17 +300,20 @@ class Lineage:
 
         What one generation sent between two neighbors, or from its start, is an interval.
         """
-        chain: list[Commit] = []
-        for ancestor in self.path(marker):
+        return list(self.commits.through(self.leading_to(marker)))
+
+    def leading_to(self, marker: MarkerId) -> list[MarkerId]:
+        """The markers of :meth:`chain`; needs none of their COMMITs."""
+        leading: list[MarkerId] = []
+        for ancestor in self.way(marker):
             same = self._of_generation(ancestor.generation)
-            chain += (self.commits[each] for each in same[: bisect_right(same, ancestor.id)])
-        return chain
+            leading += same[: bisect_right(same, ancestor)]
+        return leading
 
     def towards(self, marker: MarkerId) -> Lineage:
         """Of all this only what a restore of ``marker`` needs: the markers that lead to it, and their generations."""
-        generations = sorted(commit.generation for commit in self.path(marker))
-        commits = {commit.id: commit for commit in self.chain(marker)}
-        return Lineage({each: self.claims[each] for each in generations}, commits)
+        generations = sorted(each.generation for each in self.way(marker))
+        return Lineage({each: self.claims[each] for each in generations}, self.commits.only(self.leading_to(marker)))
 
     def newest_of(self, generation: int) -> MarkerId:
         """The newest committed marker of a generation that has one."""
@@ -303,8 +332,8 @@ class Lineage:
     def bases(self, marker: MarkerId) -> dict[int, int]:
         """For each table, the newest generation on the path to ``marker`` that sent it whole."""
         bases: dict[int, int] = {}
-        for commit in self.path(marker):
-            bases |= dict.fromkeys(self.claims[commit.generation].swept, commit.generation)
+        for each in self.way(marker):
+            bases |= dict.fromkeys(self.claims[each.generation].swept, each.generation)
         return bases
 
     @property

@@ -13,6 +13,7 @@ from typing import NoReturn, TypeVar
 
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord, Trim
+from torchrec_stream_ckpt.format.packed_commit import PackedCommit
 from torchrec_stream_ckpt.format.remarks import End, Note
 from torchrec_stream_ckpt.format.snapshot import Snapshot
 
@@ -65,11 +66,11 @@ class CommitKey:
         """The record with its HMAC."""
         return replace(record, mac=self._mac(record))
 
-    def vouches_for(self, record: ControlRecord) -> bool:
+    def vouches_for(self, record: ControlRecord | PackedCommit) -> bool:
         """Whether somebody who has the key has written this very record."""
         return hmac.compare_digest(record.mac, self._mac(record))
 
-    def _mac(self, record: ControlRecord) -> str:
+    def _mac(self, record: ControlRecord | PackedCommit) -> str:
         return hmac.new(self._key, record.signed_bytes(), hashlib.sha256).hexdigest()
 
     def __repr__(self) -> str:

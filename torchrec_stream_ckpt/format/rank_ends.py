@@ -43,9 +43,11 @@ class RankEnds(Sequence[RankEnd]):
         if len(packed) < _FRONT.size:
             raise CorruptionError("COMMIT.ranks is cut short")
         count, widths, least = self._front()
-        if not 1 <= count <= MAX_RANKS or max(widths) > 8 or len(packed) != _FRONT.size + count * sum(widths):
+        widest, highest = max(widths), max(least)
+        if not 1 <= count <= MAX_RANKS or widest > 8 or len(packed) != _FRONT.size + count * sum(widths):
             raise CorruptionError("COMMIT.ranks has impossible lengths")
-        if any(low + (1 << 8 * width) > 1 << 64 for low, width in zip(least, widths, strict=True)):
+        fits = highest + (1 << 8 * widest) <= 1 << 64  # then each column does
+        if not fits and any(low + (1 << 8 * width) > 1 << 64 for low, width in zip(least, widths, strict=True)):
             raise CorruptionError("COMMIT.ranks has a number of more than 64 bits")
         if least[_FRAMES] < 2 and min(self._column(_FRAMES)) < 2:
             raise CorruptionError(_IN_ORDER)
@@ -94,6 +96,8 @@ class RankEnds(Sequence[RankEnd]):
         """The sum of one column over all ranks."""
         count, widths, least = self._front()
         place = COLUMNS.index(name)
+        if not widths[place]:
+            return count * least[place]
         sums: list[int] = self._bytes(place, count, widths).sum(axis=0, dtype=np.uint64).tolist()
         return count * least[place] + sum(value << 8 * byte for byte, value in enumerate(sums))
 
@@ -132,8 +136,8 @@ class RankEnds(Sequence[RankEnd]):
         return repr(tuple(self))
 
     def _front(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        count, *rest = _FRONT.unpack_from(self._packed)
-        return int(count), tuple(rest[: len(COLUMNS)]), tuple(rest[len(COLUMNS) :])
+        front = _FRONT.unpack_from(self._packed)
+        return front[0], front[1 : 1 + len(COLUMNS)], front[1 + len(COLUMNS) :]
 
     def _column(self, place: int) -> list[int]:
         count, widths, least = self._front()

@@ -36,7 +36,7 @@ class Record:
 
     def signed_bytes(self) -> bytes:
         """What the HMAC covers: all fields but itself."""
-        return _SIGNED.format(kind=self.KIND.name).encode() + canonical(self.body() | {"mac": ""})
+        return signed_front(self.KIND) + canonical(self.body() | {"mac": ""})
 
     def header(self) -> Header:
         """Of the frame. What stands in both agrees."""
@@ -47,6 +47,11 @@ class Record:
         """The fields of the payload."""
         fields = {name: value for name, value in plain(self).items() if name != "version"}
         return fields | {"job": self.job.hex()}
+
+
+def signed_front(kind: Kind) -> bytes:
+    """In front of what is signed."""
+    return _SIGNED.format(kind=kind.name).encode()
 
 
 def meta_of(values: Mapping[str, object]) -> Meta:

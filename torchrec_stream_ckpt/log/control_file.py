@@ -1,4 +1,4 @@
-"""The records of ``control.log``, read in pieces: no more of the file is in memory than one record.
+"""The records of ``control.log``, read in pieces: no more of the file is in memory than a MiB or a record.
 
 What stands after the last whole record may be *torn*: an appender died while it wrote. That is at most one record,
 cut short or never written (zeros). Anything else that is not a record is damage, unless there is a commit key. Then it
@@ -17,6 +17,7 @@ from typing import BinaryIO
 from torchrec_stream_ckpt.errors import CorruptionError, PrunedError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, MAGIC, MAX_FRAME_BYTES, Kind, parse_header, payload_of
+from torchrec_stream_ckpt.format.packed_commit import CommitHead, head_at
 from torchrec_stream_ckpt.format.snapshot import Base
 from torchrec_stream_ckpt.layout import fsync_dir
 
@@ -66,10 +67,12 @@ def records(path: Path, start: int, end: ControlEnd, *, garbage: bool) -> Iterat
         front = read_front(file)
         if start < front.base:
             raise PrunedError(f"the control log begins at offset {front.base}, not at {start}", path=path)
-        position, headless = start - front.shift, False
+        position, headless, pieces = start - front.shift, False, _Pieces(file, size)
         while position < size:
             try:
-                record = _record_at(file, position, size)
+                record = pieces.commit_at(position)
+                if record is None:
+                    record = _record_at(file, position, size)
                 if record is not None and garbage:
                     payload_of(parse_header(record), record)
                 whole, why = record, None
@@ -93,6 +96,42 @@ def records(path: Path, start: int, end: ControlEnd, *, garbage: bool) -> Iterat
             file.seek(position)
             yield position + front.shift, file.read(min(HEADER_LEN, following - position))
             position = following
+
+
+class _Pieces:
+    """Cuts COMMITs, which are nearly all that there is, out of large pieces of the file.
+
+    Args:
+        file: Read from.
+        size: Where it ends.
+    """
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self._size = file, size
+        self._piece, self._begin = b"", 0
+
+    def commit_at(self, position: int) -> bytes | None:
+        """The record at ``position``; None unless it is a whole COMMIT, as far as its header tells."""
+        head = self._head_at(position)
+        if head is None:
+            return None
+        length = HEADER_LEN + head.payload_len
+        if position + length > self._begin + len(self._piece):
+            if position + length > self._size:
+                return None
+            self._read(position)
+        at = position - self._begin
+        record = self._piece[at : at + length]
+        return record if len(record) == length else None
+
+    def _head_at(self, position: int) -> CommitHead | None:
+        if not self._begin <= position <= self._begin + len(self._piece) - HEADER_LEN:
+            self._read(position)
+        return head_at(self._piece, position - self._begin)
+
+    def _read(self, position: int) -> None:
+        self._file.seek(position)
+        self._piece, self._begin = self._file.read(min(_BUFFER_BYTES, self._size - position)), position
 
 
 def _check_head(path: Path, record: bytes, *, headless: bool) -> None:

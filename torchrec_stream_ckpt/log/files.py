@@ -59,6 +59,8 @@ class FileLog:
         self._root = root
         self._control_end = 0
         """Up to here the control log has been read; whole records only grow."""
+        self._folders: dict[int, str] = {}
+        """Of partitions that were asked for."""
         self._begun: set[tuple[int, int]] = set()
         """Streams (generation, partition) that were opened here: what is there of them is their own."""
 
@@ -193,10 +195,13 @@ class FileLog:
         Asks for their names, and lists no folder: it holds those of all generations. Where the answer is no, they may
         still be there under other names.
         """
-        folder, base = partition_dir(self._root, span.partition), 0
+        base = 0
+        folder = self._folders.get(span.partition)
+        if folder is None:  # a job asks for tens of thousands of segments: strings, for paths take longer than the disk
+            folder = self._folders[span.partition] = str(partition_dir(self._root, span.partition))
         while base < span.end:
             try:
-                size = (folder / segment_name(span.generation, base)).stat().st_size
+                size = os.stat(f"{folder}/{segment_name(span.generation, base)}").st_size
             except OSError:  # whoever lists the folder says what it is
                 return False
             if not size:

@@ -143,7 +143,7 @@ def lineage(whole: Lineage) -> str:
 def _span(whole: Lineage, generation: int) -> tuple[int, int, int]:
     """(step where it begins, step of its last marker, number of its markers)."""
     parent = whole.claims[generation].parent
-    begin = whole.commits[parent].step if parent in whole.commits else 0
+    begin = whole.commits[parent].step if parent is not None and parent in whole.commits else 0
     steps = [commit.step for marker, commit in whole.commits.items() if marker.generation == generation]
     return begin, max(steps, default=begin), len(steps)
 

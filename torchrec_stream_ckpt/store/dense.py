@@ -239,14 +239,14 @@ class DenseFolder:
         try:
             if commit.dense_list is not None and agree(commit.dense_list, _sizes(folder)):
                 return ""
-            files = self.files(commit)
+            files = files_at(folder, commit)
         except StreamCkptError as error:
             return error.headline
         except OSError as error:
             return f"dense state is gone: {folder}: {error.strerror}"
         for file in files:
             try:
-                found = (folder / file.name).lstat().st_size
+                found = os.lstat(f"{folder}/{file.name}").st_size
             except OSError as error:
                 return f"dense state is gone: {folder / file.name}: {error.strerror}"
             if found != file.num_bytes:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
+from torchrec_stream_ckpt.format.commits import Commits
 from torchrec_stream_ckpt.format.control import Claim, Commit, Trim
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import Incarnation
@@ -130,7 +131,7 @@ class Standing:
                 for trim in lineage.trims
                 if (reach := tuple(marker for marker in trim.markers if marker.generation in generations))
             ]
-        return Lineage(claims, commits, trims)
+        return Lineage(claims, Commits(commits), trims)
 
 
 def _read(tier: Tier) -> tuple[Lineage, str]:

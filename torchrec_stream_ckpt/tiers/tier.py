@@ -62,15 +62,18 @@ class Tiers:
         return parsed.directory
 
 
-def open_tier(config: StreamConfig, *, signs: bool = True) -> Tier:
-    """Open a log and its store; touches nothing but the commit key, which is only read if it ``signs``."""
+def open_tier(config: StreamConfig, *, signs: bool = True, spare: bool = False) -> Tier:
+    """Open a log and its store; touches nothing but the commit key, which is only read if it ``signs``.
+
+    With ``spare`` few COMMITs are held in memory: for a trainer with one log, which never goes through all of them.
+    """
     with contextlib.ExitStack() as undo:
         log = open_log(config.uris[-1], config.kafka_options)
         undo.callback(log.close)
         objects = open_store(config.store_url, config.store_options)
         undo.callback(objects.close)
         copies = (objects, str(parse_uri(config.uris[-1])))
-        control = Control(log, config.commit_key_file if signs else None, copies=copies)
+        control = Control(log, config.commit_key_file if signs else None, copies=copies, spare=spare)
         undo.pop_all()
         return Tier(config, log, control, objects, dense_in(objects))
 

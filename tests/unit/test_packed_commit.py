@@ -1,0 +1,275 @@
+"""A COMMIT is checked at one go, or field by field: both refuse the same bytes, and read the same."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from crc32c import crc32c
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.golden import make
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.control import Commit, parse_control
+from torchrec_stream_ckpt.format.dense_files import DenseFile, DenseList
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_frame, parse_header
+from torchrec_stream_ckpt.format.mac import CommitKey
+from torchrec_stream_ckpt.format.packed_commit import head_at, open_commit, pack_commit, read_record
+from torchrec_stream_ckpt.format.rank_ends import RankEnds
+from torchrec_stream_ckpt.types import RankEnd
+
+JOB = bytes(range(16))
+KEY = CommitKey(bytes(range(32)))
+SHA = "0123456789abcdef" * 4
+ENDS = tuple(RankEnd(rank, rank, 0, 5000 + rank, 3, 2**31 + rank, 7, 512) for rank in range(5))
+COMMIT = Commit(
+    JOB,
+    3,
+    "ab" * 16,
+    17,
+    170,
+    RankEnds.of(ENDS),
+    "dense/x/g00000003-m00000017",
+    (DenseFile(".metadata", 0, SHA), DenseFile("__0_0.distcp", 123, SHA)),
+    1763823140.123456,
+    "s3://bucket/prefix",
+)
+
+NUMBERS = st.integers(0, 2**64 - 1)
+TEXTS = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=12)
+NAMES = st.sampled_from([".metadata", "__0_0.distcp", "a", "-", "x.y"])
+FILES = st.lists(st.builds(DenseFile, NAMES, NUMBERS, st.just(SHA)), max_size=3, unique_by=lambda file: file.name)
+LISTS = st.builds(DenseList, st.integers(1, 2**60), NUMBERS, st.integers(1, 2**26), st.just(SHA))
+METAS = st.dictionaries(
+    st.sampled_from(["loss", "a.b", "x"]), st.one_of(TEXTS, st.integers(-(2**52), 2**52), st.floats(-1e9, 1e9))
+)
+
+
+@st.composite
+def commits(draw: st.DrawFn) -> Commit:
+    """Any that a trainer can write."""
+    said = draw(st.none() | LISTS)
+    meta = draw(st.none() | METAS)
+    commit = Commit(
+        JOB,
+        draw(st.integers(1, 2**32 - 1)),
+        draw(TEXTS),
+        draw(NUMBERS),
+        draw(NUMBERS),
+        RankEnds.of(ENDS[: draw(st.integers(1, 5))]),
+        draw(TEXTS),
+        () if said is not None else tuple(draw(FILES)),
+        draw(st.floats(0, 1e16)),
+        draw(TEXTS),
+        meta=tuple(sorted(meta.items())) if meta is not None else None,
+        dense_list=said,
+    )
+    return KEY.sign(commit) if draw(st.booleans()) else commit
+
+
+def slowly(frame: bytes) -> Commit | None:
+    try:
+        record = parse_control(frame)
+    except CorruptionError:
+        return None
+    return record if isinstance(record, Commit) else None
+
+
+def agree(frame: bytes) -> bool:
+    """Whether the quick way took it; what it took, the slow way reads as the same."""
+    packed, slow = pack_commit(frame), slowly(frame)
+    if packed is None:
+        return False
+    assert slow is not None, frame
+    said = (packed.job, packed.generation, packed.marker, packed.nonce, packed.mac)
+    assert said == (slow.job, slow.generation, slow.marker, slow.nonce, slow.mac)
+    assert packed.open() == slow == open_commit(frame)
+    assert repr(packed.open()) == repr(slow)
+    assert packed.open().version == slow.version
+    assert packed.signed_bytes() == slow.signed_bytes()
+    assert packed.frame == frame == slow.to_frame()
+    return True
+
+
+def written(text: bytes, header: Header | None = None) -> bytes:
+    """A frame with that payload, whose checksums are right."""
+    return bytes(json_frame(header or COMMIT.header(), text))
+
+
+def text_of(commit: Commit) -> str:
+    return commit.to_frame()[HEADER_LEN:].decode("ascii").rstrip(" ")
+
+
+@given(commits())
+def test_what_a_trainer_writes_reads_the_same(commit: Commit) -> None:
+    agree(commit.to_frame())
+
+
+@pytest.mark.parametrize(
+    "commit",
+    [
+        COMMIT,
+        KEY.sign(COMMIT),
+        replace(COMMIT, dense_files=()),
+        replace(COMMIT, meta=(("loss", 0.25), ("name", "a b"))),
+        replace(COMMIT, meta=()),
+        replace(COMMIT, dense_files=(), dense_list=DenseList(100, 2**40, 12_000, SHA)),
+    ],
+)
+def test_the_usual_ones_are_taken_the_quick_way(commit: Commit) -> None:
+    assert agree(commit.to_frame())
+    assert KEY.vouches_for(read_record(commit.to_frame())) == (commit.mac != "")
+
+
+@pytest.mark.parametrize("name", ["commit", "commit_signed", "commit_listed"])
+def test_the_golden_ones_are_taken_the_quick_way(name: str) -> None:
+    assert agree(make.undump((make.HERE / f"{name}.hex").read_text()))
+
+
+TAMPERED = {
+    "a space": lambda text: text.replace('"step":', '"step": '),
+    "another order": lambda text: json.dumps(dict(reversed(json.loads(text).items())), separators=(",", ":")),
+    "a name twice": lambda text: text.replace('"step":170', '"step":170,"step":170'),
+    "the first name twice": lambda text: '{"dense":"y",' + text[1:],
+    "a field too many": lambda text: text[:-1] + ',"zone":1}',
+    "a field too few": lambda text: text.replace('"mac":"",', ""),
+    "19 digits": lambda text: text.replace('"num_bytes":123', '"num_bytes":9999999999999999999'),
+    "64 bits": lambda text: text.replace('"num_bytes":123', f'"num_bytes":{2**64 - 1}'),
+    "65 bits": lambda text: text.replace('"num_bytes":123', f'"num_bytes":{2**64}'),
+    "5000 digits": lambda text: text.replace('"num_bytes":123', f'"num_bytes":1{"0" * 5000}'),
+    "below zero": lambda text: text.replace('"num_bytes":123', '"num_bytes":-123'),
+    "minus zero": lambda text: text.replace('"num_bytes":123', '"num_bytes":-0'),
+    "a float": lambda text: text.replace('"num_bytes":123', '"num_bytes":123.0'),
+    "a leading zero": lambda text: text.replace('"num_bytes":123', '"num_bytes":0123'),
+    "true": lambda text: text.replace('"num_bytes":123', '"num_bytes":true'),
+    "another step": lambda text: text.replace('"step":170', '"step":171'),
+    "another marker": lambda text: text.replace('"marker":17', '"marker":18'),
+    "another generation": lambda text: text.replace('"generation":3', '"generation":4'),
+    "another job": lambda text: text.replace(JOB.hex(), bytes(16).hex()),
+    "NaN": lambda text: re.sub('"time_s":[^}]*', '"time_s":NaN', text),
+    "Infinity": lambda text: re.sub('"time_s":[^}]*', '"time_s":Infinity', text),
+    "1e999": lambda text: re.sub('"time_s":[^}]*', '"time_s":1e999', text),
+    "1e5": lambda text: re.sub('"time_s":[^}]*', '"time_s":1e5', text),
+    "a whole time": lambda text: re.sub('"time_s":[^}]*', '"time_s":17', text),
+    "a time below zero": lambda text: re.sub('"time_s":[^}]*', '"time_s":-1.5', text),
+    "a time with a zero too many": lambda text: re.sub('"time_s":[^}]*', '"time_s":1.50', text),
+    "a time with a leading zero": lambda text: re.sub('"time_s":[^}]*', '"time_s":01.5', text),
+    "a time of many digits": lambda text: re.sub('"time_s":[^}]*', '"time_s":1.1234567890123456789', text),
+    "cut short": lambda text: text[:-1],
+    "cut in the middle": lambda text: text[: len(text) // 2],
+    "nothing": lambda text: "",
+    "an array": lambda text: f"[{text}]",
+    "more behind it": lambda text: text + "{}",
+    "a line behind it": lambda text: text + "\n",
+    "a space in front": lambda text: " " + text,
+    "an escape": lambda text: text.replace("dense/x", "dense\\u002fx"),
+    "a short escape": lambda text: text.replace("dense/x", "dense\\/x"),
+    "a control character": lambda text: text.replace("dense/x", "dense\x01x"),
+    "a tab": lambda text: text.replace("dense/x", "dense\\tx"),
+    "DEL": lambda text: text.replace("dense/x", "dense\x7fx"),
+    "a long place": lambda text: text.replace("dense/x", "d" * 4097),
+    "the longest place": lambda text: text.replace('"store":"s3://bucket/prefix"', f'"store":"{"s" * 4096}"'),
+    "a file twice": lambda text: text.replace("__0_0.distcp", ".metadata"),
+    "a file named ..": lambda text: text.replace("__0_0.distcp", ".."),
+    "a file named as the list": lambda text: text.replace("__0_0.distcp", ".files"),
+    "a file with a slash": lambda text: text.replace("__0_0.distcp", "a/b"),
+    "a hidden file": lambda text: text.replace("__0_0.distcp", ".hidden"),
+    "a file without a name": lambda text: text.replace("__0_0.distcp", ""),
+    "a comma too many": lambda text: text.replace("}],", "},],"),
+    "a digest too short": lambda text: text.replace(SHA, SHA[1:]),
+    "a digest in capitals": lambda text: text.replace(SHA, SHA.upper()),
+    "a mac too short": lambda text: text.replace('"mac":""', '"mac":"ab"'),
+    "a mac that is null": lambda text: text.replace('"mac":""', '"mac":null'),
+    "ranks of nothing": lambda text: re.sub('"ranks":"[^"]*"', '"ranks":""', text),
+    "ranks cut short": lambda text: re.sub('"ranks":"....', '"ranks":"', text),
+    "ranks not padded": lambda text: text.replace("=", ""),
+    "ranks with other last bits": lambda text: re.sub(
+        "(.)=", lambda found: chr(ord(found[1]) + 1) + "=", text, count=1
+    ),
+    "ranks with a space": lambda text: text.replace('"ranks":"', '"ranks":" '),
+    "a list beside files": lambda text: text.replace(
+        ',"generation"', f',"dense_list":{{"files":1,"list_bytes":9,"num_bytes":9,"sha256":"{SHA}"}},"generation"'
+    ),
+    "meta": lambda text: text.replace(',"nonce"', ',"meta":{"a":1},"nonce"'),
+    "meta out of order": lambda text: text.replace(',"nonce"', ',"meta":{"b":1,"a":1},"nonce"'),
+    "meta twice": lambda text: text.replace(',"nonce"', ',"meta":{"a":1,"a":2},"nonce"'),
+    "meta with a brace": lambda text: text.replace(',"nonce"', ',"meta":{"a":"}"},"nonce"'),
+    "meta that ends early": lambda text: text.replace(',"nonce"', ',"meta":{"a":"x},"nonce"'),
+    "meta of NaN": lambda text: text.replace(',"nonce"', ',"meta":{"a":NaN},"nonce"'),
+    "meta of 1e999": lambda text: text.replace(',"nonce"', ',"meta":{"a":1e999},"nonce"'),
+    "meta of 5000 digits": lambda text: text.replace(',"nonce"', f',"meta":{{"a":1{"0" * 4000}}},"nonce"'),
+    "meta with a bad name": lambda text: text.replace(',"nonce"', ',"meta":{"a b":1},"nonce"'),
+    "meta that is null": lambda text: text.replace(',"nonce"', ',"meta":null,"nonce"'),
+    "nested meta": lambda text: text.replace(',"nonce"', ',"meta":{"a":[1]},"nonce"'),
+}
+SAME = {"19 digits", "the longest place", "meta"}
+"""Of these, the ones that a writer can make."""
+
+
+@pytest.mark.parametrize("how", TAMPERED)
+def test_what_a_writer_does_not_make_is_left_to_the_slow_way(how: str) -> None:
+    text = TAMPERED[how](text_of(COMMIT))
+    assert text != text_of(COMMIT)
+    frame = written(text.encode("ascii"))
+    assert agree(frame) == (how in SAME)
+    try:
+        record = read_record(frame)
+    except CorruptionError as error:
+        with pytest.raises(CorruptionError, match=re.escape(error.message)):
+            parse_control(frame)
+    else:
+        assert (record.open() if how in SAME else record) == parse_control(frame)
+
+
+@given(commits(), st.data())
+@settings(max_examples=300)
+def test_one_byte_of_the_payload_makes_no_difference_between_the_ways(commit: Commit, data: st.DataObject) -> None:
+    text = bytearray(text_of(commit).encode("ascii"))
+    place = data.draw(st.integers(0, len(text) - 1))
+    byte = data.draw(st.sampled_from(b'0123456789.,:"{}[]\\ eE+-=/aZ_') | st.integers(0, 255))
+    how = data.draw(st.sampled_from(["replace", "insert", "delete"]))
+    text[place : place + (how != "insert")] = b"" if how == "delete" else bytes([byte])
+    agree(written(bytes(text), commit.header()))
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_one_byte_of_the_header_makes_no_difference_between_the_ways(data: st.DataObject) -> None:
+    frame = bytearray(COMMIT.to_frame())
+    for _ in range(data.draw(st.integers(1, 2))):
+        frame[data.draw(st.integers(0, HEADER_LEN - 5))] = data.draw(st.sampled_from([0, 1, 2, 64, 128, 255]))
+    if data.draw(st.booleans()):
+        frame[124:128] = crc32c(bytes(frame[:124])).to_bytes(4, "little")
+    head = head_at(frame)
+    try:
+        header = parse_header(frame)
+    except CorruptionError:
+        header = None
+    if head is not None:
+        assert header is not None
+        assert header.kind is Kind.COMMIT
+        assert head == tuple(getattr(header, name) for name in head._fields)
+    agree(bytes(frame))
+
+
+@given(commits(), st.integers(0, 2000))
+@example(COMMIT, 0)
+def test_a_frame_that_is_cut_or_longer_is_not_taken(commit: Commit, length: int) -> None:
+    frame = commit.to_frame()
+    assert pack_commit(frame[: min(length, len(frame) - 1)]) is None
+    assert pack_commit(frame + bytes(64)) is None
+
+
+def test_a_flipped_bit_anywhere_is_not_taken() -> None:
+    frame = COMMIT.to_frame()
+    for place in range(len(frame)):
+        assert pack_commit(frame[:place] + bytes([frame[place] ^ 4]) + frame[place + 1 :]) is None
+
+
+def test_other_records_are_read_as_before() -> None:
+    for name in ("claim", "trim", "end", "note", "snapshot"):
+        frame = make.undump((make.HERE / f"{name}.hex").read_text())
+        assert read_record(frame) == parse_control(frame)

@@ -1,0 +1,154 @@
+"""The COMMITs of a lineage, by marker: as they stand in the log until somebody looks, or not held at all.
+
+Of tens of thousands of markers a trainer needs all names, and few COMMITs: those that lead to its parent, one of each
+generation. So where a COMMIT can be fetched again, only the newest one of each generation is held; of the others the
+name, and where it stands. One that is asked for by its name is held from then on. Every question has the answer that it
+would have if all were held. But an answer that needs a COMMIT that is not held may find the log unavailable.
+
+A COMMIT that came in a snapshot has no place of its own, and is held: a snapshot is made by a trim, and drops what the
+store gave up. So is one that differs in any byte from what its writer makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping, MutableMapping, ValuesView
+from itertools import islice
+from typing import Any, TypeAlias
+
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.packed_commit import PackedCommit, open_commit
+from torchrec_stream_ckpt.types import MarkerId
+
+Place: TypeAlias = int
+"""Where a COMMIT stands in its log, as whoever fetches it understands it."""
+Fetch: TypeAlias = Callable[[Mapping[MarkerId, Place]], Mapping[MarkerId, bytes]]
+"""Gives the frames of COMMITs, in one pass over the log."""
+
+_AT_A_TIME = 1024
+"""COMMITs that are fetched at one go, when somebody goes through all of them."""
+
+
+class Commits(MutableMapping[MarkerId, Commit]):
+    """Committed markers, in the order in which they were committed.
+
+    Args:
+        commits: Those that are known.
+    """
+
+    __slots__ = ("_held", "_last", "fetch")
+
+    def __init__(self, commits: Mapping[MarkerId, Commit | bytes] | None = None) -> None:
+        self._held: dict[MarkerId, Commit | bytes | Place] = dict(commits or {})
+        """A COMMIT, or its frame, or where it stands."""
+        self._last: tuple[MarkerId, Place] | None = None
+        """The newest one that has a place, and is held."""
+        self.fetch: Fetch | None = None
+        """Gives those that are not held."""
+
+    def add(self, marker: MarkerId, commit: Commit | PackedCommit, place: Place | None = None) -> None:
+        """Take one more. With a place, the one before it in its generation is not held any longer."""
+        self._held[marker] = commit.frame if isinstance(commit, PackedCommit) else commit
+        if place is None:
+            return
+        if self._last is not None and self._last[0].generation == marker.generation:
+            self._held[self._last[0]] = self._last[1]
+        self._last = marker, place
+
+    def __getitem__(self, marker: MarkerId) -> Commit:
+        found = self._held[marker]
+        if not isinstance(found, Commit):
+            found = open_commit(found if isinstance(found, bytes) else self._fetched({marker: found})[marker])
+            self._held[marker] = found
+        return found
+
+    def named(self, markers: Iterable[MarkerId]) -> list[Commit]:
+        """These, fetched in one pass."""
+        markers = list(markers)
+        away = {marker: place for marker in markers if isinstance(place := self._held[marker], int)}
+        if away:
+            self._held |= {marker: open_commit(frame) for marker, frame in self._fetched(away).items()}
+        return [self[marker] for marker in markers]
+
+    def only(self, markers: Collection[MarkerId]) -> Commits:
+        """Some of them, in their order here; held as they are here."""
+        some = Commits()
+        some._held = {marker: self._held[marker] for marker in markers}
+        some.fetch = self.fetch
+        return some
+
+    def __setitem__(self, marker: MarkerId, commit: Commit) -> None:
+        self._held[marker] = commit
+
+    def __delitem__(self, marker: MarkerId) -> None:
+        del self._held[marker]
+        if self._last is not None and self._last[0] == marker:
+            self._last = None
+
+    def __contains__(self, marker: object) -> bool:
+        return marker in self._held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[MarkerId]:
+        return iter(self._held)
+
+    def __reversed__(self) -> Iterator[MarkerId]:
+        return reversed(self._held)
+
+    def values(self) -> CommitValues:
+        return CommitValues(self)
+
+    def items(self) -> CommitItems:
+        return CommitItems(self)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Commits):
+            return dict(self.items()) == dict(other.items())
+        return dict(self.items()) == other if isinstance(other, Mapping) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Commits({', '.join(map(str, self._held))})"
+
+    def __reduce__(self) -> Any:
+        """With all of them: another process fetches nothing."""
+        away = {marker: place for marker, place in self._held.items() if isinstance(place, int)}
+        return Commits, (self._held | dict(self._fetched(away)) if away else self._held,)
+
+    def through(self, markers: Iterable[MarkerId]) -> Iterator[Commit]:
+        """These, one after the other; those that are fetched for that are not held on to."""
+        markers, at_a_time = iter(markers), 1
+        while some := list(islice(markers, at_a_time)):
+            at_a_time = min(4 * at_a_time, _AT_A_TIME)  # whoever wants the first few fetches no more than a few
+            away = {marker: place for marker in some if isinstance(place := self._held[marker], int)}
+            fetched = self._fetched(away) if away else {}
+            for marker in some:
+                yield open_commit(fetched[marker]) if marker in fetched else self[marker]
+
+    def _fetched(self, away: Mapping[MarkerId, Place]) -> Mapping[MarkerId, bytes]:
+        assert self.fetch is not None
+        return self.fetch(away)
+
+
+class CommitValues(ValuesView[Commit]):
+    """The COMMITs, in order; see :meth:`Commits.through`."""
+
+    _mapping: Commits
+
+    def __iter__(self) -> Iterator[Commit]:
+        return self._mapping.through(list(self._mapping))
+
+    def __reversed__(self) -> Iterator[Commit]:
+        return self._mapping.through(list(reversed(self._mapping)))
+
+
+class CommitItems(ItemsView[MarkerId, Commit]):
+    """The same with their markers."""
+
+    _mapping: Commits
+
+    def __iter__(self) -> Iterator[tuple[MarkerId, Commit]]:
+        markers = list(self._mapping)
+        return zip(markers, self._mapping.through(markers), strict=True)

@@ -1,0 +1,205 @@
+"""COMMIT as this library writes it: checked by one expression when it is read, taken apart when somebody looks.
+
+A log of a thousand generations has tens of thousands of COMMITs, and a reader looks at few of them. To read a COMMIT
+field by field takes four times as long as to see that it is whole. So one whose bytes are exactly those that its writer
+makes (canonical JSON, in a frame of the current version) is checked at once, and kept as it is. Whatever differs in any
+way goes through :func:`parse_control`, which says what is wrong. Both ways refuse the same bytes, and read the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from binascii import a2b_base64, b2a_base64
+from dataclasses import dataclass
+from sys import intern
+from typing import NamedTuple
+
+from crc32c import crc32c
+
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
+from torchrec_stream_ckpt.format.control import MAX_PLACE_CHARS, Commit, ControlRecord, parse_control
+from torchrec_stream_ckpt.format.dense_files import DenseFile, DenseList
+from torchrec_stream_ckpt.format.frame import (
+    ALIGNMENT,
+    CODEC_NONE,
+    HEADER_LEN,
+    MAGIC,
+    MAX_FRAME_BYTES,
+    NO_TABLE,
+    VERSION,
+    Buffer,
+    Kind,
+)
+from torchrec_stream_ckpt.format.rank_ends import RankEnds
+from torchrec_stream_ckpt.format.record import MAX_META_BYTES, Meta, meta_of, signed_front
+from torchrec_stream_ckpt.format.schema import canonical
+
+_HEAD = struct.Struct("<16s 16s I 12s QQ 40s I I I 8s I")
+"""The header of a COMMIT: what is the same in all of them in one piece each, and what is not."""
+assert _HEAD.size == HEADER_LEN
+_FRONT = struct.pack("<4sHHBBBBI", MAGIC, VERSION, HEADER_LEN, Kind.COMMIT, 0, CODEC_NONE, 0, 0)
+_NO_TABLE_NOR_SEQ = struct.pack("<IQ", NO_TABLE, 0)
+_NO_ROWS, _NO_CHAIN = bytes(40), bytes(8)
+
+_NUMBER = "(?:0|[1-9][0-9]{0,18})"
+"""Below 10^19, so of 64 bits."""
+_TEXT = r"[ !#-\[\]-~]"
+"""A character of a string that stands for itself: printable ASCII, without what ends or escapes."""
+_SHA256 = "[0-9a-f]{64}"
+_NAME = r"(?:\.metadata|[A-Za-z0-9_-][A-Za-z0-9_.-]{0,254})"
+"""Of a dense file: what DCP writes. Names that begin otherwise with a dot are looked at one by one."""
+_FILE = rf'\{{"name":"{_NAME}","num_bytes":{_NUMBER},"sha256":"{_SHA256}"\}}'
+_LIST = rf'\{{"files":[1-9][0-9]{{0,17}},"list_bytes":[1-9][0-9]{{0,6}},"num_bytes":{_NUMBER},"sha256":"{_SHA256}"\}}'
+_PAYLOAD = re.compile(
+    (
+        rf'\{{"dense":"(?P<dense>{_TEXT}{{0,{MAX_PLACE_CHARS}}})"'
+        rf',"dense_files":\[(?:\],"dense_list":(?P<list>{_LIST})|(?P<files>(?:{_FILE}(?:,{_FILE})*)?)\])'
+        rf',"generation":(?P<generation>{_NUMBER}),"job":"(?P<job>[0-9a-f]{{32}})","mac":"(?P<mac>(?:{_SHA256})?)"'
+        rf',"marker":(?P<marker>{_NUMBER})(?:,"meta":(?P<meta>\{{[^{{}}\\]{{0,{MAX_META_BYTES}}}\}}))?'
+        rf',"nonce":"(?P<nonce>{_TEXT}*)","ranks":"(?P<ranks>[A-Za-z0-9+/]+={{0,2}})","step":(?P<step>{_NUMBER})'
+        rf',"store":"(?P<store>{_TEXT}{{0,{MAX_PLACE_CHARS}}})","time_s":(?P<time>[0-9]{{1,15}}\.[0-9]{{1,20}})\}} *'
+    ).encode("ascii")
+)
+_EACH_FILE = re.compile(rb'\{"name":"([^"]*)","num_bytes":([0-9]*),"sha256":"([^"]*)"\}')
+
+
+class CommitHead(NamedTuple):
+    """What the header of a COMMIT says."""
+
+    job: bytes
+    generation: int
+    step: int
+    marker: int
+    payload_len: int
+    payload_crc: int
+
+
+def head_at(data: Buffer, at: int = 0) -> CommitHead | None:
+    """The header that begins at ``at``; None unless it is that of a COMMIT of the current version, and whole."""
+    if len(data) < at + HEADER_LEN:
+        return None
+    front, job, generation, table, step, marker, rows, length, raw, payload_crc, chain, crc = _HEAD.unpack_from(
+        data, at
+    )
+    if (
+        front != _FRONT
+        or (table, rows, chain) != (_NO_TABLE_NOR_SEQ, _NO_ROWS, _NO_CHAIN)
+        or (length != raw or length % ALIGNMENT or length > MAX_FRAME_BYTES - HEADER_LEN)
+        or crc32c(memoryview(data)[at : at + HEADER_LEN - 4]) != crc
+    ):
+        return None
+    return CommitHead(job, generation, step, marker, length, payload_crc)
+
+
+@dataclass(slots=True)
+class PackedCommit:
+    """A COMMIT that was checked, and not taken apart. A value: nobody changes it but the reader that made it."""
+
+    job: bytes
+    generation: int
+    marker: int
+    nonce: str
+    frame: bytes
+    """All of it, as it stands in the log."""
+
+    KIND = Kind.COMMIT
+
+    @property
+    def mac(self) -> str:
+        """The HMAC; empty without one."""
+        return _match(self.frame)["mac"].decode("ascii")
+
+    def signed_bytes(self) -> bytes:
+        """What the HMAC covers: all fields but itself."""
+        match = _match(self.frame)
+        begin, end = match.span("mac")
+        return signed_front(Kind.COMMIT) + self.frame[HEADER_LEN:begin] + self.frame[end : match.end("time") + 1]
+
+    def open(self) -> Commit:
+        """All of its fields."""
+        return open_commit(self.frame)
+
+
+def pack_commit(frame: Buffer) -> PackedCommit | None:
+    """Check a COMMIT; None for whatever differs from what its writer makes, or is no COMMIT."""
+    head = head_at(frame)
+    if head is None or len(frame) != HEADER_LEN + head.payload_len:
+        return None
+    frame = bytes(frame)
+    match = _PAYLOAD.fullmatch(frame, HEADER_LEN)
+    if match is None or crc32c(memoryview(frame)[HEADER_LEN:]) != head.payload_crc:
+        return None
+    said = match.group("generation", "job", "marker", "step")
+    same = (b"%d" % head.generation, head.job.hex().encode(), b"%d" % head.marker, b"%d" % head.step)
+    time_s, files, meta = match.group("time", "files", "meta")
+    if said != same or repr(float(time_s)).encode() != time_s or not _each_once(files) or not _is_meta(meta):
+        return None
+    try:
+        packed = a2b_base64(match["ranks"])
+        RankEnds(packed)
+    except (ValueError, CorruptionError):
+        return None
+    if b2a_base64(packed, newline=False) != match["ranks"]:
+        return None
+    return PackedCommit(head.job, head.generation, head.marker, match["nonce"].decode("ascii"), frame)
+
+
+def open_commit(frame: bytes) -> Commit:
+    """All fields of a COMMIT that :func:`pack_commit` has checked."""
+    head, match = head_at(frame), _match(frame)
+    assert head is not None
+    listed, meta = match.group("list", "meta")
+    return Commit(
+        job=head.job,
+        generation=head.generation,
+        nonce=intern(match["nonce"].decode("ascii")),
+        marker=head.marker,
+        step=head.step,
+        ranks=RankEnds(a2b_base64(match["ranks"])),
+        dense=match["dense"].decode("ascii"),
+        dense_files=tuple(
+            DenseFile(name.decode("ascii"), int(num_bytes), sha256.decode("ascii"))
+            for name, num_bytes, sha256 in _EACH_FILE.findall(match["files"] or b"")
+        ),
+        time_s=float(match["time"]),
+        store=intern(match["store"].decode("ascii")),
+        mac=match["mac"].decode("ascii"),
+        meta=_meta(meta) if meta is not None else None,
+        dense_list=DenseList(**json.loads(listed)) if listed is not None else None,
+    )
+
+
+def read_record(frame: Buffer, offset: int | None = None, *, serving: bool = False) -> ControlRecord | PackedCommit:
+    """As :func:`parse_control`; a COMMIT as its writer makes it stays packed."""
+    packed = pack_commit(frame)
+    return packed if packed is not None else parse_control(frame, offset, serving=serving)
+
+
+def _match(frame: bytes) -> re.Match[bytes]:
+    match = _PAYLOAD.fullmatch(frame, HEADER_LEN)
+    assert match is not None
+    return match
+
+
+def _each_once(files: bytes | None) -> bool:
+    """Whether no dense file is named twice."""
+    if not files or files.count(b"{") == 1:
+        return True
+    names = [name for name, _, _ in _EACH_FILE.findall(files)]
+    return len(set(names)) == len(names)
+
+
+def _is_meta(text: bytes | None) -> bool:
+    """Whether this is metadata as it is written, or none."""
+    if text is None:
+        return True
+    try:
+        return canonical(dict(_meta(text))) == text
+    except (ValueError, ConfigError):
+        return False
+
+
+def _meta(text: bytes) -> Meta:
+    return meta_of(json.loads(text))
