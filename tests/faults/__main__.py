@@ -6,6 +6,7 @@ import argparse
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -77,23 +78,34 @@ def torment(chosen: list[Callable[[Form], None]], board: Board, seed: int, full:
             broker.stop()
 
 
-def report(board: Board, seeds: list[int]) -> str:
-    """The page of one run."""
+def about(seeds: list[int]) -> dict[str, str]:
+    """What ran, where and when."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    machine = f"{os.cpu_count()} cores, {memory:.0f} GiB of memory, Linux {platform.release().split('-')[0]}"
     versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit or "not in a git repository",
+        "machine": f"{os.cpu_count()} cores, {memory:.0f} GiB of memory, Linux {platform.release().split('-')[0]}",
+        "versions": f"Python {platform.python_version()}, {versions}, {KAFKA}",
+        "seeds": ", ".join(map(str, seeds)),
+    }
+
+
+def report(board: Board) -> str:
+    """The page of one run."""
+    run = "\n".join(f"| {name} | {value} |" for name, value in board.about.items())
     return f"""# Chaos
 
-One run of `make chaos`, as it was printed. Real jobs of one to three gloo ranks train under the oracle, with DCP for
-the dense state, on the file log and on a real broker. At every step the job puts its whole state aside before it gives
-the step to the checkpointer; what a restore brings back is compared with that, bit for bit.
+One run of `make chaos`, as it was printed; [chaos.json](chaos.json) has the same numbers. Real jobs of one to three
+gloo ranks train under the oracle, with DCP for the dense state, on the file log and on a real broker. At every step the
+job puts its whole state aside before it gives the step to the checkpointer; what a restore brings back is compared with
+that, bit for bit. Hosts that are cut off, or lose power, are network namespaces on one machine, and three brokers.
 
 | | |
 |---|---|
-| date | {time.strftime("%Y-%m-%d")} |
-| machine | {machine} |
-| versions | Python {platform.python_version()}, {versions}, {KAFKA} |
-| seeds | {", ".join(map(str, seeds))} |
+{run}
 | time | {board.took_s / 60:.0f} minutes |
 
 - *fired*: there was evidence that the fault happened (an exit by SIGKILL behind a line that the fail point wrote, an
@@ -134,11 +146,12 @@ def main() -> None:
         seeds.append(arguments.seed + len(seeds))
         torment(chosen, board, seeds[-1], not arguments.short, console)
     board.took_s += time.monotonic() - begin
+    board.ran(about(seeds))
     console.print(board.table())
     if arguments.json:
         board.save(arguments.json)
     if arguments.report:
-        arguments.report.write_text(report(board, seeds))
+        arguments.report.write_text(report(board))
     try:
         board.check()
     except AssertionError as failure:

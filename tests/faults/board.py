@@ -65,6 +65,8 @@ class Board:
         self.rows: dict[str, Row] = {}
         self.took_s = 0.0
         """All parts of the run together."""
+        self.about: dict[str, str] = {}
+        """What ran, where and when; where parts differ, of each of them."""
         self._touched: set[str] = set()
 
     def row(self, fault: str) -> Row:
@@ -79,6 +81,13 @@ class Board:
         part = json.loads(path.read_text())
         self.rows |= {each["fault"]: Row(**each) for each in part["rows"]}
         self.took_s += part["took_s"]
+        self.about = part["about"]
+
+    def ran(self, about: dict[str, str]) -> None:
+        """Say what has just run, where and when; of several parts all that differs."""
+        for name, value in about.items():
+            before = self.about.get(name, value)
+            self.about[name] = before if value in before else f"{before}, {value}"
 
     def check(self) -> None:
         """Raises AssertionError with every row that is not well."""
@@ -108,5 +117,5 @@ class Board:
         return Row("all", **numbers)
 
     def save(self, path: Path) -> None:
-        part = {"took_s": self.took_s, "rows": [asdict(row) for row in self.rows.values()]}
+        part = {"about": self.about, "took_s": self.took_s, "rows": [asdict(row) for row in self.rows.values()]}
         path.write_text(json.dumps(part, indent=1) + "\n")
