@@ -93,6 +93,7 @@ def test_the_next_job_stands_on_the_marker_in_front_of_the_fence(uri: str) -> No
         "fenced": 3,
         "generation": 4,
         "restores": "3:2",
+        "copied": True,
     }
     control = Control(FileLog(Path(uri.removeprefix("file://"))))
     control.claim(claim(5, parent=MarkerId(3, 2)))

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -35,7 +35,8 @@ from torchrec_stream_ckpt.errors import (
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.layout import copied_log, dense_name, parse_uri, partition_dir, segment_name
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.store.api import Entry, Objects, open_store
+from torchrec_stream_ckpt.store.folder import FolderObjects
 from torchrec_stream_ckpt.store.records import Copied, put_copy, read_copy
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -106,6 +107,14 @@ def check(root: Path, key_file: Path | None = None) -> None:
 def recover(root: Path, *more: str) -> dict[str, Any]:
     done = CliRunner().invoke(app, ["recover", f"file://{root}", "--store", str(root), "--json", *more])
     if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def fence(root: Path) -> dict[str, Any]:
+    done = CliRunner().invoke(app, ["fence", f"file://{root}", "--yes", "--json"])
+    if done.exception is not None:
         raise done.exception
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -190,12 +199,83 @@ def test_a_control_log_that_lost_its_end_offers_no_older_marker(root: Path, left
     before, path = image(root), root / "control.log"
     entries = offsets(root)
     os.truncate(path, entries[left] + 40 * (left == 3))  # also in the middle of a record
-    with pytest.raises(CorruptionError, match=f"the second copy has {7 - left} newer records, up to marker 2:3") as no:
+    markers = {1: 5, 3: 3, 6: 1}[left]
+    said = f"the second copy has {7 - left} newer records, {markers} of them markers, up to 2:3"
+    with pytest.raises(CorruptionError, match=said) as no:
         trainer(root).check_copy()
     assert f"stream-ckpt recover file://{root} --store file://{root}" in no.value.hint
     assert recover(root)["appended"] == 7 - left + 1
     assert image(root) == before
     check(root)
+
+
+class Late(FolderObjects):
+    """A store in which a trainer commits a marker, and copies it, as somebody is about to list it."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.before: Callable[[], object] = lambda: None
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        before, self.before = self.before, lambda: None
+        before()
+        return super().list(prefix)
+
+
+def test_what_a_trainer_appends_and_copies_meanwhile_was_not_lost(root: Path) -> None:
+    def commits() -> None:
+        FileLog(root).append_control(commit(2, 4, nonce="nonce-2").to_frame())
+        keep(root)
+
+    objects = Late(root)
+    control = trainer(root, objects=objects)
+    objects.before = commits
+    control.check_copy()
+    assert control.lineage.newest is not None
+    assert control.lineage.newest.id == MarkerId(2, 4)
+
+
+@pytest.mark.parametrize("verb", ["list", "show", "verify", "list --json", "watch --once", "watch --once --json"])
+def test_a_lost_end_is_said_once_with_what_puts_it_back(root: Path, verb: str) -> None:
+    name, *options = verb.split()
+    whole = CliRunner().invoke(app, [name, f"file://{root}", *options])
+    assert "lost the end" not in whole.output
+    os.truncate(root / "control.log", offsets(root)[4])
+    # No line is wrapped.
+    said = CliRunner().invoke(app, [name, f"file://{root}", *options], env={"COLUMNS": "1000"})
+    assert said.output.count("lost the end of its control partition: it ends at 1:2") == 1
+    assert "3 newer records, 3 of them markers, up to 2:3" in said.output
+    assert f"stream-ckpt recover file://{root} --store file://{root}" in said.output
+
+
+def test_a_fence_is_copied_at_once(root: Path) -> None:
+    assert fence(root)["copied"]
+    assert copied_offsets(root) == offsets(root)
+
+
+def test_a_fence_does_not_wait_for_a_store_and_says_that_it_is_not_copied(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaf, answers = Late(root), Event()
+    monkeypatch.setattr("torchrec_stream_ckpt.cli.common.open_store", lambda *_: deaf)
+    monkeypatch.setattr("torchrec_stream_ckpt.cli.fence.STORE_S", 0.2)
+    deaf.before = lambda: answers.wait(60)
+    try:
+        assert not fence(root)["copied"]
+    finally:
+        answers.set()
+    assert copied_offsets(root) == offsets(root)[:-1]
+    assert Control(FileLog(root)).refresh().newest_generation == 3
+
+
+def test_a_log_that_lost_its_end_is_not_fenced_under_a_number_that_is_used(root: Path) -> None:
+    before = image(root)
+    os.truncate(root / "control.log", offsets(root)[3])
+    with pytest.raises(CorruptionError, match="lost the end"):
+        fence(root)
+    assert recover(root)["offered"][-1] == "2:3"
+    assert image(root) == before
+    assert fence(root)["generation"] == 4
 
 
 def test_rows_of_a_generation_that_the_control_log_does_not_know_are_its_lost_end(root: Path) -> None:

@@ -119,6 +119,15 @@ class Job:
         objects = self.objects() if self.lineage.commits else None
         return Holdings.load(objects, self.lineage) if objects is not None and check_store(objects) else None
 
+    def lost_tail(self) -> CorruptionError | None:
+        """What the second copy of the control records knows that the log has no longer: its end was lost.
+
+        Raises:
+            ConfigError: nobody says where the store is.
+            StoreUnavailableError: it does not answer.
+        """
+        return self.control.lost_tail((self.objects(), self.uri))
+
     def close(self) -> None:
         for objects in self._objects.values():
             objects.close()
@@ -181,8 +190,19 @@ def open_job(
     store_options: str | None,
     kafka_options: str | None,
     commit_key_file: Path | None = None,
+    *,
+    warn: bool = True,
 ) -> Iterator[Job]:
-    """Open a log that exists, and fold its control partition."""
+    """Open a log that exists, and fold its control partition; on stderr it is said if that has lost its end.
+
+    Args:
+        uri: Of the log.
+        store: As asked for.
+        store_options: Of an object store.
+        kafka_options: Of the client.
+        commit_key_file: The commit key.
+        warn: Whether the verb does not look for a lost end itself.
+    """
     log = open_log(uri, kafka_options)
     try:
         control = Control(log, commit_key_file)
@@ -202,7 +222,16 @@ def open_job(
         log.close()
         raise
     with contextlib.closing(job):
+        if warn:
+            _warn(job)
         yield job
+
+
+def _warn(job: Job) -> None:
+    """Say on stderr that the log has lost its end. A store that does not answer is not asked again."""
+    with contextlib.suppress(StreamCkptError):
+        if (lost := job.lost_tail()) is not None:
+            typer.echo(f"Warning: {lost.headline}\nTry: {lost.hint}", err=True)
 
 
 def progress_bar(last: ProgressColumn | None = None, *, quiet: bool) -> Progress:

@@ -50,7 +50,7 @@ def examine_job(
 
     Changes nothing. Exits with status 1 when something is bad; warnings alone are status 0.
     """
-    with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
+    with open_job(uri, store, store_options, kafka_options, commit_key_file, warn=False) as job:
         findings = list(_examine(job))
     if json:
         print_json([asdict(finding) for finding in findings])
@@ -110,13 +110,8 @@ def _second_copy(job: Job) -> Finding:
         return Finding(
             check, f"it cannot be looked at: {error.headline}", Verdict.WARNING, error.hint or "see the store"
         )
-    if copied.last > job.control.last:
-        return Finding(
-            check,
-            "it has records that the log has no longer: the end of the control partition was lost",
-            Verdict.BAD,
-            f"put them back: stream-ckpt recover {job.uri} --store {objects.url}",
-        )
+    if (lost := job.lost_tail()) is not None:
+        return Finding(check, lost.headline, Verdict.BAD, lost.hint)
     start = max(0, copied.last)
     missing = sum(offset > copied.last for offset, _ in job.log.read_control(start, garbage=job.control.signs))
     return Finding.of(

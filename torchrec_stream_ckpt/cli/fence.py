@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from torchrec_stream_ckpt.cli.common import CommitKeyFile, Json, KafkaOptions, Uri, open_job, print_json
+from torchrec_stream_ckpt.cli.common import (
+    CommitKeyFile,
+    Job,
+    Json,
+    KafkaOptions,
+    Store,
+    StoreOptions,
+    Uri,
+    open_job,
+    print_json,
+)
+from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.commit.generation import fence_of
-from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
+from torchrec_stream_ckpt.format.control import Claim
+from torchrec_stream_ckpt.log.worker import Worker
+
+STORE_S = 10.0
+"""How long a fence waits for the store, before it and after it."""
 
 
 def fence_trainer(
     uri: Uri,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    store: Store = None,
+    store_options: StoreOptions = None,
     kafka_options: KafkaOptions = None,
     commit_key_file: CommitKeyFile = None,
     json: Json = False,
@@ -21,9 +40,10 @@ def fence_trainer(
     """Take the job away from the trainer that owns it, wherever it runs.
 
     It can commit no marker from then on, and stops with an error at its next one. Committed markers stay, and the
-    next job restores them as usual.
+    next job restores them as usual. The fence is copied into the store as all control records are; a store that does
+    not answer keeps no trainer from being fenced.
     """
-    with open_job(uri, None, None, kafka_options, commit_key_file) as job:
+    with open_job(uri, store, store_options, kafka_options, commit_key_file, warn=False) as job:
         job.log.preflight()
         claim = fence_of(job.lineage, uri)
         fenced = job.lineage.newest_generation
@@ -32,13 +52,42 @@ def fence_trainer(
                 "this job has a commit key: its trainer ignores a fence that is not signed with it",
                 hint="give it with --commit-key-file",
             )
+        answers = _check_end(job)
         if not yes:
             typer.confirm(f"End the trainer of generation {fenced} of {uri}?", abort=True, err=True)
-        job.control.claim(claim)
+        copied = _claim(job, claim, commit_key_file, copy=answers)
     if json:
-        print_json({"uri": uri, "fenced": fenced, "generation": claim.generation, "restores": str(claim.parent or "")})
+        restores = str(claim.parent or "")
+        print_json(
+            {"uri": uri, "fenced": fenced, "generation": claim.generation, "restores": restores, "copied": copied}
+        )
         return
     typer.echo(
         f"generation {fenced} is fenced by generation {claim.generation}: its trainer stops at its next marker; "
         + (f"the next job restores marker {claim.parent}" if claim.parent else "no marker was ever committed")
     )
+    if not copied:
+        typer.echo("the fence is not in the second copy of the control records: the next trainer makes up for it")
+
+
+def _check_end(job: Job) -> bool:
+    """See that the number of the fence is free; whether the store has answered.
+
+    Raises:
+        CorruptionError: the log has lost its end: a fence would take a number that is used, and hide what is lost.
+    """
+    try:
+        lost = Worker("stream-ckpt-fence").submit(job.lost_tail).result(STORE_S)
+    except (TimeoutError, StreamCkptError):
+        return False
+    if lost is not None:
+        raise lost
+    return True
+
+
+def _claim(job: Job, claim: Claim, commit_key_file: Path | None, *, copy: bool) -> bool:
+    """Fence; whether that is in the second copy as well."""
+    control = Control(job.log, commit_key_file, copies=(job.objects(), job.uri) if copy else None)
+    control.claim(claim)
+    control.close(STORE_S)
+    return control.copies is not None and not control.copies.behind

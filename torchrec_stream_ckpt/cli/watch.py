@@ -26,7 +26,7 @@ from torchrec_stream_ckpt.cli.common import (
 )
 from torchrec_stream_ckpt.cli.standing import look as look_at
 from torchrec_stream_ckpt.cli.watching import line, view
-from torchrec_stream_ckpt.errors import LogUnavailableError, StoreUnavailableError
+from torchrec_stream_ckpt.errors import LogUnavailableError, StoreUnavailableError, StreamCkptError
 from torchrec_stream_ckpt.layout import FileUri, parse_uri
 from torchrec_stream_ckpt.reporting.now import Alert, Look, MarkerRow, look
 from torchrec_stream_ckpt.reporting.proofs import window_width
@@ -71,6 +71,8 @@ class Watcher:
         """(marker that was looked at, when, what it lacks)."""
         self._held: tuple[MarkerId, float, Holdings | None] | None = None
         """(newest marker when the store was listed, when that was, what it holds)."""
+        self._lost: tuple[float, str] = (float("-inf"), "")
+        """(when it was looked for, what the control partition has lost)."""
         self._widths: dict[int, tuple[MarkerId, int | None]] = {}
         """Generation -> (marker that was looked at, how wide its window is)."""
         self._last: Look | None = None
@@ -83,7 +85,8 @@ class Watcher:
         """
         lineage = self._job.control.refresh()
         job = replace(self._job, lineage=lineage, _holdings=[])
-        self._last = look(lineage, self._holdings(job), self._rate, time.time(), self._lacks(job), self._width(job))
+        holdings, lacks, width = self._holdings(job), self._lacks(job), self._width(job)
+        self._last = look(lineage, holdings, self._rate, time.time(), lacks, width, self._lost_tail())
         return self._last
 
     def look_or_say_why_not(self) -> Look:
@@ -121,6 +124,16 @@ class Watcher:
             self._widths[newest.generation] = newest.id, width
         return width
 
+    def _lost_tail(self) -> str:
+        """What the control partition has lost: looked for now and then."""
+        when, lost = self._lost
+        if time.monotonic() - when > _GAP_EVERY_S:
+            with contextlib.suppress(StreamCkptError):  # a store that does not answer is told by the other looks
+                error = self._job.lost_tail()
+                lost = f"{error.headline}; {error.hint}" if error is not None else ""
+            self._lost = time.monotonic(), lost
+        return lost
+
     def _lacks(self, job: Job) -> str:
         """What the newest marker lacks: looked for when it is new, and now and then."""
         newest = job.lineage.newest
@@ -149,7 +162,7 @@ def watch_job(
     Reads the log's control partition and the store's names, and changes nothing. Where stdout is no terminal it prints
     a line a marker and a line an alert; with --json an object a look. Ctrl-C ends it.
     """
-    with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
+    with open_job(uri, store, store_options, kafka_options, commit_key_file, warn=False) as job:
         watcher = Watcher(job, bytes_per_s(uri, restore_mb_per_s))
         if once:
             _show_once(uri, watcher.look(), json=json)

@@ -82,7 +82,7 @@ class Control:
         self._next = 0
         """Where reading goes on: behind the last record."""
         self._lock = threading.Lock()
-        self.copies = Copies(*copies, log_.incarnation, self._reread, self.fold_again) if copies is not None else None
+        self.copies = self._copies(*copies) if copies is not None else None
 
     @property
     def signs(self) -> bool:
@@ -136,6 +136,9 @@ class Control:
     def _reread(self, start: int) -> Iterator[tuple[int, bytes]]:
         return self._log.read_control(start, garbage=self.signs)
 
+    def _copies(self, objects: Objects, uri: str) -> Copies:
+        return Copies(objects, uri, self._log.incarnation, self._reread, self.fold_again)
+
     def check_copy(self) -> None:
         """(rank 0) See whether the second copy knows of records that the control partition has no longer.
 
@@ -143,19 +146,34 @@ class Control:
             CorruptionError: it does: the tail of the control partition was lost.
             StoreUnavailableError: the store does not answer.
         """
-        self.refresh()
-        if self.copies is None:
-            return
-        beyond, job = self.copies.beyond(), self.lineage.job if self.lineage.claims else b""
-        lost = [record for each in beyond if (record := self.genuine(each, job)) and not self.lineage.knows(record)]
+        if (lost := self.lost_tail()) is not None:
+            raise lost
+
+    def lost_tail(self, copies: tuple[Objects, str] | None = None) -> CorruptionError | None:
+        """What the second copy knows that the control partition has no longer; None for nothing.
+
+        Args:
+            copies: Where it is, and the URI of the log; None: where this one keeps it.
+
+        Raises:
+            StoreUnavailableError: the store does not answer.
+        """
+        kept = self._copies(*copies) if copies is not None else self.copies
+        lineage = self.refresh()
+        if kept is None or not lineage.claims or not (beyond := kept.beyond(lineage.job, self._last)):
+            return None
+        lineage = self.refresh()  # a trainer may have appended and copied them since
+        genuine = (self.genuine(each, lineage.job) for each in beyond)
+        lost = [record for record in genuine if record is not None and not lineage.knows(record)]
         if not lost:
-            return
-        newest = next((record.id for record in reversed(lost) if isinstance(record, Commit)), None)
-        there = self.lineage.newest.id if self.lineage.newest is not None else "no marker"
-        raise CorruptionError(
+            return None
+        markers = [record.id for record in lost if isinstance(record, Commit)]
+        there = lineage.newest.id if lineage.newest is not None else "no marker"
+        newer = f"{len(markers)} of them markers, up to {markers[-1]}" if markers else "none of them of a marker"
+        return CorruptionError(
             f"the log has lost the end of its control partition: it ends at {there}, and the second copy has "
-            f"{len(lost)} newer records, " + (f"up to marker {newest}" if newest else "none of them of a marker"),
-            hint=f"put them back: stream-ckpt recover {self.copies.uri} --store {self.copies.url}"
+            f"{len(lost)} newer records, {newer}",
+            hint=f"put them back: stream-ckpt recover {kept.uri} --store {kept.url}"
             + (" --commit-key-file FILE" if self.signs else ""),
         )
 

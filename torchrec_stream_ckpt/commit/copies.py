@@ -99,6 +99,12 @@ class Copies:
         """Of the log."""
         return str(self._uri)
 
+    @property
+    def behind(self) -> bool:
+        """Whether something that counts is not known to be copied."""
+        with self._lock:
+            return bool(self._missing)
+
     def begin(self, base: int, before: int) -> None:
         """The control partition, which begins at ``base``, was read; what stands behind ``before`` is given next."""
         with self._lock:
@@ -118,22 +124,25 @@ class Copies:
             if sum(map(len, self._missing.values())) > _KEPT_BYTES:
                 self._missing, self._before = {}, offset
 
-    def beyond(self) -> list[bytes]:
+    def beyond(self, job: bytes, seen: int) -> list[bytes]:
         """List the store; what it has of this control partition that is not there, or not as it was.
+
+        Args:
+            job: Whose.
+            seen: Offset of the last thing that was read from the control partition.
 
         Raises:
             StoreUnavailableError: the store does not answer.
         """
-        if self._job is None or not (log_ := self._log()):
+        if not (log_ := self._log()):
             return []
-        copied = Copied.load(self._objects, self._job, log_)
-        seen = self._seen
+        copied = Copied.load(self._objects, job, log_)
         mine = [name for name in copied.names if name.last <= seen]
         newest = max(mine, key=lambda name: name.last, default=None)
         same = newest is None or newest.last < self._base or self._is_there(newest)
         self._learn(copied, newest.last if newest is not None and same else -1)
         self._anew = not same or copied.last > seen
-        return [record for _, record in read_copy(self._objects, self._job, log_, seen if same else -1)]
+        return [record for _, record in read_copy(self._objects, job, log_, seen if same else -1)]
 
     def _log(self) -> str:
         """Which log it is, in names of copies; empty while there is none."""

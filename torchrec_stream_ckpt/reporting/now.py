@@ -74,7 +74,8 @@ class Restore:
 @dataclass(frozen=True, slots=True)
 class Alert:
     kind: str
-    """``late``, ``first``, ``fenced``, ``gap``, ``lag``, ``unsigned`` or ``unavailable``: stable, for programs."""
+    """``lost``, ``late``, ``first``, ``fenced``, ``gap``, ``lag``, ``unsigned`` or ``unavailable``: stable, for
+    programs."""
     text: str
 
 
@@ -112,6 +113,7 @@ def look(
     time_s: float,
     gap: str = "",
     window_width: int | None = None,
+    lost: str = "",
 ) -> Look:
     """Look at a job.
 
@@ -122,6 +124,7 @@ def look(
         time_s: Now, by the wall clock.
         gap: What of the newest marker is missing; empty for nothing.
         window_width: That of the proofs of the newest marker's generation, if they are known.
+        lost: What the control partition has lost, and how it comes back; empty for nothing.
     """
     commits = list(lineage.commits.values())
     recent = tuple(row(lineage, commit) for commit in commits[: -RECENT - 1 : -1])
@@ -146,7 +149,7 @@ def look(
         restore=restore_of(lineage, newest, holdings, bytes_per_s) if newest is not None else None,
         proved=Proved.by(window_width, _markers_of(lineage, newest)) if newest is not None and window_width else None,
         backlog=backlog,
-        alerts=tuple(_alerts(lineage, loss_s, interval_s, backlog, time_s, gap)),
+        alerts=tuple(_alerts(lineage, loss_s, interval_s, backlog, time_s, gap, lost)),
     )
 
 
@@ -241,8 +244,10 @@ def _alerts(
     backlog: Backlog | None,
     time_s: float,
     gap: str,
+    lost: str,
 ) -> list[Alert]:
-    found = [Alert("gap", f"the newest marker cannot be restored: {gap}")] if gap else []
+    found = [Alert("lost", lost)] if lost else []
+    found += [Alert("gap", f"the newest marker cannot be restored: {gap}")] if gap else []
     generation, newest = lineage.newest_generation, lineage.newest
     if generation and not lineage.claims[generation].world:
         found.append(Alert("fenced", f"generation {generation} is a fence: an operator has ended the trainer before"))
