@@ -841,7 +841,7 @@ class StreamCheckpointer:
         self._capture.open(identity, self._ring, self._cuts.submit, claim.swept)
         if self._tiers is not None:
             self._team.on_rank0(self._tiers.start_relay)
-        self._telemetry.opened(claim.generation, publisher, claim.parent, parent_step, parent_bytes)
+        self._telemetry.opened(claim.generation, publisher, stream.strays, claim.parent, parent_step, parent_bytes)
         self._vote()
 
     def _open_prover(self, schema: Schema) -> Prover | None:

@@ -67,6 +67,7 @@ TRAINER_METRICS: Mapping[str, Metric] = {
     "log_up": Metric(
         f"{_OURS}_log_up", "1 while the log takes frames; 0 once it fails, or has acknowledged nothing for 5 s."
     ),
+    "strays": Metric(f"{_OURS}_strays_total", "Records that others have put between this rank's frames.", "counter"),
     "markers_committed": Metric(f"{_OURS}_markers_committed_total", "Markers committed.", "counter"),
     "markers_failed": Metric(f"{_OURS}_markers_failed_total", "Markers given up, fenced or unknown.", "counter"),
     "marker_in_flight": Metric(f"{_OURS}_marker_in_flight", "1 from a cut until it is settled."),

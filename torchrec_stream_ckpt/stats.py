@@ -101,6 +101,8 @@ class Stats:
     """What the publisher is behind."""
     log_up: bool
     """Whether the log takes frames, as far as the publisher knows."""
+    strays: int
+    """Records that others have put between this rank's frames, as far as the last marker looked."""
     markers_committed: int
     markers_failed: int
     marker_in_flight: bool

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from torchrec_stream_ckpt.capture.hook import Capture
@@ -16,6 +16,7 @@ from torchrec_stream_ckpt.capture.prover import Prover
 from torchrec_stream_ckpt.format.proof import Proved
 from torchrec_stream_ckpt.format.ring import FrameRing
 from torchrec_stream_ckpt.log.publisher import Publisher
+from torchrec_stream_ckpt.log.stream import Strays
 from torchrec_stream_ckpt.stats import Stats, Stopwatch
 from torchrec_stream_ckpt.types import Committed, MarkerId
 
@@ -30,6 +31,10 @@ class _Sent:
     """This rank's share of what the parent marker is read from."""
     generation: int = 0
     publisher: Publisher | None = None
+    before: int = 0
+    """Strays among the frames of streams that are closed."""
+    strays: Strays = field(default_factory=Strays)
+    """Of the one that is open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +65,20 @@ class Telemetry:
         self._committed = self._failed = self._in_flight = 0
 
     def opened(
-        self, generation: int, publisher: Publisher, parent: MarkerId | None, step: int, parent_bytes: int | None
+        self,
+        generation: int,
+        publisher: Publisher,
+        strays: Strays,
+        parent: MarkerId | None,
+        step: int,
+        parent_bytes: int | None,
     ) -> None:
         """A generation is open.
 
         Args:
             generation: Its number.
             publisher: Its stream.
+            strays: What others put into it; counted on.
             parent: The marker that it stands on.
             step: The step of that marker.
             parent_bytes: This rank's share of what that marker is read from; None: what this process has sent itself.
@@ -77,7 +89,8 @@ class Telemetry:
             rows, num_bytes = rows + before.publisher.rows, num_bytes + before.publisher.num_bytes
         if parent_bytes is None:
             parent_bytes = before.restore_bytes + num_bytes - before.num_bytes
-        self._sent = _Sent(rows, num_bytes, parent_bytes, generation, publisher)
+        others = before.before + before.strays.count
+        self._sent = _Sent(rows, num_bytes, parent_bytes, generation, publisher, others, strays)
         self._newest = _Newest(parent, step, time.monotonic())
 
     def follow(self, marker: MarkerId, step: int, future: Future[Committed]) -> None:
@@ -122,6 +135,7 @@ class Telemetry:
             unacknowledged_frames=pending,
             unacknowledged_bytes=pending_bytes,
             log_up=publisher is None or publisher.failure is None,
+            strays=sent.before + sent.strays.count,
             markers_committed=committed,
             markers_failed=failed,
             marker_in_flight=in_flight > 0,

@@ -228,9 +228,15 @@ def live_among_strays(spec: Spec, settings: StreamConfig) -> tuple[list[str], Tr
         (told,) = (each for each in found if each["check"] == "strays")
         assert told["verdict"] == "warning"
         assert told["found"].endswith("5 in partition 0, 5 in partition 1")
+        store = ["--store", str(settings.store)]
+        seen = json.loads(CliRunner().invoke(app, ["watch", uri, *store, "--once", "--json"]).stdout)
+        (alert,) = (each for each in seen["alerts"] if each["kind"] == "strays")
+        assert alert["text"].endswith("5 in partition 0, 5 in partition 1")
         produce(uri, 1, next_frame(uri, 1))
+    assert run.checkpointer.stats().strays == 5
     dist.barrier()
     run.train(3)
+    assert run.checkpointer.stats().strays == 5  # in the generation that followed there are none
     return run.close()
 
 

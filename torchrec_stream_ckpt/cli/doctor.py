@@ -30,6 +30,7 @@ from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.layout import KafkaUri, copied_log, parse_uri
 from torchrec_stream_ckpt.log.api import Finding, Verdict
 from torchrec_stream_ckpt.log.disk import examine_folder
+from torchrec_stream_ckpt.reporting.now import in_words, strays_of
 from torchrec_stream_ckpt.store.records import Copied
 
 _MAY_LACK = 2
@@ -86,13 +87,11 @@ def _examine(job: Job) -> Iterator[Finding]:
 
 
 def _strays(newest: Commit) -> Finding:
-    """(Kafka) Records among the frames of the newest marker: each has an offset, and the frames are counted."""
-    counts = {end.partition: end.end - end.begin - end.frames for end in newest.ranks}
-    others = {partition: count for partition, count in counts.items() if count > 0}
-    places = ", ".join(f"{count} in partition {partition}" for partition, count in sorted(others.items()))
+    """(Kafka) Records of others among the frames of the newest marker."""
+    others = strays_of(newest)
     return Finding.of(
         "strays",
-        f"records among the frames of {newest.id}, sent twice or by somebody else: {places}"
+        f"records among the frames of {newest.id}, {in_words(others)}"
         if others
         else f"nothing among the frames of {newest.id}",
         well=not others,

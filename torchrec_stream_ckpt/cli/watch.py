@@ -27,8 +27,8 @@ from torchrec_stream_ckpt.cli.common import (
 from torchrec_stream_ckpt.cli.standing import look as look_at
 from torchrec_stream_ckpt.cli.watching import line, view
 from torchrec_stream_ckpt.errors import LogUnavailableError, StoreUnavailableError, StreamCkptError
-from torchrec_stream_ckpt.layout import FileUri, parse_uri
-from torchrec_stream_ckpt.reporting.now import Alert, Look, MarkerRow, look
+from torchrec_stream_ckpt.layout import FileUri, KafkaUri, parse_uri
+from torchrec_stream_ckpt.reporting.now import Alert, Look, MarkerRow, look, strays_of
 from torchrec_stream_ckpt.reporting.proofs import window_width
 from torchrec_stream_ckpt.stats import RESTORE_BYTES_PER_S
 from torchrec_stream_ckpt.store.holdings import Holdings
@@ -67,6 +67,7 @@ class Watcher:
     def __init__(self, job: Job, rate: float) -> None:
         self._job = job
         self._rate = rate
+        self._kafka = isinstance(parse_uri(job.uri), KafkaUri)
         self._gap: tuple[MarkerId | None, float, str] = (None, 0.0, "")
         """(marker that was looked at, when, what it lacks)."""
         self._held: tuple[MarkerId, float, Holdings | None] | None = None
@@ -86,7 +87,8 @@ class Watcher:
         lineage = self._job.control.refresh()
         job = replace(self._job, lineage=lineage, _holdings=[])
         holdings, lacks, width = self._holdings(job), self._lacks(job), self._width(job)
-        self._last = look(lineage, holdings, self._rate, time.time(), lacks, width, self._lost_tail())
+        strays = strays_of(lineage.newest) if self._kafka and lineage.newest is not None else None
+        self._last = look(lineage, holdings, self._rate, time.time(), lacks, width, self._lost_tail(), strays)
         return self._last
 
     def look_or_say_why_not(self) -> Look:

@@ -74,8 +74,8 @@ class Restore:
 @dataclass(frozen=True, slots=True)
 class Alert:
     kind: str
-    """``lost``, ``late``, ``first``, ``fenced``, ``gap``, ``lag``, ``unsigned`` or ``unavailable``: stable, for
-    programs."""
+    """``lost``, ``late``, ``first``, ``fenced``, ``gap``, ``lag``, ``strays``, ``unsigned`` or ``unavailable``: stable,
+    for programs."""
     text: str
 
 
@@ -114,6 +114,7 @@ def look(
     gap: str = "",
     window_width: int | None = None,
     lost: str = "",
+    strays: Mapping[int, int] | None = None,
 ) -> Look:
     """Look at a job.
 
@@ -125,6 +126,7 @@ def look(
         gap: What of the newest marker is missing; empty for nothing.
         window_width: That of the proofs of the newest marker's generation, if they are known.
         lost: What the control partition has lost, and how it comes back; empty for nothing.
+        strays: :func:`strays_of` the newest marker, where the log is on Kafka.
     """
     commits = list(lineage.commits.values())
     recent = tuple(row(lineage, commit) for commit in commits[: -RECENT - 1 : -1])
@@ -149,8 +151,26 @@ def look(
         restore=restore_of(lineage, newest, holdings, bytes_per_s) if newest is not None else None,
         proved=Proved.by(window_width, _markers_of(lineage, newest)) if newest is not None and window_width else None,
         backlog=backlog,
-        alerts=tuple(_alerts(lineage, loss_s, interval_s, backlog, time_s, gap, lost)),
+        alerts=(
+            *_alerts(lineage, loss_s, interval_s, backlog, time_s, gap, lost),
+            *([Alert("strays", f"records among the newest marker's frames, {in_words(strays)}")] if strays else ()),
+        ),
     )
+
+
+def strays_of(commit: Commit) -> dict[int, int]:
+    """(Kafka) Partition -> records among the frames of a marker, sent twice or by somebody else.
+
+    Each record has an offset, and the frames are counted.
+    """
+    counts = {end.partition: end.end - end.begin - end.frames for end in commit.ranks}
+    return {partition: count for partition, count in sorted(counts.items()) if count > 0}
+
+
+def in_words(strays: Mapping[int, int]) -> str:
+    """How many of them are where."""
+    places = ", ".join(f"{count} in partition {partition}" for partition, count in strays.items())
+    return f"sent twice or by somebody else: {places}"
 
 
 def _markers_of(lineage: Lineage, newest: Commit) -> int:
