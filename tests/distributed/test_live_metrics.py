@@ -28,7 +28,8 @@ from torchrec_stream_ckpt.types import MarkerId
 
 pytestmark = pytest.mark.distributed
 
-WAIT_S = 30.0
+WAIT_S = 300.0
+"""Against a hang alone: nothing rests on it."""
 FEW_ROWS = 1000
 """More than two steps touch."""
 NAME = {key: metric.name for key, metric in TRAINER_METRICS.items()}
@@ -104,7 +105,7 @@ def test_each_rank_of_a_live_job_is_scraped(tmp_path: Path) -> None:
         assert values[NAME["newest_marker"]] == 2
         assert values[NAME["newest_step"]] == stats.newest_step == 8
         assert values[NAME["loss_steps"]] == stats.loss_steps == 2
-        assert 0 < stats.loss_s < values[NAME["loss_s"]] < WAIT_S
+        assert 0 < stats.loss_s < values[NAME["loss_s"]]
         # Two steps have sent rows behind the last marker, whose COMMIT says what came before.
         assert values[NAME["rows"]] == stats.rows > second.ranks[rank].rows > first.ranks[rank].rows
         assert values[NAME["num_bytes"]] == stats.num_bytes > second.ranks[rank].num_bytes

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import sys
+from types import FrameType
 
 import numpy as np
 from hypothesis import given
@@ -23,12 +24,22 @@ def test_each_cell_of_the_union_is_counted_once(rectangles: list[Rectangle]) -> 
     assert covered_cells(rectangles) == cells.sum()
 
 
-def test_the_time_for_many_shards_hardly_grows_faster_than_their_number() -> None:
-    def seconds(count: int) -> float:
-        begin = time.process_time()
-        # All edges are different: the worst case.
-        covered_cells([(each, 2 * count + each, each // 2, max(1, count // 2 - 1)) for each in range(count)])
-        return time.process_time() - begin
+def test_the_work_for_many_shards_hardly_grows_faster_than_their_number() -> None:
+    def calls(count: int) -> int:
+        made = 0
 
-    # Four times the shards: about five times the time, where the cube of them would be 64 times.
-    assert min(seconds(4000) for _ in range(2)) < 30 * max(0.001, min(seconds(1000) for _ in range(2)))
+        def note(_: FrameType, event: str, __: object) -> None:
+            nonlocal made
+            made += event == "call"
+
+        sys.setprofile(note)
+        try:
+            # All edges are different: the worst case.
+            covered_cells([(each, 2 * count + each, each // 2, max(1, count // 2 - 1)) for each in range(count)])
+        finally:
+            sys.setprofile(None)
+        return made
+
+    # Four times the shards: about five times the calls, where the square of them would be 16 times.
+    assert calls(250) > 250
+    assert calls(1000) < 8 * calls(250)
