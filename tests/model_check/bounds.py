@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tests.model_check.protocol import Protocol
+from tests.model_check.records import Records
 from tests.model_check.snapshots import Snapshots
 
 
@@ -45,5 +46,39 @@ class SnapshotBound:
         return Snapshots(self.appends, self.snapshots, self.faults)
 
 
-SMALL = (Bound(2, 2, 3), Bound(2, 2, 3, kafka=True), SnapshotBound(1, 2))
-FULL = (Bound(2, 3, 4), Bound(2, 3, 3, kafka=True), Bound(3, 2, 4), Bound(3, 2, 4, kafka=True), SnapshotBound(3, 2, 2))
+@dataclass(frozen=True)
+class RecordBound:
+    """How large a machine of the control records and their second copy is."""
+
+    trainers: int
+    commits: int
+    losses: int = 1
+    forgeries: int = 1
+    trims: int = 1
+
+    def __str__(self) -> str:
+        return (
+            f"control records: {self.trainers} trainers, {self.commits} commits, {self.losses} losses, "
+            f"{self.forgeries} forged, {self.trims} given up"
+        )
+
+    def machine(self) -> Records:
+        return Records(self.trainers, self.commits, self.losses, self.forgeries, self.trims)
+
+
+SMALL = (
+    Bound(2, 2, 3),
+    Bound(2, 2, 3, kafka=True),
+    SnapshotBound(1, 2),
+    RecordBound(1, 2),
+    RecordBound(2, 2, forgeries=0),
+)
+FULL = (
+    Bound(2, 3, 4),
+    Bound(2, 3, 3, kafka=True),
+    Bound(3, 2, 4),
+    Bound(3, 2, 4, kafka=True),
+    SnapshotBound(3, 2, 2),
+    RecordBound(2, 2),
+    RecordBound(2, 3, forgeries=0),
+)

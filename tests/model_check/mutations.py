@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tests.model_check.protocol import Protocol
+from tests.model_check.records import ALL_RECORD_RULES, Records
 from tests.model_check.rules import ALL
 from tests.model_check.snapshots import ALL_SNAPSHOT_RULES, Snapshots
 
@@ -88,10 +89,48 @@ SNAPSHOT_MUTATIONS = (
     SnapshotMutation("base_needs_snapshot", 2, 2, 2),
     SnapshotMutation("begins_anew", 2, 2),
 )
+
+
+class RecordMutation(NamedTuple):
+    """Rules of the control records and their second copy that are dropped together."""
+
+    rules: tuple[str, ...]
+    promise: str
+    trainers: int = 1
+    commits: int = 1
+    losses: int = 0
+    forgeries: int = 0
+    trims: int = 0
+
+    @property
+    def name(self) -> str:
+        return " and ".join(self.rules)
+
+    def machine(self) -> Records:
+        """The smallest one that shows it."""
+        rules = replace(ALL_RECORD_RULES, **dict.fromkeys(self.rules, False))
+        return Records(self.trainers, self.commits, self.losses, self.forgeries, self.trims, rules)
+
+
+RECORD_MUTATIONS = (
+    RecordMutation(("vouched",), "P4", forgeries=1),
+    RecordMutation(("copy_asked",), "P2", 2, losses=1),
+    RecordMutation(("rows_asked",), "P4", 2, losses=1),
+    RecordMutation(("copied_once_read",), "P2"),
+    RecordMutation(("one_history",), "P13", losses=1),
+    RecordMutation(("recover_fences",), "P13", losses=1),
+    RecordMutation(("end_waits", "end_closes"), "P2"),
+    RecordMutation(("parents_kept",), "P11", 2, 2, trims=1),
+    RecordMutation(("path_asked",), "P11", 2, 3, trims=1),
+)
 SECOND_LINES = (
     Mutation(("nonce_compared",), "", 2, 2, 2, 1, 1),
     Mutation(("generations_in_order",), "", 2, 2, 2, 1, 1, kafka=True),
+    RecordMutation(("unsigned_taken",), "", 2, 1, 0, 1),
+    RecordMutation(("end_waits",), "", 2, 2),
+    RecordMutation(("end_closes",), "", 2, 2),
 )
 """Rules that guard what another one guards already; dropping one alone breaks nothing. A trainer that lost the race for
 a number never sends a COMMIT whose nonce could be compared. What ``generations_in_order`` sees, with a plainer message,
-``marks_read`` sees too."""
+``marks_read`` sees too. Rows under the number of an unsigned CLAIM are seen by ``rows_asked``, which refuses the start.
+END is guarded by its writer and by its readers."""

@@ -27,9 +27,9 @@ Some steps are one here and many in the program, because nobody else can tell:
 Control records that do not count are left out of the state: no later rule asks for them. In a file log each generation
 has partitions of its own, on Kafka offsets go through all generations; the machine is built for one or the other.
 
-Not modelled: bytes, clocks, the commit key, tiers, dense files (durable before COMMIT, as MARKs are), END and NOTE, gc,
-another number of ranks after a restart, changes of tables. The control partition is one list that loses nothing:
-`snapshots.py` shows that snapshots keep it so.
+Not modelled: bytes, clocks, tiers, dense files (durable before COMMIT, as MARKs are), gc, another number of ranks after
+a restart, changes of tables. The control partition is one list that loses nothing, and that honest writers alone append
+to: `snapshots.py` shows that snapshots keep it so, `records.py` what becomes of it without that.
 """
 
 from __future__ import annotations

@@ -6,15 +6,24 @@ from dataclasses import fields
 
 import pytest
 
-from tests.model_check.bounds import FULL, SMALL, Bound, SnapshotBound
+from tests.model_check.bounds import FULL, SMALL, Bound, RecordBound, SnapshotBound
 from tests.model_check.explore import explore
-from tests.model_check.mutations import MUTATIONS, SECOND_LINES, SNAPSHOT_MUTATIONS, Mutation, SnapshotMutation
+from tests.model_check.mutations import (
+    MUTATIONS,
+    RECORD_MUTATIONS,
+    SECOND_LINES,
+    SNAPSHOT_MUTATIONS,
+    Mutation,
+    RecordMutation,
+    SnapshotMutation,
+)
+from tests.model_check.records import RecordRules
 from tests.model_check.rules import Rules
 from tests.model_check.snapshots import SnapshotRules
 
 
 @pytest.mark.parametrize("bound", SMALL, ids=str)
-def test_every_run_of_a_small_machine_keeps_all_promises(bound: Bound | SnapshotBound) -> None:
+def test_every_run_of_a_small_machine_keeps_all_promises(bound: Bound | SnapshotBound | RecordBound) -> None:
     found = explore(bound.machine())
     assert found.broken is None, "\n".join([str(found.broken), *found.trace])
     assert found.states > 3_000
@@ -23,15 +32,17 @@ def test_every_run_of_a_small_machine_keeps_all_promises(bound: Bound | Snapshot
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("bound", FULL, ids=str)
-def test_every_run_of_a_full_machine_keeps_all_promises(bound: Bound | SnapshotBound) -> None:
+def test_every_run_of_a_full_machine_keeps_all_promises(bound: Bound | SnapshotBound | RecordBound) -> None:
     found = explore(bound.machine())
     print(f"{bound}: {found.states:,} states, {found.depth} steps deep")
     assert found.broken is None, "\n".join([str(found.broken), *found.trace])
     assert found.states > 50_000
 
 
-@pytest.mark.parametrize("mutation", [*MUTATIONS, *SNAPSHOT_MUTATIONS], ids=lambda mutation: mutation.name)
-def test_without_this_rule_a_promise_breaks(mutation: Mutation | SnapshotMutation) -> None:
+@pytest.mark.parametrize(
+    "mutation", [*MUTATIONS, *SNAPSHOT_MUTATIONS, *RECORD_MUTATIONS], ids=lambda mutation: mutation.name
+)
+def test_without_this_rule_a_promise_breaks(mutation: Mutation | SnapshotMutation | RecordMutation) -> None:
     found = explore(mutation.machine(), most=100_000)
     assert found.broken is not None
     print(f"without {mutation.name}: {found.broken}", *found.trace, sep="\n  ")
@@ -39,11 +50,11 @@ def test_without_this_rule_a_promise_breaks(mutation: Mutation | SnapshotMutatio
 
 
 @pytest.mark.parametrize("mutation", SECOND_LINES, ids=lambda mutation: mutation.name)
-def test_without_this_rule_another_one_keeps_the_promise(mutation: Mutation) -> None:
+def test_without_this_rule_another_one_keeps_the_promise(mutation: Mutation | RecordMutation) -> None:
     assert explore(mutation.machine()).broken is None
 
 
 def test_every_rule_is_dropped_by_a_mutation() -> None:
-    dropped = {name for mutation in (*MUTATIONS, *SECOND_LINES) for name in mutation.rules}
-    assert dropped == {field.name for field in fields(Rules)}
+    dropped = {name for mutation in (*MUTATIONS, *RECORD_MUTATIONS, *SECOND_LINES) for name in mutation.rules}
+    assert dropped == {field.name for rules in (Rules, RecordRules) for field in fields(rules)}
     assert {mutation.rule for mutation in SNAPSHOT_MUTATIONS} == {field.name for field in fields(SnapshotRules)}
