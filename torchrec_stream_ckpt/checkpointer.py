@@ -705,6 +705,7 @@ class StreamCheckpointer:
     def _cut(self, deadline_s: float | None) -> Future[Committed]:
         """Cut a marker at this step boundary."""
         assert self._cuts is not None
+        self._standing.check_all()
         self._send_again()
         self._cadence.cut()
         assert self._stream is not None

@@ -166,7 +166,7 @@ class Restoring:
                 choice.lineage, marker, choice.hellos, tables.schema, tables.shards, merge=merge, held=choice.held
             )
         )
-        self._team.together(lambda: self._dense.check(self.source.dense.local(choice.commit)))
+        self._team.together(lambda: self._dense.check(self.source.dense.local(choice.commit), plan.world))
         return plan
 
     def _apply(self, tables: Tables, plan: RestorePlan, choice: Choice) -> int:

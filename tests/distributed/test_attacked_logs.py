@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from tests import zoo
 from tests.forged import Frames, copy_log, forge, forge_segment
 from tests.laps import config
+from tests.model import differences
 from tests.pool import Pool
 from tests.stores import fold, lose_rows
 from tests.zoo import MARK, Model, Part, Place, Plan, Table
@@ -222,12 +223,62 @@ def test_a_proof_of_a_table_that_is_gone_is_refused_with_the_name_of_the_table(
     whole: Path, tmp_path: Path, pool: Pool, name: str
 ) -> None:
     copy = shutil.copytree(whole, tmp_path / "log")
-    kept = [number for number, table in enumerate(TABLES) if table.name != name]
-    described = Model((Part("ebc", tuple(TABLES[number] for number in kept)),), "rowwise_adagrad")
-    plan = Plan(2, 2, tuple(PLACES[2][number] for number in kept))
+    described, plan = _without(name)
     for said in pool.run(2, _run, _settings(copy), plan, str(NEWEST), (), described):
         assert said.startswith("SchemaMismatchError: ")
         assert name in said
+
+
+def _without(name: str) -> tuple[Model, Plan]:
+    """The model of two ranks, but for a table and its layers."""
+    kept = [number for number, table in enumerate(TABLES) if table.name != name]
+    described = Model((Part("ebc", tuple(TABLES[number] for number in kept)),), "rowwise_adagrad")
+    return described, Plan(2, 2, tuple(PLACES[2][number] for number in kept))
+
+
+def _with(table: Table, place: Place) -> tuple[Model, Plan]:
+    """The same, with a table and a place in the stead of the replicated ones."""
+    described = Model((Part("ebc", (*TABLES[:-1], table)),), "rowwise_adagrad")
+    return described, Plan(2, 2, (*PLACES[2][:-1], place))
+
+
+@pytest.mark.parametrize(
+    ("job", "kind"),
+    [
+        pytest.param(_without("t_dp"), "SchemaMismatchError: dense state: only the marker has", id="gone"),
+        pytest.param(
+            _with(Table("t_dp", 90, 4, ("d",)), Place("dp")),
+            "SchemaMismatchError: dense state 'model.part0.embedding_bags.t_dp.weight': the marker has ((70, 4), "
+            "torch.float32), this job has ((90, 4), torch.float32)",
+            id="more rows",
+        ),
+        pytest.param(
+            _with(Table("t_dp", 70, 8, ("d",)), Place("dp")),
+            "SchemaMismatchError: dense state 'model.heads.0_d.weight': ",  # its layer differs too
+            id="wider",
+        ),
+        pytest.param(_with(TABLES[-1], Place("rw")), "SchemaMismatchError: ", id="sharded"),
+    ],
+)
+def test_a_replicated_table_that_is_gone_or_another_one_is_refused_with_its_name_before_anything_is_written(
+    whole: Path, tmp_path: Path, pool: Pool, job: tuple[Model, Plan], kind: str
+) -> None:
+    copy = shutil.copytree(whole, tmp_path / "log")
+    described, plan = job
+    for said, untouched in pool.run(2, _refused, _settings(copy), plan, str(NEWEST), described):
+        assert said.startswith(kind)
+        assert "t_dp" in said or "heads.0_d" in kind
+        assert untouched
+
+
+def _refused(where: StreamConfig, plan: Plan, marker: str, described: Model) -> tuple[str, bool]:
+    """What a restore says, and whether it has left the job as it was."""
+    job = zoo.build(described, plan)
+    before = zoo.truth(job)
+    with zoo.attach(job, where, paranoid=False) as checkpointer:
+        with pytest.raises(StreamCkptError) as caught:
+            checkpointer.restore(marker)
+        return f"{type(caught.value).__name__}: {caught.value.headline}", differences(before, zoo.truth(job)) == []
 
 
 @pytest.mark.kafka

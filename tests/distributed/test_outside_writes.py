@@ -370,3 +370,22 @@ def _another_model(uri: str) -> str:
 def test_another_model_in_the_wrapper_is_refused_at_the_next_boundary(tmp_path: Path) -> None:
     (said,) = ranks.run(1, _another_model, f"file://{tmp_path}")
     assert said.startswith("the wrapped model was replaced")
+
+
+def _more_tables(uri: str) -> str:
+    job, other = trainer(PLAN_1), trainer(PLAN_1)
+    with attach(job, StreamConfig(uri=uri, marker_every=None)) as checkpointer:
+        _steps(job, [checkpointer], 2)
+        checkpointer.mark().result(60)
+        job.dmp.module.late = other.dmp.module.ebc
+        _steps(job, [checkpointer], 1)
+        with pytest.raises(UnsupportedError) as caught:
+            checkpointer.mark()
+    return str(caught.value)
+
+
+@pytest.mark.pitfall(36)
+def test_tables_that_come_after_the_attach_are_refused_at_the_next_marker(tmp_path: Path) -> None:
+    (said,) = ranks.run(1, _more_tables, f"file://{tmp_path}")
+    assert said.startswith("it came after the StreamCheckpointer: its tables are not captured")
+    assert "module=late" in said

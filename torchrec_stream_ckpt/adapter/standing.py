@@ -37,6 +37,7 @@ class Standing:
     def __init__(self, dmp: DistributedModelParallel) -> None:
         self._dmp, self._root = dmp, dmp.module
         self._places = [place for path, module in sharded_embeddings(dmp) for place in _way(dmp.module, path, module)]
+        self._kernels = {id(kernel): kernel for _, kernel in _kernels(dmp)}
 
     def check(self) -> None:
         """Raise when a kernel was replaced: what was hooked is not what trains.
@@ -56,6 +57,28 @@ class Standing:
                     hint="move tables by dmp.reshard(), or close() before you replace them and attach again",
                     module=place.module,
                 )
+
+    def check_all(self) -> None:
+        """(each marker) The same, and raise when there are more kernels than those that were hooked: walks the model.
+
+        Raises:
+            UnsupportedError: names the sharded module.
+        """
+        self.check()
+        for path, kernel in _kernels(self._dmp):
+            if id(kernel) not in self._kernels:
+                raise UnsupportedError(
+                    "it came after the StreamCheckpointer: its tables are not captured",
+                    hint="make the StreamCheckpointer once the model is whole; close() before you add tables",
+                    module=path,
+                )
+
+
+def _kernels(dmp: DistributedModelParallel) -> Iterator[tuple[str, object]]:
+    """(path of the sharded module, fused kernel) of all that the model has now."""
+    for path, module in sharded_embeddings(dmp):
+        lookups = (lookup for lookup in module._lookups if not is_replicated(lookup))
+        yield from ((path, group.emb_module) for lookup in lookups for group in lookup._emb_modules)
 
 
 def _way(root: nn.Module, path: str, module: Any) -> Iterator[_Place]:

@@ -178,13 +178,51 @@ class DenseState:
         """Nothing is saved any more: let go of the group."""
         del self._group
 
-    def check(self, path: Path) -> None:
-        """Refuse a marker whose id maps do not fit this job's shards, before anything is written. Local.
+    def check(self, path: Path, world: int) -> None:
+        """Refuse a marker that does not fit this job, before anything is written. Local.
+
+        Compared are id maps, the parameters of the model by name, shape and dtype, and the names of the user's
+        objects. What optimizers keep is compared when it is read, by :meth:`load`.
+
+        Args:
+            path: Of its dense files.
+            world: How many ranks wrote it.
 
         Raises:
-            SchemaMismatchError: names the table, and the rows there and here.
+            SchemaMismatchError: names the entry, or the table and the rows there and here.
+            ConfigError: a per-rank object cannot take the changed number of ranks.
         """
-        self._read_id_maps(FileSystemReader(path))
+        reader = FileSystemReader(path)
+        entries = reader.read_metadata().state_dict_metadata
+        self._read_id_maps(reader)
+        if "shared.imported" in entries:
+            _check_entries(self._imported(), entries)
+            return
+        self._check_world(world)
+        _check_stateful(entries, "shared", self._shared)
+        _check_stateful(entries, f"rank{self._source(world)}", self._per_rank)
+        _check_entries(self._model(self._view()), entries)
+
+    def _check_world(self, world: int) -> None:
+        if self._per_rank and world != dist.get_world_size():
+            raise ConfigError(
+                f"{', '.join(self._per_rank)}: saved for each of {world} ranks, this job has {dist.get_world_size()}",
+                hint="declare it shared, if the state of rank 0 can serve all ranks",
+            )
+
+    def _source(self, world: int) -> int:
+        """The rank of the marker whose part this rank takes."""
+        return self._rank if self._rank < world else 0
+
+    @staticmethod
+    def _model(view: nn.Module) -> dict[str, Any]:
+        """The parameters, by their entries."""
+        parameters = dict(view.named_parameters())
+        return {f"model.{name}": value for name, value in view.state_dict().items() if name in parameters}
+
+    def _imported(self) -> dict[str, Any]:
+        """What an imported marker has of the model."""
+        return {f"model.{name}": value for name, value in self._view().state_dict().items()}
 
     def load(self, path: Path, world: int) -> Callable[[], None]:
         """Load model and optimizers of a marker that ``world`` ranks wrote; its digests were compared. Local.
@@ -204,16 +242,11 @@ class DenseState:
         if "shared.imported" in entries:
             self._load_imported(reader, entries)
             return lambda: None
-        if self._per_rank and world != dist.get_world_size():
-            raise ConfigError(
-                f"{', '.join(self._per_rank)}: saved for each of {world} ranks, this job has {dist.get_world_size()}",
-                hint="declare it shared, if the state of rank 0 can serve all ranks",
-            )
-        source = self._rank if self._rank < world else 0
+        self._check_world(world)
+        source = self._source(world)
         blobs = self._load_blobs(reader, entries, source)
         view = self._view()
-        parameters = dict(view.named_parameters())
-        model = {f"model.{name}": value for name, value in view.state_dict().items() if name in parameters}
+        parameters, model = dict(view.named_parameters()), self._model(view)
         _check_entries(model, entries)
         check_wrappers(self._optimizer, blobs["wrappers"])
         saved, fused = self._read_optimizers(reader, entries, source, parameters)
@@ -259,7 +292,7 @@ class DenseState:
         """A marker that ``stream-ckpt import`` has made: what it does not hold stays as the job has made it."""
         view = self._view()
         parameters, names = dict(view.named_parameters()), _names(view)
-        model = {f"model.{name}": value for name, value in view.state_dict().items()}
+        model = self._imported()
         _check_entries(model, entries)
         imported = _older_states(reader, entries, parameters).get("imported", {})
         view.load_state_dict(_below("model", load_here(model, reader)))
@@ -364,11 +397,18 @@ def _older_states(
     return states
 
 
+_NAMED = 8
+"""Entries that an error lists at most."""
+
+
 def _check_entries(wanted: Mapping[str, Any], entries: Entries) -> None:
     """Compare names, shapes and dtypes of the model before anything is written, for an error with both sides."""
-    for name in sorted({key for key in entries if key.startswith("model.")} ^ wanted.keys()):
-        side = "the marker" if name in entries else "this job"
-        raise SchemaMismatchError(f"dense state: only {side} has '{name}'")
+    saved_names = {key for key in entries if key.startswith("model.")}
+    for side, names in (("the marker", saved_names - wanted.keys()), ("this job", wanted.keys() - saved_names)):
+        if names:
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            said = ", ".join(f"'{name}'" for name in sorted(names)[:_NAMED])
+            raise SchemaMismatchError(f"dense state: only {side} has {said}{more}")
     for name, value in wanted.items():
         saved = entries[name]
         if isinstance(value, torch.Tensor) and isinstance(saved, TensorStorageMetadata):
