@@ -17,7 +17,7 @@ import pytest
 from torchrec_stream_ckpt.broker.kraft import Broker
 from torchrec_stream_ckpt.errors import CommitUnknownError, ConfigError, CorruptionError, LogUnavailableError
 from torchrec_stream_ckpt.layout import KafkaUri
-from torchrec_stream_ckpt.log import kafka
+from torchrec_stream_ckpt.log import kafka_brokers
 from torchrec_stream_ckpt.log.api import Log, open_log
 from torchrec_stream_ckpt.log.kafka_setup import Reasons
 from torchrec_stream_ckpt.types import LogSpan
@@ -76,8 +76,8 @@ def write(log: Log, payloads: list[bytes], partition: int = 0) -> list[int]:
     ids=["incarnation", "prepare", "append_control", "open_writer"],
 )
 def test_unreachable_broker_is_told(operation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kafka.ANSWER_TIMEOUT_S < 9
-    monkeypatch.setattr(kafka, "ANSWER_TIMEOUT_S", 1.0)
+    assert kafka_brokers.ANSWER_TIMEOUT_S < 9
+    monkeypatch.setattr(kafka_brokers, "ANSWER_TIMEOUT_S", 1.0)
     log = open_log(UNREACHABLE)
     with pytest.raises(LogUnavailableError, match="connection refused") as caught:
         operation(log)

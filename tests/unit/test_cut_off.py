@@ -11,10 +11,13 @@ import pytest
 from tests.builders import claim
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.errors import CorruptionError, LogUnavailableError, StreamLostError
+from torchrec_stream_ckpt.format.frame import parse_header
 from torchrec_stream_ckpt.layout import KafkaUri
-from torchrec_stream_ckpt.log import kafka
+from torchrec_stream_ckpt.log import kafka_brokers
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.log.kafka import KafkaLog
+from torchrec_stream_ckpt.log.kafka_brokers import Brokers, Edge
+from torchrec_stream_ckpt.log.kafka_reader import Reader
 from torchrec_stream_ckpt.types import LogSpan, MarkPlace
 
 OLD, NEW, AWAY = "old:9092", "new:9092", "away:9092"
@@ -52,14 +55,14 @@ def test_a_claim_that_nobody_shows_is_an_outage_and_not_a_rival(
 def log_of(monkeypatch: pytest.MonkeyPatch, ends: dict[str, tuple[int, int]]) -> KafkaLog:
     """A log whose brokers say that partition 0 ends at (offset, by the leader of this number)."""
 
-    def edges(self: KafkaLog, topic: str, partitions: Collection[int]) -> dict[int, kafka._Edge]:
-        asked = self._asked.brokers.split(",")[0]
+    def edges(self: Brokers, topic: str, partitions: Collection[int]) -> dict[int, Edge]:
+        asked = self.asked.brokers.split(",")[0]
         if asked not in ends:
             raise LogUnavailableError("no answer")
-        return {each: kafka._Edge(0, *ends[asked]) for each in partitions}
+        return {each: Edge(0, *ends[asked]) for each in partitions}
 
-    monkeypatch.setattr(KafkaLog, "_edges_of", edges)
-    monkeypatch.setattr(kafka, "knock", lambda place: (True, "it can be reached from here"))
+    monkeypatch.setattr(Brokers, "edges", edges)
+    monkeypatch.setattr(kafka_brokers, "knock", lambda place: (True, "it can be reached from here"))
     return KafkaLog(KafkaUri(f"{OLD},{AWAY},{NEW}", "job"), {})
 
 
@@ -79,8 +82,8 @@ def test_a_record_that_a_broker_was_not_given_is_an_outage_and_one_that_is_gone_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log = log_of(monkeypatch, {OLD: (15, 3), NEW: (25, 4)})
-    assert isinstance(log._out_of_range("job.data", 0, 18), LogUnavailableError)
-    assert isinstance(log._out_of_range("job.data", 0, 30), CorruptionError)
+    assert isinstance(log._reader._out_of_range("job.data", 0, 18), LogUnavailableError)
+    assert isinstance(log._reader._out_of_range("job.data", 0, 30), CorruptionError)
 
 
 def test_after_a_failure_new_clients_ask_the_brokers_that_know_the_newest_leader(
@@ -88,61 +91,61 @@ def test_after_a_failure_new_clients_ask_the_brokers_that_know_the_newest_leader
 ) -> None:
     ends = {OLD: (15, 3), NEW: (25, 4)}
     log = log_of(monkeypatch, ends)
-    log._look_around("job.data", [0])
-    assert (log._asked.brokers, log._uri.brokers) == (NEW, f"{OLD},{AWAY},{NEW}")
+    log._brokers.look_around("job.data", [0])
+    assert (log._brokers.asked.brokers, log._brokers.uri.brokers) == (NEW, f"{OLD},{AWAY},{NEW}")
     ends[OLD] = ends[AWAY] = ends[NEW]  # it is back
-    log._look_around("job.data", [0])
-    assert log._asked.brokers == f"{OLD},{AWAY},{NEW}"
+    log._brokers.look_around("job.data", [0])
+    assert log._brokers.asked.brokers == f"{OLD},{AWAY},{NEW}"
     ends.clear()
-    log._look_around("job.data", [0])
-    assert log._asked == log._uri
+    log._brokers.look_around("job.data", [0])
+    assert log._brokers.asked == log._brokers.uri
 
 
-def answering(monkeypatch: pytest.MonkeyPatch, *said: tuple[int, int]) -> KafkaLog:
-    """A log whose partition 0 ends, by one answer after the other, at (offset, by the leader of this number)."""
+def answering(monkeypatch: pytest.MonkeyPatch, *said: tuple[int, int]) -> Brokers:
+    """Brokers whose partition 0 ends, by one answer after the other, at (offset, by the leader of this number)."""
     answers = iter(said)
 
-    def ask(_log: KafkaLog, _doing: str, _call: object) -> dict[object, object]:
+    def ask(_brokers: Brokers, _doing: str, _call: object) -> dict[object, object]:
         high, epoch = next(answers)
         edge = {"low": SimpleNamespace(offset=0), "high": SimpleNamespace(offset=high, leader_epoch=epoch)}
         return {(end, 0): each for end, each in edge.items()}
 
-    monkeypatch.setattr(KafkaLog, "_ask", ask)
-    return KafkaLog(KafkaUri(f"{OLD},{NEW}", "job"), {})
+    monkeypatch.setattr(Brokers, "ask", ask)
+    return Brokers(KafkaUri(f"{OLD},{NEW}", "job"), {})
 
 
 def test_the_word_of_a_leader_counts_no_more_once_a_newer_one_was_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = answering(monkeypatch, (25, 4), (15, 3), (15, 3), (26, 4))
-    assert [log._edges_of("job.data", [0])[0].high for _ in range(2)] == [25, 26]
+    brokers = answering(monkeypatch, (25, 4), (15, 3), (15, 3), (26, 4))
+    assert [brokers.edges("job.data", [0])[0].high for _ in range(2)] == [25, 26]
 
 
 def test_who_hears_of_an_older_leader_alone_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kafka, "ANSWER_TIMEOUT_S", -1.0)
-    log = answering(monkeypatch, (25, 4), (15, 3))
-    log._edges_of("job.data", [0])
+    monkeypatch.setattr(kafka_brokers, "ANSWER_TIMEOUT_S", -1.0)
+    brokers = answering(monkeypatch, (25, 4), (15, 3))
+    brokers.edges("job.data", [0])
     with pytest.raises(LogUnavailableError, match="does not know the newest leader"):
-        log._edges_of("job.data", [0])
+        brokers.edges("job.data", [0])
 
 
 def test_a_topic_that_was_made_anew_counts_its_leaders_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = answering(monkeypatch, (25, 4))
-    log._edges_of("job.data", [0])
+    brokers = answering(monkeypatch, (25, 4))
+    brokers.edges("job.data", [0])
     for made in ("first", "second"):
-        monkeypatch.setattr(KafkaLog, "_ask", lambda *_, made=made: {"job.data": SimpleNamespace(topic_id=made)})
-        log._describe()
-        assert log._epochs == ({("job.data", 0): 4} if made == "first" else {})
+        monkeypatch.setattr(Brokers, "ask", lambda *_, made=made: {"job.data": SimpleNamespace(topic_id=made)})
+        brokers.describe()
+        assert brokers._epochs == ({("job.data", 0): 4} if made == "first" else {})
 
 
 def test_who_begins_to_read_control_records_asks_the_newest_leader_for_all_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log = log_of(monkeypatch, {OLD: (2, 3), NEW: (4, 4)})
-    monkeypatch.setattr(KafkaLog, "_describe", lambda _log: {"job.control": None})
-    monkeypatch.setattr(KafkaLog, "_require", lambda *_: None)
-    read = lambda _log, _topic, _partition, begin, end, _idle_s: ((each, b"") for each in range(begin, end))  # noqa: E731
-    monkeypatch.setattr(KafkaLog, "_read_on", read)
+    monkeypatch.setattr(Brokers, "describe", lambda _brokers: {"job.control": None})
+    monkeypatch.setattr(Brokers, "require", lambda *_: None)
+    read = lambda _reader, _topic, _partition, begin, end, _idle_s: ((each, b"") for each in range(begin, end))  # noqa: E731
+    monkeypatch.setattr(Reader, "_read_on", read)
     assert [offset for offset, _ in log.read_control()] == [0, 1, 2, 3]
-    assert log._asked.brokers == NEW
+    assert log._brokers.asked.brokers == NEW
 
 
 def test_a_mark_that_a_broker_was_not_given_is_read_from_one_that_knows_the_leader(
@@ -150,30 +153,44 @@ def test_a_mark_that_a_broker_was_not_given_is_read_from_one_that_knows_the_lead
 ) -> None:
     log, asked = log_of(monkeypatch, {OLD: (15, 3), NEW: (25, 4)}), list[str]()
 
-    def fetch(log: KafkaLog, offsets: Mapping[int, int]) -> dict[int, bytes | None]:
-        asked.append(log._asked.brokers)
-        if log._asked.brokers != NEW:
+    def fetch(reader: Reader, offsets: Mapping[int, int]) -> dict[int, bytes | None]:
+        asked.append(reader._brokers.asked.brokers)
+        if reader._brokers.asked.brokers != NEW:
             raise LogUnavailableError("no answer")
         return dict.fromkeys(offsets)
 
-    monkeypatch.setattr(KafkaLog, "_fetch_at", fetch)
+    monkeypatch.setattr(Reader, "_fetch_at", fetch)
     with pytest.raises(StreamLostError, match="offset 9 does not hold the frame"):
         log.check_marks([MarkPlace(1, 0, 10, 7)])
     assert asked == [f"{OLD},{AWAY},{NEW}", NEW]
+
+
+def test_a_mark_that_is_the_first_record_that_a_broker_was_not_given_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That broker's partition ends there: it gives no record, and no error."""
+    log = log_of(monkeypatch, {OLD: (9, 3), NEW: (25, 4)})
+    frame = claim(1).to_frame()
+
+    def fetch(reader: Reader, offsets: Mapping[int, int]) -> dict[int, bytes | None]:
+        return dict.fromkeys(offsets, frame if reader._brokers.asked.brokers == NEW else None)
+
+    monkeypatch.setattr(Reader, "_fetch_at", fetch)
+    log.check_marks([MarkPlace(1, 0, 10, parse_header(frame).header_crc)])
 
 
 def test_who_reads_and_gets_no_answer_reads_on_from_one_that_knows_the_leader(monkeypatch: pytest.MonkeyPatch) -> None:
     log, asked = log_of(monkeypatch, {OLD: (15, 3), NEW: (25, 4)}), list[tuple[str, int]]()
 
     def read(
-        log: KafkaLog, _topic: str, _partition: int, begin: int, end: int, _idle_s: float
+        reader: Reader, _topic: str, _partition: int, begin: int, end: int, _idle_s: float
     ) -> Iterator[tuple[int, bytes]]:
-        asked.append((log._asked.brokers, begin))
-        knows = log._asked.brokers == NEW
+        asked.append((reader._brokers.asked.brokers, begin))
+        knows = reader._brokers.asked.brokers == NEW
         yield from ((offset, b"") for offset in range(begin, end if knows else 15))
         if not knows:
             raise LogUnavailableError("no answer")
 
-    monkeypatch.setattr(KafkaLog, "_read_on", read)
-    assert [offset for offset, _ in log._records("job.data", 0, 10, 20)] == list(range(10, 20))
+    monkeypatch.setattr(Reader, "_read_on", read)
+    assert [offset for offset, _ in log._reader.records("job.data", 0, 10, 20)] == list(range(10, 20))
     assert asked == [(f"{OLD},{AWAY},{NEW}", 10), (NEW, 15)]

@@ -1,0 +1,253 @@
+"""What the brokers of a log say: which topics there are, where partitions begin and end, and who leads them.
+
+Of several brokers, one that is cut off from the others answers all the same. So the word of the newest leader counts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, wait
+from contextlib import closing, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import confluent_kafka as ck
+import confluent_kafka.admin as ck_admin
+
+from torchrec_stream_ckpt.errors import CorruptionError, LogUnavailableError
+from torchrec_stream_ckpt.layout import KafkaUri
+from torchrec_stream_ckpt.log.kafka_client import DESTROYED_HINT, make_client, outcome, plain
+from torchrec_stream_ckpt.log.kafka_probe import find_cause, knock
+from torchrec_stream_ckpt.log.kafka_setup import Reasons, admin_settings
+
+ANSWER_TIMEOUT_S = 7.0
+PROBE_AFTER_S = 2.0
+PROPAGATION_S = 3.0
+
+# What a partition's ends are answered with for a moment, after creation and while it has no leader.
+_NO_LEADER = frozenset(
+    {
+        ck.KafkaError.LEADER_NOT_AVAILABLE,
+        ck.KafkaError.NOT_LEADER_FOR_PARTITION,
+        ck.KafkaError.FENCED_LEADER_EPOCH,
+        ck.KafkaError.UNKNOWN_LEADER_EPOCH,
+        ck.KafkaError.OFFSET_NOT_AVAILABLE,
+        ck.KafkaError.REPLICA_NOT_AVAILABLE,
+        ck.KafkaError.KAFKA_STORAGE_ERROR,
+        ck.KafkaError.UNKNOWN_TOPIC_OR_PART,
+        ck.KafkaError._NOENT,
+    }
+)
+
+
+class Edge(NamedTuple):
+    """Where a partition begins and ends, as its leader says."""
+
+    low: int
+    """First offset that is still there."""
+    high: int
+    """End of what is durable."""
+    epoch: int
+    """Number of the leader: one that follows has a higher one."""
+
+    @classmethod
+    def of(cls, low: Any, high: Any) -> Edge:
+        return cls(int(low.offset), int(high.offset), int(-1 if high.leader_epoch is None else high.leader_epoch))
+
+
+class Brokers:
+    """Asks the brokers of one log. For any thread.
+
+    Args:
+        uri: Those that are known at first, and the job.
+        options: Client settings of the user, security included.
+    """
+
+    def __init__(self, uri: KafkaUri, options: Mapping[str, str]) -> None:
+        self.uri = uri
+        self.options = dict(options)
+        self.asked = uri
+        """The brokers that new clients ask: of several, those that knew the newest leaders at the last look."""
+        self._epochs: dict[tuple[str, int], int] = {}
+        """The newest leader of each partition that was heard of: the word of an older one does not count."""
+        self._topic_ids: dict[str, str] = {}
+        self._asking = threading.Lock()
+        self._admin: Any = None
+        self._reasons = Reasons(self.options)
+
+    def close(self) -> None:
+        with self._asking:
+            self._admin = None
+
+    # Questions.
+
+    def ask(self, doing: str, call: Callable[[Any], Mapping[Any, Future[Any]]]) -> dict[Any, Any]:
+        """Run one admin call and wait for all of its answers, which may be KafkaErrors.
+
+        Raises:
+            LogUnavailableError: no answer, with the reason that the client has whispered meanwhile.
+        """
+        with self._asking:
+            admin, reasons = self._client(), self._reasons
+            admin.poll(0)
+            reasons.clear()
+            futures = call(admin)
+            begin, probed = time.monotonic(), False
+            while wait(futures.values(), timeout=0.1).not_done:
+                admin.poll(0)
+                waited_s = time.monotonic() - begin
+                if not probed and (reasons.hopeless() or (waited_s > PROBE_AFTER_S and not reasons.unreachable())):
+                    probed, cause = True, find_cause(self.uri, self.options)
+                    if cause is not None:
+                        raise reasons.found(self.uri, doing, cause)
+                if reasons.hopeless() or waited_s > ANSWER_TIMEOUT_S:
+                    self._admin, self.asked = None, self.uri  # the next one may find a broker that answers
+                    raise reasons.unavailable(self.uri, doing, f"no answer within {ANSWER_TIMEOUT_S:.0f} s")
+            return {key: outcome(future) for key, future in futures.items()}
+
+    def answers(self, doing: str, call: Callable[[Any], Mapping[Any, Future[Any]]]) -> dict[Any, Any]:
+        """As :meth:`ask`; an answer that is an error is raised."""
+        answers = self.ask(doing, call)
+        for answer in answers.values():
+            if isinstance(answer, ck.KafkaError):
+                raise self.unavailable(doing, answer)
+        return answers
+
+    def _client(self) -> Any:
+        if self._admin is None:
+            settings = admin_settings(self.asked, self.options)
+            self._admin = make_client(ck_admin.AdminClient, settings, self._reasons)
+        return self._admin
+
+    def unavailable(self, doing: str, error: Any) -> LogUnavailableError:
+        """The error to raise for what the client answered."""
+        return self._reasons.unavailable(self.uri, doing, plain(error))
+
+    # Topics.
+
+    def describe(self, *, rights: bool = False) -> dict[str, Any]:
+        """Descriptions of those of the two topics that exist; if asked for, with what this user may do."""
+        names = ck.TopicCollection([self.uri.data_topic, self.uri.control_topic])
+        asked = partial(ck_admin.AdminClient.describe_topics, topics=names, include_authorized_operations=rights)
+        answers = self.ask("find the job's topics", lambda admin: asked(admin))
+        for name, answer in answers.items():
+            if isinstance(answer, ck.KafkaError) and answer.code() != ck.KafkaError.UNKNOWN_TOPIC_OR_PART:
+                raise self.unavailable(f"find topic {name}", answer)
+        found = {name: answer for name, answer in answers.items() if not isinstance(answer, ck.KafkaError)}
+        for name, description in found.items():
+            made = str(description.topic_id)
+            if self._topic_ids.setdefault(name, made) != made:  # made anew: its leaders are counted from 0 again
+                self._topic_ids[name] = made
+                self._epochs = {each: epoch for each, epoch in self._epochs.items() if each[0] != name}
+        return found
+
+    def require(
+        self, topic: str, partition: int, doing: str, error: type[CorruptionError | LogUnavailableError]
+    ) -> None:
+        """Raise ``error`` unless the partition exists; ``doing`` is what is to be done with it."""
+        description = self._await_topic(topic)
+        if description is None:
+            raise error(f"cannot {doing} topic '{topic}': it does not exist", hint=DESTROYED_HINT)
+        if partition not in {known.id for known in description.partitions}:
+            raise error(f"cannot {doing} topic '{topic}': no such partition", hint=DESTROYED_HINT, partition=partition)
+
+    def _await_topic(self, topic: str) -> Any:
+        """The topic's description, or None when it does not turn up: a broker may learn of it late."""
+        deadline = time.monotonic() + PROPAGATION_S
+        while True:
+            description = self.describe().get(topic)
+            if description is not None or time.monotonic() > deadline:
+                return description
+            time.sleep(0.1)
+
+    # Ends of partitions.
+
+    def edges(self, topic: str, partitions: Collection[int]) -> dict[int, Edge]:
+        """Both ends of partitions of a topic, all asked for at once.
+
+        Raises:
+            LogUnavailableError: a leader does not answer, or only one that a newer one has followed.
+        """
+        doing, deadline = f"find the ends of {topic}", time.monotonic() + ANSWER_TIMEOUT_S
+
+        def ask(admin: Any) -> dict[Any, Any]:
+            questions: dict[Any, Any] = {}
+            for end, spec in (("low", ck_admin.OffsetSpec.earliest()), ("high", ck_admin.OffsetSpec.latest())):
+                asked = admin.list_offsets({ck.TopicPartition(topic, partition): spec for partition in partitions})
+                questions |= {(end, place.partition): future for place, future in asked.items()}
+            return questions
+
+        while partitions:
+            answers = self.ask(doing, ask)
+            error = next((answer for answer in answers.values() if isinstance(answer, ck.KafkaError)), None)
+            if error is None:
+                edges = {each: Edge.of(answers["low", each], answers["high", each]) for each in partitions}
+                if self._are_of_the_newest(topic, edges):
+                    return edges
+                self._ask_others(doing, deadline)
+            elif error.code() in _NO_LEADER and time.monotonic() < deadline:
+                time.sleep(0.1)
+                self.describe()  # the client goes on asking the leader that it knows, unless it is told of another one
+            else:
+                raise self.unavailable(doing, error)
+        return {}
+
+    def _ask_others(self, doing: str, deadline: float) -> None:
+        """A broker has answered that has not heard of the newest leader: the next question goes to another client."""
+        if time.monotonic() > deadline:
+            raise LogUnavailableError(
+                f"Kafka at {self.uri.brokers}: cannot {doing}: a broker answers that does not know the newest leader",
+                hint="see whether that broker is cut off from the others; then try again",
+            )
+        time.sleep(0.1)
+        with self._asking:
+            self._admin = None
+
+    def edge(self, topic: str, partition: int, wanted: int = 0) -> Edge:
+        """Both ends; where the partition is said to end before ``wanted``, as the newest leader knows them."""
+        self.require(topic, partition, "read", CorruptionError)
+        edges = self.edges(topic, [partition])
+        return (self.newest_edges(topic, edges) if edges[partition].high < wanted else edges)[partition]
+
+    def look_around(self, topic: str, partitions: Collection[int]) -> None:
+        """Let new clients ask the brokers, of several, that know who leads these partitions now."""
+        if "," in self.uri.brokers:
+            self.newest_edges(topic, dict.fromkeys(partitions, Edge(0, 0, -1)))
+
+    def newest_edges(self, topic: str, edges: Mapping[int, Edge]) -> dict[int, Edge]:
+        """Edges as each broker knows them that the URI names: the word of the newest leader counts.
+
+        A leader that is cut off from its peers does not know that another one has followed it, and a client goes on
+        asking it, as does a new one that has met it first. What it lacks is not lost.
+        """
+        found: dict[str, dict[int, Edge]] = {}
+        for broker in self.uri.brokers.split(","):
+            if not knock(broker)[0]:
+                continue
+            other = Brokers(replace(self.uri, brokers=broker), self.options)
+            with closing(other), suppress(LogUnavailableError):
+                found[broker] = other.edges(topic, edges)
+        newest = {
+            each: max((edge, *(of[each] for of in found.values())), key=lambda edge: edge.epoch)
+            for each, edge in edges.items()
+        }
+        knowing = [
+            broker for broker, of in found.items() if all(of[each].epoch == newest[each].epoch for each in newest)
+        ]
+        with self._asking:
+            self.asked = replace(self.uri, brokers=",".join(knowing)) if knowing else self.uri
+            self._admin = None
+        self._are_of_the_newest(topic, newest)
+        return newest
+
+    def _are_of_the_newest(self, topic: str, edges: Mapping[int, Edge]) -> bool:
+        """Whether no newer leader of these partitions was heard of before."""
+        for partition, edge in edges.items():
+            newest = self._epochs.get((topic, partition), edge.epoch)
+            if edge.epoch < newest:
+                return False
+            self._epochs[topic, partition] = edge.epoch
+        return True

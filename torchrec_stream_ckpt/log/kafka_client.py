@@ -1,0 +1,70 @@
+"""Clients of ``confluent_kafka``: how they are made, and what they raise as errors of ours.
+
+The package is untyped: its objects are ``Any`` here and in the other ``kafka_*`` modules, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import confluent_kafka as ck
+
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.layout import KafkaUri
+from torchrec_stream_ckpt.log.kafka_setup import Reasons
+
+LOST_HINT = "see the brokers' logs: a disk or machine failed, or an unclean leader was elected"
+DESTROYED_HINT = "restore from another copy of the log, or begin a new job; see that nothing else sets its retention"
+
+# What the client raises: a fatal producer error inside a poll that served a delivery callback comes out
+# as SystemError, with the KafkaException as its cause.
+CLIENT_ERRORS = (ck.KafkaException, SystemError)
+
+
+def make_client(kind: Callable[[dict[str, Any]], Any], settings: Mapping[str, Any], reasons: Reasons) -> Any:
+    """Make a client whose complaints go to ``reasons`` and to logging, not to stderr.
+
+    Raises:
+        ConfigError: an option is unknown or has a bad value.
+    """
+    try:
+        return kind({**settings, "error_cb": reasons.note, "logger": reasons})
+    except (ck.KafkaException, TypeError, ValueError) as error:
+        text = reasons.redact(plain(error))
+        hint = "see librdkafka's CONFIGURATION.md for the names"
+        if "ssl." in text:
+            hint = "check that file, and its password if it has one"
+        raise ConfigError(f"Kafka client options: {text}", hint=hint) from None
+
+
+@contextmanager
+def surfacing(reasons: Reasons, uri: KafkaUri, doing: str) -> Iterator[None]:
+    """Turn what the client raises into our error."""
+    try:
+        yield
+    except CLIENT_ERRORS as error:
+        if isinstance(error, SystemError) and not isinstance(error.__cause__, ck.KafkaException):
+            raise
+        raise reasons.unavailable(uri, doing, plain(error.__cause__ or error)) from None
+
+
+def outcome(future: Future[Any]) -> Any:
+    """Result of an admin call, or its KafkaError."""
+    try:
+        return future.result()
+    except ck.KafkaException as error:
+        return error.args[0]
+
+
+def has_code(error: Any, code: int) -> bool:
+    return error is not None and bool(error.code() == code)
+
+
+def plain(error: Any) -> str:
+    """A client error as words."""
+    if isinstance(error, ck.KafkaException):
+        error = error.args[0]
+    return f"{error.str()} ({error.name()})" if isinstance(error, ck.KafkaError) else str(error)

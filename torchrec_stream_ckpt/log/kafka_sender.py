@@ -1,0 +1,219 @@
+"""Sending to one partition: frames of a rank, and control records."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import confluent_kafka as ck
+import numpy as np
+
+from torchrec_stream_ckpt.errors import CommitUnknownError, LogUnavailableError, StreamLostError
+from torchrec_stream_ckpt.layout import KafkaUri
+from torchrec_stream_ckpt.log.api import Ack
+from torchrec_stream_ckpt.log.kafka_client import CLIENT_ERRORS, LOST_HINT, make_client, plain, surfacing
+from torchrec_stream_ckpt.log.kafka_probe import knock, leader_in
+from torchrec_stream_ckpt.log.kafka_setup import CONTROL_TIMEOUT_S, Reasons
+
+QUEUE_FULL_TIMEOUT_S = 5.0
+_STATISTICS_MS = 2000
+_COPIES_S = 1.0
+
+# The broker refused these records, so they are certainly not in the log.
+_REFUSED = frozenset(
+    {
+        "MSG_SIZE_TOO_LARGE",
+        "TOPIC_AUTHORIZATION_FAILED",
+        "CLUSTER_AUTHORIZATION_FAILED",
+        "INVALID_RECORD",
+        "_UNKNOWN_TOPIC",
+        "_UNKNOWN_PARTITION",
+    }
+)
+# A broker that knows less of this producer than it has acknowledged has lost the partition's tail, or what it knew.
+_FORGOTTEN = ("OUT_OF_ORDER_SEQUENCE_NUMBER", "UNKNOWN_PRODUCER_ID")
+
+
+class Sender:
+    """An idempotent producer of one partition. One thread at a time; an error is final."""
+
+    def __init__(
+        self, uri: KafkaUri, topic: str, partition: int, settings: Mapping[str, Any], reasons: Reasons
+    ) -> None:
+        self._uri = uri
+        self._topic = topic
+        self._partition = partition
+        self._reasons = reasons
+        # (number of the record, error or None, offset); the callback does nothing but append.
+        self._done: deque[tuple[int, Any, int]] = deque()
+        self._sent = 0
+        self._reported = 0
+        self._failure: LogUnavailableError | None = None
+        self._statistics = ""
+        """What the client last said of itself: without asking anybody, who leads the partition."""
+        telling = {"statistics.interval.ms": _STATISTICS_MS, "stats_cb": self._note}
+        self._producer = make_client(ck.Producer, {**settings, **telling}, reasons)
+
+    def send(self, value: Any) -> None:
+        """Queue one record.
+
+        Raises:
+            LogUnavailableError: it was not taken.
+        """
+        deadline = time.monotonic() + QUEUE_FULL_TIMEOUT_S
+        with self._guard():
+            while True:
+                try:
+                    delivered = partial(self._delivered, self._sent)
+                    self._producer.produce(self._topic, value, partition=self._partition, on_delivery=delivered)
+                    break
+                except BufferError:
+                    if time.monotonic() > deadline:
+                        raise self.failed("write", "the client's queue stays full") from None
+                    self._producer.poll(0.05)
+        self._sent += 1
+
+    def reports(self, timeout_s: float) -> list[tuple[Any, int]]:
+        """(error, offset) of what was delivered or given up, in the order of ``send``."""
+        with self._guard():
+            self._producer.poll(0 if self._done else timeout_s)
+        reports = []
+        while self._done:
+            number, error, offset = self._done.popleft()
+            if number != self._reported:
+                raise self.failed("write", f"report {number} came instead of {self._reported}")
+            self._reported += 1
+            reports.append((error, offset))
+        return reports
+
+    def failed(self, doing: str, error: Any) -> LogUnavailableError:
+        """The error of this sender, from now on."""
+        self._failure = self._reasons.unavailable(self._uri, f"{doing} {self._topic}/{self._partition}", plain(error))
+        return self._failure
+
+    def reason(self) -> LogUnavailableError:
+        """Why there is no answer, without ending this sender."""
+        return self._reasons.unavailable(self._uri, f"write {self._topic}/{self._partition}", "no answer")
+
+    def waits_for(self) -> str:
+        """The broker that leads the partition, as the client knows it, and whether it can be reached."""
+        leader = leader_in(self._statistics, self._topic, self._partition)
+        if leader is None:
+            return f"a leader of {self._topic}[{self._partition}], of the brokers {self._uri.brokers}"
+        reached, said = knock(leader.place)
+        return f"{leader}, the leader of {self._topic}[{self._partition}] ({said}{self._copies() if reached else ''})"
+
+    def _copies(self) -> str:
+        try:
+            found = self._producer.list_topics(self._topic, _COPIES_S).topics[self._topic].partitions[self._partition]
+        except (*CLIENT_ERRORS, KeyError):
+            return ""
+        return f"; {len(found.isrs)} of {len(found.replicas)} copies are in sync"
+
+    def close(self) -> None:
+        """Drop what is queued; what is on the wire may still arrive."""
+        try:
+            self._producer.purge(blocking=False)
+            self._producer.poll(0)
+        except CLIENT_ERRORS:
+            return
+        finally:
+            self._done.clear()
+
+    def _note(self, statistics: str) -> None:
+        self._statistics = statistics
+
+    def _delivered(self, number: int, error: Any, message: Any) -> None:
+        offset = message.offset()
+        self._done.append((number, error, -1 if offset is None else offset))
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            with surfacing(self._reasons, self._uri, f"write {self._topic}/{self._partition}"):
+                yield
+        except LogUnavailableError as error:
+            self._failure = error
+            raise
+
+
+def append(sender: Sender, record: bytes) -> int:
+    """Send one control record and wait for its offset."""
+    sender.send(record)
+    # The client gives up after CONTROL_TIMEOUT_S; beyond that it is the client itself that hangs.
+    deadline = time.monotonic() + CONTROL_TIMEOUT_S + 5
+    while time.monotonic() < deadline:
+        try:
+            reports = sender.reports(0.2)
+        except LogUnavailableError as failure:
+            raise _unknown(failure.message) from None
+        for error, offset in reports:
+            if error is not None and error.name() in _REFUSED:
+                raise sender.failed("write", error)
+            if error is not None:
+                raise _unknown(f"{sender.reason().message}; {plain(error)}")
+            if offset < 0:
+                raise _unknown("the broker knows the record already, but not its offset")
+            return offset
+    raise _unknown(sender.reason().message)
+
+
+def _unknown(reason: str) -> CommitUnknownError:
+    return CommitUnknownError(
+        f"nobody knows whether the control record arrived: {reason}", hint="read the control topic once Kafka answers"
+    )
+
+
+class KafkaWriter:
+    """One rank's end of a data partition; see :class:`DataWriter`."""
+
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
+
+    def send(self, frame: memoryview) -> None:
+        with _telling_lost():
+            # The client takes an array, not a memoryview; it copies the bytes into its own queue.
+            self._sender.send(np.frombuffer(frame, np.uint8))
+
+    def poll(self, timeout_s: float) -> list[Ack]:
+        with _telling_lost():
+            return self._acks(timeout_s)
+
+    def _acks(self, timeout_s: float) -> list[Ack]:
+        acks: list[Ack] = []
+        for error, offset in self._sender.reports(timeout_s):
+            if error is not None or offset < 0:
+                # A duplicate that the broker no longer remembers has no offset: it is sent again.
+                failure = self._sender.failed("write", error or "a frame was acknowledged without its offset")
+                if not acks:
+                    raise failure
+                # What came before is durable; the next call raises.
+                break
+            acks.append(Ack(offset, offset + 1))
+        return acks
+
+    def waits_for(self) -> str:
+        return self._sender.waits_for()
+
+    def close(self) -> None:
+        self._sender.close()
+
+
+@contextmanager
+def _telling_lost() -> Iterator[None]:
+    """An idempotent producer that its broker has forgotten may have lost what was acknowledged."""
+    try:
+        yield
+    except LogUnavailableError as error:
+        if any(name in error.message for name in _FORGOTTEN):
+            raise StreamLostError(
+                f"the broker has lost what it knew of this stream, and may have lost its tail: {error.message}",
+                hint=LOST_HINT,
+            ) from None
+        raise

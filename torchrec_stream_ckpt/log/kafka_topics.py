@@ -1,0 +1,164 @@
+"""The two topics of a log: making them, what they must be set to, and the rights that a trainer needs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import confluent_kafka as ck
+import confluent_kafka.admin as ck_admin
+
+from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
+from torchrec_stream_ckpt.log.api import Finding, Incarnation
+from torchrec_stream_ckpt.log.kafka_brokers import ANSWER_TIMEOUT_S, PROPAGATION_S, Brokers
+from torchrec_stream_ckpt.log.kafka_health import NEEDED_RIGHTS, acl_command, examine_topic
+from torchrec_stream_ckpt.log.kafka_setup import LEAST_MESSAGE_BYTES, TOPIC_SETTINGS, alter_command
+
+
+def incarnation(brokers: Brokers) -> Incarnation | None:
+    """The ids of both topics, None unless both exist."""
+    topics = brokers.describe()
+    data, control = topics.get(brokers.uri.data_topic), topics.get(brokers.uri.control_topic)
+    if data is None or control is None:
+        return None
+    return Incarnation(f"{data.topic_id}+{control.topic_id}", len(data.partitions))
+
+
+def prepare(brokers: Brokers, partitions: int) -> Incarnation:
+    """Create the topics or add partitions; refuses topics that would lose rows by themselves.
+
+    Raises:
+        ConfigError: a topic has a retention, is compacted, or takes no whole frame.
+        LogUnavailableError: the brokers do not answer, or do not allow it.
+    """
+    preflight(brokers)
+    topics, uri = brokers.describe(), brokers.uri
+    _create(brokers, uri.data_topic, topics, partitions)
+    _create(brokers, uri.control_topic, topics, 1)
+    control = topics.get(uri.control_topic)
+    if control is not None and len(control.partitions) != 1:
+        raise ConfigError("the control topic must have one partition", topic=uri.control_topic)
+    prepared = _await_partitions(brokers, partitions)
+    for topic in (uri.data_topic, uri.control_topic):
+        _check_settings(brokers, topic)
+    return prepared
+
+
+def preflight(brokers: Brokers) -> None:
+    """Whether this user may do what a trainer does; asks for nothing to be made.
+
+    Raises:
+        LogUnavailableError: the brokers do not answer or a right is missing; says why, or which.
+    """
+    topics = brokers.describe(rights=True)
+    for name, description in topics.items():
+        _check_rights(brokers, name, description, NEEDED_RIGHTS)
+    for name in {brokers.uri.data_topic, brokers.uri.control_topic} - topics.keys():
+        _try_creating(brokers, name)
+
+
+def check_right(brokers: Brokers, topic: str, right: str) -> None:
+    """Whether this user may do one thing with a topic that exists.
+
+    Raises:
+        LogUnavailableError: he may not, or the brokers do not answer.
+    """
+    _check_rights(brokers, topic, brokers.describe(rights=True)[topic], {right})
+
+
+def examine(brokers: Brokers) -> Iterator[Finding]:
+    """What the brokers say of themselves, of both topics, and of this user's rights."""
+    (cluster,) = brokers.ask("describe the cluster", lambda admin: {"": admin.describe_cluster()}).values()
+    yield Finding("brokers", f"{len(cluster.nodes)} in cluster {cluster.cluster_id}")
+    for name, description in brokers.describe(rights=True).items():
+        settings = {key: entry.value for key, entry in _settings(brokers, name).items()}
+        replicas = [(len(each.replicas), len(each.isr)) for each in description.partitions]
+        rights = {each.name for each in description.authorized_operations or ()}
+        yield from examine_topic(name, settings, replicas, rights)
+
+
+def _check_rights(brokers: Brokers, topic: str, description: Any, needed: Collection[str]) -> None:
+    granted = {operation.name for operation in description.authorized_operations or ()}
+    missing = sorted(set(needed) - granted) if granted and "ALL" not in granted else []
+    if missing:
+        user = brokers.options.get("sasl.username")
+        who = f"user '{user}'" if user else "this client"
+        raise LogUnavailableError(
+            f"Kafka at {brokers.uri.brokers}: {who} has no right to {', '.join(missing)} topic '{topic}'",
+            hint=acl_command(user, topic, missing),
+        )
+
+
+def _try_creating(brokers: Brokers, topic: str) -> None:
+    new = ck_admin.NewTopic(topic, 1, -1, config=TOPIC_SETTINGS)
+    doing = f"create topic {topic}"
+    answers = brokers.ask(doing, lambda admin: admin.create_topics([new], validate_only=True))
+    _check_created(brokers, doing, answers, ck.KafkaError.TOPIC_ALREADY_EXISTS)
+
+
+def _create(brokers: Brokers, topic: str, topics: Mapping[str, Any], partitions: int) -> None:
+    """Make the topic or let it grow; another rank 0 may be doing the same."""
+    known = topics.get(topic)
+    if known is None:
+        # Replication factor -1: the cluster's own default.
+        new = ck_admin.NewTopic(topic, partitions, -1, config=TOPIC_SETTINGS)
+        answers = brokers.ask(f"create topic {topic}", lambda admin: admin.create_topics([new]))
+        tolerated = ck.KafkaError.TOPIC_ALREADY_EXISTS
+    elif len(known.partitions) < partitions:
+        grown = ck_admin.NewPartitions(topic, partitions)
+        answers = brokers.ask(f"add partitions to {topic}", lambda admin: admin.create_partitions([grown]))
+        tolerated = ck.KafkaError.INVALID_PARTITIONS
+    else:
+        return
+    _check_created(brokers, f"create topic {topic} with {partitions} partitions", answers, tolerated)
+
+
+def _check_created(brokers: Brokers, doing: str, answers: Mapping[Any, Any], tolerated: int) -> None:
+    for answer in answers.values():
+        if isinstance(answer, ck.KafkaError) and answer.code() != tolerated:
+            raise brokers.unavailable(doing, answer)
+
+
+def _await_partitions(brokers: Brokers, partitions: int) -> Incarnation:
+    """Creation is acknowledged before every broker knows of it."""
+    deadline = time.monotonic() + ANSWER_TIMEOUT_S
+    while True:
+        now = incarnation(brokers)
+        if now is not None and now.partitions >= partitions:
+            return now
+        if time.monotonic() > deadline:
+            seen = now.partitions if now else 0
+            raise LogUnavailableError(
+                f"topic '{brokers.uri.data_topic}' shows {seen} of {partitions} partitions after creation",
+                hint="look at the brokers' log, then try again",
+            )
+        time.sleep(0.05)
+
+
+def _settings(brokers: Brokers, topic: str) -> Any:
+    """The topic's settings; waits for a broker that has not heard of a new topic yet."""
+    resource = ck_admin.ConfigResource(ck_admin.ConfigResource.Type.TOPIC, topic)
+    deadline = time.monotonic() + PROPAGATION_S
+    while True:
+        (answer,) = brokers.ask("read the topic's settings", lambda admin: admin.describe_configs([resource])).values()
+        if not isinstance(answer, ck.KafkaError):
+            return answer
+        if answer.code() != ck.KafkaError.UNKNOWN_TOPIC_OR_PART or time.monotonic() > deadline:
+            raise brokers.unavailable(f"read the settings of topic {topic}", answer)
+        time.sleep(0.1)
+
+
+def _check_settings(brokers: Brokers, topic: str) -> None:
+    answer = _settings(brokers, topic)
+    for name, wanted in TOPIC_SETTINGS.items():
+        if answer[name].value != wanted:
+            raise ConfigError(
+                f"topic '{topic}' has {name}={answer[name].value}, which would lose rows: it must be {wanted}",
+                hint=alter_command(topic, f"{name}={wanted}"),
+            )
+    if int(answer["max.message.bytes"].value) < LEAST_MESSAGE_BYTES:
+        raise ConfigError(
+            f"topic '{topic}' has max.message.bytes={answer['max.message.bytes'].value}: a frame does not fit",
+            hint="set it to 1048588, Kafka's default",
+        )
