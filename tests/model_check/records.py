@@ -368,8 +368,8 @@ class Records:
         for record in made:
             forged = after._replace(log=(*after.log, record))
             what = f"somebody without the key appends a {record.kind} of {_name(record.marker)}"
-            # Whoever claims without the key may be honest, look whether there are rows, and write. If a trainer is about
-            # to claim that very number, that is the stranger of protocol.py: gaps are looked at.
+            # Whoever claims without the key may be honest, look whether there are rows, and write. If a trainer is
+            # about to claim that very number, that is the stranger of protocol.py: gaps are looked at.
             free = all(generation < fold.next for generation, _ in state.rows)
             claims = (
                 record.kind == "claim"
