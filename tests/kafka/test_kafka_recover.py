@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 import uuid
 from pathlib import Path
@@ -18,6 +20,7 @@ from tests.model import PLAN_2, Spec, differences, trainer
 from tests.tables import FIRST, write_tables
 from tests.unit.test_interchange import SCHEMA, values
 from torchrec_stream_ckpt import StreamConfig
+from torchrec_stream_ckpt.broker.kraft import Broker
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
@@ -59,6 +62,54 @@ def test_a_control_topic_that_is_gone_is_refused_on_every_rank_and_put_back(boot
     state, step, _ = ranks.run(2, restore_once, PLAN_2, settings, None, {})[0]
     assert step == 6
     assert differences(truths[6], state) == []
+
+
+def cut_control(broker: Path, uri: str) -> None:
+    """A broker that is alone comes back without the end of the control topic, which it had acknowledged."""
+    victim, parsed = Broker(broker), parse_uri(uri)
+    assert isinstance(parsed, KafkaUri)
+    pid = victim.status().pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    while victim.status().running:
+        time.sleep(0.01)
+    (segment,) = broker.rglob(f"{parsed.control_topic}-0/*.log")
+    os.truncate(segment, segment.stat().st_size * 2 // 3)
+    for snapshot in segment.parent.glob("*.snapshot"):
+        snapshot.unlink()
+    victim.start(die_with=os.getpid())
+
+
+@pytest.mark.distributed
+def test_a_control_topic_that_lost_its_end_is_refused_on_every_rank_and_put_back_in_place(tmp_path: Path) -> None:
+    broker = Broker(tmp_path / "victim")
+    broker.start(die_with=os.getpid())
+    try:
+        uri, store = broker.status().uri(f"cut-{uuid.uuid4().hex[:8]}"), str(tmp_path / "store")
+        settings = StreamConfig(uri=uri, store=store, marker_every=2)
+        truths = ranks.run(2, train_with, PLAN_2, settings, 8, {})[0][1]
+        log = open_log(uri)
+        before, markers = list(log.read_control()), [str(each) for each in Control(log).refresh().commits]
+        log.close()
+        cut_control(tmp_path / "victim", uri)
+        log = open_log(uri)
+        left = list(log.read_control())
+        log.close()
+        assert 1 < len(left) < len(before) - 1
+        assert left == before[: len(left)]
+        for said in ranks.run(2, restore_anything, PLAN_2, settings):
+            assert "the log has lost the end of its control partition" in said
+            assert f"stream-ckpt recover {uri} --store file://{store}" in said
+        listed = CliRunner().invoke(app, ["list", uri, "--store", store], catch_exceptions=False)
+        assert "newer records" in listed.stderr
+        arguments = ["recover", uri, "--store", store, "--json"]
+        found = json.loads(CliRunner().invoke(app, arguments, catch_exceptions=False).stdout)
+        assert (found["offered"], found["next_generation"]) == (markers, 3)
+        state, step, _ = ranks.run(2, restore_once, PLAN_2, settings, None, {})[0]
+        assert step == 8
+        assert differences(truths[8], state) == []
+    finally:
+        broker.stop()
 
 
 def test_the_markers_of_a_store_come_back_in_new_topics(bootstrap: str, tmp_path: Path) -> None:

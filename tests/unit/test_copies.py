@@ -278,6 +278,23 @@ def test_a_log_that_lost_its_end_is_not_fenced_under_a_number_that_is_used(root:
     assert fence(root)["generation"] == 4
 
 
+@pytest.mark.parametrize("folded", ["1:2", "2:3"])
+def test_a_log_that_lost_its_end_is_not_trimmed(root: Path, folded: str) -> None:
+    """A trim would take the second generation for a dead one, and its snapshot would take the copy's place."""
+    stores.fold(root, upto=MarkerId.parse(folded))
+    before, copied = image(root), copied_offsets(root)
+    rows = {path: path.read_bytes() for path in root.rglob("*.seg")}
+    os.truncate(root / "control.log", offsets(root)[4])
+    for options in (["--dry-run"], []):
+        done = CliRunner().invoke(app, ["trim", f"file://{root}", "--store", str(root), *options])
+        assert isinstance(done.exception, CorruptionError)
+        assert "lost the end" in str(done.exception)
+    assert copied_offsets(root) == copied
+    assert {path: path.read_bytes() for path in root.rglob("*.seg")} == rows
+    assert recover(root)["offered"][-1] == "2:3"
+    assert image(root) == before
+
+
 def test_rows_of_a_generation_that_the_control_log_does_not_know_are_its_lost_end(root: Path) -> None:
     for name in Copied.load(
         open_store(str(root)), JOB, key(root)

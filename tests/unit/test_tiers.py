@@ -207,6 +207,37 @@ def test_a_damaged_control_log_of_the_inner_tier_is_named(job: TieredJob) -> Non
     assert "move" in caught.value.hint
 
 
+@pytest.mark.parametrize("relayed", ["", "1:1", "1:3"])
+def test_an_inner_log_that_lost_its_end_is_recovered_in_place_and_goes_on_under_the_outer_order(
+    job: TieredJob, relayed: str
+) -> None:
+    if relayed:
+        relay(job.tiers, upto=relayed)
+    truth, control, path = job.truth(MarkerId(1, 3)), job.tiers.inner.control, job.tiers.folder / CONTROL_FILE
+    control.refresh()
+    assert control.copies is not None
+    control.copies.now()
+    os.truncate(path, [offset for offset, _ in job.log.read_control()][2])
+    job.tiers = tiered.open_tiers(job.settings)
+    with pytest.raises(CorruptionError, match="2 newer records, 2 of them markers, up to 1:3") as lost:
+        find(job)
+    uri = job.settings.uris[0]
+    assert f"stream-ckpt recover {uri} --store {uri}" in lost.value.hint
+    assert call("recover", uri, "--store", uri)["offered"] == ["1:1", "1:2", "1:3"]
+    job.tiers = tiered.open_tiers(job.settings)
+    job.log = job.tiers.inner.log
+    assert where(find(job)) == "1:3 inner"
+    assert image(job, find(job)) == truth
+    # 2 is the number of the fence, which the inner log alone knows.
+    assert job.begin("1:3").generation == 3
+    assert Standing.read(job.tiers).outer.claims.keys() == {1, 3}
+    job.markers(1)
+    assert where(find(job)) == "3:4 inner"
+    relay(job.tiers)
+    lose(job.tiers)
+    assert where(find(job)) == "3:4 outer"
+
+
 def test_a_generation_on_the_same_node_stands_on_a_marker_that_was_not_copied(job: TieredJob) -> None:
     job.tiers = replace(job.tiers, every=10)
     job.begin("1:3")

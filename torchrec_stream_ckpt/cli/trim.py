@@ -68,11 +68,12 @@ def trim_job(
     no longer have; otherwise nothing is deleted, and the first marker that would be lost is named.
     """
     with (
-        open_job(uri, store, store_options, kafka_options, commit_key_file) as job,
+        open_job(uri, store, store_options, kafka_options, commit_key_file, warn=False) as job,
         open_objects(store, store_options) as objects,
     ):
-        synced, gone = _check(job, objects, upto, verify=verify)
         with closing(Control(job.log, commit_key_file, copies=(objects, uri))) as copying:
+            copying.check_copy()  # the store may know markers that the log has lost
+            synced, gone = _check(job, objects, upto, verify=verify)
             done = trim_log(
                 job.log, copying, synced.upto, objects.url, others=synced.others, given_up=gone, dry_run=dry_run
             )

@@ -66,12 +66,14 @@ def trim_log(
 
     Raises:
         MarkerNotFoundError: a marker is not committed.
+        CorruptionError: the second copy of the control records has newer ones: the log has lost its end.
         ConfigError: the job has a commit key, and ``control`` has none; or the store has no printable URL.
         LogUnavailableError: the log does not answer, or does not let us delete. Run it again.
         CommitUnknownError: nobody knows whether the record is there. Nothing was deleted. Run it again.
     """
     if not store_url or not store_url.isprintable() or len(store_url) > MAX_PLACE_CHARS:
         raise ConfigError(f"{store_url!r:.80} is no URL of a store", hint="use file://DIR or s3://BUCKET/PREFIX")
+    control.check_copy()  # a generation whose COMMITs are lost would be taken for a dead one
     lineage = control.refresh()
     trim = _giving_up(lineage, _trim_of(lineage, [marker, *others], store_url), given_up)
     if any(claim.mac for claim in lineage.claims.values()) and not control.signs:
