@@ -11,9 +11,11 @@ import numpy as np
 
 from tests import builders
 from tests.builders import JOB, Stream
-from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.rank_shards import RankShards
+from torchrec_stream_ckpt.format.referring import brief
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout, RowsView, decode_rows
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import decode_chunk
@@ -55,6 +57,9 @@ class Job:
     streams: list[Stream] = field(default_factory=list)
     log: Log = None  # type: ignore[assignment]
     """By default a file log in ``root``."""
+    layouts: bool = True
+    """Whether CLAIMs say which shards each rank holds."""
+    claims: dict[int, Claim] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.log = self.log or FileLog(self.root)
@@ -92,7 +97,10 @@ class Job:
             incarnation=incarnation,
             schema=self.schema,
             swept=swept,
+            layout=self.layout() if self.layouts else None,
         )
+        claim = brief(claim, self.claims)
+        self.claims[self.generation] = claim
         self.log.append_control(claim.to_frame())
         self.streams = [
             Stream(rank, self.generation, shards=tuple(self._shards(rank)), schema=self.schema, world=self.world)
@@ -108,6 +116,10 @@ class Job:
             for shard in stream.shards:
                 if shard.table in swept:
                     self._put(stream, shard, np.arange(shard.row0, shard.row0 + shard.rows))
+
+    def layout(self) -> RankShards | None:
+        """Which shards each rank of this generation holds."""
+        return RankShards.of([tuple(self._shards(rank)) for rank in range(self.world)])
 
     def _shards(self, rank: int) -> Iterator[TableShard]:
         for table, spec in enumerate(self.schema.tables):

@@ -58,7 +58,9 @@ class TieredJob(synthetic.Job):
         self.world = world or self.world
         above = MarkerId.parse(parent) if parent else None
         swept = tuple(range(len(self.schema.tables)) if swept is None and above is None else swept or ())
-        self.claim, _ = claim_both(self.tiers, self.schema, self.world, above, swept)
+        self.splits[self.generation] = [1] * len(self.schema.tables)
+        rest = (self.schema, self.world, above, swept)
+        self.claim, _ = claim_both(self.tiers, *rest, layout=self.layout())
         self.generation, self.marker = self.claim.generation, above.marker if above else 0
         self.splits[self.generation] = [1] * len(self.schema.tables)
         self.streams = [

@@ -56,6 +56,7 @@ from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Claim, Hello
 from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.proof import Window
+from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.ring import FrameRing
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.loader import TrackedLoader
@@ -250,6 +251,8 @@ class StreamCheckpointer:
         self._team.together(lambda: check_rows_fit(self._kernels))
         self._schema = merge_schema(self._team.gather(local_tables(self._kernels)))
         self._shards = local_shards(self._kernels, self._schema)
+        shards = self._team.gather(self._shards)
+        self._layout = RankShards.of(shards) if self._team.rank == 0 else None
 
     @property
     def _tables(self) -> Tables:
@@ -923,9 +926,18 @@ class StreamCheckpointer:
         """(rank 0) Own the next generation."""
         world, tier = self._team.world, self._tier
         if self._tiers is not None:
-            return self._tiers.claim(self._schema, world, parent, swept)
+            return self._tiers.claim(self._schema, world, parent, swept, self._layout)
         return claim_generation(
-            tier.log, tier.control, tier.dense, tier.objects, tier.config, self._schema, world, parent, swept
+            tier.log,
+            tier.control,
+            tier.dense,
+            tier.objects,
+            tier.config,
+            self._schema,
+            world,
+            parent,
+            swept,
+            layout=self._layout,
         )
 
 

@@ -30,6 +30,8 @@ from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark  # no
 from torchrec_stream_ckpt.format.dense import dense_path, digest_files  # noqa: E402
 from torchrec_stream_ckpt.format.dense_files import DenseFile, listed  # noqa: E402
 from torchrec_stream_ckpt.format.frame import Header, Kind, json_frame  # noqa: E402
+from torchrec_stream_ckpt.format.rank_shards import RankShards  # noqa: E402
+from torchrec_stream_ckpt.format.referring import brief  # noqa: E402
 from torchrec_stream_ckpt.format.schema import Schema  # noqa: E402
 from torchrec_stream_ckpt.layout import CONTROL_FILE, partition_dir, segment_name  # noqa: E402
 from torchrec_stream_ckpt.log.files import FileLog  # noqa: E402
@@ -66,13 +68,16 @@ class Writer:
         bare = Schema((TableSpec("t", age.ranks * 64, 16, "float32", "exact_rowwise_adagrad", (state,)),))
         self.schema = bare.named(None, JOB, 1)
         self.incarnation = FileLog(root).prepare(age.ranks).id
+        self._shards = [(TableShard(0, 64 * rank, 64, 0, 16),) for rank in range(age.ranks)]
+        self._layout = RankShards.of(self._shards)
 
     def write(self) -> None:
         """All generations."""
-        parent = None
+        parent, claims = None, dict[int, Claim]()
         with open(self._root / CONTROL_FILE, "ab") as control:
             for number in range(1, self._age.generations + 1):
-                control.write(self.claim(number, parent).to_frame())
+                claims[number] = brief(self.claim(number, parent), claims)
+                control.write(claims[number].to_frame())
                 for commit in self._commits(number):
                     control.write(commit.to_frame())
                     parent = commit.id
@@ -80,8 +85,8 @@ class Writer:
     def claim(self, number: int, parent: MarkerId | None) -> Claim:
         swept = () if parent else (0,)
         ranks = self._age.ranks
-        nonce = f"{number:032x}"
-        return Claim(JOB, number, nonce, "", parent, ranks, ranks, self.incarnation, self.schema, swept, time.time())
+        said = (JOB, number, f"{number:032x}", "", parent, ranks, ranks, self.incarnation, self.schema, swept)
+        return Claim(*said, time.time(), layout=self._layout)
 
     def _commits(self, number: int) -> list[Commit]:
         ends = [self._stream(number, rank) for rank in range(self._age.ranks)]
@@ -91,7 +96,7 @@ class Writer:
 
     def _stream(self, number: int, rank: int) -> list[RankEnd]:
         """The stream of one rank: its HELLO, and a MARK for each marker. Returns where it stands at each."""
-        hello = Hello(self._age.ranks, self.schema, (TableShard(0, 64 * rank, 64, 0, 16),))
+        hello = Hello(self._age.ranks, self.schema, self._shards[rank])
         header = Header(Kind.HELLO, JOB, number, rank, schema_crc=self.schema.crc)
         data, ends = io.BytesIO(json_frame(header, hello.to_json())), []
         data.seek(0, io.SEEK_END)
@@ -133,7 +138,7 @@ def attach(root: Path) -> dict[str, float]:
     times["rank 0, attached"] = _rss() - before
     found = _timed_twice(lambda: choose(log, lineage, DenseFolder(root), None))
     times |= dict(zip(("choice", "choice, CPU"), found, strict=True))
-    claim = writer.claim(lineage.next_generation, newest.id)
+    claim = brief(writer.claim(lineage.next_generation, newest.id), lineage.claims)
     control.claim(claim)
     ends = [end[-1] for end in (writer._stream(claim.generation, rank) for rank in range(len(newest.ranks)))]
     older, commits = Older(), []

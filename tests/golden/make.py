@@ -24,7 +24,9 @@ from torchrec_stream_ckpt.format.ids import IdEvent, IdEvents, encode_ids
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.mac import CommitKey
 from torchrec_stream_ckpt.format.proof import Proof, ReplicatedProof, Window
+from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.record import meta_of
+from torchrec_stream_ckpt.format.referring import brief
 from torchrec_stream_ckpt.format.remarks import End, Note, Outcome
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout
 from torchrec_stream_ckpt.format.schema import Schema
@@ -42,6 +44,7 @@ ITEM = TableSpec("sparse.ebc.t_item", 6, 2, "bfloat16", "adam", ADAM, 7_000_000_
 ROWWISE = (StateSpec("momentum1", "float32", True),)
 USER = TableSpec("sparse.ebc.t_user", 4, 4, "float32", "exact_rowwise_adagrad", ROWWISE, 2)
 SCHEMA = Schema((ITEM, USER))
+SHARDS = (TableShard(0, 0, 6, 1, 1), TableShard(1, 0, 4, 0, 4))
 STEP, MARKER = 100, 1
 PROOF = Proof.of(
     Window(65_000, 1_000),
@@ -93,9 +96,8 @@ def item_arrays() -> list[np.ndarray]:
 
 def frames() -> dict[str, bytes]:
     """One frame of every kind, as rank 0 of generation 1 writes them; name -> bytes."""
-    shards = (TableShard(0, 0, 6, 1, 1), TableShard(1, 0, 4, 0, 4))
     hello = Header(Kind.HELLO, JOB, 1, schema_crc=SCHEMA.crc)
-    stream = {"hello": bytes(json_frame(hello, Hello(1, SCHEMA, shards).to_json()))}
+    stream = {"hello": bytes(json_frame(hello, Hello(1, SCHEMA, SHARDS).to_json()))}
     previous = hello
     for name, (header, frame) in {
         "rows": rows_payload(USER, 4, user_arrays()),
@@ -126,6 +128,7 @@ def frames() -> dict[str, bytes]:
     control = {"claim": claim().to_frame(), "commit": commit(end).to_frame(), "trim": trim().to_frame()}
     control["serve"] = serve().to_frame()
     control["commit_listed"] = commit_listed(end).to_frame()
+    control["claim_onward"] = claim_onward().to_frame()
     control |= {"end": end_record().to_frame(), "note": note().to_frame()}
     signed |= {"end_signed": KEY.sign(end_record()).to_frame(), "note_signed": KEY.sign(note()).to_frame()}
     (part,) = snapshot_of(folded(end), INCARNATION)
@@ -141,7 +144,14 @@ def id_events() -> IdEvents:
 
 
 def claim() -> Claim:
-    return Claim(JOB, 1, NONCE, "", None, 1, 1, INCARNATION, SCHEMA, (0, 1), 1_700_000_000.0)
+    layout = RankShards.of([SHARDS])
+    return Claim(JOB, 1, NONCE, "", None, 1, 1, INCARNATION, SCHEMA, (0, 1), 1_700_000_000.0, layout=layout)
+
+
+def claim_onward() -> Claim:
+    """The job was restarted from its marker, and nothing else is new."""
+    more = {"nonce": "60" * 16, "parent": MarkerId(1, MARKER), "swept": (), "time_s": 1_700_000_300.0}
+    return brief(replace(claim(), generation=2, **more), {1: claim()})  # type: ignore[arg-type]
 
 
 def commit(end: RankEnd) -> Commit:

@@ -15,6 +15,7 @@ from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, parse_contr
 from torchrec_stream_ckpt.format.folding import lineage_of
 from torchrec_stream_ckpt.format.frame import Kind, parse_header, payload_of
 from torchrec_stream_ckpt.format.ids import decode_ids
+from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
 from torchrec_stream_ckpt.format.snapshot import Base, Snapshot, unpack
 from torchrec_stream_ckpt.log.files import FileLog
@@ -27,6 +28,7 @@ GOOD = (
     "ids",
     "mark",
     "claim",
+    "claim_onward",
     "commit",
     "trim",
     "serve",
@@ -88,6 +90,7 @@ def test_a_golden_snapshot_carries_the_golden_records() -> None:
 
 def test_golden_control_records_read_as_written() -> None:
     assert parse_control(golden("claim")) == make.claim()
+    assert parse_control(golden("claim_onward")) == make.claim_onward()
     assert parse_control(golden("trim")) == make.trim()
     assert parse_control(golden("end")) == make.end_record()
     assert parse_control(golden("note")) == make.note()
@@ -101,6 +104,17 @@ def test_golden_control_records_read_as_written() -> None:
     assert isinstance(listed, Commit)
     assert listed == make.commit_listed(commit.ranks[0])
     assert (listed.dense_count, listed.dense_bytes) == (commit.dense_count, commit.dense_bytes) == (2, 12)
+
+
+def test_a_golden_claim_leaves_to_its_parents_what_is_the_same() -> None:
+    lineage = Lineage.of(parse_control(golden(name)) for name in ("claim", "claim_onward"))
+    first, second = lineage.claims.values()
+    assert second.schema is first.schema
+    assert second.layout is first.layout is not None
+    assert list(second.layout) == [make.SHARDS]
+    assert [record.to_frame() for record in lineage.records()] == [golden("claim"), golden("claim_onward")]
+    assert b'"same_schema":%d' % make.SCHEMA.crc in golden("claim_onward")
+    assert b'"same_layout":%d' % first.layout.crc in golden("claim_onward")
 
 
 def test_golden_signatures_are_those_that_any_hmac_gives() -> None:

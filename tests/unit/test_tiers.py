@@ -284,6 +284,30 @@ def test_after_a_node_was_lost_the_inner_log_stands_on_the_outer_one(job: Tiered
     assert where(find(third)) == "4:7 inner + outer"
 
 
+def test_a_trainer_is_told_of_a_generation_whose_parent_its_log_does_not_have(tmp_path: Path) -> None:
+    here = TieredJob(tmp_path / "inner", settings=tiered.config(tmp_path / "inner", tmp_path / "outer"))
+    here.begin()
+    here.markers(1)
+    relay(here.tiers)
+    there = another_node(here, "second")
+    there.begin("1:1")
+    there.markers(1)
+    relay(there.tiers)
+    here.begin("1:1")  # back to before that, and without its generation
+    there.begin("2:2")
+    outer = here.tiers.outer.control.refresh()
+    assert outer.claims[4].same_schema is not None
+    assert outer.claims[4].same_layout is not None
+    with pytest.raises(FencedError, match="generation 4 has taken over"):
+        relay(here.tiers)
+    inner = here.tiers.inner.control.refresh()
+    assert list(inner.claims) == [1, 3, 4]
+    assert inner.claims[4].schema.is_same(outer.claims[4].schema)
+    assert inner.claims[4].layout == outer.claims[4].layout
+    assert inner.claims[4].nonce == outer.claims[4].nonce
+    assert where(find(here)) == "2:2 outer"
+
+
 def test_a_zombie_on_another_node_has_nothing_to_say(job: TieredJob) -> None:
     """Its inner log goes on behind the marker on which another node's generation stands."""
     relay(job.tiers, upto="1:2")

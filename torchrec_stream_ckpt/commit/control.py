@@ -335,6 +335,13 @@ class Control:
         now = self._log.incarnation()
         return part if now is not None and part.incarnation == now.id else None
 
+    def append(self, record: Claim) -> None:
+        """Append a record of another log: with its signature, or with a new one if it has lost it."""
+        sign = self._key is not None and not record.mac
+        self._log.append_control(
+            (self._key.sign(record) if self._key and sign else record).to_frame(), garbage=self.signs
+        )
+
     def claim(self, claim: Claim) -> None:
         """Open a generation.
 

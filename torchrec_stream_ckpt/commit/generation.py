@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.commit.lost import check_whole
@@ -21,6 +22,8 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.rank_shards import RankShards
+from torchrec_stream_ckpt.format.referring import brief
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.layout import MAX_GENERATION, KafkaUri, parse_uri
 from torchrec_stream_ckpt.log.api import Log
@@ -170,6 +173,7 @@ def claim_generation(
     parent: MarkerId | None,
     swept: tuple[int, ...],
     *,
+    layout: RankShards | None,
     least: int = 1,
     twin: Claim | None = None,
 ) -> Claim:
@@ -185,6 +189,7 @@ def claim_generation(
         world: Ranks.
         parent: The marker that the generation stands on.
         swept: Tables that it sends whole.
+        layout: Which shards each rank holds; None where they are too many for a CLAIM.
         least: Take no lower number.
         twin: What was claimed on the outer tier: this log gets the same.
 
@@ -229,7 +234,9 @@ def claim_generation(
         schema=twin.schema if twin is not None else schema.named(before, job, generation),
         swept=swept,
         time_s=twin.time_s if twin is not None else time.time(),
+        layout=layout,
     )
+    claim = brief(claim, lineage.claims)
     dense.prepare(claim.job)
     control.claim(claim)
     return claim
@@ -239,17 +246,22 @@ def fence_of(lineage: Lineage, uri: str) -> Claim:
     """A CLAIM that nobody will write rows for: it only fences all generations below it."""
     if not lineage.claims:
         raise MarkerNotFoundError("no trainer ever opened this log", hint="check the URI", uri=uri)
+    return nobodys(lineage, lineage.next_generation, uuid.uuid4().hex, time.time())
+
+
+def nobodys(lineage: Lineage, generation: int, nonce: str, time_s: float, **more: Any) -> Claim:
+    """A CLAIM of a generation that no rank writes, above all that the log has.
+
+    Args:
+        lineage: The log's; somebody has claimed a generation.
+        generation: The new one.
+        nonce, time_s: Of the record.
+        more: Its other fields that are not as those of the newest CLAIM.
+    """
     newest = lineage.claims[lineage.newest_generation]
-    return replace(
-        newest,
-        generation=lineage.next_generation,
-        nonce=uuid.uuid4().hex,
-        parent=lineage.newest.id if lineage.newest else None,
-        world=0,
-        swept=(),
-        mac="",
-        time_s=time.time(),
-    )
+    fields: dict[str, Any] = {"generation": generation, "nonce": nonce, "time_s": time_s, **more}
+    fields |= {"parent": lineage.newest.id if lineage.newest is not None else None, "world": 0, "swept": (), "mac": ""}
+    return brief(replace(newest, layout=None, **fields), lineage.claims)
 
 
 def check_same_log(log_: Log, dense: DenseStore, config: StreamConfig, claim: Claim, rank: int) -> None:

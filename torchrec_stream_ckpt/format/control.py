@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from sys import intern
 from typing import Any, ClassVar, TypeAlias
 
@@ -17,9 +17,10 @@ from torchrec_stream_ckpt.format.fields import Fields
 from torchrec_stream_ckpt.format.frame import VERSION, Buffer, Header, Kind, parse_header, payload_of
 from torchrec_stream_ckpt.format.proof import Proof
 from torchrec_stream_ckpt.format.rank_ends import RankEnds
+from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.record import MAC, Meta, Record
 from torchrec_stream_ckpt.format.remarks import End, Note
-from torchrec_stream_ckpt.format.schema import Schema, canonical, plain
+from torchrec_stream_ckpt.format.schema import NO_TABLES, Schema, canonical, plain
 from torchrec_stream_ckpt.format.snapshot import Snapshot
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, TableShard
 
@@ -87,7 +88,7 @@ class Mark:
         return cls(raw.take("rows", int), raw.take("num_bytes", int), raw.each("scalars", TableScalars), raw.proof())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Claim(Record):
     """A trainer opens a generation. The first CLAIM of a number, in log order, owns it."""
 
@@ -106,22 +107,42 @@ class Claim(Record):
     incarnation: str
     """Identity of the log when it was claimed: Kafka's topic id, or the file log's own."""
     schema: Schema
+    """Where ``same_schema`` is given, and the record is not folded into a lineage yet: no tables."""
     swept: tuple[int, ...]
     """Tables that this generation sends whole; the others stand on the parent."""
     time_s: float
     """Wall clock, for people only: no decision reads it."""
     mac: str = ""
     """HMAC by the commit key, 64 hex digits; empty without one."""
+    layout: RankShards | None = None
+    """Which shards each rank holds; None: their HELLOs alone say it. With ``same_layout``: as the schema."""
+    same_schema: int | None = None
+    """The record leaves the schema to the CLAIM of its parent's generation, which has this checksum."""
+    same_layout: int | None = None
+    """The record leaves the layout to the CLAIM of its parent's generation, which has this checksum."""
     version: int = field(default=VERSION, compare=False)
     """Of the frame that it came in: its bytes can be made again."""
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Claim):
+            return NotImplemented
+        return self is other or (self.KIND, self.body()) == (other.KIND, other.body())
+
+    def __hash__(self) -> int:
+        return hash((self.generation, self.nonce))
+
     def body(self) -> dict[str, Any]:
-        return Record.body(self) | {"parent": str(self.parent) if self.parent else None}
+        schema = self.schema if self.same_schema is None else NO_TABLES
+        fields = Record.body(replace(self, schema=schema, layout=None))
+        if self.layout is not None and self.same_layout is None:
+            fields["layout"] = self.layout.to_text()
+        return fields | {"parent": str(self.parent) if self.parent else None}
 
     @classmethod
     def from_json(cls, header: Header, data: Buffer) -> Claim:
         raw = Fields(data, "CLAIM", cls, header.version, job=header.job.hex(), generation=header.generation)
-        return cls(
+        layout = raw.optional("layout", str)
+        claim = cls(
             job=header.job,
             generation=header.generation,
             nonce=raw.take("nonce", str),
@@ -134,11 +155,25 @@ class Claim(Record):
             swept=tuple(raw.ints("swept")),
             time_s=raw.take("time_s", float),
             mac=raw.matching("mac", MAC),
+            layout=RankShards.from_text(layout) if layout is not None else None,
+            same_schema=raw.optional("same_schema", int),
+            same_layout=raw.optional("same_layout", int),
             version=header.version,
         )
+        claim._check()
+        return claim
+
+    def _check(self) -> None:
+        """What it leaves to another CLAIM it does not say itself."""
+        if self.same_schema is not None and self.schema.tables:
+            raise CorruptionError("CLAIM has both tables and same_schema")
+        if self.same_layout is not None and self.layout is not None:
+            raise CorruptionError("CLAIM has both layout and same_layout")
+        if self.parent is None and (self.same_schema, self.same_layout) != (None, None):
+            raise CorruptionError("CLAIM has no parent, and leaves its schema or layout to the CLAIM of one")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Serve(Claim):
     """As CLAIM, of a serving stream: who restores, lists or materializes refuses it by name."""
 

@@ -60,6 +60,10 @@ class Fields:
     def take(self, name: str, kind: type[T]) -> T:
         return _typed(self._raw[name], kind, f"{self._what}.{name}")
 
+    def optional(self, name: str, kind: type[T]) -> T | None:
+        """None where it is left out."""
+        return self.take(name, kind) if name in self._raw else None
+
     def matching(self, name: str, pattern: re.Pattern[str]) -> str:
         text = self.take(name, str)
         if not pattern.fullmatch(text):

@@ -17,6 +17,7 @@ from torchrec_stream_ckpt.format.commits import Commits, Place
 from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord, Trim
 from torchrec_stream_ckpt.format.packed_commit import PackedCommit
 from torchrec_stream_ckpt.format.record import Meta
+from torchrec_stream_ckpt.format.referring import resolved
 from torchrec_stream_ckpt.format.remarks import End, Note
 from torchrec_stream_ckpt.format.snapshot import Snapshot
 from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
@@ -50,15 +51,16 @@ class Lineage:
     """The highest number that such a record has taken out of use."""
     _noted: dict[MarkerId, list[Note]] = field(default_factory=dict)
     """The NOTEs that still say something, oldest first."""
-    _reach: dict[int, MarkerId] = field(default_factory=dict)
+    _taken: dict[int, tuple[MarkerId, Trim]] = field(default_factory=dict)
+    """For each generation of which data may be gone: the marker up to which, and the last TRIM that says so."""
     _ordered: tuple[tuple[int, MarkerId | None], dict[int, list[MarkerId]]] = field(
         default=((-1, None), {}), compare=False, repr=False
     )
     """(what :attr:`commits` held, its markers by generation), made anew when it holds another number or newest one."""
 
     def __post_init__(self) -> None:
-        for marker in (marker for trim in self.trims for marker in trim.markers):
-            self._reach[marker.generation] = max(marker, self._reach.get(marker.generation, marker))
+        for trim in self.trims:
+            self._take(trim)
 
     @classmethod
     def of(cls, records: Iterable[ControlRecord | PackedCommit]) -> Lineage:
@@ -149,9 +151,12 @@ class Lineage:
         if claim.generation <= self.newest_generation:
             self.stale += 1
             return
+        claim = resolved(claim, self.claims)
         before = self.claims.get(self.newest_generation)
-        if before is not None and before.schema.is_same(claim.schema):
-            claim = replace(claim, schema=before.schema)  # a thousand generations keep the tables once
+        if before is not None:  # a thousand generations keep tables and layouts once
+            schema = before.schema if before.schema.is_same(claim.schema) else claim.schema
+            layout = before.layout if before.layout == claim.layout else claim.layout
+            claim = replace(claim, schema=schema, layout=layout)
         self.claims[claim.generation] = claim
 
     def _commit(self, commit: Commit | PackedCommit, place: Place | None) -> None:
@@ -175,13 +180,18 @@ class Lineage:
             self.stale += 1
 
     def _is_gone(self, marker: MarkerId) -> bool:
-        reach = self._reach.get(marker.generation)
-        return reach is not None and marker <= reach
+        taken = self._taken.get(marker.generation)
+        return taken is not None and marker <= taken[0]
+
+    def _take(self, trim: Trim) -> None:
+        for marker in trim.markers:
+            taken = self._taken.get(marker.generation)
+            if taken is None or taken[0] <= marker:
+                self._taken[marker.generation] = marker, trim
 
     def _count(self, trim: Trim) -> None:
         self.trims.append(trim)
-        for marker in trim.markers:
-            self._reach[marker.generation] = max(marker, self._reach.get(marker.generation, marker))
+        self._take(trim)
         if trim.given_up:
             parents = {claim.parent for claim in self.claims.values()}
             for marker in trim.given_up:
@@ -346,13 +356,13 @@ class Lineage:
 
         A later one for an older marker takes nothing back; of two for one marker the later one says where the store is.
         """
-        taken = [(marker, trim) for trim in reversed(self.trims) if (marker := trim.reach(generation)) is not None]
-        return max(taken, key=lambda each: each[0])[1] if taken else None
+        taken = self._taken.get(generation)
+        return taken[1] if taken is not None else None
 
     @property
     def reach(self) -> dict[int, MarkerId]:
         """For each generation of which data may be gone, the marker up to which."""
-        return dict(self._reach)
+        return {generation: marker for generation, (marker, _) in self._taken.items()}
 
     def spans(
         self, generation: int, ranks: Iterable[RankEnd], reach: Mapping[int, MarkerId] | None = None

@@ -17,7 +17,7 @@ from crc32c import crc32c
 from torchrec_stream_ckpt.format.proof import MAX_ID
 from torchrec_stream_ckpt.types import TableShard, TableSpec
 
-OPTIONAL = {"proof", "id", "meta", "given_up", "dense_list"}
+OPTIONAL = {"proof", "id", "meta", "given_up", "dense_list", "layout", "same_schema", "same_layout"}
 """Fields that are left out where they have no value. No payload of version 1 has one."""
 
 
@@ -83,6 +83,9 @@ class Schema:
             taken.add(id_)
             tables.append(replace(table, id=id_))
         return Schema(tuple(tables))
+
+
+NO_TABLES = Schema(())
 
 
 def _new_id(job: bytes, generation: int, name: str, taken: set[int | None]) -> int:

@@ -31,6 +31,7 @@ from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.dense_files import DenseFile
+from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.interchange.dcp_contents import (
     Contents,
@@ -119,12 +120,13 @@ def import_dcp(
             uri=config.uris[-1],
         )
     schema = contents.schema
-    claim = claim_generation(log, control, dense, objects, config, schema, 1, None, tuple(range(len(schema.tables))))
     shards = [
         TableShard(index, 0, table.spec.rows, col0, cols)
         for index, table in enumerate(contents.tables)
         for col0, cols in table.slices
     ]
+    layout, swept = RankShards.of([shards]), tuple(range(len(schema.tables)))
+    claim = claim_generation(log, control, dense, objects, config, schema, 1, None, swept, layout=layout)
     batches = _batches(reader, metadata, contents.tables, progress)
     end = write_stream(log, claim, shards, batches, source.step, config.commit_timeout_s)
     files = _write_dense(reader, metadata, contents, dense, claim)

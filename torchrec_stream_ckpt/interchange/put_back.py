@@ -12,11 +12,12 @@ import contextlib
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.commit.copies import put_anew
+from torchrec_stream_ckpt.commit.generation import nobodys
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord
@@ -148,18 +149,8 @@ def put_back(log: Log, control: Control, objects: Objects, uri: str, known: Know
 
 def _fence(lineage: Lineage, generation: int, incarnation: Incarnation) -> Claim:
     """A CLAIM that nobody will write rows for."""
-    return replace(
-        lineage.claims[lineage.newest_generation],
-        generation=generation,
-        nonce=uuid.uuid4().hex,
-        parent=lineage.newest.id if lineage.newest is not None else None,
-        world=0,
-        partitions=incarnation.partitions,
-        incarnation=incarnation.id,
-        swept=(),
-        mac="",
-        time_s=time.time(),
-    )
+    place = {"partitions": incarnation.partitions, "incarnation": incarnation.id}
+    return nobodys(lineage, generation, uuid.uuid4().hex, time.time(), **place)
 
 
 def copy_anew(log: Log, control: Control, objects: Objects, uri: str) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.commit.generation import nobodys
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord, Trim, parse_control
@@ -157,10 +158,7 @@ def _new_records(lineage: Lineage, objects: Objects, incarnation: str, copied: S
     used = max((*generations_in(objects, newest.job), *copied), default=0)
     if used > lineage.newest_generation:
         # Its trainer has put something under this number into the store, of which there is no marker.
-        last = lineage.claims[lineage.newest_generation]
-        yield replace(
-            last, generation=used, nonce=nonce, parent=newest.id, world=0, swept=(), mac="", time_s=newest.time_s
-        )
+        yield nobodys(lineage, used, nonce, newest.time_s)
 
 
 def _what_is_there(log: Log, records: list[ControlRecord]) -> int:

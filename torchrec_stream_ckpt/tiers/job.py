@@ -11,6 +11,7 @@ from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.head import HeadState
+from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.restore.choose import Choice
 from torchrec_stream_ckpt.restore.passed import Passed
@@ -83,7 +84,9 @@ class Tiered:
             log.warning("marker %s cannot be had from the %s tier: %s", marker, self.place, error.headline)
         self._damaged[marker, self.place] = error
 
-    def claim(self, schema: Schema, world: int, parent: MarkerId | None, swept: tuple[int, ...]) -> Claim:
+    def claim(
+        self, schema: Schema, world: int, parent: MarkerId | None, swept: tuple[int, ...], layout: RankShards | None
+    ) -> Claim:
         """(rank 0) Own the next generation on both tiers; the inner CLAIM.
 
         Raises:
@@ -91,7 +94,7 @@ class Tiered:
             LogUnavailableError, StoreUnavailableError: a tier does not answer.
         """
         self._let_go(self._config.commit_timeout_s)  # (reshard) what it has not copied of the parent is copied below
-        mine, _ = claim_both(self._tiers, schema, world, parent, swept, self._seen)
+        mine, _ = claim_both(self._tiers, schema, world, parent, swept, self._seen, layout=layout)
         self._seen = mine.generation
         return mine
 

@@ -19,6 +19,7 @@ from typing import Any
 from torchrec_stream_ckpt.commit.generation import claim_generation
 from torchrec_stream_ckpt.errors import CorruptionError, FencedError, MarkerFailedError
 from torchrec_stream_ckpt.format.control import Claim, Commit, Trim
+from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.tiers.lock import RelayLock
 from torchrec_stream_ckpt.tiers.relay import LOCK_TIMEOUT_S, Relay
@@ -36,6 +37,8 @@ def claim_both(
     parent: MarkerId | None,
     swept: Sequence[int],
     seen: int | None = None,
+    *,
+    layout: RankShards | None,
 ) -> tuple[Claim, Claim]:
     """(rank 0) Own the next generation on both logs.
 
@@ -46,6 +49,7 @@ def claim_both(
         parent: What the generation shall stand on.
         swept: Tables that it sends whole, if it does.
         seen: The newest generation when ``parent`` was chosen; None: whatever it was.
+        layout: Which shards each rank holds; None where they are too many for a CLAIM.
 
     Returns:
         The inner and the outer CLAIM. Without a parent where one was asked for, all tables are ``swept``.
@@ -74,8 +78,8 @@ def claim_both(
             _adopt(tiers, standing, parent)
         rest = (schema, world, parent, tuple(swept))
         least = standing.inner.next_generation
-        theirs = _claim(outer, *rest, least=least)
-        mine = _claim(inner, *rest, twin=theirs)
+        theirs = _claim(outer, *rest, layout=layout, least=least)
+        mine = _claim(inner, *rest, layout=layout, twin=theirs)
     return mine, theirs
 
 

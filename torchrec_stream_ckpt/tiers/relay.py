@@ -21,6 +21,7 @@ from torchrec_stream_ckpt.errors import CorruptionError, FencedError, LogUnavail
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.dense_files import whole
+from torchrec_stream_ckpt.format.referring import alone
 from torchrec_stream_ckpt.layout import dense_file_name
 from torchrec_stream_ckpt.log.api import DataWriter
 from torchrec_stream_ckpt.log.stream import checked_payload, read_stream
@@ -152,9 +153,7 @@ class Relay:
             return
         for number in sorted(standing.outer.claims):
             if number > standing.inner.newest_generation:
-                self._tiers.inner.log.append_control(
-                    standing.outer.claims[number].to_frame(), garbage=self._tiers.inner.control.signs
-                )
+                self._tiers.inner.control.append(alone(standing.outer.claims[number]))
         raise FencedError(
             f"generation {standing.generation} has taken over this job on the outer log",
             hint="another trainer restored it: the one that writes here is told at its next marker",

@@ -1,0 +1,182 @@
+"""Which shards each rank of a generation holds, its *layout*, as CLAIM has it: column by column, compressed.
+
+Kept packed in memory, and unpacked when somebody looks: generations with the same layout share one object, and one
+that travels to other ranks is as small as in the log.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+import zlib
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+from crc32c import crc32c
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.rank_ends import MAX_RANKS
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.types import TableShard
+
+COLUMNS = ("table", "row0", "rows", "col0", "cols")
+"""In this order."""
+MAX_SHARDS = 2**20
+MAX_TEXT = 262_144
+"""Characters of the string in CLAIM."""
+_MAX_BYTES = 4 + 4 * MAX_RANKS + 8 * len(COLUMNS) * MAX_SHARDS
+"""Of what is packed."""
+_COUNT = struct.Struct("<I")
+
+Table = npt.NDArray[np.uint64]
+"""Shape (shards, columns)."""
+
+
+class RankShards(Sequence[tuple[TableShard, ...]]):
+    """The shards of ranks 0, 1, 2, ... in order.
+
+    Args:
+        packed: What the string in CLAIM holds.
+
+    Raises:
+        CorruptionError: it is not that.
+    """
+
+    def __init__(self, packed: bytes) -> None:
+        self._packed = packed
+        plain = _unpacked(packed)
+        self._counts, self._table = _parse(plain)
+        self.crc = crc32c(plain)
+        """CRC32C of what is packed: two layouts are equal that have the same bytes there."""
+
+    @classmethod
+    def of(cls, ranks: Sequence[Sequence[TableShard]]) -> RankShards | None:
+        """Pack them; None where they are more than a CLAIM takes."""
+        counts = [len(shards) for shards in ranks]
+        if not 1 <= len(counts) <= MAX_RANKS or sum(counts) > MAX_SHARDS:
+            return None
+        values = [getattr(shard, name) for shards in ranks for shard in shards for name in COLUMNS]
+        table = np.array(values, np.uint64).reshape(-1, len(COLUMNS))
+        less = table.copy()
+        for before, at in _neighbors(counts):
+            less[at] -= table[before]
+        plain = _COUNT.pack(len(counts)) + np.array(counts, "<u4").tobytes() + less.T.astype("<u8").tobytes()
+        packed = zlib.compress(plain, 6)
+        return cls(packed) if -(-len(packed) // 3) * 4 <= MAX_TEXT else None
+
+    @classmethod
+    def from_text(cls, text: str) -> RankShards:
+        """Read the string of CLAIM.
+
+        Raises:
+            CorruptionError: it is not canonical base64 of it.
+        """
+        if len(text) > MAX_TEXT:
+            raise CorruptionError(f"CLAIM.layout has {len(text)} characters, more than {MAX_TEXT}")
+        try:
+            packed = base64.b64decode(text, validate=True)
+        except ValueError as error:
+            raise CorruptionError(f"CLAIM.layout is not base64: {error}") from None
+        layout = cls(packed)
+        if layout.to_text() != text:
+            raise CorruptionError("CLAIM.layout is not canonical base64")
+        return layout
+
+    def to_text(self) -> str:
+        """The string of CLAIM."""
+        return base64.b64encode(self._packed).decode("ascii")
+
+    def check(self, schema: Schema) -> None:
+        """Raise CorruptionError for a shard that is outside its table."""
+        table, row0, rows, col0, cols = self._table.T
+        known = table < len(schema.tables)
+        at = np.where(known, table, 0).astype(np.int64)
+        # One more, so that there is one in a schema without tables.
+        most_rows, most_cols = (np.array([*sizes, 0], np.uint64)[at] for sizes in zip(*_sizes(schema), strict=True))
+        inside = known & (rows <= most_rows) & (cols <= most_cols)
+        # Unsigned: only where it is inside, the difference means something.
+        inside &= (row0 <= most_rows - rows) & (col0 <= most_cols - cols)
+        if not inside.all():
+            first = TableShard(*self._table[int(np.argmin(inside))].tolist())
+            raise CorruptionError(f"CLAIM.layout: {first} is outside its table")
+
+    @cached_property
+    def _ranks(self) -> tuple[tuple[TableShard, ...], ...]:
+        shards = [TableShard(*row) for row in self._table.tolist()]
+        return tuple(tuple(shards[begin:end]) for begin, end in _ranges(self._counts))
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    @overload
+    def __getitem__(self, rank: int) -> tuple[TableShard, ...]: ...
+    @overload
+    def __getitem__(self, rank: slice) -> tuple[tuple[TableShard, ...], ...]: ...
+    def __getitem__(self, rank: int | slice) -> tuple[TableShard, ...] | tuple[tuple[TableShard, ...], ...]:
+        return self._ranks[rank]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RankShards):
+            return NotImplemented
+        same = self._packed == other._packed or (
+            self._counts == other._counts and np.array_equal(self._table, other._table)
+        )
+        return bool(same)
+
+    def __hash__(self) -> int:
+        return hash(self.crc)
+
+    def __reduce__(self) -> tuple[type[RankShards], tuple[bytes]]:
+        return RankShards, (self._packed,)
+
+    def __repr__(self) -> str:
+        return f"RankShards({len(self)} ranks, {len(self._table)} shards)"
+
+
+def _sizes(schema: Schema) -> list[tuple[int, int]]:
+    return [(table.rows, table.dim) for table in schema.tables] or [(0, 0)]
+
+
+def _unpacked(packed: bytes) -> bytes:
+    unpacker = zlib.decompressobj()
+    try:
+        plain = unpacker.decompress(packed, _MAX_BYTES + 1)
+    except zlib.error as error:
+        raise CorruptionError(f"CLAIM.layout cannot be unpacked: {error}") from None
+    if len(plain) > _MAX_BYTES:
+        raise CorruptionError(f"CLAIM.layout unpacks to more than {_MAX_BYTES} bytes")
+    if not unpacker.eof or unpacker.unused_data:
+        raise CorruptionError("CLAIM.layout is cut short, or goes on")
+    return plain
+
+
+def _parse(plain: bytes) -> tuple[list[int], Table]:
+    """Shards of each rank, and all of them."""
+    ranks = _COUNT.unpack_from(plain)[0] if len(plain) >= _COUNT.size else 0
+    begin = _COUNT.size + 4 * ranks
+    if not 1 <= ranks <= MAX_RANKS or len(plain) < begin:
+        raise CorruptionError("CLAIM.layout has an impossible number of ranks")
+    counts: list[int] = np.frombuffer(plain, "<u4", ranks, _COUNT.size).tolist()
+    shards = sum(counts)
+    if shards > MAX_SHARDS or len(plain) != begin + 8 * len(COLUMNS) * shards:
+        raise CorruptionError("CLAIM.layout has an impossible number of shards")
+    columns = np.frombuffer(plain, "<u8", len(COLUMNS) * shards, begin).reshape(len(COLUMNS), shards)
+    table = columns.T.astype(np.uint64)
+    for before, at in _neighbors(counts):
+        table[at] += table[before]
+    return counts, table
+
+
+def _ranges(counts: Sequence[int]) -> list[tuple[int, int]]:
+    ends = np.cumsum([0, *counts]).tolist()
+    return list(pairwise(ends))
+
+
+def _neighbors(counts: Sequence[int]) -> list[tuple[slice, slice]]:
+    """The shards of the rank before that stand at the same places as shards of a rank, and those, by rank."""
+    both = [(begin, at, min(at - begin, end - at)) for (begin, at), (_, end) in pairwise(_ranges(counts))]
+    return [(slice(begin, begin + same), slice(at, at + same)) for begin, at, same in both if same]
