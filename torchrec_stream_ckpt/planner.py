@@ -97,7 +97,7 @@ def _shards(choice: Choice) -> Iterable[TableShard]:
     generation, held = choice.commit.generation, choice.held
     if held is not None and held.reach.generation == generation:
         return (shard for shards in held.shards for shard in shards)
-    return (shard for key, hello in choice.hellos.items() if key[0] == generation for shard in hello.shards)
+    return (shard for shards in choice.shards[generation] for shard in shards)
 
 
 def _widths(schema: Schema, shards: Iterable[TableShard]) -> dict[str, tuple[int, ...]]:

@@ -163,7 +163,7 @@ class Restoring:
         marker = choice.commit.id
         plan = self._team.together(
             lambda: plan_restore(
-                choice.lineage, marker, choice.hellos, tables.schema, tables.shards, merge=merge, held=choice.held
+                choice.lineage, marker, choice.shards, tables.schema, tables.shards, merge=merge, held=choice.held
             )
         )
         self._team.together(lambda: self._dense.check(self.source.dense.local(choice.commit), plan.world))

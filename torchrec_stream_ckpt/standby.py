@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -25,8 +25,8 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import Log
-from torchrec_stream_ckpt.restore.choose import Choice, hellos_of, look_behind
-from torchrec_stream_ckpt.restore.plan import Behind, Hellos, RestorePlan
+from torchrec_stream_ckpt.restore.choose import Choice, look_behind, shards_of
+from torchrec_stream_ckpt.restore.plan import Behind, RestorePlan, Shards
 from torchrec_stream_ckpt.types import MarkerId
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class Standby:
         self._takeover = takeover
         self._uri = uri
         self._pulse = _Pulse(takeover.after_s)
-        self._known: Mapping[int, Hellos] = {}
+        self._known: Shards = {}
         self._at: MarkerId | None = None
         self.touched = False
         """Whether rows of the live tables have been written."""
@@ -189,10 +189,7 @@ class Standby:
         if self._at is None or newest is None or self._at not in lineage.leading_to(newest.id):
             return None
         behind = look_behind(self._log, lineage, self._at, newest.id, self._known)
-        known = {**self._known}
-        for (generation, rank), hello in behind.hellos.items():
-            known[generation] = {**known.get(generation, {}), (generation, rank): hello}
-        self._known = known
+        self._known = {**self._known, **behind.shards}
         return behind
 
     def _load_all(self) -> None:
@@ -204,7 +201,7 @@ class Standby:
             return
         plan, choice, rows = loaded
         self._team.together(lambda: _refuse_merges(plan))
-        self._known, self._at = hellos_of(choice), plan.marker
+        self._known, self._at = shards_of(choice), plan.marker
         self.rows = rows
         if self._team.rank == 0:
             log.info("standing by at marker %s, loaded from %s", plan.marker, plan.source)

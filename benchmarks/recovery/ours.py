@@ -182,7 +182,7 @@ def _plan(
     choice = choose(log, Control(log).refresh(), DenseFolder(store), marker, objects)
     assert choice is not None
     shards = [TableShard(table, 0, spec.rows, 0, spec.dim) for table, spec in enumerate(workload.schema.tables)]
-    plan = plan_restore(choice.lineage, choice.commit.id, choice.hellos, workload.schema, shards, held=choice.held)
+    plan = plan_restore(choice.lineage, choice.commit.id, choice.shards, workload.schema, shards, held=choice.held)
     return choice, plan
 
 

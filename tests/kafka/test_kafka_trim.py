@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
 from torchrec_stream_ckpt.format.frame import parse_header
 from torchrec_stream_ckpt.log.api import Ack, Freed, Log, open_log
 from torchrec_stream_ckpt.log.stream import read_stream
-from torchrec_stream_ckpt.restore.choose import check_not_trimmed, read_hellos
+from torchrec_stream_ckpt.restore.choose import check_not_trimmed, shards_behind
 from torchrec_stream_ckpt.types import MarkerId
 
 pytestmark = pytest.mark.kafka
@@ -82,7 +82,7 @@ def readable(log: Log, marker: str) -> bool:
         check_not_trimmed(log, lineage, MarkerId.parse(marker))
     except TrimmedError:
         return False
-    read_hellos(log, lineage, MarkerId.parse(marker))
+    shards_behind(log, lineage, MarkerId.parse(marker))
     for ancestor in lineage.path(MarkerId.parse(marker)):
         for end in ancestor.ranks:
             assert sum(1 for _ in read_stream(log, ancestor, end)) == end.frames

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from tests.builders import ROWWISE, claim, commit, table
 from torchrec_stream_ckpt.errors import ColumnResplitError, CorruptionError, MarkerNotFoundError, SchemaMismatchError
-from torchrec_stream_ckpt.format.control import Hello
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.restore.plan import RestorePlan, check_schema, plan_restore
@@ -54,18 +53,17 @@ def placements(draw: st.DrawFn, schema: Schema = SCHEMA) -> Placement:
 
 def history(
     *written: Placement, schema: Schema = SCHEMA, swept: dict[int, tuple[int, ...]] | None = None
-) -> tuple[Lineage, dict[tuple[int, int], Hello]]:
-    """A lineage with one marker a generation, each the parent of the next, and all HELLOs."""
-    lineage, hellos = Lineage(), {}
+) -> tuple[Lineage, dict[int, Placement]]:
+    """A lineage with one marker a generation, each the parent of the next, and what all ranks hold."""
+    lineage, shards = Lineage(), {}
     for generation, placement in enumerate(written, 1):
         parent = MarkerId(generation - 1, generation - 1) if generation > 1 else None
         more = {"swept": swept[generation]} if swept and generation in swept else {}
         lineage.apply(claim(generation, parent=parent, schema=schema, **more))
         ends = [RankEnd(rank, rank, 0, 64 * rank + 640, 2, 0, 0, 512) for rank in range(len(placement))]
         lineage.apply(commit(generation, generation, ends))
-        for rank, shards in enumerate(placement):
-            hellos[generation, rank] = Hello(len(placement), schema, shards)
-    return lineage, hellos
+        shards[generation] = placement
+    return lineage, shards
 
 
 def plan(
@@ -75,9 +73,9 @@ def plan(
     schema: Schema = SCHEMA,
     swept: dict[int, tuple[int, ...]] | None = None,
 ) -> RestorePlan:
-    lineage, hellos = history(*written, schema=schema, swept=swept)
+    lineage, shards = history(*written, schema=schema, swept=swept)
     marker = MarkerId(len(written), len(written))
-    return plan_restore(lineage, marker, hellos, schema, targets, merge=merge)
+    return plan_restore(lineage, marker, shards, schema, targets, merge=merge)
 
 
 def covered(target: TableShard, moves: list[Move]) -> np.ndarray:
@@ -182,9 +180,9 @@ def test_sources_with_a_hole_are_refused() -> None:
 
 
 def test_a_marker_that_is_not_committed_is_refused() -> None:
-    lineage, hellos = history(WHOLE)
+    lineage, shards = history(WHOLE)
     with pytest.raises(MarkerNotFoundError):
-        plan_restore(lineage, MarkerId(1, 9), hellos, SCHEMA, WHOLE[0])
+        plan_restore(lineage, MarkerId(1, 9), shards, SCHEMA, WHOLE[0])
 
 
 def test_a_rank_that_holds_nothing_reads_nothing() -> None:
@@ -222,9 +220,9 @@ def test_a_table_that_only_one_side_has_is_named(here: Schema, side: str, name: 
 
 
 def test_a_plan_refuses_another_schema() -> None:
-    lineage, hellos = history(WHOLE)
+    lineage, shards = history(WHOLE)
     with pytest.raises(SchemaMismatchError):
-        plan_restore(lineage, MarkerId(1, 1), hellos, Schema((PLAIN, replace(ROWSTATE, rows=99))), WHOLE[0])
+        plan_restore(lineage, MarkerId(1, 1), shards, Schema((PLAIN, replace(ROWSTATE, rows=99))), WHOLE[0])
 
 
 def test_a_plan_prints_itself() -> None:

@@ -289,7 +289,7 @@ def restored(history: History, marker: MarkerId) -> dict[tuple[int, int], bytes]
     choice = choose(history.log, history.lineage, open_dense(str(history.root)), marker, history.objects)
     assert choice is not None
     shards = [TableShard(0, 0, 6, 0, 4), TableShard(1, 0, 3, 0, 4), TableShard(1, 3, 5, 0, 4)]
-    plan = plan_reads(choice.lineage, marker, choice.hellos, SCHEMA, shards, choice.held)
+    plan = plan_reads(choice.lineage, marker, choice.shards, SCHEMA, shards, choice.held)
     assert not plan.reads
     planes = {shard: (zeros("float32", shard.rows, 4), zeros("float32", shard.rows)) for shard in shards}
     targets = {
@@ -352,7 +352,7 @@ def test_where_a_damaged_fold_is_all_there_is_the_log_is_read(tmp_path: Path, ca
     choice = choose(history.log, history.lineage, open_dense(str(tmp_path)), newest, history.objects)
     assert choice is not None
     assert choice.held is None
-    assert choice.hellos.keys() == {(1, 0)}
+    assert choice.shards.keys() == {1}
 
 
 def forge(history: History, damage: Callable[[bytearray], object]) -> None:

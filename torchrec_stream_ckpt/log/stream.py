@@ -11,7 +11,7 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark
 from torchrec_stream_ckpt.format.frame import DATA_KINDS, Buffer, Header, Kind, parse_header, payload_of
 from torchrec_stream_ckpt.log.api import LogReader
-from torchrec_stream_ckpt.types import LogSpan, RankEnd
+from torchrec_stream_ckpt.types import LogSpan, RankEnd, TableShard
 
 log = logging.getLogger(__name__)
 
@@ -130,6 +130,13 @@ def read_hello(log_: LogReader, claim: Claim, commit: Commit, end: RankEnd) -> H
     return check_hello(header, frame, claim, commit, end)
 
 
+def held_by(log_: LogReader, claim: Claim, commit: Commit, end: RankEnd) -> tuple[TableShard, ...]:
+    """What a rank holds in its generation: as the CLAIM says, or else its HELLO in the log."""
+    if claim.layout is not None and end.rank < len(claim.layout):
+        return claim.layout[end.rank]
+    return read_hello(log_, claim, commit, end).shards
+
+
 def check_hello(header: Header, frame: memoryview, claim: Claim, commit: Commit, end: RankEnd) -> Hello:
     """The payload of the first frame of a rank, held against its CLAIM."""
     if header.kind is not Kind.HELLO:
@@ -137,6 +144,8 @@ def check_hello(header: Header, frame: memoryview, claim: Claim, commit: Commit,
     hello = Hello.from_json(checked_payload(header, frame, commit, end), header.version)
     if not header.schema_crc == hello.schema.crc == claim.schema.crc:
         raise _located(CorruptionError("HELLO has another schema than its CLAIM"), commit, end, 0, end.begin)
+    if claim.layout is not None and hello.shards not in claim.layout[end.rank : end.rank + 1]:
+        raise _located(CorruptionError("HELLO has other shards than its CLAIM"), commit, end, 0, end.begin)
     return hello
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.failpoints import failpoint
-from torchrec_stream_ckpt.format.control import Claim, Commit, Hello
+from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.manifest import Notes, SegmentRef
 from torchrec_stream_ckpt.format.rows import decode_rows
@@ -19,7 +19,7 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import HEADER_LEN, SegmentId, SegmentKind, front_bytes_of, lay_out, parse_front
 from torchrec_stream_ckpt.layout import StoreSegment
 from torchrec_stream_ckpt.log.api import Log
-from torchrec_stream_ckpt.log.stream import checked_payload, read_mark, read_stream
+from torchrec_stream_ckpt.log.stream import check_hello, checked_payload, read_mark, read_stream
 from torchrec_stream_ckpt.materialize.sorter import RowSorter
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.types import LogSpan, RankEnd, TableShard
@@ -137,7 +137,7 @@ def fold_interval(
             if rows.num_bytes >= SEGMENT_BYTES:
                 writer.put(rows, last=False)
         elif header.kind is Kind.HELLO:
-            shards = Hello.from_json(payload, header.version).shards
+            shards = check_hello(header, frame, interval.claim, commit, end).shards
         elif header.kind is Kind.MARK:
             mark = read_mark(header, frame, commit, end)
         progress(len(frame))

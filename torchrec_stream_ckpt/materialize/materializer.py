@@ -30,7 +30,7 @@ from torchrec_stream_ckpt.layout import (
     manifest_name,
 )
 from torchrec_stream_ckpt.log.api import Log
-from torchrec_stream_ckpt.log.stream import read_hello
+from torchrec_stream_ckpt.log.stream import held_by
 from torchrec_stream_ckpt.materialize.fold import Interval, fold_interval, folded_interval, shards_of
 from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.merge import merge
@@ -350,7 +350,7 @@ class Materializer:
         )
 
     def _shards_before(self, interval: Interval) -> tuple[TableShard, ...] | None:
-        """What the rank held at the marker before, as the store says, or else its HELLO in the log."""
+        """What the rank held at the marker before, as the store says, or else the log."""
         if interval.previous is None:
             return None
         assert self._catalog is not None
@@ -369,7 +369,7 @@ class Materializer:
                 rank=interval.end.rank,
                 name=previous.name(0),
             )
-        return read_hello(self._log, interval.claim, interval.commit, interval.end).shards
+        return held_by(self._log, interval.claim, interval.commit, interval.end)
 
     def _count_frames(self, num_bytes: int) -> None:
         self.counts.frames_bytes += num_bytes

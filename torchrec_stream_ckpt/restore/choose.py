@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -16,14 +16,13 @@ from torchrec_stream_ckpt.errors import (
     OtherLogError,
     TrimmedError,
 )
-from torchrec_stream_ckpt.format.control import Commit, Hello
+from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import LogReader
-from torchrec_stream_ckpt.log.stream import read_hello
+from torchrec_stream_ckpt.log.stream import held_by
 from torchrec_stream_ckpt.restore.passed import Passed
-from torchrec_stream_ckpt.restore.plan import Behind, Hellos, streams
+from torchrec_stream_ckpt.restore.plan import Behind, Shards, generations, streams
 from torchrec_stream_ckpt.restore.proofs import Path
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
@@ -44,8 +43,8 @@ class Choice:
 
     lineage: Lineage
     commit: Commit
-    hellos: dict[tuple[int, int], Hello]
-    """HELLO by (generation, rank), for every generation that the log has to give something of."""
+    shards: Shards
+    """What each rank held, in every generation that the log has to give something of."""
     skipped: tuple[str, ...]
     """Newer markers that were passed over, each with its reason."""
     held: Held | None
@@ -118,17 +117,18 @@ class _Look:
         head = warm(self.head(lineage.job), lineage, marker)
         held = hold(self.catalog, lineage, marker, head=head, damaged=self.damaged)
         try:
-            return Choice(lineage.towards(marker), commit, self._hellos(marker, held), (), held)
+            return Choice(lineage.towards(marker), commit, self._shards(marker, held), (), held)
         except (TrimmedError, CorruptionError) as error:
             damage = self._damage(marker)  # that of the store comes first: without it the log would not be asked
             raise damage or error from None
 
-    def _hellos(self, marker: MarkerId, held: Held | None) -> dict[tuple[int, int], Hello]:
+    def _shards(self, marker: MarkerId, held: Held | None) -> Shards:
         """Of what the log has to give, once it is known to have it."""
         reach = held.reach if held is not None else None
         check_not_trimmed(self.log, self.lineage, marker, reach)  # first: a recovered log is another one, too
         check_incarnation(self.log, self.lineage, marker, reach)
-        return read_hellos(self.log, self.lineage, marker, held)
+        _check_own(self.log, self.lineage, marker, reach)
+        return shards_behind(self.log, self.lineage, marker, held)
 
     def _damage(self, marker: MarkerId) -> CorruptionError | None:
         """Why the store does not serve a marker that it should."""
@@ -180,9 +180,7 @@ def verify_dense_state(dense: DenseStore, commit: Commit) -> None:
         ) from None
 
 
-def look_behind(
-    log_: LogReader, lineage: Lineage, since: MarkerId, marker: MarkerId, known: Mapping[int, Hellos]
-) -> Behind:
+def look_behind(log_: LogReader, lineage: Lineage, since: MarkerId, marker: MarkerId, known: Shards) -> Behind:
     """What the log holds behind ``since``, which is on the path to ``marker``.
 
     Args:
@@ -190,7 +188,7 @@ def look_behind(
         lineage: Its control partition.
         since: Where the reader stands.
         marker: Where it shall stand.
-        known: HELLOs that were read before, by generation: those of ``since`` may be trimmed.
+        known: What was found out before: HELLOs of ``since`` may be trimmed.
 
     Raises:
         CorruptionError, TrimmedError: the log does not have it.
@@ -198,38 +196,30 @@ def look_behind(
     check_not_trimmed(log_, lineage, marker, since)
     check_incarnation(log_, lineage, marker, since)
     needed = tuple(streams(lineage, marker, since))
-    hellos: dict[tuple[int, int], Hello] = {}
-    for commit, end, _ in needed:
-        place = (commit.generation, end.rank)
-        hello = known.get(commit.generation, {}).get(place)
-        hellos[place] = hello or read_hello(log_, lineage.claims[commit.generation], commit, end)
+    claims = {commit.generation: lineage.claims[commit.generation] for commit, _, _ in needed}
+    shards = {
+        commit.generation: known.get(commit.generation) or _held_in(log_, claims[commit.generation], commit)
+        for commit, _ in generations(lineage, marker, since)
+    }
     schema = lineage.claims[marker.generation].schema
     path = Path.to(lineage, marker, since)
-    return Behind(since, lineage.find(marker), schema, needed, hellos, lineage.bases(marker), path)
+    return Behind(since, lineage.find(marker), schema, needed, claims, shards, lineage.bases(marker), path)
 
 
 def stay_at(choice: Choice) -> Behind:
     """Nothing is behind the marker that the live tables hold."""
     lineage, commit = choice.lineage, choice.commit
     schema = lineage.claims[commit.generation].schema
-    return Behind(commit.id, commit, schema, (), {}, lineage.bases(commit.id))
+    return Behind(commit.id, commit, schema, (), {}, {}, lineage.bases(commit.id))
 
 
-def hellos_of(choice: Choice) -> dict[int, Hellos]:
+def shards_of(choice: Choice) -> Shards:
     """What a choice knows of the shards of each generation, its marker's own among them."""
-    found: dict[int, dict[tuple[int, int], Hello]] = {}
-    for (generation, rank), hello in choice.hellos.items():
-        found.setdefault(generation, {})[generation, rank] = hello
     held, commit = choice.held, choice.commit
-    if held is not None and held.reach.generation == commit.generation and commit.generation not in found:
-        claim = choice.lineage.claims[commit.generation]
-        found[commit.generation] = {
-            (commit.generation, end.rank): Hello(
-                claim.world, claim.schema, _inside(claim.schema, held.shards[end.rank], commit, end)
-            )
-            for end in commit.ranks
-        }
-    return dict(found)
+    if held is None or held.reach.generation != commit.generation or commit.generation in choice.shards:
+        return choice.shards
+    own = _told(choice.lineage.claims[commit.generation], held, commit)
+    return {**choice.shards, commit.generation: own}
 
 
 def load_catalog(objects: Objects | None, lineage: Lineage) -> Catalog | None:
@@ -378,13 +368,13 @@ def check_incarnation(log_: LogReader, lineage: Lineage, marker: MarkerId, reach
         OtherLogError: it was deleted and made again under its name.
     """
     now = log_.incarnation()
-    for generation in {commit.generation: None for commit, _, _ in streams(lineage, marker, reach)}:
-        claim = lineage.claims[generation]
+    for commit, _ in generations(lineage, marker, reach):
+        claim = lineage.claims[commit.generation]
         if now is None or not now.holds_rows_of(claim.incarnation):
             raise OtherLogError(
                 "the log was deleted and made again since this generation wrote to it",
                 hint="bring the old log back; its rows are not in this one",
-                generation=generation,
+                generation=commit.generation,
                 marker=marker,
             )
 
@@ -402,19 +392,22 @@ def check_not_trimmed(log_: LogReader, lineage: Lineage, marker: MarkerId, reach
         TrimmedError: it is gone, and a store has it.
         CorruptionError: something is missing that nobody has trimmed.
     """
-    needed = list(streams(lineage, marker, reach))
     trims = [
         trim
-        for generation in {commit.generation: None for commit, _, _ in needed}
-        if (trim := lineage.trim_of(generation)) is not None
+        for commit, _ in generations(lineage, marker, reach)
+        if (trim := lineage.trim_of(commit.generation)) is not None
     ]
     if not trims:
         return
+    needed = list(streams(lineage, marker, reach))
     try:
         log_.check_there([_behind(commit.generation, end, after) for commit, end, after in needed])
     except CorruptionError:
+        said = lineage.reach
         untrimmed = [
-            (end, after, span) for commit, end, after in needed for span in lineage.spans(commit.generation, [end])
+            (end, after, span)
+            for commit, end, after in needed
+            for span in lineage.spans(commit.generation, [end], said)
         ]
         log_.check_there([replace(span, begin=max(span.begin, _begin(end, after))) for end, after, span in untrimmed])
         raise TrimmedError(
@@ -426,6 +419,24 @@ def check_not_trimmed(log_: LogReader, lineage: Lineage, marker: MarkerId, reach
         ) from None
 
 
+def _check_own(log_: LogReader, lineage: Lineage, marker: MarkerId, reach: MarkerId | None) -> None:
+    """The streams of the marker's own generation must be there, as far as names and sizes tell.
+
+    Whether those of older generations are is seen when they are read: there are as many as restarts.
+
+    Raises:
+        CorruptionError: one of them is not.
+    """
+    own = [each for each in generations(lineage, marker, reach) if each[0].generation == marker.generation]
+    log_.check_there(
+        [
+            _behind(commit.generation, end, after.ranks[end.rank] if after is not None else None)
+            for commit, after in own
+            for end in commit.ranks
+        ]
+    )
+
+
 def _behind(generation: int, end: RankEnd, after: RankEnd | None) -> LogSpan:
     return LogSpan(generation, end.partition, _begin(end, after), end.end)
 
@@ -434,27 +445,41 @@ def _begin(end: RankEnd, after: RankEnd | None) -> int:
     return after.end if after is not None else end.begin
 
 
-def read_hellos(
-    log_: LogReader, lineage: Lineage, marker: MarkerId, held: Held | None = None
-) -> dict[tuple[int, int], Hello]:
-    """HELLO by (generation, rank), for every generation that the log has to give something of."""
-    hellos = {}
-    for commit, end, after in streams(lineage, marker, held.reach if held is not None else None):
+def shards_behind(log_: LogReader, lineage: Lineage, marker: MarkerId, held: Held | None = None) -> Shards:
+    """What each rank held, in every generation that the log has to give something of.
+
+    As the CLAIMs say; the HELLOs in the log are read only of generations of which these do not say it. That the HELLOs
+    say the same is seen when the streams are read.
+    """
+    found: dict[int, Sequence[tuple[TableShard, ...]]] = {}
+    for commit, after in generations(lineage, marker, held.reach if held is not None else None):
         claim = lineage.claims[commit.generation]
         if held is not None and after is not None:
-            hello = Hello(claim.world, claim.schema, _inside(claim.schema, held.shards[end.rank], commit, end))
+            found[commit.generation] = _told(claim, held, commit)
         else:
-            hello = read_hello(log_, claim, commit, end)
-        hellos[commit.generation, end.rank] = hello
-    return hellos
+            found[commit.generation] = _held_in(log_, claim, commit)
+    return found
 
 
-def _inside(schema: Schema, shards: tuple[TableShard, ...], commit: Commit, end: RankEnd) -> tuple[TableShard, ...]:
-    """The shards that the store says a rank held, if its tables have them: what HELLO is held against, too."""
-    if outside := next((shard for shard in shards if not schema.holds(shard)), None):
-        raise CorruptionError(
-            f"the store says that a rank held {outside}, which is outside its table",
-            generation=commit.generation,
-            rank=end.rank,
-        )
-    return shards
+def _held_in(log_: LogReader, claim: Claim, commit: Commit) -> Sequence[tuple[TableShard, ...]]:
+    """What each rank held in a generation, as the log says."""
+    if claim.layout is not None and len(claim.layout) == len(commit.ranks):
+        return claim.layout
+    return tuple(held_by(log_, claim, commit, end) for end in commit.ranks)
+
+
+def _told(claim: Claim, held: Held, commit: Commit) -> Sequence[tuple[TableShard, ...]]:
+    """What the store says that the ranks held, if the CLAIM, or else the tables, agree: as of a HELLO."""
+    if claim.layout is not None and claim.layout[:] == held.shards:
+        return claim.layout
+    for rank, shards in enumerate(held.shards):
+        outside = next((shard for shard in shards if not claim.schema.holds(shard)), None)
+        if claim.layout is not None or outside is not None:
+            raise CorruptionError(
+                f"the store says that a rank held {outside}, which is outside its table"
+                if outside is not None
+                else "the store says that the ranks held other shards than the CLAIM says",
+                generation=commit.generation,
+                rank=rank,
+            )
+    return held.shards

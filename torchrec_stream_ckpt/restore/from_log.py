@@ -20,7 +20,7 @@ from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import LogReader
-from torchrec_stream_ckpt.log.stream import checked_payload, read_mark, read_stream
+from torchrec_stream_ckpt.log.stream import check_hello, checked_payload, read_mark, read_stream
 from torchrec_stream_ckpt.restore.plan import RestorePlan, StreamRead
 from torchrec_stream_ckpt.restore.proofs import Met
 from torchrec_stream_ckpt.restore.reshard import Move
@@ -96,6 +96,8 @@ def _frames(plan: RestorePlan, log: LogReader, scalars: list[TableScalars], met:
                 met.mark(header, read.shards, mark)
                 if header.seq == read.end.frames - 1 and read.commit.id == plan.marker:
                     scalars += mark.scalars
+            elif header.kind is Kind.HELLO:
+                check_hello(header, data, read.claim, read.commit, read.end)
 
 
 def _batches(frames: Iterator[_Frame]) -> Iterator[list[_Frame]]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
 
 from torchrec_stream_ckpt.errors import ColumnResplitError, CorruptionError, SchemaMismatchError
-from torchrec_stream_ckpt.format.control import Commit, Hello
+from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
@@ -25,6 +25,7 @@ from torchrec_stream_ckpt.types import MarkerId, RankEnd, TableShard, TableSpec
 class StreamRead:
     """Read one rank's stream of one generation, and make these moves."""
 
+    claim: Claim = field(repr=False)
     commit: Commit
     end: RankEnd
     moves: tuple[Move, ...]
@@ -119,14 +120,14 @@ def _distinct(warm: Sequence[Move], stored: Sequence[StoreRead], reads: Sequence
     return list(dict.fromkeys((*warm, *of_reads)))
 
 
-Hellos = Mapping[tuple[int, int], Hello]
-"""HELLO by (generation, rank)."""
+Shards = Mapping[int, Sequence[tuple[TableShard, ...]]]
+"""What each rank held, by generation; generations with one layout have one object."""
 
 
 def plan_restore(
     lineage: Lineage,
     marker: MarkerId,
-    hellos: Hellos,
+    shards: Shards,
     schema: Schema,
     targets: Sequence[TableShard],
     *,
@@ -138,7 +139,7 @@ def plan_restore(
     Args:
         lineage: The control partition.
         marker: A committed marker.
-        hellos: The HELLO of every rank of every generation that the log has to give something of.
+        shards: What the ranks held in every generation that the log has to give something of.
         schema: The tables of the restoring job.
         targets: The shards of this rank.
         merge: Allow a changed column split of a row-wise optimizer (``on_column_resplit="merge"``).
@@ -149,7 +150,7 @@ def plan_restore(
         ColumnResplitError: row-wise state has no exact answer under the new columns.
         CorruptionError: the sources do not cover a target.
     """
-    plan = plan_reads(lineage, marker, hellos, schema, targets, held)
+    plan = plan_reads(lineage, marker, shards, schema, targets, held)
     _check_resplit(plan, merge=merge)
     return plan
 
@@ -157,7 +158,7 @@ def plan_restore(
 def plan_reads(
     lineage: Lineage,
     marker: MarkerId,
-    hellos: Hellos,
+    shards: Shards,
     schema: Schema,
     targets: Sequence[TableShard],
     held: Held | None = None,
@@ -171,16 +172,9 @@ def plan_reads(
     stored = list(_store_reads(schema, held, targets, bases)) if held is not None else []
     head = held.head if held is not None else None
     warm = _head_moves(schema, head, targets, bases) if head is not None else ()
-    reads = [
-        StreamRead(
-            ancestor,
-            end,
-            _moves(hellos[ancestor.generation, end.rank], targets, bases, ancestor.generation),
-            after,
-            hellos[ancestor.generation, end.rank].shards,
-        )
-        for ancestor, end, after in streams(lineage, marker, held.reach if held is not None else None)
-    ]
+    reads = _stream_reads(
+        streams(lineage, marker, held.reach if held is not None else None), lineage.claims, shards, targets, bases
+    )
     moves = _distinct(warm, stored, reads)
     _check_cover(schema, targets, moves)
     return RestorePlan(
@@ -189,7 +183,7 @@ def plan_reads(
         len(commit.ranks),
         schema,
         tuple(targets),
-        tuple(read for read in reads if read.moves),
+        reads,
         _resplit_tables(schema, moves),
         tuple(read for read in stored if len(read.picked.chunks)),
         held.reach if held is not None else None,
@@ -200,15 +194,23 @@ def plan_reads(
     )
 
 
+def generations(
+    lineage: Lineage, marker: MarkerId, reach: MarkerId | None = None
+) -> Iterator[tuple[Commit, Commit | None]]:
+    """Of which the log has to give something for ``marker``, behind ``reach`` on its path: (commit, read behind)."""
+    for ancestor in lineage.path(marker):
+        if reach is None or ancestor.generation > reach.generation:
+            yield ancestor, None
+        elif ancestor.generation == reach.generation and ancestor.id != reach:
+            yield ancestor, lineage.find(reach)
+
+
 def streams(
     lineage: Lineage, marker: MarkerId, reach: MarkerId | None = None
 ) -> Iterator[tuple[Commit, RankEnd, RankEnd | None]]:
-    """What the log has to give for ``marker``, behind ``reach`` on its path: (commit, end of a rank, read behind)."""
-    for ancestor in lineage.path(marker):
-        if reach is None or ancestor.generation > reach.generation:
-            yield from ((ancestor, end, None) for end in ancestor.ranks)
-        elif ancestor.generation == reach.generation and ancestor.id != reach:
-            yield from ((ancestor, end, lineage.find(reach).ranks[end.rank]) for end in ancestor.ranks)
+    """The streams of these :func:`generations`: (commit, end of a rank, read behind)."""
+    for commit, after in generations(lineage, marker, reach):
+        yield from ((commit, end, after.ranks[end.rank] if after is not None else None) for end in commit.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +221,8 @@ class Behind:
     commit: Commit
     schema: Schema
     streams: tuple[tuple[Commit, RankEnd, RankEnd | None], ...]
-    hellos: Hellos
+    claims: Mapping[int, Claim]
+    shards: Shards
     bases: Mapping[int, int]
     path: Path = field(default_factory=Path)
     """The markers behind ``since``."""
@@ -234,11 +237,7 @@ def plan_behind(behind: Behind, schema: Schema, targets: Sequence[TableShard]) -
     """
     check_schema(behind.schema, schema)
     schema = behind.schema
-    reads = tuple(
-        StreamRead(ancestor, end, moves, after, behind.hellos[ancestor.generation, end.rank].shards)
-        for ancestor, end, after in behind.streams
-        if (moves := _moves(behind.hellos[ancestor.generation, end.rank], targets, behind.bases, ancestor.generation))
-    )
+    reads = _stream_reads(behind.streams, behind.claims, behind.shards, targets, behind.bases)
     plan = RestorePlan(
         behind.commit.id,
         behind.commit.step,
@@ -257,9 +256,7 @@ def plan_behind(behind: Behind, schema: Schema, targets: Sequence[TableShard]) -
 def _store_reads(
     schema: Schema, held: Held, targets: Sequence[TableShard], bases: Mapping[int, int]
 ) -> Iterator[StoreRead]:
-    by_table: dict[int, list[TableShard]] = {}
-    for target in targets:
-        by_table.setdefault(target.table, []).append(target)
+    by_table = _by_table(targets)
 
     @cache  # most pieces have the same columns
     def moves_of(slices: tuple[tuple[int, int, int], ...]) -> tuple[Move, ...]:
@@ -302,14 +299,38 @@ def pick(picked: Picked, moves: Sequence[Move]) -> Picked:
     return Picked(picked.ref, picked.front, np.flatnonzero(chosen))
 
 
-def _moves(hello: Hello, targets: Sequence[TableShard], bases: Mapping[int, int], generation: int) -> tuple[Move, ...]:
-    return tuple(
-        move
-        for source in hello.shards
-        if generation >= bases.get(source.table, 0)
-        for target in targets
-        if (move := intersect(source, target)) is not None
-    )
+def _stream_reads(
+    streams: Iterable[tuple[Commit, RankEnd, RankEnd | None]],
+    claims: Mapping[int, Claim],
+    shards: Shards,
+    targets: Sequence[TableShard],
+    bases: Mapping[int, int],
+) -> tuple[StreamRead, ...]:
+    """The streams that have rows of these targets."""
+    by_table = _by_table(targets)
+    known: dict[tuple[int, int], tuple[Move, ...]] = {}
+    reads = []
+    for commit, end, after in streams:
+        layout = shards[commit.generation]
+        mine, place = layout[end.rank], (id(layout), end.rank)
+        if place not in known:  # most generations have the same layout
+            known[place] = tuple(
+                move
+                for source in mine
+                for target in by_table.get(source.table, ())
+                if (move := intersect(source, target)) is not None
+            )
+        moves = tuple(move for move in known[place] if commit.generation >= bases.get(move.source.table, 0))
+        if moves:
+            reads.append(StreamRead(claims[commit.generation], commit, end, moves, after, mine))
+    return tuple(reads)
+
+
+def _by_table(targets: Sequence[TableShard]) -> dict[int, list[TableShard]]:
+    by_table: dict[int, list[TableShard]] = {}
+    for target in targets:
+        by_table.setdefault(target.table, []).append(target)
+    return by_table
 
 
 def check_schema(saved: Schema, here: Schema) -> None:

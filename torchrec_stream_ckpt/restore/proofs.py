@@ -16,7 +16,7 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Digests, Ints, Proof, Window, positions
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.store.reader import Held
-from torchrec_stream_ckpt.types import MarkerId, TableShard
+from torchrec_stream_ckpt.types import MarkerId, RankEnd, TableShard
 
 Places = npt.NDArray[np.int32]
 """Markers by their places on a path; -1: no marker."""
@@ -32,8 +32,8 @@ class Path:
     """Committed markers that lead to one, oldest first. A marker's *place* is its index."""
 
     chain: tuple[MarkerId, ...] = ()
-    ends: tuple[tuple[int, ...], ...] = ()
-    """For each marker, the header checksums of its MARKs, by rank."""
+    ends: tuple[Sequence[RankEnd], ...] = ()
+    """For each marker, where its ranks stand."""
     ids: Mapping[int, tuple[int | None, ...]] = field(default_factory=dict)
     """Generation -> ids of its tables, by their index."""
 
@@ -44,7 +44,7 @@ class Path:
         if since is not None:
             commits = commits[[commit.id for commit in commits].index(since) + 1 :]
         chain = tuple(commit.id for commit in commits)
-        ends = tuple(tuple(end.chain for end in commit.ranks) for commit in commits)
+        ends = tuple(commit.ranks for commit in commits)
         generations = {each.generation for each in chain}
         return cls(chain, ends, {each: _ids(lineage.claims[each].schema) for each in generations})
 
@@ -61,8 +61,9 @@ class Path:
         """That of a MARK; None where its marker was not committed, or leads elsewhere."""
         marker = MarkerId(mark.generation, mark.marker)
         place = self.place(marker)
-        committed = place < len(self.chain) and self.chain[place] == marker
-        return place if committed and mark.header_crc in self.ends[place][mark.rank : mark.rank + 1] else None
+        if place == len(self.chain) or self.chain[place] != marker or mark.rank >= len(self.ends[place]):
+            return None
+        return place if mark.header_crc == self.ends[place][mark.rank].chain else None
 
     def id(self, table: int) -> int | None:
         """Of a table, by its index at the last marker."""

@@ -16,16 +16,16 @@ from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import decode_chunk, slices_of
 from torchrec_stream_ckpt.log.api import Log
-from torchrec_stream_ckpt.log.stream import checked_payload, read_mark, read_stream
+from torchrec_stream_ckpt.log.stream import check_hello, checked_payload, read_mark, read_stream
 from torchrec_stream_ckpt.restore.choose import (
     check_incarnation,
     check_not_trimmed,
     load_all,
     load_catalog,
-    read_hellos,
+    shards_behind,
 )
 from torchrec_stream_ckpt.restore.coverage import Coverage
-from torchrec_stream_ckpt.restore.plan import Hellos, plan_reads, streams
+from torchrec_stream_ckpt.restore.plan import Shards, plan_reads, streams
 from torchrec_stream_ckpt.restore.proofs import Met, Path, Said
 from torchrec_stream_ckpt.restore.rowsums import RowSums
 from torchrec_stream_ckpt.restore.unproved import Compared, Unproved
@@ -102,16 +102,16 @@ def verify_marker(
     dense.verify(commit)
     check_not_trimmed(log, lineage, marker, reach)
     check_incarnation(log, lineage, marker, reach)
-    hellos = read_hellos(log, lineage, marker, held)
+    shards = shards_behind(log, lineage, marker, held)
     # A plan for one process that holds every table whole reads every stream, and proves that they cover it.
     whole = [TableShard(index, 0, table.rows, 0, table.dim) for index, table in enumerate(schema.tables)]
-    plan = plan_reads(lineage, marker, hellos, schema, whole, held)
+    plan = plan_reads(lineage, marker, shards, schema, whole, held)
     coverage = _Coverage(schema)
     bases = lineage.bases(marker)
     met = Met(Path.to(lineage, marker))
     if held is not None:
         met.held(held)
-    slices, own = _slices(hellos, held, bases), _own_shards(marker, hellos, held)
+    slices, own = _slices(shards, held, bases), _own_shards(marker, shards, held)
     sums = RowSums(schema, met, slices, own)
     stored_rows = stored_bytes = 0
     if held is not None and objects is not None:
@@ -127,8 +127,10 @@ def verify_marker(
                     place = met.path.place(MarkerId(header.generation, header.marker))
                     sums.rows(header.table, header.col0, header.cols, view, place)
             elif header.kind is Kind.MARK:
-                shards = hellos[ancestor.generation, end.rank].shards
-                met.mark(header, shards, read_mark(header, frame, ancestor, end))
+                mine = shards[ancestor.generation][end.rank]
+                met.mark(header, mine, read_mark(header, frame, ancestor, end))
+            elif header.kind is Kind.HELLO:
+                check_hello(header, frame, lineage.claims[ancestor.generation], ancestor, end)
             frames, rows, num_bytes = (
                 frames + 1,
                 rows + (header.rows if header.kind is Kind.ROWS else 0),
@@ -175,11 +177,11 @@ def _resplit(schema: Schema, slices: Mapping[int, set[tuple[int, int]]], own: Se
     )
 
 
-def _slices(hellos: Hellos, held: Held | None, bases: Mapping[int, int]) -> dict[int, set[tuple[int, int]]]:
+def _slices(shards: Shards, held: Held | None, bases: Mapping[int, int]) -> dict[int, set[tuple[int, int]]]:
     """By table, the column slices that its rows come in."""
     found: dict[int, set[tuple[int, int]]] = {}
-    for (generation, _), hello in hellos.items():
-        for shard in hello.shards:
+    for generation, ranks in shards.items():
+        for shard in (shard for each in ranks for shard in each):
             if generation >= bases.get(shard.table, 0):
                 found.setdefault(shard.table, set()).add((shard.col0, shard.cols))
     for piece in held.pieces if held is not None else ():
@@ -190,13 +192,11 @@ def _slices(hellos: Hellos, held: Held | None, bases: Mapping[int, int]) -> dict
     return found
 
 
-def _own_shards(marker: MarkerId, hellos: Hellos, held: Held | None) -> list[TableShard]:
+def _own_shards(marker: MarkerId, shards: Shards, held: Held | None) -> list[TableShard]:
     """What the ranks of the marker held."""
     if held is not None and held.reach == marker:
-        return [shard for shards in held.shards for shard in shards]
-    return [
-        shard for (generation, _), each in hellos.items() if generation == marker.generation for shard in each.shards
-    ]
+        return [shard for each in held.shards for shard in each]
+    return [shard for each in shards[marker.generation] for shard in each]
 
 
 def _hold(objects: Objects | None, lineage: Lineage, marker: MarkerId) -> Held | None:

@@ -1,0 +1,165 @@
+"""Which marker is restored: what of the log is read for that, and what not."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.builders import JOB
+from tests.stores import fold
+from tests.synthetic import SCHEMA, Job
+from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.dense import digest_files
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.layout import dense_name
+from torchrec_stream_ckpt.log.api import Incarnation, LogReader
+from torchrec_stream_ckpt.log.stream import read_hello
+from torchrec_stream_ckpt.materialize.materializer import Policy
+from torchrec_stream_ckpt.restore.choose import choose, look_behind, shards_of
+from torchrec_stream_ckpt.restore.plan import plan_reads
+from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.dense import DenseFolder
+from torchrec_stream_ckpt.types import LogSpan, MarkerId, TableShard
+
+TARGETS = [TableShard(index, 0, table.rows, 0, table.dim) for index, table in enumerate(SCHEMA.tables)]
+
+
+class Counting:
+    """A log that says which streams are read, and which are looked for."""
+
+    def __init__(self, log: LogReader) -> None:
+        self._log = log
+        self.read_of: list[int] = []
+        self.looked_for: list[int] = []
+
+    def incarnation(self) -> Incarnation | None:
+        return self._log.incarnation()
+
+    def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
+        self.read_of.append(span.generation)
+        return self._log.read(span)
+
+    def check_there(self, spans: Sequence[LogSpan]) -> None:
+        self.looked_for += [span.generation for span in spans]
+        self._log.check_there(spans)
+
+    def place(self, span: LogSpan) -> tuple[str, int]:
+        return self._log.place(span)
+
+
+def grown(root: Path, *layouts: bool) -> tuple[Job, Lineage]:
+    """A job of two ranks with a generation for each, on the one before."""
+    job, newest = Job(root, 2), None
+    for number, each in enumerate(layouts):
+        job.layouts = each
+        job.begin(newest.id if newest is not None else None, world=2 if number != 2 else 3)
+        job.touch()
+        newest = committed(job)
+    return job, Control(job.log).refresh()
+
+
+def committed(job: Job) -> Commit:
+    """The next marker, with a dense directory of one file."""
+    name = dense_name(JOB, MarkerId(job.generation, job.marker + 1))
+    folder = job.root / name
+    folder.mkdir(parents=True)
+    (folder / ".metadata").write_bytes(b"")
+    return job.commit(dense=name, dense_files=digest_files(folder, [".metadata"]))
+
+
+def test_a_marker_is_chosen_without_opening_a_stream(tmp_path: Path) -> None:
+    job, lineage = grown(tmp_path, True, True, True, True)
+    log = Counting(job.log)
+    choice = choose(log, lineage, DenseFolder(tmp_path), None)
+    assert choice is not None
+    assert choice.commit.id == MarkerId(4, 1)
+    assert log.read_of == []
+    assert log.looked_for == [4] * len(choice.commit.ranks), "of the marker's own generation alone"
+    for commit in lineage.commits.values():
+        claim = lineage.claims[commit.generation]
+        said = [read_hello(job.log, claim, commit, end).shards for end in commit.ranks]
+        assert list(choice.shards[commit.generation]) == said
+    assert choice.shards[1] is choice.shards[2], "one object for one layout"
+    plan = plan_reads(choice.lineage, choice.commit.id, choice.shards, SCHEMA, TARGETS)
+    assert {(read.commit.generation, read.end.rank) for read in plan.reads} == {
+        (commit.generation, end.rank) for commit in lineage.commits.values() for end in commit.ranks
+    }
+    assert all(read.shards == choice.shards[read.commit.generation][read.end.rank] for read in plan.reads)
+
+
+def test_the_streams_of_generations_without_a_layout_are_asked(tmp_path: Path) -> None:
+    job, lineage = grown(tmp_path, False, True, False, True)
+    log = Counting(job.log)
+    choice = choose(log, lineage, DenseFolder(tmp_path), None)
+    assert choice is not None
+    assert log.read_of == [1, 1, 3, 3, 3]
+    whole = grown(tmp_path / "whole", True, True, True, True)
+    said = choose(whole[0].log, whole[1], DenseFolder(tmp_path / "whole"), None)
+    assert said is not None
+    assert {each: list(shards) for each, shards in choice.shards.items()} == {
+        each: list(shards) for each, shards in said.shards.items()
+    }
+
+
+def test_a_marker_whose_own_streams_are_gone_is_passed_over_at_once(tmp_path: Path) -> None:
+    job, lineage = grown(tmp_path, True, True)
+    for segment in (tmp_path / "data" / "p00001").glob("g00000002-*.seg"):
+        segment.unlink()
+    choice = choose(job.log, lineage, DenseFolder(tmp_path), None)
+    assert choice is not None
+    assert choice.commit.id == MarkerId(1, 1)
+    assert "2:1" in choice.skipped[0]
+
+
+def test_what_lies_behind_a_marker_is_known_without_opening_a_stream(tmp_path: Path) -> None:
+    job, lineage = grown(tmp_path, True, True, True)
+    log = Counting(job.log)
+    behind = look_behind(log, lineage, MarkerId(1, 1), MarkerId(3, 1), {})
+    assert log.read_of == []
+    assert behind.shards.keys() == behind.claims.keys() == {2, 3}
+
+
+def test_a_spare_knows_the_shards_of_a_generation_whose_rows_a_store_gave(tmp_path: Path) -> None:
+    for layouts in (True, False):
+        job, lineage = grown(tmp_path / f"{layouts}", layouts)
+        fold(job.root, Policy(rebase=0))
+        objects = open_store(str(job.root))
+        choice = choose(job.log, lineage, DenseFolder(job.root), None, objects)
+        assert choice is not None
+        assert choice.held is not None
+        assert not choice.shards
+        known = shards_of(choice)
+        assert list(known[1]) == [tuple(stream.shards) for stream in job.streams]
+        job.touch()
+        newest = committed(job)
+        log = Counting(job.log)
+        behind = look_behind(log, Control(job.log).refresh(), MarkerId(1, 1), newest.id, known)
+        assert log.read_of == []
+        assert behind.shards == known
+
+
+def test_a_store_that_says_other_shards_than_the_claim_is_refused(tmp_path: Path) -> None:
+    job, lineage = grown(tmp_path, True)
+    fold(tmp_path, Policy(rebase=0))
+    claim = lineage.claims[1]
+    turned = Job(tmp_path / "other", 2)
+    turned.splits[0] = [2, 1, 1]
+    layout = turned.layout()
+    assert layout is not None
+    object.__setattr__(claim, "layout", layout)
+    choice = choose(job.log, lineage, DenseFolder(tmp_path), None, open_store(str(tmp_path)))
+    assert choice is not None
+    with pytest.raises(CorruptionError, match="the store says that the ranks held other shards than the CLAIM says"):
+        shards_of(choice)
+
+
+def test_the_log_is_looked_through_where_its_folder_is_gone(tmp_path: Path) -> None:
+    job, lineage = grown(tmp_path, True)
+    shutil.rmtree(tmp_path / "data")
+    with pytest.raises(CorruptionError):
+        choose(job.log, lineage, DenseFolder(tmp_path), MarkerId(1, 1))
