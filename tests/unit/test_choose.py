@@ -16,12 +16,15 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.layout import dense_name
 from torchrec_stream_ckpt.log.api import Incarnation, LogReader
 from torchrec_stream_ckpt.log.stream import read_hello
 from torchrec_stream_ckpt.materialize.materializer import Policy
 from torchrec_stream_ckpt.restore.choose import choose, look_behind, shards_of
 from torchrec_stream_ckpt.restore.plan import plan_reads
+from torchrec_stream_ckpt.restore.verdicts import Verifier
+from torchrec_stream_ckpt.restore.verify import verify_marker
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import DenseFolder
 from torchrec_stream_ckpt.types import LogSpan, MarkerId, TableShard
@@ -156,6 +159,31 @@ def test_a_store_that_says_other_shards_than_the_claim_is_refused(tmp_path: Path
     assert choice is not None
     with pytest.raises(CorruptionError, match="the store says that the ranks held other shards than the CLAIM says"):
         shards_of(choice)
+
+
+class Forged(Job):
+    """CLAIMs that do not say what the HELLOs say."""
+
+    def layout(self) -> RankShards | None:
+        return RankShards.of([tuple(self._shards(rank))[::-1] for rank in range(self.world)])
+
+
+def test_streams_are_held_against_the_claim_by_whoever_reads_them(tmp_path: Path) -> None:
+    job = Forged(tmp_path, 2)
+    job.begin()
+    newest = committed(job)
+    lineage, words = Control(job.log).refresh(), "HELLO has other shards than its CLAIM"
+    with pytest.raises(CorruptionError, match=words) as refused:
+        verify_marker(job.log, lineage, DenseFolder(tmp_path), newest.id)
+    assert (refused.value.where["generation"], refused.value.where["rank"]) == ("1", "0")
+    verifier = Verifier(job.log, lineage)
+    verifier.read([newest])
+    damage = verifier.verdict(newest, DenseFolder(tmp_path)).damage
+    assert [each.message for each in damage] == [words, words], "one a rank"
+    with pytest.raises(CorruptionError, match=words):
+        fold(tmp_path, Policy(rebase=0))
+    with pytest.raises(CorruptionError, match=words):
+        read_hello(job.log, lineage.claims[1], newest, newest.ranks[1])
 
 
 def test_the_log_is_looked_through_where_its_folder_is_gone(tmp_path: Path) -> None:
