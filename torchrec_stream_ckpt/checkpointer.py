@@ -94,6 +94,14 @@ class _Call:
         self.name = name
 
 
+def _inside(name: str, running: _Call) -> ConfigError:
+    return ConfigError(
+        f"{name} was called while {running.name} is running, on this thread or on another one",
+        hint="make one call after the other, on one thread; a signal handler or a hook sets a flag, and the loop "
+        "calls at its next step boundary",
+    )
+
+
 def _collective(name: str) -> Callable[[Method[P, T]], Method[P, T]]:
     """A call that all ranks make, under its name: a rank that waits in it can say so, and be told where others are.
 
@@ -115,11 +123,7 @@ def _collective(name: str) -> Callable[[Method[P, T]], Method[P, T]]:
                 if running is None:  # one that was interrupted where it could not say that it has ended
                     self._calls["now"], running = weakref.ref(mine), mine
                 if running is not mine:
-                    raise ConfigError(
-                        f"{name} was called while {running.name} is running, on this thread or on another one",
-                        hint="make one call after the other, on one thread; a signal handler or a hook sets a flag, "
-                        "and the training loop calls at its next step boundary",
-                    )
+                    raise _inside(name, running)
                 with self._roll.call(name):
                     return method(self, *args, **kwargs)
             finally:
@@ -627,9 +631,14 @@ class StreamCheckpointer:
         """Remove the hooks, wait for the marker in flight and let go of the log; takes at most ``timeout_s``.
 
         Rows that changed since the last marker are not part of any: call ``mark()`` before if they shall be.
+
+        Raises:
+            ConfigError: another call is running, on this thread or on another one; nothing is closed.
         """
         if self._closed or os.getpid() != self._process:  # a fork has nothing to close: all of it is its parent's
             return
+        if (held := self._calls.get("now")) is not None and (running := held()) is not None:
+            raise _inside("close()", running)
         self._closed = True
         deadline = time.monotonic() + timeout_s
         self._showing.close()
