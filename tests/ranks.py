@@ -22,6 +22,8 @@ import torch.distributed as dist
 from tests.faults.hosts import enter
 from tests.forks import context
 
+Namespace = Path | tuple[Path, ...] | None
+
 
 class RankFailed(AssertionError):  # noqa: N818
     """A rank raised, or died; carries its traceback."""
@@ -41,9 +43,9 @@ class Job:
         for rank in ranks if ranks is not None else range(len(self.processes)):
             self.processes[rank].kill()  # which forgives a rank that ended by itself just before
 
-    def signal(self, number: int) -> None:
-        """Any signal, to all ranks that still run."""
-        for process in self.processes:
+    def signal(self, number: int, ranks: list[int] | None = None) -> None:
+        """Any signal, to all ranks that still run, or to some of them."""
+        for process in self.processes if ranks is None else [self.processes[rank] for rank in ranks]:
             if process.pid is not None and process.is_alive():
                 with contextlib.suppress(ProcessLookupError):  # it ended between the question and the signal
                     os.kill(process.pid, number)
@@ -84,20 +86,24 @@ class Job:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
-def start(world: int, function: Callable[..., Any], *args: Any, namespace: Path | None = None) -> Job:
+def start(world: int, function: Callable[..., Any], *args: Any, namespace: Namespace = None) -> Job:
     """Start ``world`` ranks of an importable function; it is called as ``function(*args)`` on each.
 
     Args:
         world: How many.
         function: What they do.
         args: What they do it with.
-        namespace: The network namespace that they live in; by default that of this machine.
+        namespace: The network namespace that they live in, or several, which get ranks in turn; by default that of this
+            machine.
     """
     scratch = tempfile.mkdtemp(prefix="ranks-")
     processes, pipes = [], []
     for rank in range(world):
         ours, theirs = context.Pipe(duplex=False)
-        given = (rank, world, scratch, theirs, function, args, namespace)
+        mine, link = (
+            (namespace, "lo") if not isinstance(namespace, tuple) else (namespace[rank % len(namespace)], "eth0")
+        )
+        given = (rank, world, scratch, theirs, function, args, mine, link)
         process = context.Process(target=_rank_main, args=given, daemon=True)
         process.start()
         theirs.close()
@@ -107,7 +113,7 @@ def start(world: int, function: Callable[..., Any], *args: Any, namespace: Path 
 
 
 def run(
-    world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0, namespace: Path | None = None
+    world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0, namespace: Namespace = None
 ) -> list[Any]:
     """Run to the end and return what each rank returned."""
     return start(world, function, *args, namespace=namespace).join(timeout_s)
@@ -128,13 +134,14 @@ def _rank_main(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     namespace: Path | None,
+    link: str,
 ) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     try:
         if namespace is not None:
             enter(namespace)  # before any thread or socket of this process
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+            os.environ["GLOO_SOCKET_IFNAME"] = link
         dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=rank, world_size=world)
         value = function(*args)
         dist.barrier()

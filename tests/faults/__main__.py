@@ -28,6 +28,7 @@ SCENARIOS: tuple[Callable[[Form], None], ...] = (
     kills.kills_on_kafka,
     kills.kills_while_drains_are_slow,
     survivors.one_rank_dies,
+    survivors.one_rank_freezes,
     survivors.zombies_on_files,
     survivors.zombies_on_kafka,
     survivors.zombie_with_the_lock,

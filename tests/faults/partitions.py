@@ -8,17 +8,21 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from tests import ranks
 from tests.faults.board import Row
 from tests.faults.cluster import Node
 from tests.faults.followers import followers_are_cut_off
 from tests.faults.live import restore_each
-from tests.faults.sites import BROKERS, COMMIT_TIMEOUT_S, HOLD_S, LIFE_S, PEERS_S, REFUSALS, Site, site, topic_of
-from tests.faults.subject import PATIENCE_S, Form, Incarnation, Subject
+from tests.faults.sites import BROKERS, COMMIT_TIMEOUT_S, HOLD_S, LIFE_S, REFUSALS, Site, site, topic_of
+from tests.faults.subject import PATIENCE_S, PEERS_S, Form, Incarnation, Subject
+from tests.faults.survivors import check_bounds, goes_on_or_ends, said_by
 from tests.model import PLAN_2
 from torchrec_stream_ckpt import MarkerId
 
+START_S = 2 * COMMIT_TIMEOUT_S + 60.0
+"""What docs/guarantees.md promises of making a ``StreamCheckpointer`` (P16)."""
 Fault = Callable[[Site, Subject, Incarnation, Row], None]
 """Does harm to hosts while the job trains on, and heals it; notes what shows that it happened."""
 
@@ -132,18 +136,11 @@ def hosts_fail(form: Form, site: Site, *names: str) -> None:
             healed = time.monotonic()
             job.await_reports(2)
             row.remark = f"two more markers came {time.monotonic() - healed:.0f} s after it healed"
-            check_bounds(job, row, settled)
+            check_bounds(job, row, settled, COMMIT_TIMEOUT_S)
         reported = job.reported()
     for position, marker in enumerate(reported):
         subject.reported[marker] = next((row for begin, row in reversed(since) if position >= begin), since[0][1])
     subject.compare_all(form.draw("compared"), None if form.full else len(names))
-
-
-def check_bounds(job: Incarnation, row: Row, since: int) -> None:
-    """No future has taken longer than is promised, by the count of futures that had settled before."""
-    for took in map(float, job.lines("took_s")[since:]):
-        if took > COMMIT_TIMEOUT_S + PEERS_S:
-            row.err(f"a marker took {took:.1f} s to fail, {COMMIT_TIMEOUT_S + PEERS_S:.0f} s are promised")
 
 
 def unclean_election(form: Form, site: Site) -> None:
@@ -193,11 +190,105 @@ def _judge_each(subject: Subject, row: Row, markers: list[MarkerId]) -> None:
             row.err(f"{marker}: {verdicts}")
 
 
+def ranks_are_cut_off(form: Form, site: Site) -> None:
+    """Two ranks on two hosts lose sight of each other, not of the log: no COMMIT without both, and an end by name."""
+    row = form.board.row("partition: rank 0 | rank 1, on two hosts")
+    subject = site.job(form, "ranks")
+    subject.namespace = (site.network["trainer"].namespace, site.network["trainer-2"].namespace)
+    went_on = 0
+    for _ in range(3 if form.full else 1):
+        row.injected += 1
+        with subject.living(row, team=(2, PLAN_2), pause_s=0.1, life_s=LIFE_S) as job:
+            job.await_reports(1)
+            settled = len(job.lines("took_s"))
+            with site.cut("trainer", "trainer-2"):
+                time.sleep(1.0)  # what was on its way has settled
+                before = job.reported()
+                time.sleep(COMMIT_TIMEOUT_S + PEERS_S)
+                row.fired += job.reported() == before
+            went_on += goes_on_or_ends(job, row)
+            check_bounds(job, row, settled, COMMIT_TIMEOUT_S)
+    row.remark = f"the job went on by itself {went_on} times of {row.injected}"
+    subject.compare_all(form.draw("ranks"), None if form.full else 2)
+
+
+def outer_tier_is_cut_off(form: Form, site: Site) -> None:
+    """A job on two tiers loses the brokers: it trains and commits on, and the relay makes up for it."""
+    row = form.board.row("partition: trainer and relay | all brokers, Kafka as the outer tier")
+    subject = site.job(form, "tiers")
+    outer, inner = subject.settings, f"file://{subject.directory / 'inner'}"
+    both = replace(outer, uri=(inner, str(outer.uri)))
+    alone = replace(subject, settings=both, reported={}, compared=set())
+    job = alone.start(team=(2, PLAN_2), pause_s=0.1, life_s=LIFE_S)
+    try:
+        job.wait("a marker on the outer tier", lambda: subject.lineage().commits, PATIENCE_S)
+        for _ in range(3 if form.full else 1):
+            row.injected += 1
+            settled = len(job.lines("took_s"))
+            with site.cut("trainer", *BROKERS):
+                job.await_reports(1)  # what was on its way is through
+                before = len(subject.lineage().commits)
+                job.await_reports(4)
+                row.fired += len(subject.lineage().commits) <= before + 1
+                newest = job.reported()[-1]
+            healed = time.monotonic()
+            job.wait(f"{newest} on the outer tier", lambda newest=newest: newest in subject.lineage().commits, HOLD_S)
+            row.remark = f"the outer tier had caught up {time.monotonic() - healed:.0f} s after it healed"
+            check_bounds(job, row, settled, COMMIT_TIMEOUT_S)
+            if job.lines("failed"):
+                row.err(f"a marker of the inner tier failed: {job.lines('failed')[-1]}")
+    finally:
+        job.kill()
+    subject.reported = dict.fromkeys(subject.lineage().commits, row)
+    subject.compare_all(form.draw("tiers"), None if form.full else 3)
+
+
+def attach_without_a_broker(form: Form, site: Site) -> None:
+    """A job starts while one broker of three is silent: it restores and commits, or says within a bound who is away."""
+    row = form.board.row("partition: trainer | one broker of three, while the job starts")
+    subject = site.job(form, "start")
+    with subject.living(row, team=(2, PLAN_2), life_s=LIFE_S) as job:
+        job.await_reports(1)
+    took, refused = [], 0
+    for number, node in site.cluster.brokers.items():
+        row.injected += 1
+        with site.cut("trainer", f"broker-{number}"):
+            began = time.monotonic()
+            job = subject.start(team=(2, PLAN_2), pause_s=0.1, life_s=LIFE_S)
+            try:
+                job.wait(
+                    "a verdict",
+                    lambda job=job: job.lines("reported") or job.lines("failed") or _over(job),
+                    may_die=True,
+                )
+                took.append(time.monotonic() - began)
+                row.fired += 1
+                if not job.lines("reported"):
+                    refused += 1
+                    said = job.lines("failed")[-1] if job.lines("failed") else said_by(job, 0)
+                    if node.host.address not in said:
+                        row.err(f"it does not name {node.host.address}: {said}")
+            finally:
+                job.kill()
+        subject.examine(row, job)
+    row.remark = f"{refused} of {row.injected} were refused by name; the longest took {max(took):.0f} s"
+    if max(took) > START_S:
+        row.err(f"a start took {max(took):.0f} s, {START_S:.0f} s are promised")
+    subject.compare_all(form.draw("start"), None if form.full else 2)
+
+
+def _over(job: Incarnation) -> bool:
+    return not any(each.is_alive() for each in job.job.processes)
+
+
 def of_hosts(form: Form) -> None:
     """All of them, on a cluster of their own."""
     with site(form.folder("cluster")) as running:
         names = list(FAULTS) * (3 if form.full else 1)
         form.draw("hosts").shuffle(names)
         hosts_fail(form, running, *names)
+        ranks_are_cut_off(form, running)
+        outer_tier_is_cut_off(form, running)
+        attach_without_a_broker(form, running)
         unclean_election(form, running)
         followers_are_cut_off(form, running)

@@ -18,10 +18,8 @@ from tests.faults.hosts import Network
 from tests.faults.subject import Form, Subject, kafka_job
 
 BROKERS = ("broker-1", "broker-2", "broker-3")
-HOSTS = ("controller", *BROKERS, "trainer", "spare", "materializer", "operator")
+HOSTS = ("controller", *BROKERS, "trainer", "trainer-2", "spare", "materializer", "operator")
 COMMIT_TIMEOUT_S = 8.0
-PEERS_S = 25.0
-"""What docs/guarantees.md adds to ``commit_timeout_s`` for a marker's future (P16)."""
 LIFE_S = 900.0
 REFUSALS = ("StreamLostError", "CorruptionError")
 HOLD_S = 120.0

@@ -27,6 +27,8 @@ from torchrec_stream_ckpt.store.dense import open_dense
 
 TEAMS = [(2, PLAN_2), (3, PLAN_3), (1, PLAN_1), (2, PLAN_2_OTHER)]
 PATIENCE_S = 90.0
+PEERS_S = 25.0
+"""What docs/guarantees.md adds to ``commit_timeout_s`` for a marker's future (P16)."""
 
 
 @dataclass
@@ -114,8 +116,8 @@ class Subject:
     settings: StreamConfig
     directory: Path
     scale: int = 1
-    namespace: Path | None = None
-    """The network namespace of the host that its ranks live on."""
+    namespace: Path | tuple[Path, ...] | None = None
+    """The network namespace of the host that its ranks live on; of several hosts, each has ranks in turn."""
     runs: int = 0
     reported: dict[MarkerId, Row] = field(default_factory=dict)
     """Every marker that was reported as committed or seen so, and the row that it counts for."""
@@ -155,7 +157,7 @@ class Subject:
         return self.directory / "truths"
 
     def lineage(self) -> Lineage:
-        log = open_log(self.settings.uri)
+        log = open_log(self.settings.uris[0])
         try:
             return Lineage.of(parse_control(record) for _, record in log.read_control())
         finally:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import re
 import signal
+import time
 
 import torch
 
 from tests import ranks
+from tests.faults.board import Row
 from tests.faults.live import live
-from tests.faults.subject import Form, Incarnation, Subject, file_job, kafka_job
+from tests.faults.subject import PEERS_S, Form, Incarnation, Subject, file_job, kafka_job
 from tests.model import PLAN_2, PLAN_2_OTHER, PLAN_3
 
 ONE_RANK = [(2, PLAN_2, 1), (3, PLAN_3, 0), (3, PLAN_3, 2), (2, PLAN_2_OTHER, 0)]
@@ -32,7 +34,7 @@ def one_rank_dies(form: Form) -> None:
             incarnation.wait(
                 "the others end", lambda others=others: not any(each.is_alive() for each in others), may_die=True
             )
-            said = [_said(incarnation, rank) for rank in range(world) if rank != victim]
+            said = [said_by(incarnation, rank) for rank in range(world) if rank != victim]
             row.fired += incarnation.job.processes[victim].exitcode == -signal.SIGKILL and not all(ended)
             for text in said:
                 if "Error" not in text:
@@ -40,7 +42,7 @@ def one_rank_dies(form: Form) -> None:
     subject.compare_all(draw, None if form.full else 2)
 
 
-def _said(incarnation: Incarnation, rank: int) -> str:
+def said_by(incarnation: Incarnation, rank: int) -> str:
     """How a rank ended by itself: what it raised."""
     pipe = incarnation.job.pipes[rank]
     if not pipe.poll(1):
@@ -48,6 +50,58 @@ def _said(incarnation: Incarnation, rank: int) -> str:
     ok, value = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
     raised = [line for line in str(value).splitlines() if re.match(r"[\w.]+(Error|Exception)\b", line)]
     return "it returned" if ok else raised[-1] if raised else str(value)
+
+
+FREEZE_S = 40.0
+"""Longer than a marker's future may take (P16)."""
+FREEZE_TIMEOUT_S = 5.0
+"""``commit_timeout_s`` of that job."""
+
+
+def one_rank_freezes(form: Form) -> None:
+    """SIGSTOP of one rank for longer than a marker may take, then SIGCONT: the job goes on, or all end by name."""
+    subject = file_job(form, "frozen", commit_timeout_s=FREEZE_TIMEOUT_S)
+    row = form.board.row("SIGSTOP of one rank for 40 s, then SIGCONT, files")
+    draw, went_on = form.draw("frozen"), 0
+    for world, plan, victim in ONE_RANK if form.full else ONE_RANK[:1]:
+        row.injected += 1
+        with subject.living(row, team=(world, plan), life_s=600.0) as job:
+            job.await_reports(draw.randint(1, 2))
+            time.sleep(draw.uniform(0.0, 0.5))
+            job.job.signal(signal.SIGSTOP, [victim])
+            before, settled = job.reported(), len(job.lines("took_s"))
+            time.sleep(FREEZE_S)
+            row.fired += len(job.reported()) <= len(before) + 1  # one may have been on its way
+            job.job.signal(signal.SIGCONT, [victim])
+            went_on += goes_on_or_ends(job, row)
+            if victim:
+                check_bounds(job, row, settled, FREEZE_TIMEOUT_S)
+    row.remark = f"the job went on by itself {went_on} times of {row.injected}"
+    subject.compare_all(draw, None if form.full else 2)
+
+
+def goes_on_or_ends(job: Incarnation, row: Row) -> bool:
+    """Whether two more markers are committed; otherwise all ranks must have ended, each with an error."""
+    known, processes = len(job.reported()), job.job.processes
+
+    def living() -> int:
+        return sum(each.is_alive() for each in processes)
+
+    job.wait("markers go on, or ranks end", lambda: len(job.reported()) > known + 1 or not living(), may_die=True)
+    if living() == len(processes):
+        return True
+    job.wait("all ranks end", lambda: not living(), may_die=True)
+    for rank in range(len(processes)):
+        if "Error" not in (text := said_by(job, rank)):
+            row.err(f"rank {rank} ended without a name: {text!r}")
+    return False
+
+
+def check_bounds(job: Incarnation, row: Row, since: int, commit_timeout_s: float) -> None:
+    """No future has taken longer than is promised, by the count of futures that had settled before."""
+    for took in map(float, job.lines("took_s")[since:]):
+        if took > commit_timeout_s + PEERS_S:
+            row.err(f"a marker took {took:.1f} s to fail, {commit_timeout_s + PEERS_S:.0f} s are promised")
 
 
 def zombies_on_files(form: Form) -> None:
@@ -78,7 +132,7 @@ def _zombies(form: Form, subject: Subject, where: str, times: int) -> None:
                 old.job.signal(signal.SIGCONT)
                 processes = old.job.processes
                 old.wait("the end of the zombie", lambda p=processes: not any(e.is_alive() for e in p), may_die=True)
-                said = [_said(old, rank) for rank in range(2)]
+                said = [said_by(old, rank) for rank in range(2)]
                 new.await_reports(1)  # the successor is not disturbed
             after = subject.lineage()
             stale += after.stale - before

@@ -51,6 +51,13 @@ def deaths(form: Form) -> int:
     return sum(row.fired for row in form.board.rows.values() if row.fault.startswith("SIGKILL"))
 
 
+@pytest.mark.slow
+def test_a_rank_that_was_frozen_for_longer_than_a_marker_may_take_costs_no_marker(tmp_path: Path) -> None:
+    form = Form(tmp_path, Board())
+    survivors.one_rank_freezes(form)
+    judge(form)
+
+
 @pytest.mark.parametrize("scenario", ON_FILES, ids=lambda each: each.__name__)
 def test_no_marker_is_lost_or_wrong(scenario: Scenario, tmp_path: Path) -> None:
     form = Form(tmp_path, Board())
