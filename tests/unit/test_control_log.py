@@ -15,23 +15,26 @@ from torchrec_stream_ckpt.log.files import FileLog
 
 
 @pytest.mark.parametrize(
-    ("offset", "hint"),
+    ("number", "offset", "hint"),
     [
-        (3, "check that this log or topic belongs to the job"),
-        (40, "stream-ckpt recover NEW_URI --store URL"),
-        (HEADER_LEN + 5, "stream-ckpt recover NEW_URI --store URL"),
+        (0, 3, "check that this log or topic belongs to the job"),
+        (1, 3, "stream-ckpt recover URI --store URL"),
+        (1, 40, "stream-ckpt recover NEW_URI --store URL"),
+        (1, HEADER_LEN + 5, "stream-ckpt recover NEW_URI --store URL"),
     ],
 )
-def test_a_changed_byte_of_the_control_log_is_refused_with_what_to_do(tmp_path: Path, offset: int, hint: str) -> None:
+def test_a_changed_byte_of_the_control_log_is_refused_with_what_to_do(
+    tmp_path: Path, number: int, offset: int, hint: str
+) -> None:
     history = History(tmp_path)
     history.generation(1, range(1, 4))
     path = tmp_path / CONTROL_FILE
     records = [at for at, _ in history.log.read_control()]
     data = bytearray(path.read_bytes())
-    data[records[1] + offset] ^= 1
+    data[records[number] + offset] ^= 1
     path.write_bytes(data)
     with pytest.raises(CorruptionError) as refused:
         Control(FileLog(tmp_path)).refresh()
     where = refused.value.where
-    assert str(where.get("offset", where.get("control_offset"))) == str(records[1])
+    assert str(where.get("offset", where.get("control_offset"))) == str(records[number])
     assert hint in refused.value.hint

@@ -225,6 +225,13 @@ def test_zeros_in_the_middle_are_no_torn_tail(log: FileLog, tmp_path: Path) -> N
         control(log)
 
 
+def test_a_link_to_nowhere_is_named(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(LogUnavailableError, match=r"a link to .*nowhere, which is not there") as refused:
+        FileLog(tmp_path / "link").prepare(1)
+    assert refused.value.hint == f"make {tmp_path / 'nowhere'}"
+
+
 @pytest.mark.parametrize(("inodes", "told"), [(0, "no inodes are left"), (7, "No space left on device")])
 def test_a_disk_without_inodes_is_told_from_one_without_room(
     log: FileLog, monkeypatch: pytest.MonkeyPatch, inodes: int, told: str

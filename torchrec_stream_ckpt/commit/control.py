@@ -46,7 +46,8 @@ _RETRY_S = 0.5
 _ATTEMPTS = 5
 """To read what is left, while somebody deletes more of it."""
 _HINT = (
-    "bring the control log back from a copy; if there is none, and the markers are in a store, make a new log of them: "
+    "bring the control log back from a copy; or move it aside, and let it be put back from its second copy: "
+    "stream-ckpt recover URI --store URL; where the log's rows are gone, too, into a new log: "
     "stream-ckpt recover NEW_URI --store URL"
 )
 _READ_BACK_S = 10.0

@@ -89,7 +89,8 @@ def records(path: Path, start: int, end: ControlEnd, *, garbage: bool) -> Iterat
                 return
             if not garbage:
                 why = why or CorruptionError("a record is longer than the file")
-                raise CorruptionError(why.message, hint=why.hint, path=path, offset=position) from None
+                hint = "" if position else why.hint  # what follows whole records is no other job's log
+                raise CorruptionError(why.message, hint=hint, path=path, offset=position) from None
             headless = headless or not position
             following = size if following is None else following
             end.offset = following + front.shift

@@ -596,4 +596,9 @@ def _unavailable(what: str, path: Path, error: OSError) -> LogUnavailableError:
             hint="delete files on that file system: it has bytes, and no inodes",
             path=path,
         )
+    if error.errno == errno.EEXIST and path.is_symlink() and not path.exists():
+        where = os.readlink(path)
+        return LogUnavailableError(
+            f"{what}: it is a link to {where}, which is not there", hint=f"make {where}", path=path
+        )
     return LogUnavailableError(f"{what}: {error.strerror}", hint=hint, path=path)
