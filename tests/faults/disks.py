@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import resource
@@ -44,11 +45,16 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[None]:
 
 def fill(folder: Path, leave_bytes: int) -> Path:
     """Take all but so many bytes of a file system."""
-    usage = shutil.disk_usage(folder)
     ballast = folder / "ballast"
-    fd = os.open(ballast, os.O_CREAT | os.O_WRONLY)
-    os.posix_fallocate(fd, 0, max(4096, usage.free - leave_bytes))
-    os.close(fd)
+    with open(ballast, "wb") as file:
+        while (free := shutil.disk_usage(folder).free) > leave_bytes:
+            try:
+                os.posix_fallocate(file.fileno(), 0, max(4096, free - leave_bytes))
+            except OSError as error:
+                if error.errno != errno.ENOSPC:  # somebody has written since
+                    raise
+            else:
+                break
     return ballast
 
 
