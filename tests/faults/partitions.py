@@ -249,7 +249,7 @@ def attach_without_a_broker(form: Form, site: Site) -> None:
     subject = site.job(form, "start")
     with subject.living(row, team=(2, PLAN_2), life_s=LIFE_S) as job:
         job.await_reports(1)
-    took, refused = [], 0
+    took, refused = [], []
     for number, node in site.cluster.brokers.items():
         row.injected += 1
         with site.cut("trainer", f"broker-{number}"):
@@ -264,14 +264,15 @@ def attach_without_a_broker(form: Form, site: Site) -> None:
                 took.append(time.monotonic() - began)
                 row.fired += 1
                 if not job.lines("reported"):
-                    refused += 1
                     said = job.lines("failed")[-1] if job.lines("failed") else said_by(job, 0)
+                    refused.append(said)
                     if node.host.address not in said:
                         row.err(f"it does not name {node.host.address}: {said}")
             finally:
                 job.kill()
         subject.examine(row, job)
-    row.remark = f"{refused} of {row.injected} were refused by name; the longest took {max(took):.0f} s"
+    row.remark = f"{len(refused)} of {row.injected} refused by name, the longest took {max(took):.0f} s"
+    row.remark += f": {refused[-1][:160]}" if refused else ""
     if max(took) > START_S:
         row.err(f"a start took {max(took):.0f} s, {START_S:.0f} s are promised")
     subject.compare_all(form.draw("start"), None if form.full else 2)
