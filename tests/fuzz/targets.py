@@ -24,6 +24,7 @@ from torchrec_stream_ckpt.format.dense_files import LIST_NAME, listed
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, parse_header, payload_of
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, Notes, Verdict
+from torchrec_stream_ckpt.format.packed_commit import pack_commit
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.format.segment import check_chunk, check_tables, decode_chunk, entries_of, parse_front
 from torchrec_stream_ckpt.log.files import FileLog
@@ -34,6 +35,8 @@ from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseFolder
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.types import MarkerId
+
+_CONTROL = {Kind.CLAIM, Kind.COMMIT, Kind.TRIM, Kind.SNAPSHOT}
 
 
 class Target(Protocol):
@@ -85,9 +88,15 @@ class Frames:
     @staticmethod
     def _read(frame: bytes) -> None:
         """As readers do: header, checksum, then what the kind holds."""
-        header = parse_header(frame)
-        if header.kind in (Kind.CLAIM, Kind.COMMIT, Kind.TRIM, Kind.SNAPSHOT):
-            parse_control(frame)
+        packed = pack_commit(frame)
+        try:
+            header = parse_header(frame)
+            record = parse_control(frame) if header.kind in _CONTROL else None
+        except StreamCkptError:
+            assert packed is None, "one way reads what the other one refuses"
+            raise
+        if record is not None:
+            assert packed is None or packed.open() == record, "the two ways read different things"
             return
         payload = payload_of(header, frame)
         if header.kind is Kind.HELLO:
