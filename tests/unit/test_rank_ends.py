@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.rank_ends import COLUMNS, RankEnds
-from torchrec_stream_ckpt.types import RankEnd
+from torchrec_stream_ckpt.types import LogSpan, RankEnd
 
 WIDTH = st.integers(0, 64)
 VALUE = WIDTH.flatmap(lambda bits: st.integers(0, 2**bits - 1))
@@ -26,6 +26,7 @@ def test_any_ends_come_back(rows: list[tuple[int, ...]]) -> None:
     assert [packed[rank] for rank in range(len(packed))] == list(ends) == list(packed)
     assert packed[-1] == ends[-1]
     assert packed[1:] == ends[1:]
+    assert packed.spans(3) == [LogSpan(3, end.partition, end.begin, end.end) for end in ends]
     for name in COLUMNS:
         assert packed.total(name) == sum(getattr(end, name) for end in ends)
 

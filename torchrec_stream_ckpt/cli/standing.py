@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchrec_stream_ckpt.cli.common import Job
 from torchrec_stream_ckpt.errors import StreamCkptError, TrimmedError
 from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.rank_ends import RankEnds
 from torchrec_stream_ckpt.log.stream import read_stream
 from torchrec_stream_ckpt.restore.choose import check_incarnation, check_not_trimmed
 from torchrec_stream_ckpt.restore.plan import streams
 from torchrec_stream_ckpt.store.holdings import Holding, Holdings
-from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
+from torchrec_stream_ckpt.types import MarkerId, RankEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +107,11 @@ def _has_streams(job: Job, marker: MarkerId, reach: MarkerId | None) -> bool:
         after = job.lineage.find(reach).ranks
     if job.incarnation.id != job.lineage.claims[generation].incarnation:
         return False
-    commit = job.lineage.find(marker)
-    streams = [(end, after[end.rank] if after else None) for end in commit.ranks]
+    spans = RankEnds.of(job.lineage.find(marker).ranks).spans(generation)
+    if after:
+        spans = [replace(span, begin=after[rank].end) for rank, span in enumerate(spans)]
     try:
-        job.log.check_there(
-            [LogSpan(generation, end.partition, begun.end if begun else end.begin, end.end) for end, begun in streams]
-        )
+        job.log.check_there(spans)
     except StreamCkptError:
         return False
     return True

@@ -131,19 +131,20 @@ def pack_commit(frame: Buffer) -> PackedCommit | None:
     match = _PAYLOAD.fullmatch(frame, HEADER_LEN)
     if match is None or crc32c(memoryview(frame)[HEADER_LEN:]) != head.payload_crc:
         return None
-    said = match.group("generation", "job", "marker", "step")
-    same = (b"%d" % head.generation, head.job.hex().encode(), b"%d" % head.marker, b"%d" % head.step)
-    time_s, files, meta = match.group("time", "files", "meta")
-    if said != same or repr(float(time_s)).encode() != time_s or not _each_once(files) or not _is_meta(meta):
+    _, _, files, generation, job, _, marker, meta, nonce, ranks, step, _, time_s = match.groups()
+    said, same = (generation, marker, step), b"%d %d %d" % (head.generation, head.marker, head.step)
+    if b" ".join(said) != same or job != head.job.hex().encode() or repr(float(time_s)).encode() != time_s:
+        return None
+    if not _each_once(files) or not _is_meta(meta):
         return None
     try:
-        packed = a2b_base64(match["ranks"])
+        packed = a2b_base64(ranks)
         RankEnds(packed)
     except (ValueError, CorruptionError):
         return None
-    if b2a_base64(packed, newline=False) != match["ranks"]:
+    if b2a_base64(packed, newline=False) != ranks:
         return None
-    return PackedCommit(head.job, head.generation, head.marker, match["nonce"].decode("ascii"), frame)
+    return PackedCommit(head.job, head.generation, head.marker, nonce.decode("ascii"), frame)
 
 
 def open_commit(frame: bytes) -> Commit:

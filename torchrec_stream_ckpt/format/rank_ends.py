@@ -14,7 +14,7 @@ from typing import overload
 import numpy as np
 
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.types import RankEnd
+from torchrec_stream_ckpt.types import LogSpan, RankEnd
 
 COLUMNS = ("partition", "begin", "end", "frames", "chain", "rows", "num_bytes")
 """In this order. The rank is the position."""
@@ -100,6 +100,11 @@ class RankEnds(Sequence[RankEnd]):
             return count * least[place]
         sums: list[int] = self._bytes(place, count, widths).sum(axis=0, dtype=np.uint64).tolist()
         return count * least[place] + sum(value << 8 * byte for byte, value in enumerate(sums))
+
+    def spans(self, generation: int) -> list[LogSpan]:
+        """What the streams of all ranks take of the log, from HELLO to MARK."""
+        columns = (self._column(COLUMNS.index(name)) for name in ("partition", "begin", "end"))
+        return [LogSpan(generation, *each) for each in zip(*columns, strict=True)]
 
     def __len__(self) -> int:
         count: int = self._front()[0]

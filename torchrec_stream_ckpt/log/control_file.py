@@ -17,7 +17,7 @@ from typing import BinaryIO
 from torchrec_stream_ckpt.errors import CorruptionError, PrunedError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, MAGIC, MAX_FRAME_BYTES, Kind, parse_header, payload_of
-from torchrec_stream_ckpt.format.packed_commit import CommitHead, head_at
+from torchrec_stream_ckpt.format.packed_commit import head_at
 from torchrec_stream_ckpt.format.snapshot import Base
 from torchrec_stream_ckpt.layout import fsync_dir
 
@@ -70,9 +70,7 @@ def records(path: Path, start: int, end: ControlEnd, *, garbage: bool) -> Iterat
         position, headless, pieces = start - front.shift, False, _Pieces(file, size)
         while position < size:
             try:
-                record = pieces.commit_at(position)
-                if record is None:
-                    record = _record_at(file, position, size)
+                record = pieces.record_at(position)
                 if record is not None and garbage:
                     payload_of(parse_header(record), record)
                 whole, why = record, None
@@ -100,7 +98,7 @@ def records(path: Path, start: int, end: ControlEnd, *, garbage: bool) -> Iterat
 
 
 class _Pieces:
-    """Cuts COMMITs, which are nearly all that there is, out of large pieces of the file.
+    """Cuts records out of large pieces of the file.
 
     Args:
         file: Read from.
@@ -111,24 +109,25 @@ class _Pieces:
         self._file, self._size = file, size
         self._piece, self._begin = b"", 0
 
-    def commit_at(self, position: int) -> bytes | None:
-        """The record at ``position``; None unless it is a whole COMMIT, as far as its header tells."""
-        head = self._head_at(position)
-        if head is None:
-            return None
-        length = HEADER_LEN + head.payload_len
-        if position + length > self._begin + len(self._piece):
-            if position + length > self._size:
-                return None
-            self._read(position)
-        at = position - self._begin
-        record = self._piece[at : at + length]
-        return record if len(record) == length else None
+    def record_at(self, position: int) -> bytes | None:
+        """The record at ``position``; None if the file ends inside it.
 
-    def _head_at(self, position: int) -> CommitHead | None:
+        Raises:
+            CorruptionError: no record begins there.
+        """
         if not self._begin <= position <= self._begin + len(self._piece) - HEADER_LEN:
             self._read(position)
-        return head_at(self._piece, position - self._begin)
+        at = position - self._begin
+        if len(self._piece) < at + HEADER_LEN:
+            return None
+        head = head_at(self._piece, at)  # nearly all are COMMITs
+        length = HEADER_LEN + (head or parse_header(self._piece[at : at + HEADER_LEN])).payload_len
+        if position + length > self._size:
+            return None
+        if at + length > len(self._piece):
+            self._read(position)
+            at = 0
+        return self._piece[at : at + length]
 
     def _read(self, position: int) -> None:
         self._file.seek(position)
