@@ -247,7 +247,9 @@ def test_strays_are_passed_over_and_a_forged_frame_is_refused_before_its_marker_
     settings = settings_of(uri, tmp_path / "store")
     said, truths = ranks.run(2, live_among_strays, PLAN_2, settings, timeout_s=240)[0]
     assert said == ["1:1", "1:2", "1:3", "StreamLostError", "2:5", "2:6"]
-    found = json.loads(CliRunner().invoke(app, ["doctor", uri, "--store", str(tmp_path / "store"), "--json"]).stdout)
+    done = CliRunner().invoke(app, ["doctor", uri, "--store", str(tmp_path / "store"), "--json"])
+    assert done.stdout, f"{done.stderr}\n{done.exception!r}"
+    found = json.loads(done.stdout)
     assert next(each["verdict"] for each in found if each["check"] == "strays") == "ok"  # they are in generation 1
     for marker in said[:3] + said[4:]:
         assert verified(settings, MarkerId.parse(marker))
