@@ -105,7 +105,10 @@ class Board:
 
     def markdown(self) -> str:
         lines = ["| " + " | ".join(HEAD) + " |", "|---|" + "---:|" * 6 + "---|"]
-        lines += ["| " + " | ".join(row.cells()) + " |" for row in [*self.rows.values(), self.total()]]
+        lines += [
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in row.cells()) + " |"
+            for row in [*self.rows.values(), self.total()]
+        ]
         return "\n".join(lines)
 
     def total(self) -> Row:
