@@ -264,7 +264,8 @@ def attach_without_a_broker(form: Form, site: Site) -> None:
                 took.append(time.monotonic() - began)
                 row.fired += 1
                 if not job.lines("reported"):
-                    said = job.lines("failed")[-1] if job.lines("failed") else said_by(job, 0)
+                    ended = [said_by(job, rank) for rank in range(2)] if not job.lines("failed") else []
+                    said = "; ".join(ended) or job.lines("failed")[-1]
                     refused.append(said)
                     if node.host.address not in said:
                         row.err(f"it does not name {node.host.address}: {said}")

@@ -24,6 +24,8 @@ from torchrec_stream_ckpt.log.kafka_probe import find_cause, knock
 from torchrec_stream_ckpt.log.kafka_setup import Reasons, admin_settings
 
 ANSWER_TIMEOUT_S = 7.0
+_AGAIN_AFTER_S = (3.0, 3.0)
+"""So long the first clients wait, where there are several brokers."""
 PROBE_AFTER_S = 2.0
 PROPAGATION_S = 3.0
 
@@ -87,9 +89,24 @@ class Brokers:
     def ask(self, doing: str, call: Callable[[Any], Mapping[Any, Future[Any]]]) -> dict[Any, Any]:
         """Run one admin call and wait for all of its answers, which may be KafkaErrors.
 
+        A client stays with the broker that it has chosen for a question. So where there are several, one that does not
+        answer is left for another client; whatever is asked may be asked twice.
+
         Raises:
             LogUnavailableError: no answer, with the reason that the client has whispered meanwhile.
         """
+        for timeout_s in _AGAIN_AFTER_S if "," in self.uri.brokers else ():
+            if (answers := self._ask_once(doing, call, timeout_s)) is not None:
+                return answers
+        if (answers := self._ask_once(doing, call, ANSWER_TIMEOUT_S)) is not None:
+            return answers
+        said = f"no answer within {ANSWER_TIMEOUT_S:.0f} s{self._silent()}"
+        raise self._reasons.unavailable(self.uri, doing, said)
+
+    def _ask_once(
+        self, doing: str, call: Callable[[Any], Mapping[Any, Future[Any]]], timeout_s: float
+    ) -> dict[Any, Any] | None:
+        """The answers; None where there is none in time."""
         with self._asking:
             admin, reasons = self._client(), self._reasons
             admin.poll(0)
@@ -103,9 +120,11 @@ class Brokers:
                     probed, cause = True, find_cause(self.uri, self.options)
                     if cause is not None:
                         raise reasons.found(self.uri, doing, cause)
-                if reasons.hopeless() or waited_s > ANSWER_TIMEOUT_S:
+                if reasons.hopeless() or waited_s > timeout_s:
                     self._admin, self.asked = None, self.uri  # the next one may find a broker that answers
-                    raise reasons.unavailable(self.uri, doing, f"no answer within {ANSWER_TIMEOUT_S:.0f} s")
+                    if reasons.hopeless():
+                        raise reasons.unavailable(self.uri, doing, "no answer")
+                    return None
             return {key: outcome(future) for key, future in futures.items()}
 
     def answers(self, doing: str, call: Callable[[Any], Mapping[Any, Future[Any]]]) -> dict[Any, Any]:
@@ -115,6 +134,12 @@ class Brokers:
             if isinstance(answer, ck.KafkaError):
                 raise self.unavailable(doing, answer)
         return answers
+
+    def _silent(self) -> str:
+        """Those of several brokers that cannot be reached, as words."""
+        brokers = self.uri.brokers.split(",")
+        silent = [broker for broker in brokers if not knock(broker)[0]] if len(brokers) > 1 else []
+        return f"; {', '.join(silent)} cannot be reached from here" if silent else ""
 
     def _client(self) -> Any:
         if self._admin is None:

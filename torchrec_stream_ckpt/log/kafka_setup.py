@@ -28,6 +28,8 @@ _COMMON = {
     "reconnect.backoff.ms": "100",
     # The default of 10 s would keep a trainer waiting long after its broker is back.
     "reconnect.backoff.max.ms": "1000",
+    # The default of 30 s would wait for a silent broker for longer than for an answer, and not ask another one.
+    "socket.connection.setup.timeout.ms": "4000",
 }
 _PRODUCER = {
     # Rows of fp32 do not compress.
