@@ -8,8 +8,9 @@ STAMP := $(VENV)/.installed
 OLD_VENV := .venv-torch2.11
 OLD_STAMP := $(OLD_VENV)/.installed
 BENCH ?= *
-# Two files of tests at a time: most of them wait for ranks to start. Each worker has a broker of its own.
-WORKERS ?= 2
+# Three files of tests at a time, also on two cores: most of them wait for ranks to start. Each worker has a broker of
+# its own.
+WORKERS ?= 3
 GPU_PY ?= python3
 export PYTHON
 
@@ -35,7 +36,7 @@ demo-kafka: kafka-tools ## The same over a Kafka broker that it starts and stops
 	@$(PY) recipes/demo.py --kafka $(DEMO_ARGS)
 
 # One thread a process: ranks that share few cores otherwise wait for each other's spinning threads.
-test: test-tools compiled ## Run all tests, Kafka and S3 included (WORKERS=2 PYTEST_ARGS="tests/unit -x")
+test: test-tools compiled ## Run all tests, Kafka and S3 included (WORKERS=3 PYTEST_ARGS="tests/unit -x")
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile --durations 40 $(PYTEST_ARGS)
 
 test-unit: browser-tools compiled ## Run the tests of single modules, without ranks and servers (PYTEST_ARGS=...)

@@ -34,6 +34,7 @@ def test_no_marker_is_lost_or_wrong_when_hosts_are_cut_off_or_lose_power(form: F
     judge(form)
 
 
+@pytest.mark.slow
 def test_ranks_that_lose_sight_of_each_other_commit_nothing_and_go_on_or_end_by_name(
     form: Form, site: sites.Site
 ) -> None:
@@ -48,6 +49,7 @@ def test_a_job_on_two_tiers_commits_on_while_the_outer_one_is_cut_off_and_the_re
     judge(form)
 
 
+@pytest.mark.slow
 def test_a_job_that_starts_while_one_broker_is_silent_goes_on_or_says_so_in_time(form: Form, site: sites.Site) -> None:
     partitions.attach_without_a_broker(form, site)
     judge(form)

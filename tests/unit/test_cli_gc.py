@@ -21,6 +21,7 @@ from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.layout import claim_name
+from torchrec_stream_ckpt.log.api import Incarnation
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.materializer import Policy
 from torchrec_stream_ckpt.restore.choose import choose
@@ -165,7 +166,8 @@ def test_each_job_of_a_store_is_looked_at(history: History) -> None:
 
 
 def test_over_kafka_a_commit_without_a_store_is_an_error(history: History) -> None:
-    job = Job("kafka://broker:9092/job", history.log, Control(history.log), history.lineage, None, None)
+    now = Incarnation("topics", 1)
+    job = Job("kafka://broker:9092/job", history.log, Control(history.log), history.lineage, None, None, now)
     (commit, *_) = history.lineage.commits.values()
     assert commit.store == ""
     for ask in (job.objects, lambda: job.dense_of(commit), lambda: rows_of(job, commit).__enter__()):

@@ -44,10 +44,10 @@ def held(lineage: Lineage) -> list[str]:
 
 
 def agree(spared: Lineage, whole: Lineage) -> None:
-    """Every question has the same answer."""
+    """Every question has the same answer. Who begins at a snapshot knows only the TRIMs that decide something."""
+    assert spared._deciding_trims() == whole._deciding_trims()
     for name in (
         "claims",
-        "trims",
         "ends",
         "notes",
         "given_up",
@@ -88,7 +88,7 @@ def bodies_agree(spared: Lineage, whole: Lineage, markers: list[MarkerId]) -> No
     for marker in markers:
         assert spared.commits.get(marker) == whole.commits.get(marker)
     assert spared.commits.named(whole.commits) == list(whole.commits.values())
-    assert spared == whole
+    assert spared.notes == whole.notes
 
 
 @pytest.mark.parametrize("signs", [False, True])

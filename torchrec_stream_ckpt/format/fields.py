@@ -37,13 +37,7 @@ class Fields:
         self._what = what
         self._version = version
         try:
-            self._raw = json.loads(
-                bytes(data).decode("ascii"),
-                object_pairs_hook=_unique,
-                parse_int=_whole,
-                parse_float=_finite,
-                parse_constant=_finite,
-            )
+            self._raw = _DECODER.decode(bytes(data).decode("ascii"))
         except (ValueError, RecursionError) as error:
             raise CorruptionError(f"{what} is no JSON: {error}") from None
         if not isinstance(self._raw, dict):
@@ -160,6 +154,10 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{text} is not finite")
     return value
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_int=_whole, parse_float=_finite, parse_constant=_finite)
+"""Made once: making one takes longer than reading a small record."""
 
 
 def _exactly(raw: dict[str, Any], names: set[str], what: str, optional: Collection[str] = ()) -> None:

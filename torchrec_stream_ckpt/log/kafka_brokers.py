@@ -24,8 +24,10 @@ from torchrec_stream_ckpt.log.kafka_probe import find_cause, knock
 from torchrec_stream_ckpt.log.kafka_setup import Reasons, admin_settings
 
 ANSWER_TIMEOUT_S = 7.0
-_AGAIN_AFTER_S = (3.0, 3.0)
+_AGAIN_AFTER_S = (2.0, 2.0)
 """So long the first clients wait, where there are several brokers."""
+_EACH_TIMEOUT_S = 3.0
+"""What each broker gets where all of several are asked."""
 PROBE_AFTER_S = 2.0
 PROPAGATION_S = 3.0
 
@@ -66,9 +68,10 @@ class Brokers:
     Args:
         uri: Those that are known at first, and the job.
         options: Client settings of the user, security included.
+        timeout_s: For an answer.
     """
 
-    def __init__(self, uri: KafkaUri, options: Mapping[str, str]) -> None:
+    def __init__(self, uri: KafkaUri, options: Mapping[str, str], timeout_s: float | None = None) -> None:
         self.uri = uri
         self.options = dict(options)
         self.asked = uri
@@ -76,6 +79,7 @@ class Brokers:
         self._epochs: dict[tuple[str, int], int] = {}
         """The newest leader of each partition that was heard of: the word of an older one does not count."""
         self._topic_ids: dict[str, str] = {}
+        self._timeout_s = ANSWER_TIMEOUT_S if timeout_s is None else timeout_s
         self._asking = threading.Lock()
         self._admin: Any = None
         self._reasons = Reasons(self.options)
@@ -98,9 +102,9 @@ class Brokers:
         for timeout_s in _AGAIN_AFTER_S if "," in self.uri.brokers else ():
             if (answers := self._ask_once(doing, call, timeout_s)) is not None:
                 return answers
-        if (answers := self._ask_once(doing, call, ANSWER_TIMEOUT_S)) is not None:
+        if (answers := self._ask_once(doing, call, self._timeout_s)) is not None:
             return answers
-        said = f"no answer within {ANSWER_TIMEOUT_S:.0f} s{self._silent()}"
+        said = f"no answer within {self._timeout_s:.0f} s{self._silent()}"
         raise self._reasons.unavailable(self.uri, doing, said)
 
     def _ask_once(
@@ -196,7 +200,7 @@ class Brokers:
         Raises:
             LogUnavailableError: a leader does not answer, or only one that a newer one has followed.
         """
-        doing, deadline = f"find the ends of {topic}", time.monotonic() + ANSWER_TIMEOUT_S
+        doing, deadline = f"find the ends of {topic}", time.monotonic() + self._timeout_s
 
         def ask(admin: Any) -> dict[Any, Any]:
             questions: dict[Any, Any] = {}
@@ -252,7 +256,7 @@ class Brokers:
         for broker in self.uri.brokers.split(","):
             if not knock(broker)[0]:
                 continue
-            other = Brokers(replace(self.uri, brokers=broker), self.options)
+            other = Brokers(replace(self.uri, brokers=broker), self.options, _EACH_TIMEOUT_S)
             with closing(other), suppress(LogUnavailableError):
                 found[broker] = other.edges(topic, edges)
         newest = {
