@@ -203,6 +203,8 @@ TAMPERED = {
     "meta of 5000 digits": lambda text: text.replace(',"nonce"', f',"meta":{{"a":1{"0" * 4000}}},"nonce"'),
     "meta with a bad name": lambda text: text.replace(',"nonce"', ',"meta":{"a b":1},"nonce"'),
     "meta that is null": lambda text: text.replace(',"nonce"', ',"meta":null,"nonce"'),
+    "deep meta": lambda text: text.replace(',"nonce"', f',"meta":{{"a":{"[" * 1500}{"]" * 1500}}},"nonce"'),
+    "more padding": lambda text: text + " " * 200,
     "nested meta": lambda text: text.replace(',"nonce"', ',"meta":{"a":[1]},"nonce"'),
 }
 SAME = {"19 digits", "the longest place", "meta"}

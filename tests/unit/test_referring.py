@@ -273,3 +273,14 @@ def test_a_log_that_was_restarted_often_grows_by_less_than_a_kilobyte_each(tmp_p
     assert max(sizes) < 1024 < len(job.claims[1].to_frame()) / 10
     lineage = Control(job.log).refresh()
     assert image_of_log(job.log, lineage, newest.id) == image_of_log(job.log, lineage, MarkerId(1, 1))
+
+
+def test_a_claim_that_shall_stand_alone_goes_without_a_layout_that_finds_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = written(WHOLE, TURNED)
+    assert second.same_schema is not None
+    assert alone(second).layout == TURNED
+    monkeypatch.setattr("torchrec_stream_ckpt.format.referring._ROOM", 100)
+    found = alone(second)
+    assert (found.schema, found.layout, found.same_schema) == (first.schema, None, None)

@@ -219,8 +219,9 @@ class Control:
 
             return self._fold(noted(), base, spare=self._spare)
 
-        self._folded = self._whole(read)
-        self._folded.lineage.commits.fetch = self._fetch
+        folded = self._whole(read)
+        folded.lineage.commits.fetch = self._fetch  # before another thread sees it
+        self._folded = folded
         if last[0] >= 0:
             self._passed(*last)
         if self.copies is not None:

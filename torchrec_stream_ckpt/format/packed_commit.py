@@ -31,6 +31,7 @@ from torchrec_stream_ckpt.format.frame import (
     VERSION,
     Buffer,
     Kind,
+    aligned,
 )
 from torchrec_stream_ckpt.format.rank_ends import RankEnds
 from torchrec_stream_ckpt.format.record import MAX_META_BYTES, Meta, meta_of, signed_front
@@ -131,6 +132,8 @@ def pack_commit(frame: Buffer) -> PackedCommit | None:
     match = _PAYLOAD.fullmatch(frame, HEADER_LEN)
     if match is None or crc32c(memoryview(frame)[HEADER_LEN:]) != head.payload_crc:
         return None
+    if head.payload_len != aligned(match.end("time") + 1 - HEADER_LEN):
+        return None  # more padding than a writer's
     _, _, files, generation, job, _, marker, meta, nonce, ranks, step, _, time_s = match.groups()
     said, same = (generation, marker, step), b"%d %d %d" % (head.generation, head.marker, head.step)
     if b" ".join(said) != same or job != head.job.hex().encode() or repr(float(time_s)).encode() != time_s:
@@ -198,7 +201,7 @@ def _is_meta(text: bytes | None) -> bool:
         return True
     try:
         return canonical(dict(_meta(text))) == text
-    except (ValueError, ConfigError):
+    except (ValueError, RecursionError, ConfigError):
         return False
 
 

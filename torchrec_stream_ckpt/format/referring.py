@@ -33,16 +33,21 @@ def brief(claim: Claim, claims: Mapping[int, Claim]) -> Claim:
         same_schema=claim.schema.crc if schema else None,
         same_layout=claim.layout.crc if layout and claim.layout is not None else None,
     )
-    if claim.layout is None or layout or len(canonical(made.body())) <= _ROOM:
-        return made
-    return replace(made, layout=None)  # readers ask the HELLOs, as ever
+    return made if layout else _fitting(made)
+
+
+def _fitting(claim: Claim) -> Claim:
+    """Without its layout where that finds no room in a frame: readers ask the HELLOs, as ever."""
+    if claim.layout is None or len(canonical(claim.body())) <= _ROOM:
+        return claim
+    return replace(claim, layout=None)
 
 
 def alone(claim: Claim) -> Claim:
     """The same, for a log that may not have its parent's CLAIM; not signed where it was another record."""
     if claim.same_schema is None and claim.same_layout is None:
         return claim
-    return replace(claim, same_schema=None, same_layout=None, mac="")
+    return _fitting(replace(claim, same_schema=None, same_layout=None, mac=""))
 
 
 def resolved(claim: Claim, claims: Mapping[int, Claim]) -> Claim:
