@@ -278,7 +278,7 @@ def test_a_log_that_was_restarted_often_grows_by_less_than_a_kilobyte_each(tmp_p
 def test_a_claim_that_shall_stand_alone_goes_without_a_layout_that_finds_no_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    first, second = written(WHOLE, TURNED)
+    first, second = folded(written(WHOLE, TURNED)).claims.values()
     assert second.same_schema is not None
     assert alone(second).layout == TURNED
     monkeypatch.setattr("torchrec_stream_ckpt.format.referring._ROOM", 100)
