@@ -26,6 +26,21 @@ _IN_ORDER = "COMMIT.ranks must be 0, 1, 2, ..., each with a HELLO and a MARK"
 _FRAMES = COLUMNS.index("frames")
 
 
+def from_base64(text: str, what: str) -> bytes:
+    """What a string of canonical base64 holds.
+
+    Raises:
+        CorruptionError: it is not that; ``what`` names it.
+    """
+    try:
+        packed = base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise CorruptionError(f"{what} is not base64: {error}") from None
+    if base64.b64encode(packed).decode("ascii") != text:
+        raise CorruptionError(f"{what} is not canonical base64")
+    return packed
+
+
 class RankEnds(Sequence[RankEnd]):
     """Ranks 0, 1, 2, ... in order, unpacked one by one.
 
@@ -79,14 +94,7 @@ class RankEnds(Sequence[RankEnd]):
         Raises:
             CorruptionError: it is not canonical base64 of it.
         """
-        try:
-            packed = base64.b64decode(text, validate=True)
-        except ValueError as error:
-            raise CorruptionError(f"COMMIT.ranks is not base64: {error}") from None
-        ends = cls(packed)
-        if ends.to_text() != text:
-            raise CorruptionError("COMMIT.ranks is not canonical base64")
-        return ends
+        return cls(from_base64(text, "COMMIT.ranks"))
 
     def to_text(self) -> str:
         """The string of COMMIT."""

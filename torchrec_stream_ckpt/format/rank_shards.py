@@ -19,7 +19,7 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.rank_ends import MAX_RANKS
+from torchrec_stream_ckpt.format.rank_ends import MAX_RANKS, from_base64
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.types import TableShard
 
@@ -77,14 +77,7 @@ class RankShards(Sequence[tuple[TableShard, ...]]):
         """
         if len(text) > MAX_TEXT:
             raise CorruptionError(f"CLAIM.layout has {len(text)} characters, more than {MAX_TEXT}")
-        try:
-            packed = base64.b64decode(text, validate=True)
-        except ValueError as error:
-            raise CorruptionError(f"CLAIM.layout is not base64: {error}") from None
-        layout = cls(packed)
-        if layout.to_text() != text:
-            raise CorruptionError("CLAIM.layout is not canonical base64")
-        return layout
+        return cls(from_base64(text, "CLAIM.layout"))
 
     def to_text(self) -> str:
         """The string of CLAIM."""
