@@ -70,11 +70,12 @@ def test_second_start_in_one_folder_is_refused(broker_dir: Path, bootstrap: str)
 @pytest.mark.kafka
 def test_broker_listens_on_loopback_only(broker_dir: Path) -> None:
     pid = Broker(broker_dir).status().pid
+    sockets = _socket_inodes(pid)
     listening = {
         line.split()[1]
         for table in ("tcp", "tcp6")
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
-        if line.split()[3] == "0A" and line.split()[9] in _socket_inodes(pid)
+        if line.split()[3] == "0A" and line.split()[9] in sockets
     }
     loopback = ("0100007F:", "0000000000000000FFFF00000100007F:")
     assert listening
@@ -82,8 +83,14 @@ def test_broker_listens_on_loopback_only(broker_dir: Path) -> None:
 
 
 def _socket_inodes(pid: int | None) -> set[str]:
-    links = (os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir())
-    return {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+    """Inodes of the sockets that a process holds open; it may open and close others while we look."""
+    inodes = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            link = os.readlink(entry)
+            if link.startswith("socket:["):
+                inodes.add(link[len("socket:[") : -1])
+    return inodes
 
 
 @pytest.mark.kafka
