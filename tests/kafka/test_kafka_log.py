@@ -17,9 +17,9 @@ import pytest
 from torchrec_stream_ckpt.broker.kraft import Broker
 from torchrec_stream_ckpt.errors import CommitUnknownError, ConfigError, CorruptionError, LogUnavailableError
 from torchrec_stream_ckpt.layout import KafkaUri
-from torchrec_stream_ckpt.log import kafka_brokers
 from torchrec_stream_ckpt.log.api import Log, open_log
-from torchrec_stream_ckpt.log.kafka_setup import Reasons
+from torchrec_stream_ckpt.log.kafka import brokers as kafka_brokers
+from torchrec_stream_ckpt.log.kafka.reasons import Reasons
 from torchrec_stream_ckpt.types import LogSpan
 
 UNREACHABLE = "kafka://127.0.0.1:1/job"
@@ -336,7 +336,7 @@ def test_killed_broker_loses_no_acknowledged_frame(victim: OwnBroker) -> None:
 def test_control_record_without_an_answer_is_unknown_until_read(
     victim: OwnBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchrec_stream_ckpt.log.kafka_setup._CONTROL_FIXED", {"message.timeout.ms": "2000"})
+    monkeypatch.setattr("torchrec_stream_ckpt.log.kafka.settings._CONTROL_FIXED", {"message.timeout.ms": "2000"})
     log = open_log(victim.uri)
     log.prepare(1)
     first = log.append_control(b"first")

@@ -621,7 +621,7 @@ def _is_mark(entry: Entry | None, commit: Commit) -> bool:
 def _holds_last(partition: Partition, which: int, writer: Writer) -> bool:
     """Whether the log still has the last frame that it acknowledged: else it takes no other one of this writer.
 
-    A broker knows its producer's last frame (``kafka.py``), a file its length (``FileWriter._check_length``).
+    A broker knows its producer's last frame (``kafka/producer.py``), a file its length (``FileWriter._check_length``).
     """
     if not writer.seq or writer.end <= partition.gone:
         return True

@@ -15,7 +15,7 @@ from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.log.api import Finding, Verdict
 from torchrec_stream_ckpt.log.disk import examine_folder, file_system
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.log.kafka_health import examine_topic
+from torchrec_stream_ckpt.log.kafka.health import examine_topic
 
 SAFE = {
     "max.message.bytes": "1048588",

@@ -92,7 +92,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """Room or module -> what it may import of this package."""
 
-CLIENT_OF_KAFKA = {f"log/kafka{role}.py" for role in ("", "_brokers", "_client", "_reader", "_sender", "_topics")}
+CLIENT_OF_KAFKA = {f"log/kafka/{role}.py" for role in ("brokers", "client", "log", "producer", "reader", "topics")}
 
 # What needs torch: everything else must run where there is none.
 WITH_TORCH = frozenset(
@@ -266,7 +266,7 @@ import importlib, json, sys
 for name in json.loads(sys.argv[1]):
     importlib.import_module(name)
 early = sorted(sys.modules)
-import torchrec_stream_ckpt.log.kafka
+import torchrec_stream_ckpt.log.kafka.log
 import torchrec_stream_ckpt.store.remote
 print(json.dumps([early, sorted(sys.modules)]))
 """

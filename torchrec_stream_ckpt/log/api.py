@@ -290,7 +290,7 @@ def open_log(uri: str, options: Options = None) -> Log:
         if options:
             raise ConfigError("client options are for Kafka, this is a file log", hint="leave them away")
         return FileLog(parsed.directory)
-    from torchrec_stream_ckpt.log.kafka import KafkaLog
+    from torchrec_stream_ckpt.log.kafka.log import KafkaLog
 
     return KafkaLog(parsed, load_options(options))
 

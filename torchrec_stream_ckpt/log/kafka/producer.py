@@ -13,11 +13,12 @@ import confluent_kafka as ck
 import numpy as np
 
 from torchrec_stream_ckpt.errors import CommitUnknownError, LogUnavailableError, StreamLostError
-from torchrec_stream_ckpt.layout import KafkaUri
 from torchrec_stream_ckpt.log.api import Ack
-from torchrec_stream_ckpt.log.kafka_client import CLIENT_ERRORS, LOST_HINT, make_client, plain, surfacing
-from torchrec_stream_ckpt.log.kafka_probe import knock, leader_in
-from torchrec_stream_ckpt.log.kafka_setup import CONTROL_TIMEOUT_S, Reasons
+from torchrec_stream_ckpt.log.kafka.brokers import Brokers
+from torchrec_stream_ckpt.log.kafka.client import CLIENT_ERRORS, LOST_HINT, make_client, plain, surfacing
+from torchrec_stream_ckpt.log.kafka.probe import knock, leader_in
+from torchrec_stream_ckpt.log.kafka.reasons import Reasons
+from torchrec_stream_ckpt.log.kafka.settings import CONTROL_TIMEOUT_S
 
 QUEUE_FULL_TIMEOUT_S = 5.0
 _STATISTICS_MS = 2000
@@ -41,13 +42,11 @@ _FORGOTTEN = ("OUT_OF_ORDER_SEQUENCE_NUMBER", "UNKNOWN_PRODUCER_ID")
 class Sender:
     """An idempotent producer of one partition. One thread at a time; an error is final."""
 
-    def __init__(
-        self, uri: KafkaUri, topic: str, partition: int, settings: Mapping[str, Any], reasons: Reasons
-    ) -> None:
-        self._uri = uri
+    def __init__(self, brokers: Brokers, topic: str, partition: int, settings: Mapping[str, Any]) -> None:
+        self._uri = brokers.uri
         self._topic = topic
         self._partition = partition
-        self._reasons = reasons
+        self._reasons = Reasons(brokers.options)
         # (number of the record, error or None, offset); the callback does nothing but append.
         self._done: deque[tuple[int, Any, int]] = deque()
         self._sent = 0
@@ -56,7 +55,7 @@ class Sender:
         self._statistics = ""
         """What the client last said of itself: without asking anybody, who leads the partition."""
         telling = {"statistics.interval.ms": _STATISTICS_MS, "stats_cb": self._note}
-        self._producer = make_client(ck.Producer, {**settings, **telling}, reasons)
+        self._producer = make_client(ck.Producer, {**settings, **telling}, self._reasons)
 
     def send(self, value: Any) -> None:
         """Queue one record.

@@ -9,9 +9,10 @@ from typing import Any
 import confluent_kafka as ck
 
 from torchrec_stream_ckpt.errors import CorruptionError, LogUnavailableError, PrunedError
-from torchrec_stream_ckpt.log.kafka_brokers import ANSWER_TIMEOUT_S, Brokers
-from torchrec_stream_ckpt.log.kafka_client import DESTROYED_HINT, has_code, make_client, plain, surfacing
-from torchrec_stream_ckpt.log.kafka_setup import Reasons, consumer_settings
+from torchrec_stream_ckpt.log.kafka.brokers import ANSWER_TIMEOUT_S, Brokers
+from torchrec_stream_ckpt.log.kafka.client import DESTROYED_HINT, has_code, make_client, plain, surfacing
+from torchrec_stream_ckpt.log.kafka.reasons import Reasons
+from torchrec_stream_ckpt.log.kafka.settings import consumer_settings
 
 READ_IDLE_TIMEOUT_S = 30.0
 _BATCH_FRAMES = 32

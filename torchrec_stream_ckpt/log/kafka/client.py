@@ -1,6 +1,6 @@
 """Clients of ``confluent_kafka``: how they are made, and what they raise as errors of ours.
 
-The package is untyped: its objects are ``Any`` here and in the other ``kafka_*`` modules, and nowhere else.
+The package is untyped: its objects are ``Any`` here and in the other modules of this package, and nowhere else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import confluent_kafka as ck
 
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.layout import KafkaUri
-from torchrec_stream_ckpt.log.kafka_setup import Reasons
+from torchrec_stream_ckpt.log.kafka.reasons import Reasons
 
 LOST_HINT = "see the brokers' logs: a disk or machine failed, or an unclean leader was elected"
 DESTROYED_HINT = "restore from another copy of the log, or begin a new job; see that nothing else sets its retention"

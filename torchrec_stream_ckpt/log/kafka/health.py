@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from torchrec_stream_ckpt.log.api import Finding, Verdict
-from torchrec_stream_ckpt.log.kafka_setup import LEAST_MESSAGE_BYTES, TOPIC_SETTINGS, alter_command
+from torchrec_stream_ckpt.log.kafka.settings import LEAST_MESSAGE_BYTES, TOPIC_SETTINGS, alter_command
 
 NEEDED_RIGHTS = frozenset({"READ", "WRITE", "DESCRIBE", "DESCRIBE_CONFIGS"})
 """What a trainer does with both topics of its job."""

@@ -1,8 +1,9 @@
 """The Kafka log: topics ``JOB.data`` (one partition a rank) and ``JOB.control`` (one partition).
 
 Offsets are Kafka's own. Exactness does not rest on Kafka's transactions, but on what is in the frames;
-this module sees to it that no frame is dropped, reordered or skipped without an error. The ``kafka_*`` modules beside
-it have one role each: clients, what brokers say, topics, reading, sending, settings, causes of silence.
+this module sees to it that no frame is dropped, reordered or skipped without an error. The modules beside it have one
+role each: `brokers` asks who leads and where partitions end, `topics` makes them, `producer` sends, `reader` reads,
+`client` makes clients, `settings` configures them, `reasons` and `probe` say why there is no answer, `health` judges.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import confluent_kafka as ck
 from torchrec_stream_ckpt.errors import CorruptionError, LogUnavailableError, PrunedError, StreamLostError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, parse_header
 from torchrec_stream_ckpt.layout import KafkaUri
-from torchrec_stream_ckpt.log import kafka_topics as topics
 from torchrec_stream_ckpt.log.api import Cut, Finding, Freed, Incarnation, Rows
-from torchrec_stream_ckpt.log.kafka_brokers import Brokers, Edge
-from torchrec_stream_ckpt.log.kafka_client import DESTROYED_HINT, LOST_HINT
-from torchrec_stream_ckpt.log.kafka_health import TRIM_RIGHT
-from torchrec_stream_ckpt.log.kafka_reader import Reader, not_there
-from torchrec_stream_ckpt.log.kafka_sender import KafkaWriter, Sender, append
-from torchrec_stream_ckpt.log.kafka_setup import Reasons, check_options, control_settings, data_settings
+from torchrec_stream_ckpt.log.kafka import topics
+from torchrec_stream_ckpt.log.kafka.brokers import Brokers, Edge
+from torchrec_stream_ckpt.log.kafka.client import DESTROYED_HINT, LOST_HINT
+from torchrec_stream_ckpt.log.kafka.health import TRIM_RIGHT
+from torchrec_stream_ckpt.log.kafka.producer import KafkaWriter, Sender, append
+from torchrec_stream_ckpt.log.kafka.reader import Reader, not_there
+from torchrec_stream_ckpt.log.kafka.settings import check_options, control_settings, data_settings
 from torchrec_stream_ckpt.types import LogSpan, MarkPlace
 
 
@@ -40,8 +41,7 @@ class KafkaLog:
 
     def __init__(self, uri: KafkaUri, options: Mapping[str, str]) -> None:
         check_options(dict(options))
-        self._uri = uri
-        self._options = dict(options)
+        self._data_topic, self._control_topic = uri.data_topic, uri.control_topic
         self._brokers = Brokers(uri, options)
         self._reader = Reader(self._brokers)
         self._appending = threading.Lock()
@@ -50,15 +50,15 @@ class KafkaLog:
         """Whether nobody has looked who leads the control partition, or the last append failed."""
 
     def prepare(self, partitions: int, identity: str | None = None) -> Incarnation:
-        """As :func:`kafka_topics.prepare`."""
+        """As :func:`topics.prepare`."""
         return topics.prepare(self._brokers, partitions)
 
     def preflight(self) -> None:
-        """As :func:`kafka_topics.preflight`."""
+        """As :func:`topics.preflight`."""
         topics.preflight(self._brokers)
 
     def examine(self) -> Iterator[Finding]:
-        """As :func:`kafka_topics.examine`."""
+        """As :func:`topics.examine`."""
         return topics.examine(self._brokers)
 
     def incarnation(self) -> Incarnation | None:
@@ -71,23 +71,23 @@ class KafkaLog:
         Raises:
             StreamLostError: the partition ends before ``resume_at``.
         """
-        self._brokers.require(self._uri.data_topic, partition, "write", LogUnavailableError)
+        self._brokers.require(self._data_topic, partition, "write", LogUnavailableError)
         if resume_at:
-            self._brokers.look_around(self._uri.data_topic, [partition])  # the last writer gave up
+            self._brokers.look_around(self._data_topic, [partition])  # the last writer gave up
             self._check_ends([LogSpan(generation, partition, resume_at, resume_at)])
-        settings = data_settings(self._brokers.asked, self._options)
-        return KafkaWriter(Sender(self._uri, self._uri.data_topic, partition, settings, Reasons(self._options)))
+        settings = data_settings(self._brokers.asked, self._brokers.options)
+        return KafkaWriter(Sender(self._brokers, self._data_topic, partition, settings))
 
     def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
         """Frames of ``span``; the brokers are asked at once, frames are fetched as they are asked for."""
-        records = self._reader.read(self._uri.data_topic, span.partition, span.begin, span.end)
+        records = self._reader.read(self._data_topic, span.partition, span.begin, span.end)
         return ((offset, memoryview(value)) for offset, value in records)
 
     def ends(self, generation: int, partitions: Collection[int]) -> dict[int, int]:
         return {partition: edge.high for partition, edge in self._edges(partitions).items()}
 
     def newest_rows(self, ends: Mapping[int, int] | None = None) -> Rows | None:
-        topic, data = self._uri.data_topic, self._brokers.describe().get(self._uri.data_topic)
+        topic, data = self._data_topic, self._brokers.describe().get(self._data_topic)
         edges = self._edges({each.id for each in data.partitions}) if data is not None else {}
         filled = {partition: edge for partition, edge in edges.items() if edge.high}
         newest = 1
@@ -98,10 +98,10 @@ class KafkaLog:
                 with suppress(CorruptionError):  # a stray
                     newest = max(newest, parse_header(frame[:HEADER_LEN]).generation)
         place = f"{topic}[{min(filled)}]" if filled else ""
-        return Rows(newest, f"topic '{topic}' holds", f"topic '{self._uri.control_topic}'", place) if filled else None
+        return Rows(newest, f"topic '{topic}' holds", f"topic '{self._control_topic}'", place) if filled else None
 
     def place(self, span: LogSpan) -> tuple[str, int]:
-        return f"{self._uri.data_topic}[{span.partition}]", span.begin
+        return f"{self._data_topic}[{span.partition}]", span.begin
 
     def check_there(self, spans: Sequence[LogSpan]) -> None:
         """One look at both ends of all partitions: a retention eats from the front, a failure takes the tail.
@@ -139,7 +139,7 @@ class KafkaLog:
                         f"offset {mark.end - 1} does not hold the frame that was acknowledged there: "
                         "the tail was lost, and somebody else has written after that",
                         hint=LOST_HINT,
-                        topic=self._uri.data_topic,
+                        topic=self._data_topic,
                         partition=partition,
                         generation=mark.generation,
                     )
@@ -149,7 +149,7 @@ class KafkaLog:
         edges = self._edges({span.partition for span in spans})
         short = self._short(spans, edges)
         if short is not None:
-            edges = self._brokers.newest_edges(self._uri.data_topic, edges)
+            edges = self._brokers.newest_edges(self._data_topic, edges)
             short = self._short(spans, edges)
         if short is not None:
             raise StreamLostError(
@@ -168,7 +168,7 @@ class KafkaLog:
     def _check_control_leader(self) -> None:
         """A reader that begins at a broker which is cut off would take an older marker for the newest."""
         if self._doubtful:
-            self._brokers.look_around(self._uri.control_topic, [0])
+            self._brokers.look_around(self._control_topic, [0])
             self._doubtful = False
 
     def _check_order(self, spans: Sequence[LogSpan]) -> None:
@@ -187,7 +187,7 @@ class KafkaLog:
                 ends[span.partition] = span
 
     def _where(self, span: LogSpan) -> dict[str, object]:
-        return {"topic": self._uri.data_topic, "partition": span.partition, "generation": span.generation}
+        return {"topic": self._data_topic, "partition": span.partition, "generation": span.generation}
 
     def trim(self, cut: Cut, *, dry_run: bool = False) -> Freed:
         """Kafka deletes from the front of a partition alone: up to the first offset there that anybody needs.
@@ -195,7 +195,7 @@ class KafkaLog:
         What a dead generation sent goes as far as it lies in front of that. A generation that has committed nothing
         lies behind all that was committed when it was claimed, so never in front of the end of what is gone.
         """
-        topic = self._uri.data_topic
+        topic = self._data_topic
         self._brokers.require(topic, 0, "trim", LogUnavailableError)
         topics.check_right(self._brokers, topic, TRIM_RIGHT)
         ends: dict[int, int] = {}
@@ -213,7 +213,7 @@ class KafkaLog:
 
     def _edges(self, partitions: Collection[int]) -> dict[int, Edge]:
         """Both ends, by partition of the data topic."""
-        return self._brokers.edges(self._uri.data_topic, partitions)
+        return self._brokers.edges(self._data_topic, partitions)
 
     def append_control(self, record: bytes, *, garbage: bool = False) -> int:
         """Append one record; see :meth:`Log.append_control`.
@@ -225,10 +225,10 @@ class KafkaLog:
         with self._appending:
             if self._control is None:
                 # Also tells a dead broker from a lost answer: here nothing has been sent yet.
-                self._brokers.require(self._uri.control_topic, 0, "write", LogUnavailableError)
+                self._brokers.require(self._control_topic, 0, "write", LogUnavailableError)
                 self._check_control_leader()
-                settings = control_settings(self._brokers.asked, self._options)
-                self._control = Sender(self._uri, self._uri.control_topic, 0, settings, Reasons(self._options))
+                settings = control_settings(self._brokers.asked, self._brokers.options)
+                self._control = Sender(self._brokers, self._control_topic, 0, settings)
             try:
                 return append(self._control, record)
             except BaseException:
@@ -239,30 +239,28 @@ class KafkaLog:
 
     def read_control(self, start: int = 0, *, garbage: bool = False) -> Iterator[tuple[int, bytes]]:
         """Records from ``start`` to what is the end now; none while there is no topic yet."""
-        if not start and self._uri.control_topic not in self._brokers.describe():
+        if not start and self._control_topic not in self._brokers.describe():
             return iter(())
         self._check_control_leader()
-        low, high, _ = self._brokers.edge(self._uri.control_topic, 0, start)
+        low, high, _ = self._brokers.edge(self._control_topic, 0, start)
         if start < low:
-            raise PrunedError(
-                f"the control topic begins at offset {low}, not at {start}", topic=self._uri.control_topic
-            )
+            raise PrunedError(f"the control topic begins at offset {low}, not at {start}", topic=self._control_topic)
         if start > high:
-            raise not_there(self._uri.control_topic, 0, (low, high), (start, high))
-        return self._reader.records(self._uri.control_topic, 0, start, high)
+            raise not_there(self._control_topic, 0, (low, high), (start, high))
+        return self._reader.records(self._control_topic, 0, start, high)
 
     def control_base(self) -> int:
         """The topic's first offset."""
-        if self._uri.control_topic not in self._brokers.describe():
+        if self._control_topic not in self._brokers.describe():
             return 0
-        return self._brokers.edge(self._uri.control_topic, 0).low
+        return self._brokers.edge(self._control_topic, 0).low
 
     def control_next(self, offset: int, record: bytes) -> int:
         return offset + 1
 
     def prune_control(self, base: int) -> None:
         """Move the topic's first offset."""
-        topic = self._uri.control_topic
+        topic = self._control_topic
         self._brokers.require(topic, 0, "trim", LogUnavailableError)
         topics.check_right(self._brokers, topic, TRIM_RIGHT)
         if base > self._brokers.edge(topic, 0).low:

@@ -11,9 +11,9 @@ import confluent_kafka.admin as ck_admin
 
 from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
 from torchrec_stream_ckpt.log.api import Finding, Incarnation
-from torchrec_stream_ckpt.log.kafka_brokers import ANSWER_TIMEOUT_S, PROPAGATION_S, Brokers
-from torchrec_stream_ckpt.log.kafka_health import NEEDED_RIGHTS, acl_command, examine_topic
-from torchrec_stream_ckpt.log.kafka_setup import LEAST_MESSAGE_BYTES, TOPIC_SETTINGS, alter_command
+from torchrec_stream_ckpt.log.kafka.brokers import ANSWER_TIMEOUT_S, PROPAGATION_S, Brokers
+from torchrec_stream_ckpt.log.kafka.health import NEEDED_RIGHTS, acl_command, examine_topic
+from torchrec_stream_ckpt.log.kafka.settings import LEAST_MESSAGE_BYTES, TOPIC_SETTINGS, alter_command
 
 
 def incarnation(brokers: Brokers) -> Incarnation | None:

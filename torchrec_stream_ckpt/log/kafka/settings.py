@@ -1,0 +1,109 @@
+"""Settings of the Kafka clients and of the two topics. Imports no Kafka client."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
+from torchrec_stream_ckpt.layout import KafkaUri
+
+# Of both topics: they must keep what they hold until we trim it, and take a whole frame with its framing.
+TOPIC_SETTINGS = {"retention.ms": "-1", "retention.bytes": "-1", "cleanup.policy": "delete"}
+LEAST_MESSAGE_BYTES = MAX_FRAME_BYTES + 1000
+CONTROL_TIMEOUT_S = 15.0
+
+_COMMON = {
+    "client.id": "torchrec_stream_ckpt",
+    "socket.keepalive.enable": "true",
+    "reconnect.backoff.ms": "100",
+    # The default of 10 s would keep a trainer waiting long after its broker is back.
+    "reconnect.backoff.max.ms": "1000",
+    # The default of 30 s would wait for a silent broker for longer than for an answer, and not ask another one.
+    "socket.connection.setup.timeout.ms": "4000",
+}
+_PRODUCER = {
+    # Rows of fp32 do not compress.
+    "compression.type": "none",
+    # One record of MAX_FRAME_BYTES with its framing, and below what a broker takes by default (1,048,588).
+    "message.max.bytes": "1040000",
+}
+_DATA = {"linger.ms": "2"}
+_CONTROL = {"linger.ms": "0"}
+_CONSUMER = {"fetch.message.max.bytes": str(8 << 20), "fetch.wait.max.ms": "100"}
+
+# What correctness rests on; laid over the user's options.
+_PRODUCER_FIXED = {
+    "acks": "all",
+    "enable.idempotence": "true",
+    # A producer may else make a deleted topic anew, with the broker's retention.
+    "allow.auto.create.topics": "false",
+}
+# A finite timeout would drop a frame and go on behind it.
+_DATA_FIXED = {"message.timeout.ms": "0"}
+_CONTROL_FIXED = {"message.timeout.ms": str(int(CONTROL_TIMEOUT_S * 1000))}
+_CONSUMER_FIXED = {
+    # Anything else would jump over rows that retention ate.
+    "auto.offset.reset": "error",
+    "enable.auto.commit": "false",
+    "enable.partition.eof": "true",
+    # We write no transactions, and someone else's open one must not hide our rows.
+    "isolation.level": "read_uncommitted",
+    "check.crcs": "true",
+}
+_RESERVED = {
+    *_PRODUCER_FIXED,
+    *_DATA_FIXED,
+    *_CONSUMER_FIXED,
+    "request.required.acks",
+    "delivery.timeout.ms",
+    "transactional.id",
+    "enable.auto.offset.store",
+}
+_FILES = ("ssl.ca.location", "ssl.certificate.location", "ssl.key.location", "ssl.keystore.location")
+
+
+def check_options(options: dict[str, str]) -> None:
+    """Refuse client options that would break a promise.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    for name in options:
+        if name in _RESERVED:
+            raise ConfigError(
+                f"client option '{name}' is not yours to set: exactness rests on it", hint="leave it away"
+            )
+        if name in ("bootstrap.servers", "metadata.broker.list"):
+            raise ConfigError(f"client option '{name}' stands in the URI already", hint="write kafka://BROKERS/JOB")
+    for name in _FILES:
+        path = options.get(name)
+        if path and path != "probe" and not os.access(path, os.R_OK):
+            there = "cannot be read" if os.path.exists(path) else "does not exist"
+            raise ConfigError(
+                f"client option '{name}': the file {there}", hint="correct the path or its mode", path=path
+            )
+
+
+def alter_command(topic: str, setting: str) -> str:
+    """What an operator types to give a topic ``NAME=VALUE``."""
+    return f"kafka-configs.sh --alter --entity-type topics --entity-name {topic} --add-config {setting}"
+
+
+def admin_settings(uri: KafkaUri, options: dict[str, str]) -> dict[str, Any]:
+    return _COMMON | options | {"bootstrap.servers": uri.brokers}
+
+
+def data_settings(uri: KafkaUri, options: dict[str, str]) -> dict[str, Any]:
+    return _PRODUCER | _DATA | admin_settings(uri, options) | _PRODUCER_FIXED | _DATA_FIXED
+
+
+def control_settings(uri: KafkaUri, options: dict[str, str]) -> dict[str, Any]:
+    return _PRODUCER | _CONTROL | admin_settings(uri, options) | _PRODUCER_FIXED | _CONTROL_FIXED
+
+
+def consumer_settings(uri: KafkaUri, options: dict[str, str]) -> dict[str, Any]:
+    # The client wants a group, though nothing is ever committed to it.
+    group = {"group.id": f"{uri.job}.readers"}
+    return _CONSUMER | group | admin_settings(uri, options) | _CONSUMER_FIXED
