@@ -16,7 +16,7 @@ import pytest
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StreamCkptError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, MAX_FRAME_BYTES, Header, Kind, parse_header, payload_of, seal
 from torchrec_stream_ckpt.log import files
-from torchrec_stream_ckpt.log.api import Ack, Cut, DataWriter, Freed, Log, open_log
+from torchrec_stream_ckpt.log.api import Ack, DataWriter, Freed, Log, TrimRange, open_log
 from torchrec_stream_ckpt.types import LogSpan
 
 JOB = uuid.UUID(int=7).bytes
@@ -203,8 +203,8 @@ def test_frames_sent_again_after_a_lost_writer_are_all_there(log: Log) -> None:
     assert len(found) <= 5
 
 
-def cut(gone: Sequence[LogSpan] = (), kept: Sequence[LogSpan] = (), dead: Sequence[int] = ()) -> Cut:
-    return Cut(tuple(gone), tuple(kept), frozenset(dead))
+def cut(gone: Sequence[LogSpan] = (), kept: Sequence[LogSpan] = (), dead: Sequence[int] = ()) -> TrimRange:
+    return TrimRange(tuple(gone), tuple(kept), frozenset(dead))
 
 
 @pytest.fixture

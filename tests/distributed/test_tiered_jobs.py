@@ -24,7 +24,7 @@ from torchrec_stream_ckpt.errors import FencedError
 from torchrec_stream_ckpt.layout import DATA_DIR
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.tiers import process
-from torchrec_stream_ckpt.tiers.service import standing_of
+from torchrec_stream_ckpt.tiers.service import state_of
 from torchrec_stream_ckpt.tiers.tier import open_tiers
 
 pytestmark = pytest.mark.distributed
@@ -71,11 +71,11 @@ def settled(settings: StreamConfig, timeout_s: float = 30.0) -> dict[str, Any]:
     tiers = open_tiers(settings)
     deadline = time.monotonic() + timeout_s
     while True:
-        standing = standing_of(tiers)
-        if not standing["lag_markers"] or time.monotonic() > deadline:
+        state = state_of(tiers)
+        if not state["lag_markers"] or time.monotonic() > deadline:
             tiers.inner.close()
             tiers.outer.close()
-            return standing
+            return state
         time.sleep(0.05)
 
 

@@ -19,7 +19,7 @@ from tests.tiered import config
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.broker.kraft import Broker
 from torchrec_stream_ckpt.errors import LogUnavailableError
-from torchrec_stream_ckpt.tiers.service import standing_of
+from torchrec_stream_ckpt.tiers.service import state_of
 from torchrec_stream_ckpt.tiers.tier import open_tiers
 from torchrec_stream_ckpt.types import LogSpan
 
@@ -88,7 +88,7 @@ def test_training_goes_on_through_an_outage_and_the_relay_catches_up(victim: Bro
     truths = [each for each, _ in results]
     assert results[0][1] == [1, 2, 3, 4, 5, 6], "while the broker stood still"
     tiers = open_tiers(settings)
-    assert standing_of(tiers)["outer_newest"] == f"1:{STEPS}"
+    assert state_of(tiers)["outer_newest"] == f"1:{STEPS}"
     for found in ranks.run(2, restore_without_reading_the_outer_tier, PLAN_2, settings):
         check(found, truths[0], STEPS, "inner: log")
     shutil.rmtree(inner)

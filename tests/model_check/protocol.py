@@ -564,7 +564,7 @@ class Protocol:
         return tuple({marker[0]: marker for marker in sorted(lineage.commits) if marker <= upto}.values())
 
     def _delete(self, state: State, lineage: Lineage) -> Iterator[tuple[str, State | Broken]]:
-        """``cut_of``: what the TRIMs name, and generations that are dead."""
+        """``trim_range``: what the TRIMs name, and generations that are dead."""
         reach = lineage.reach
         if not self.rules.trim_recorded_first and lineage.commits:
             reach = {marker[0]: marker for marker in self._reach(lineage, lineage.newest)}

@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.errors import ConfigError, FencedError, ServingStreamError, UnsupportedError
 from torchrec_stream_ckpt.follower.core import Follower
-from torchrec_stream_ckpt.follower.serve import Publisher
+from torchrec_stream_ckpt.follower.serve import ServingWriter
 from torchrec_stream_ckpt.follower.updates import Update, UpdateKind
 from torchrec_stream_ckpt.format.control import parse_control
 from torchrec_stream_ckpt.format.mac import CommitKey
@@ -136,7 +136,7 @@ def test_replicas_of_a_serving_stream_have_each_marker_encoded(job: Job, encodin
         follow(f"file://{job.root}", scratch=tmp_path) as trainer,
         follow(out, scratch=tmp_path) as replica,
     ):
-        publisher, sizes = Publisher(out, encoding), []
+        publisher, sizes = ServingWriter(out, encoding), []
 
         def publish() -> list[Update]:
             sizes.extend(publisher.put(update) for update in trainer.updates(0))
@@ -188,7 +188,7 @@ def test_nobody_but_a_follower_takes_a_serving_stream(verb: Callable[[str], list
 
 def test_a_trainers_log_is_not_served_to(job: Job, serving: str, tmp_path: Path) -> None:
     with follow(f"file://{job.root}", scratch=tmp_path) as follower:
-        publisher = Publisher(f"file://{job.root}", "bf16")
+        publisher = ServingWriter(f"file://{job.root}", "bf16")
         with pytest.raises(ConfigError, match="a trainer writes to this log"):
             publisher.put(next(follower.updates(0)))
     done = CliRunner().invoke(app, ["follow", f"file://{job.root}", "--serve", f"file://{job.root}"])
@@ -197,7 +197,7 @@ def test_a_trainers_log_is_not_served_to(job: Job, serving: str, tmp_path: Path)
 
 def test_a_second_publisher_fences_the_first(job: Job, serving: str, tmp_path: Path) -> None:
     with follow(f"file://{job.root}", scratch=tmp_path) as follower:
-        first, second = Publisher(serving, "bf16"), Publisher(serving, "bf16")
+        first, second = ServingWriter(serving, "bf16"), ServingWriter(serving, "bf16")
         updates = follower.updates(0)
         update = next(updates)
         first.put(update)

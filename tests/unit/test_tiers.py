@@ -34,9 +34,9 @@ from torchrec_stream_ckpt.layout import CONTROL_FILE, DATA_DIR, DENSE_DIR, dense
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.restore.verify import verify_marker
 from torchrec_stream_ckpt.tiers.relay import Relay
-from torchrec_stream_ckpt.tiers.service import standing_of
+from torchrec_stream_ckpt.tiers.service import state_of
 from torchrec_stream_ckpt.tiers.source import Found, look_up
-from torchrec_stream_ckpt.tiers.standing import Standing
+from torchrec_stream_ckpt.tiers.state import TierState
 from torchrec_stream_ckpt.types import MarkerId
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
@@ -77,7 +77,7 @@ def where(found: Found) -> str:
 
 def test_the_outer_log_is_a_log_of_its_own_with_the_same_frames(job: TieredJob) -> None:
     assert relay(job.tiers) == ["1:1", "1:2", "1:3"]
-    inner, outer = Standing.read(job.tiers).inner, Standing.read(job.tiers).outer
+    inner, outer = TierState.read(job.tiers).inner, TierState.read(job.tiers).outer
     for marker, mine in inner.commits.items():
         theirs = outer.commits[marker]
         assert theirs.dense_files == mine.dense_files
@@ -98,7 +98,7 @@ def test_every_nth_marker_and_the_last_one_go_out(job: TieredJob) -> None:
     job.markers(1)
     assert relay(tiers) == []
     assert relay(tiers, everything=True) == ["1:7"]
-    outer = Standing.read(job.tiers).outer
+    outer = TierState.read(job.tiers).outer
     assert [str(marker) for marker in outer.commits] == ["1:2", "1:4", "1:6", "1:7"]
     for marker in outer.commits:
         assert image_of_log(job.tiers.outer.log, outer, marker) == job.truth(marker)
@@ -112,14 +112,14 @@ def test_one_relay_goes_on_over_markers_that_it_does_not_commit(job: TieredJob) 
     sent = one.frames_bytes
     job.markers(1)
     assert list(one.catch_up()) == []
-    assert sent < one.frames_bytes == sum(end.num_bytes for end in Standing.read(job.tiers).unrelayed[-1].ranks)
+    assert sent < one.frames_bytes == sum(end.num_bytes for end in TierState.read(job.tiers).unrelayed[-1].ranks)
     # Somebody else copies meanwhile: what this one knows of the outer log is not true any more.
     assert relay(replace(job.tiers, every=2)) == ["1:2", "1:4"]
     job.markers(1)
     assert [str(commit.id) for commit in one.catch_up(everything=True)] == ["1:5"]
     assert one.frames_bytes > sent
     one.close()
-    outer = Standing.read(job.tiers).outer
+    outer = TierState.read(job.tiers).outer
     assert image_of_log(job.tiers.outer.log, outer, MarkerId(1, 5)) == job.truth(MarkerId(1, 5))
 
 
@@ -139,10 +139,10 @@ def test_a_relay_that_is_killed_is_finished_by_the_next(
     passes = {"relay.dense": 6, "relay.commit": 3, "relay.committed": 3}.get(point, 99)
     assert done.returncode == (-signal.SIGKILL if nth <= passes else 0), done.stderr
     monkeypatch.setattr("torchrec_stream_ckpt.log.files.SEGMENT_BYTES", 9_000)
-    there = list(Standing.read(job.tiers).outer.commits)
+    there = list(TierState.read(job.tiers).outer.commits)
     copied = relay(job.tiers)
     assert [str(marker) for marker in there] + copied == ["1:1", "1:2", "1:3"]
-    outer = Standing.read(job.tiers).outer
+    outer = TierState.read(job.tiers).outer
     for marker in outer.commits:
         assert image_of_log(job.tiers.outer.log, outer, marker) == job.truth(marker)
 
@@ -158,7 +158,7 @@ def test_damage_is_not_copied(job: TieredJob) -> None:
         file.write(bytes([byte[0] ^ 1]))
     with pytest.raises(CorruptionError):
         relay(job.tiers)
-    assert Standing.read(job.tiers).outer.newest.id == MarkerId(1, 3)  # type: ignore[union-attr]
+    assert TierState.read(job.tiers).outer.newest.id == MarkerId(1, 3)  # type: ignore[union-attr]
 
 
 def test_the_inner_tier_is_the_nearest_source_and_the_outer_one_serves_without_it(
@@ -203,7 +203,7 @@ def test_a_damaged_control_log_of_the_inner_tier_is_named(job: TieredJob) -> Non
     with (job.tiers.folder / CONTROL_FILE).open("r+b") as file:
         file.write(b"nonsense")
     with pytest.raises(CorruptionError, match="the inner log cannot be read") as caught:
-        Standing.read(tiered.open_tiers(job.settings))
+        TierState.read(tiered.open_tiers(job.settings))
     assert "move" in caught.value.hint
 
 
@@ -230,7 +230,7 @@ def test_an_inner_log_that_lost_its_end_is_recovered_in_place_and_goes_on_under_
     assert image(job, find(job)) == truth
     # 2 is the number of the fence, which the inner log alone knows.
     assert job.begin("1:3").generation == 3
-    assert Standing.read(job.tiers).outer.claims.keys() == {1, 3}
+    assert TierState.read(job.tiers).outer.claims.keys() == {1, 3}
     job.markers(1)
     assert where(find(job)) == "3:4 inner"
     relay(job.tiers)
@@ -241,7 +241,7 @@ def test_an_inner_log_that_lost_its_end_is_recovered_in_place_and_goes_on_under_
 def test_a_generation_on_the_same_node_stands_on_a_marker_that_was_not_copied(job: TieredJob) -> None:
     job.tiers = replace(job.tiers, every=10)
     job.begin("1:3")
-    assert [str(each) for each in Standing.read(job.tiers).outer.commits] == ["1:3"]
+    assert [str(each) for each in TierState.read(job.tiers).outer.commits] == ["1:3"]
     job.markers(2)
     found = find(job)
     assert where(found) == "2:5 inner"
@@ -269,7 +269,7 @@ def test_after_a_node_was_lost_the_inner_log_stands_on_the_outer_one(job: Tiered
     assert where(found) == "2:5 inner + outer"
     mixed = image(node, found)
     relay(node.tiers)
-    outer = Standing.read(node.tiers).outer
+    outer = TierState.read(node.tiers).outer
     assert mixed == image_of_log(node.tiers.outer.log, outer, MarkerId(2, 5))
     # And so on: the same node again, then a third one.
     assert node.begin("2:5").swept == ()
@@ -277,7 +277,7 @@ def test_after_a_node_was_lost_the_inner_log_stands_on_the_outer_one(job: Tiered
     assert where(find(node)) == "3:6 inner + outer"
     mixed = image(node, find(node))
     relay(node.tiers)
-    assert mixed == image_of_log(node.tiers.outer.log, Standing.read(node.tiers).outer, MarkerId(3, 6))
+    assert mixed == image_of_log(node.tiers.outer.log, TierState.read(node.tiers).outer, MarkerId(3, 6))
     third = another_node(job, "third")
     third.begin("3:6")
     third.markers(1)
@@ -324,7 +324,7 @@ def test_a_zombie_on_another_node_has_nothing_to_say(job: TieredJob) -> None:
     assert zombie.tiers.inner.control.refresh().newest_generation == 2
     assert relay(zombie.tiers) == []
     assert where(find(zombie)) == "2:3 outer"
-    assert standing_of(zombie.tiers) | {"lag_s": 0} == {
+    assert state_of(zombie.tiers) | {"lag_s": 0} == {
         "inner": str(zombie.settings.uris[0]),
         "outer": str(zombie.settings.uris[1]),
         "generation": 2,
@@ -357,7 +357,7 @@ def test_a_restart_on_the_zombies_node_goes_on_with_the_outer_line(job: TieredJo
     assert where(find(job)) == "3:4 inner + outer"
     mixed = image(job, find(job))
     relay(job.tiers)
-    assert mixed == image_of_log(job.tiers.outer.log, Standing.read(job.tiers).outer, MarkerId(3, 4))
+    assert mixed == image_of_log(job.tiers.outer.log, TierState.read(job.tiers).outer, MarkerId(3, 4))
 
 
 def test_a_marker_that_others_have_gone_behind_begins_a_new_base(job: TieredJob) -> None:
@@ -384,10 +384,10 @@ def test_logs_that_do_not_belong_together_are_refused(job: TieredJob, tmp_path: 
     other.begin()
     crossed = replace(job.settings, uri=(job.settings.uris[0], other.settings.uris[1]))
     with pytest.raises(ConfigError, match="different jobs"):
-        Standing.read(tiered.open_tiers(crossed))
+        TierState.read(tiered.open_tiers(crossed))
     empty = replace(job.settings, uri=(job.settings.uris[0], f"file://{tmp_path}/nothing"))
     with pytest.raises(CorruptionError, match="the outer log is empty, and the inner one holds 3 markers"):
-        Standing.read(tiered.open_tiers(empty))
+        TierState.read(tiered.open_tiers(empty))
 
 
 def call(*arguments: str) -> Any:
@@ -401,7 +401,7 @@ def test_the_command_copies_and_says_how_far_behind_the_outer_tier_is(job: Tiere
     inner, outer = job.settings.uris
     before = call("relay", inner, outer, "--status")
     assert (before["lag_markers"], before["inner_newest"], before["outer_newest"]) == (3, "1:3", None)
-    assert before["lag_bytes"] == sum(end.num_bytes for end in Standing.read(job.tiers).unrelayed[-1].ranks)
+    assert before["lag_bytes"] == sum(end.num_bytes for end in TierState.read(job.tiers).unrelayed[-1].ranks)
     events = call("relay", inner, outer, "--once", "--every", "2")
     assert [(each["event"], each.get("marker")) for each in events] == [
         ("marker", "1:2"),

@@ -19,7 +19,7 @@ from tests.builders import Stream, claim, commit, trim, write
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.commit.generation import Generation
-from torchrec_stream_ckpt.commit.trim import Trimmed, cut_of, trim_log
+from torchrec_stream_ckpt.commit.trim import Trimmed, trim_log, trim_range
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
@@ -208,13 +208,13 @@ def test_offsets_of_a_log_that_was_lost_are_not_those_of_the_log_that_came_after
     job.generation(3, [3, 4], "1:2")
     before, lineage = job.segments(), job.control.refresh()
     (span,) = lineage.spans(3, lineage.find(MarkerId(3, 4)).ranks)
-    cut = cut_of(lineage, lineage.reach, Incarnation(job.incarnation, 1))
+    cut = trim_range(lineage, lineage.reach, Incarnation(job.incarnation, 1))
     assert (cut.gone, cut.kept, cut.dead) == ((), (span,), frozenset())
     done = job.trim("3:3")
     assert list(map(str, done.trim.markers)) == ["1:2", "3:3"]
     assert job.segments() == {3: [base for base in before[3] if base >= job.end("3:3")]}
     lineage = job.control.refresh()
-    cut = cut_of(lineage, lineage.reach, Incarnation(job.incarnation, 1))
+    cut = trim_range(lineage, lineage.reach, Incarnation(job.incarnation, 1))
     assert (cut.gone, cut.kept) == (
         (LogSpan(3, 0, 0, job.end("3:3")),),
         (LogSpan(3, 0, job.end("3:3"), job.end("3:4")),),

@@ -29,7 +29,7 @@ from torchrec_stream_ckpt.cli.common import (
 )
 from torchrec_stream_ckpt.errors import ConfigError, printable
 from torchrec_stream_ckpt.follower.core import Follower, follow
-from torchrec_stream_ckpt.follower.serve import Publisher
+from torchrec_stream_ckpt.follower.serve import ServingWriter
 from torchrec_stream_ckpt.follower.updates import Changed, Update, UpdateKind
 from torchrec_stream_ckpt.layout import parse_uri
 
@@ -91,18 +91,18 @@ def follow_stream(
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(follower)
-        publisher = Publisher(serve, encoding, serve_kafka_options) if serve is not None else None
-        if publisher is not None:
-            stack.callback(publisher.close)
+        serving = ServingWriter(serve, encoding, serve_kafka_options) if serve is not None else None
+        if serving is not None:
+            stack.callback(serving.close)
         stack.enter_context(stopping(follower.stop))
         report = stack.enter_context(_reporter(follower, as_json=json))
         for update in follower.updates(0 if once else None):
-            record = _read(update, publisher)
+            record = _read(update, serving)
             if record["rows"] or update.kind is not UpdateKind.ROWS:
                 report(record)
 
 
-def _read(update: Update, publisher: Publisher | None) -> dict[str, Any]:
+def _read(update: Update, serving: ServingWriter | None) -> dict[str, Any]:
     """Read an update to its end, and say what it was. Names of fields are stable: ``--json`` prints them."""
     begin = time.monotonic()
     rows: dict[str, int] = {}
@@ -113,8 +113,8 @@ def _read(update: Update, publisher: Publisher | None) -> dict[str, Any]:
             yield each
 
     served_bytes = 0
-    if publisher is not None:
-        served_bytes = publisher.put(replace(update, changes=counted))
+    if serving is not None:
+        served_bytes = serving.put(replace(update, changes=counted))
     else:
         deque(counted(), maxlen=0)
     took_s = time.monotonic() - begin

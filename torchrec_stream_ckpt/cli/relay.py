@@ -26,7 +26,7 @@ from torchrec_stream_ckpt.config import StreamConfig, check_tiers
 from torchrec_stream_ckpt.errors import MarkerNotFoundError, printable
 from torchrec_stream_ckpt.layout import FileUri, parse_uri
 from torchrec_stream_ckpt.log.api import open_log
-from torchrec_stream_ckpt.tiers.service import Event, RelayService, standing_of
+from torchrec_stream_ckpt.tiers.service import Event, RelayService, state_of
 from torchrec_stream_ckpt.tiers.tier import open_tiers
 
 _DAY_S = 86_400
@@ -69,7 +69,7 @@ def relay_log(
     tiers = open_tiers(config)
     with contextlib.closing(tiers.inner), contextlib.closing(tiers.outer):
         if status:
-            _print(standing_of(tiers), as_json=json)
+            _print(state_of(tiers), as_json=json)
             return
         service = RelayService(tiers, _reporter(as_json=json))
         with stopping(service.stop):
@@ -93,16 +93,16 @@ def _store_of(outer: str, kafka_options: str | None) -> str | None:
     return None if place == str(parse_uri(outer)) else place
 
 
-def _print(standing: dict[str, object], *, as_json: bool) -> None:
+def _print(state: dict[str, object], *, as_json: bool) -> None:
     if as_json:
-        print_json(standing)
+        print_json(state)
         return
-    assert isinstance(standing["lag_bytes"], int)
+    assert isinstance(state["lag_bytes"], int)
     typer.echo(
-        f"outer tier at marker {standing['outer_newest'] or 'none'}, {standing['lag_markers']} markers behind "
-        f"({size(standing['lag_bytes'])}, {standing['lag_s']} s)"
-        + (f"; inner tier at {standing['inner_newest']}" if standing["inner_newest"] else "")
-        + ("; the inner log's trainer was fenced, or another node's job is newer" if standing["fenced"] else "")
+        f"outer tier at marker {state['outer_newest'] or 'none'}, {state['lag_markers']} markers behind "
+        f"({size(state['lag_bytes'])}, {state['lag_s']} s)"
+        + (f"; inner tier at {state['inner_newest']}" if state["inner_newest"] else "")
+        + ("; the inner log's trainer was fenced, or another node's job is newer" if state["fenced"] else "")
     )
 
 

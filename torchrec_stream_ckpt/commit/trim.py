@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import MAX_PLACE_CHARS, Commit, Trim
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.log.api import Cut, Freed, Incarnation, Log
+from torchrec_stream_ckpt.log.api import Freed, Incarnation, Log, TrimRange
 from torchrec_stream_ckpt.types import MarkerId
 
 MAX_GIVEN_UP = 30_000
@@ -82,7 +82,7 @@ def trim_log(
             hint="give it with --commit-key-file",
         )
     incarnation = _incarnation(log)
-    plan = log.trim(cut_of(lineage, _furthest(lineage.reach.values(), trim.markers), incarnation), dry_run=True)
+    plan = log.trim(trim_range(lineage, _furthest(lineage.reach.values(), trim.markers), incarnation), dry_run=True)
     if dry_run:
         return Trimmed(trim, False, plan)
     new = not _said(lineage, trim)
@@ -90,7 +90,7 @@ def trim_log(
         control.trim(trim)
     failpoint("trim.recorded")
     lineage = control.refresh()
-    return Trimmed(trim, new, log.trim(cut_of(lineage, lineage.reach, incarnation)))
+    return Trimmed(trim, new, log.trim(trim_range(lineage, lineage.reach, incarnation)))
 
 
 def _incarnation(log: Log) -> Incarnation:
@@ -140,7 +140,7 @@ def _said(lineage: Lineage, trim: Trim) -> bool:
     return True
 
 
-def cut_of(lineage: Lineage, reach: Mapping[int, MarkerId], incarnation: Incarnation) -> Cut:
+def trim_range(lineage: Lineage, reach: Mapping[int, MarkerId], incarnation: Incarnation) -> TrimRange:
     """What nobody needs once the streams up to ``reach`` are elsewhere.
 
     Args:
@@ -155,4 +155,4 @@ def cut_of(lineage: Lineage, reach: Mapping[int, MarkerId], incarnation: Incarna
     gone = [span for commit in ends for span in lineage.spans(commit.generation, commit.ranks, {})]
     kept = [span for commit in newest.values() for span in lineage.spans(commit.generation, commit.ranks, reach)]
     needed = {span.generation for span in kept} | {lineage.newest_generation}
-    return Cut(tuple(gone), tuple(kept), frozenset(here - needed))
+    return TrimRange(tuple(gone), tuple(kept), frozenset(here - needed))

@@ -48,7 +48,7 @@ class _Generation:
     num_bytes: int = 0
 
 
-class Publisher:
+class ServingWriter:
     """Writes what a follower of markers hands out into a serving log. For one thread.
 
     It holds all tables in memory, as float32: where a job cuts tables by columns, a changed slice makes the whole row

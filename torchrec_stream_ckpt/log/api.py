@@ -75,7 +75,7 @@ class Ack:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TrimRange:
     """What of a log nobody needs any more, and what is needed around it."""
 
     gone: tuple[LogSpan, ...]
@@ -217,13 +217,13 @@ class Log(LogReader, Protocol):
             LogUnavailableError: the log does not answer.
         """
 
-    def trim(self, cut: Cut, *, dry_run: bool = False) -> Freed:
-        """Delete what ``cut`` gives up, as far as that can be deleted by itself; the rest goes with a later trim.
+    def trim(self, range_: TrimRange, *, dry_run: bool = False) -> Freed:
+        """Delete what ``range_`` gives up, as far as that can be deleted by itself; the rest goes with a later trim.
 
         May be called while trainers write and readers read, at any time again, and by several at once.
 
         Args:
-            cut: What may go. What is in neither of its lists stays, unless a generation is dead.
+            range_: What may go. What is in neither of its lists stays, unless a generation is dead.
             dry_run: Delete nothing; the answer is the same, and so are the errors about rights.
 
         Raises:

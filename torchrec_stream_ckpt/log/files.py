@@ -40,7 +40,7 @@ from torchrec_stream_ckpt.layout import (
     segment_name,
 )
 from torchrec_stream_ckpt.locks import held
-from torchrec_stream_ckpt.log.api import Ack, Cut, DataWriter, Finding, Freed, Incarnation, Rows
+from torchrec_stream_ckpt.log.api import Ack, DataWriter, Finding, Freed, Incarnation, Rows, TrimRange
 from torchrec_stream_ckpt.log.control_file import ControlEnd, prune, read_front, records
 from torchrec_stream_ckpt.log.disk import examine_folder, files_left
 from torchrec_stream_ckpt.log.worker import Worker
@@ -219,16 +219,16 @@ class FileLog:
                 return str(path), span.begin - base
         return str(folder), span.begin
 
-    def trim(self, cut: Cut, *, dry_run: bool = False) -> Freed:
+    def trim(self, range_: TrimRange, *, dry_run: bool = False) -> Freed:
         """Whole segments go, oldest first: a kill in between leaves a front that is gone, never a hole."""
         ends: dict[tuple[int, int], int] = {}
-        for span in cut.gone:
+        for span in range_.gone:
             key = (span.generation, span.partition)
             ends[key] = min(span.end, ends.get(key, span.end))
         sizes: list[int] = []
         try:
             for folder in sorted((self._root / DATA_DIR).glob("p" + 5 * "[0-9]")):
-                doomed = list(_before(folder, ends, cut.dead))
+                doomed = list(_before(folder, ends, range_.dead))
                 if doomed and not os.access(folder, os.W_OK | os.X_OK):
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
                 sizes += [size for path in doomed if (size := _unlink(path, dry_run=dry_run)) is not None]

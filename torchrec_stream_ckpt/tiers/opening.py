@@ -23,7 +23,7 @@ from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.tiers.lock import RelayLock
 from torchrec_stream_ckpt.tiers.relay import LOCK_TIMEOUT_S, Relay
-from torchrec_stream_ckpt.tiers.standing import Standing
+from torchrec_stream_ckpt.tiers.state import TierState
 from torchrec_stream_ckpt.tiers.tier import Tier, Tiers
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -61,23 +61,23 @@ def claim_both(
     inner, outer = tiers.inner, tiers.outer
     outer.log.prepare(world)
     inner.log.prepare(world)
-    if parent is not None and parent not in Standing.read(tiers).outer.commits:
+    if parent is not None and parent not in TierState.read(tiers).outer.commits:
         relay_parent(tiers, parent)
     with RelayLock(tiers.folder).hold(LOCK_TIMEOUT_S):
-        standing = Standing.read(tiers)
-        if parent is not None and (why := _why_no_parent(standing, parent)):
-            if seen is not None and standing.generation != seen:
+        state = TierState.read(tiers)
+        if parent is not None and (why := _why_no_parent(state, parent)):
+            if seen is not None and state.generation != seen:
                 raise FencedError(
-                    f"another trainer has claimed generation {standing.generation} since marker {parent} was restored",
+                    f"another trainer has claimed generation {state.generation} since marker {parent} was restored",
                     hint="only one trainer may run a job; stop one",
-                    generation=standing.generation,
+                    generation=state.generation,
                 )
             log.warning("generation of marker %s begins a new base on both tiers, every table is sent: %s", parent, why)
             parent, swept = None, range(len(schema.tables))
         if parent is not None:
-            _adopt(tiers, standing, parent)
+            _adopt(tiers, state, parent)
         rest = (schema, world, parent, tuple(swept))
-        least = standing.inner.next_generation
+        least = state.inner.next_generation
         theirs = _claim(outer, *rest, layout=layout, least=least)
         mine = _claim(inner, *rest, layout=layout, twin=theirs)
     return mine, theirs
@@ -103,31 +103,31 @@ def relay_parent(tiers: Tiers, parent: MarkerId) -> None:
         relay.close()
 
 
-def _why_no_parent(standing: Standing, parent: MarkerId) -> str:
+def _why_no_parent(state: TierState, parent: MarkerId) -> str:
     """Why a generation cannot stand on ``parent`` on both logs; empty when it can."""
-    if parent not in standing.outer.commits:
+    if parent not in state.outer.commits:
         return "it was never copied to the outer tier, which has gone on"
-    return _for_each_missing(standing, parent, lambda _: None)
+    return _for_each_missing(state, parent, lambda _: None)
 
 
-def _for_each_missing(standing: Standing, parent: MarkerId, do: Callable[[Claim | Commit], None]) -> str:
+def _for_each_missing(state: TierState, parent: MarkerId, do: Callable[[Claim | Commit], None]) -> str:
     """Call ``do`` with what the inner log lacks of the way to ``parent``, in order. Why it cannot take it, or ""."""
-    newest, last = standing.inner.newest_generation, standing.inner.newest
+    newest, last = state.inner.newest_generation, state.inner.newest
     taken: set[int] = set()
-    for commit in standing.outer.chain(parent):
-        claim = standing.outer.claims[commit.generation]
-        mine = standing.inner.claims.get(claim.generation)
+    for commit in state.outer.chain(parent):
+        claim = state.outer.claims[commit.generation]
+        mine = state.inner.claims.get(claim.generation)
         if mine is None and claim.generation > newest:
             do(claim)
             taken.add(claim.generation)
             newest = claim.generation
         elif claim.generation not in taken and (mine is None or mine.nonce != claim.nonce):
             return f"the inner log knows generations behind {claim.generation}, and not that one"
-        if commit.id in standing.inner.commits:
+        if commit.id in state.inner.commits:
             continue
-        if standing.owns(claim.generation):
+        if state.owns(claim.generation):
             # Its own rows up to there are gone, or were never there: a COMMIT of theirs would not be true.
-            if commit.id in {each.id for each in standing.outer.path(parent)}:
+            if commit.id in {each.id for each in state.outer.path(parent)}:
                 return f"the inner log has lost marker {commit.id}"
             continue
         if claim.generation != newest or (last is not None and commit.id <= last.id):
@@ -136,15 +136,15 @@ def _for_each_missing(standing: Standing, parent: MarkerId, do: Callable[[Claim 
     return ""
 
 
-def _adopt(tiers: Tiers, standing: Standing, parent: MarkerId) -> None:
+def _adopt(tiers: Tiers, state: TierState, parent: MarkerId) -> None:
     """Write the control records that lead to ``parent`` into the inner log, as far as it lacks them."""
     inner = tiers.inner
-    path = standing.outer.path(parent)
+    path = state.outer.path(parent)
     # Who looks for what is not there must find an empty partition.
-    inner.log.prepare(max(standing.outer.claims[commit.generation].partitions for commit in path))
-    _for_each_missing(standing, parent, lambda record: _append(tiers, record))
+    inner.log.prepare(max(state.outer.claims[commit.generation].partitions for commit in path))
+    _for_each_missing(state, parent, lambda record: _append(tiers, record))
     lineage = inner.control.refresh()
-    away = [commit.id for commit in lineage.path(parent) if not standing.owns(commit.generation)]
+    away = [commit.id for commit in lineage.path(parent) if not state.owns(commit.generation)]
     said = lineage.reach
     if all(marker.generation in said and said[marker.generation] >= marker for marker in away):
         return

@@ -26,7 +26,7 @@ from torchrec_stream_ckpt.layout import dense_file_name
 from torchrec_stream_ckpt.log.api import DataWriter
 from torchrec_stream_ckpt.log.stream import checked_payload, read_stream
 from torchrec_stream_ckpt.tiers.lock import RelayLock
-from torchrec_stream_ckpt.tiers.standing import Standing
+from torchrec_stream_ckpt.tiers.state import TierState
 from torchrec_stream_ckpt.tiers.tier import Tiers
 from torchrec_stream_ckpt.types import MarkerId, RankEnd
 
@@ -102,23 +102,23 @@ class Relay:
             if not undisturbed or (upto is not None and self._reached is not None and self._reached > upto):
                 self._forget()
             try:
-                yield from self._catch_up(Standing.read(self._tiers), upto, everything=everything)
+                yield from self._catch_up(TierState.read(self._tiers), upto, everything=everything)
             except BaseException:
                 self._forget()
                 raise
 
-    def standing(self) -> Standing:
+    def state(self) -> TierState:
         """Both control partitions as of now."""
-        return Standing.read(self._tiers)
+        return TierState.read(self._tiers)
 
     @staticmethod
-    def lag(standing: Standing) -> Lag:
+    def lag(state: TierState) -> Lag:
         """What is missing on the outer log."""
-        missing = standing.unrelayed
+        missing = state.unrelayed
         if not missing:
             return Lag(0, 0, None)
-        there = standing.outer.newest
-        before = there.num_bytes if there and there.generation == standing.generation else 0
+        there = state.outer.newest
+        before = there.num_bytes if there and there.generation == state.generation else 0
         return Lag(len(missing), missing[-1].num_bytes - before, missing[0].time_s)
 
     def close(self) -> None:
@@ -131,12 +131,12 @@ class Relay:
         self._writers, self._sent, self._reached, self._generation = {}, {}, None, None
         self._older = Older()
 
-    def _catch_up(self, standing: Standing, upto: MarkerId | None, *, everything: bool) -> Iterator[Commit]:
-        self._tell_fenced(standing)
-        missing = [each for each in standing.unrelayed if upto is None or each.id <= upto]
+    def _catch_up(self, state: TierState, upto: MarkerId | None, *, everything: bool) -> Iterator[Commit]:
+        self._tell_fenced(state)
+        missing = [each for each in state.unrelayed if upto is None or each.id <= upto]
         if not missing:
             return
-        self._begin(standing)
+        self._begin(state)
         for commit in missing:
             last = commit is missing[-1] and (everything or commit.id == upto)
             if self._reached is None or commit.id > self._reached:
@@ -147,28 +147,28 @@ class Relay:
                 self._commit(commit)
                 yield commit
 
-    def _tell_fenced(self, standing: Standing) -> None:
+    def _tell_fenced(self, state: TierState) -> None:
         """A claim of another trainer, on the outer log alone: bring it to the inner log, whose trainer looks there."""
-        if not standing.inner.claims or standing.generation <= standing.inner.newest_generation:
+        if not state.inner.claims or state.generation <= state.inner.newest_generation:
             return
-        for number in sorted(standing.outer.claims):
-            if number > standing.inner.newest_generation:
-                self._tiers.inner.control.append(alone(standing.outer.claims[number]))
+        for number in sorted(state.outer.claims):
+            if number > state.inner.newest_generation:
+                self._tiers.inner.control.append(alone(state.outer.claims[number]))
         raise FencedError(
-            f"generation {standing.generation} has taken over this job on the outer log",
+            f"generation {state.generation} has taken over this job on the outer log",
             hint="another trainer restored it: the one that writes here is told at its next marker",
-            generation=standing.inner.newest_generation,
+            generation=state.inner.newest_generation,
         )
 
-    def _begin(self, standing: Standing) -> None:
+    def _begin(self, state: TierState) -> None:
         """Where this generation stands on the outer log, unless it is known."""
-        claim = standing.outer.claims[standing.generation]
+        claim = state.outer.claims[state.generation]
         if self._generation == claim:
             return
         self._forget()
-        there = standing.outer.newest
-        if there is not None and there.generation == standing.generation:
-            mine = standing.commit(there.id)
+        there = state.outer.newest
+        if there is not None and there.generation == state.generation:
+            mine = state.commit(there.id)
             if mine is None or [end.chain for end in mine.ranks] != [end.chain for end in there.ranks]:
                 raise CorruptionError(
                     f"the inner log does not have marker {there.id} as it was copied to the outer one",

@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.errors import (
     StreamCkptError,
 )
 from torchrec_stream_ckpt.tiers.relay import Relay
-from torchrec_stream_ckpt.tiers.standing import Standing
+from torchrec_stream_ckpt.tiers.state import TierState
 from torchrec_stream_ckpt.tiers.tier import Tiers
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -164,21 +164,21 @@ class RelayService:
             self._report(Event("trouble", {"message": error.headline, "hint": error.hint}))
 
 
-def standing_of(tiers: Tiers) -> dict[str, Any]:
+def state_of(tiers: Tiers) -> dict[str, Any]:
     """How far the outer tier is behind, for people and programs."""
-    standing = Standing.read(tiers)
-    lag = Relay.lag(standing)
-    outer = standing.outer.newest
-    inner = standing.unrelayed[-1] if standing.unrelayed else None
+    state = TierState.read(tiers)
+    lag = Relay.lag(state)
+    outer = state.outer.newest
+    inner = state.unrelayed[-1] if state.unrelayed else None
     return {
         "inner": tiers.inner.uri,
         "outer": tiers.outer.uri,
-        "generation": standing.generation,
-        "fenced": bool(standing.inner.claims) and not standing.owns(standing.generation),
+        "generation": state.generation,
+        "fenced": bool(state.inner.claims) and not state.owns(state.generation),
         "inner_newest": str(inner.id) if inner is not None else None,
         "outer_newest": str(outer.id) if outer is not None else None,
         "lag_markers": lag.markers,
         "lag_bytes": lag.num_bytes,
         "lag_s": round(lag.seconds, 3),
-        "abandoned": len(standing.abandoned),
+        "abandoned": len(state.abandoned),
     }

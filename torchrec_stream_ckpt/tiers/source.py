@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.restore.choose import NONE, Choice, choose
 from torchrec_stream_ckpt.restore.passed import Passed
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.dense import DenseStore
-from torchrec_stream_ckpt.tiers.standing import MIXED, Standing
+from torchrec_stream_ckpt.tiers.state import MIXED, TierState
 from torchrec_stream_ckpt.tiers.tier import Tiers
 from torchrec_stream_ckpt.types import LogSpan, MarkerId
 
@@ -44,7 +44,7 @@ class Source:
 class Place:
     """Which tiers give a marker. A value: rank 0 tells it to all ranks."""
 
-    boundary: int
+    outer_upto: int
     """Generations up to this one are read from the outer log, the others from the inner one."""
     outer_alone: bool = False
     """Everything is, dense state too."""
@@ -52,15 +52,15 @@ class Place:
     def __str__(self) -> str:
         if self.outer_alone:
             return "outer"
-        return "inner + outer" if self.boundary else "inner"
+        return "inner + outer" if self.outer_upto else "inner"
 
     def source(self, tiers: Tiers) -> Source:
         """(each rank) What to read from."""
         inner, outer = tiers.inner, tiers.outer
         if self.outer_alone:
             return Source(outer.log, outer.objects, outer.dense)
-        if self.boundary:
-            return Source(MixedLog(inner.log, outer.log, self.boundary), outer.objects, inner.dense)
+        if self.outer_upto:
+            return Source(MixedLog(inner.log, outer.log, self.outer_upto), outer.objects, inner.dense)
         return Source(inner.log, inner.objects, inner.dense)
 
 
@@ -83,10 +83,10 @@ class MixedLog:
 
     inner: LogReader
     outer: LogReader
-    boundary: int
+    outer_upto: int
 
     def incarnation(self) -> Incarnation | None:
-        """What :meth:`Standing.mixed` says of generations that were written to these very logs."""
+        """What :meth:`TierState.mixed` says of generations that were written to these very logs."""
         return Incarnation(MIXED, 0)
 
     def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
@@ -102,7 +102,7 @@ class MixedLog:
         return self._log_of(span).place(span)
 
     def _log_of(self, span: LogSpan) -> LogReader:
-        return self.outer if span.generation <= self.boundary else self.inner
+        return self.outer if span.generation <= self.outer_upto else self.inner
 
 
 def look_up(
@@ -133,8 +133,8 @@ def look_up(
         LogUnavailableError, StoreUnavailableError: a tier does not answer that might have it.
     """
     places, passed = places or {}, Passed() if passed is None else passed
-    standing = Standing.read(tiers)
-    if not standing.outer.claims:
+    state = TierState.read(tiers)
+    if not state.outer.claims:
         outer = tiers.outer
         check_whole(outer.log, outer.control, parse_uri(outer.uri), outer.objects)
         if marker is not None:
@@ -142,46 +142,46 @@ def look_up(
         return None
     tiers.outer.control.check_copy()
     tiers.inner.control.check_copy()
-    _say_what_is_lost(tiers, standing)
-    wanted = [marker] if marker is not None else _newest_first(standing)
+    _say_what_is_lost(tiers, state)
+    wanted = [marker] if marker is not None else _newest_first(state)
     for candidate in wanted:
         if candidate in passed:
             continue
         failures: list[StreamCkptError] = []
-        for place in _places(standing, candidate):
+        for place in _places(state, candidate):
             try:
                 if (damage := places.get((candidate, place))) is not None:
                     raise damage
-                found = _at(tiers, standing, candidate, place, head, damaged)
+                found = _at(tiers, state, candidate, place, head, damaged)
                 return replace(found, choice=replace(found.choice, skipped=passed.said))
             except _TRY_ELSEWHERE as error:
                 log.warning("the %s tier cannot give marker %s: %s", place, candidate, error.headline)
                 failures.append(error)
         if marker is not None:
-            raise _not_there(standing, marker, failures)
+            raise _not_there(state, marker, failures)
         _pass_over(candidate, failures, passed)
     if passed:
         raise passed.exhausted()
     return None
 
 
-def _newest_first(standing: Standing) -> list[MarkerId]:
+def _newest_first(state: TierState) -> list[MarkerId]:
     """All markers that may be the newest one that is whole."""
-    return [commit.id for commit in (*reversed(standing.unrelayed), *reversed(standing.outer.commits.values()))]
+    return [commit.id for commit in (*reversed(state.unrelayed), *reversed(state.outer.commits.values()))]
 
 
-def _places(standing: Standing, marker: MarkerId) -> Iterator[Place]:
+def _places(state: TierState, marker: MarkerId) -> Iterator[Place]:
     """Where to look for a marker, the best first.
 
     All that the inner log has of it, then only its own generation: what is before it is on both; then the outer log.
     """
-    if standing.commit(marker) is not None:
-        parent = standing.inner.claims[marker.generation].parent
+    if state.commit(marker) is not None:
+        parent = state.inner.claims[marker.generation].parent
         most = parent.generation if parent is not None else 0
-        for boundary in dict.fromkeys((standing.boundary(marker), most)):
-            if boundary is not None:
-                yield Place(boundary)
-    if marker in standing.outer.commits:
+        for outer_upto in dict.fromkeys((state.outer_upto(marker), most)):
+            if outer_upto is not None:
+                yield Place(outer_upto)
+    if marker in state.outer.commits:
         yield OUTER
 
 
@@ -205,23 +205,23 @@ def _pass_over(marker: MarkerId, failures: list[StreamCkptError], passed: Passed
 
 def _at(
     tiers: Tiers,
-    standing: Standing,
+    state: TierState,
     marker: MarkerId,
     place: Place,
     head: Callable[[bytes], HeadState | None],
     damaged: Mapping[str, CorruptionError],
 ) -> Found:
     """The marker from one place."""
-    source, boundary = place.source(tiers), place.boundary
-    lineage = standing.outer if place.outer_alone else standing.mixed(boundary) if boundary else standing.inner
-    upto = boundary or None
+    source, outer_upto = place.source(tiers), place.outer_upto
+    lineage = state.outer if place.outer_alone else state.mixed(outer_upto) if outer_upto else state.inner
+    upto = outer_upto or None
     choice = choose(source.log, lineage, source.dense, marker, source.objects, head, upto, damaged=damaged)
     assert choice is not None
-    return Found(choice, place, standing.generation)
+    return Found(choice, place, state.generation)
 
 
-def _not_there(standing: Standing, marker: MarkerId, failures: list[StreamCkptError]) -> StreamCkptError:
-    if marker in standing.outer.commits:
+def _not_there(state: TierState, marker: MarkerId, failures: list[StreamCkptError]) -> StreamCkptError:
+    if marker in state.outer.commits:
         return failures[-1]  # of the outer tier
     if failures:
         return type(failures[0])(
@@ -230,36 +230,36 @@ def _not_there(standing: Standing, marker: MarkerId, failures: list[StreamCkptEr
             **failures[0].where,
         )
     try:
-        standing.outer.find(marker)
+        state.outer.find(marker)
     except MarkerNotFoundError as error:
         return error
     raise AssertionError
 
 
-def _say_what_is_lost(tiers: Tiers, standing: Standing) -> None:
+def _say_what_is_lost(tiers: Tiers, state: TierState) -> None:
     """Never in silence: markers that only the inner tier had, or has and does not offer."""
-    if not standing.outer.commits:
+    if not state.outer.commits:
         return
-    if not standing.inner.claims:
+    if not state.inner.claims:
         log.warning(
             "the inner log %s is empty: markers that had not been copied to %s are lost, nobody can tell how many",
             tiers.inner.uri,
             tiers.outer.uri,
         )
-    elif not standing.owns(standing.generation):
+    elif not state.owns(state.generation):
         log.warning(
             "the inner log %s was not written by generation %d, the newest one: it ran on another node, or its log is "
             "gone; what it had not copied to %s is not to be had here",
             tiers.inner.uri,
-            standing.generation,
+            state.generation,
             tiers.outer.uri,
         )
-    if standing.abandoned:
-        first, last = standing.abandoned[0], standing.abandoned[-1]
+    if state.abandoned:
+        first, last = state.abandoned[0], state.abandoned[-1]
         log.info(
             "%d markers that only the inner log has (%s to %s) are on a line that was given up: they can be restored "
             "by name",
-            len(standing.abandoned),
+            len(state.abandoned),
             first,
             last,
         )

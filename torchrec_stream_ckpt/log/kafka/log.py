@@ -17,7 +17,7 @@ import confluent_kafka as ck
 from torchrec_stream_ckpt.errors import CorruptionError, LogUnavailableError, PrunedError, StreamLostError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, parse_header
 from torchrec_stream_ckpt.layout import KafkaUri
-from torchrec_stream_ckpt.log.api import Cut, Finding, Freed, Incarnation, Rows
+from torchrec_stream_ckpt.log.api import Finding, Freed, Incarnation, Rows, TrimRange
 from torchrec_stream_ckpt.log.kafka import topics
 from torchrec_stream_ckpt.log.kafka.brokers import Brokers, Edge
 from torchrec_stream_ckpt.log.kafka.client import DESTROYED_HINT, LOST_HINT
@@ -189,7 +189,7 @@ class KafkaLog:
     def _where(self, span: LogSpan) -> dict[str, object]:
         return {"topic": self._data_topic, "partition": span.partition, "generation": span.generation}
 
-    def trim(self, cut: Cut, *, dry_run: bool = False) -> Freed:
+    def trim(self, range_: TrimRange, *, dry_run: bool = False) -> Freed:
         """Kafka deletes from the front of a partition alone: up to the first offset there that anybody needs.
 
         What a dead generation sent goes as far as it lies in front of that. A generation that has committed nothing
@@ -199,9 +199,9 @@ class KafkaLog:
         self._brokers.require(topic, 0, "trim", LogUnavailableError)
         topics.check_right(self._brokers, topic, TRIM_RIGHT)
         ends: dict[int, int] = {}
-        for span in cut.gone:
+        for span in range_.gone:
             ends[span.partition] = max(span.end, ends.get(span.partition, 0))
-        for span in cut.kept:
+        for span in range_.kept:
             if span.partition in ends:
                 ends[span.partition] = min(span.begin, ends[span.partition])
         lows = {partition: edge.low for partition, edge in self._edges(ends).items()}

@@ -25,7 +25,7 @@ MIXED = "inner and outer"
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class TierState:
     """Both control partitions, as of one moment."""
 
     inner: Lineage
@@ -35,7 +35,7 @@ class Standing:
     outer_id: str
 
     @classmethod
-    def read(cls, tiers: Tiers) -> Standing:
+    def read(cls, tiers: Tiers) -> TierState:
         """Read both; the inner one first, so that the outer one cannot lack what is found there.
 
         Raises:
@@ -51,9 +51,9 @@ class Standing:
                 **error.where,
             ) from None
         outer, outer_id = _read(tiers.outer)
-        standing = cls(inner, outer, inner_id, outer_id)
-        standing.check(tiers)
-        return standing
+        state = cls(inner, outer, inner_id, outer_id)
+        state.check(tiers)
+        return state
 
     def check(self, tiers: Tiers) -> None:
         where = {"inner": tiers.inner.uri, "outer": tiers.outer.uri}
@@ -101,7 +101,7 @@ class Standing:
         over = (marker for marker in self.inner.commits if marker.generation < self.generation)
         return [marker for marker in over if self.owns(marker.generation) and marker not in self.outer.commits]
 
-    def boundary(self, marker: MarkerId) -> int | None:
+    def outer_upto(self, marker: MarkerId) -> int | None:
         """The newest generation on the way to ``marker`` that only the outer log can give; 0: none, None: the way to
         it is not known."""
         while True:
@@ -113,10 +113,10 @@ class Standing:
                 return 0
             marker = parent
 
-    def mixed(self, boundary: int) -> Lineage:
-        """The outer log's generations up to ``boundary`` and the inner one's behind it, as one lineage."""
-        pairs = [(self.outer, range(boundary + 1), self.outer_id)]
-        pairs += [(self.inner, range(boundary + 1, self.generation + 1), self.inner_id)]
+    def mixed(self, outer_upto: int) -> Lineage:
+        """The outer log's generations up to ``outer_upto`` and the inner one's behind it, as one lineage."""
+        pairs = [(self.outer, range(outer_upto + 1), self.outer_id)]
+        pairs += [(self.inner, range(outer_upto + 1, self.generation + 1), self.inner_id)]
         claims: dict[int, Claim] = {}
         commits: dict[MarkerId, Commit] = {}
         trims: list[Trim] = []
