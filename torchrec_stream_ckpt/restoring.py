@@ -182,8 +182,8 @@ class Restoring:
             self._head.drop()
             raise
         except CorruptionError as error:
-            streams = [(read.commit, read.end) for read in plan.reads]
-            raise located(error, source.log, streams, plan.schema, held) from None
+            read = [each.interval for each in plan.reads]
+            raise located(error, source.log, read, plan.schema, held) from None
 
     def _go_elsewhere(self, choice: Choice, error: CorruptionError, *, may_pass: bool) -> None:
         """(all ranks) A marker is damaged where it was read: note it, so that the next look finds another place.

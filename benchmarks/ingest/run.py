@@ -33,10 +33,11 @@ from torchrec_stream_ckpt.broker.kraft import Broker  # noqa: E402
 from torchrec_stream_ckpt.commit.control import Control  # noqa: E402
 from torchrec_stream_ckpt.format.control import Hello, Mark  # noqa: E402
 from torchrec_stream_ckpt.format.frame import Header, Kind, json_frame, seal  # noqa: E402
+from torchrec_stream_ckpt.format.interval import Interval  # noqa: E402
 from torchrec_stream_ckpt.format.rows import RowLayout  # noqa: E402
 from torchrec_stream_ckpt.format.schema import Schema  # noqa: E402
 from torchrec_stream_ckpt.log.api import open_log  # noqa: E402
-from torchrec_stream_ckpt.materialize.fold import Interval, fold_interval  # noqa: E402
+from torchrec_stream_ckpt.materialize.fold import fold_interval  # noqa: E402
 from torchrec_stream_ckpt.store.api import open_store  # noqa: E402
 from torchrec_stream_ckpt.types import RankEnd, StateSpec, TableShard  # noqa: E402
 

@@ -53,7 +53,7 @@ def _restore(settings: list[StreamConfig]) -> tuple[Said, set[int]]:
     with jobs.attach(job, settings[dist.get_rank()], paranoid=False) as checkpointer:
         plan = checkpointer.plan()
         assert plan is not None
-        read = {each.end.rank for each in plan.reads}
+        read = {each.interval.end.rank for each in plan.reads}
         try:
             restored = checkpointer.restore()
         except StreamCkptError as error:

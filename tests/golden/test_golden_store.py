@@ -14,6 +14,7 @@ from tests.golden import make, make_store
 from tests.golden.test_golden import STREAM
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit, parse_control
+from torchrec_stream_ckpt.format.interval import Interval
 from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, Notes, TableRows, Verdict
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import canonical
@@ -28,7 +29,7 @@ from torchrec_stream_ckpt.format.segment import (
 )
 from torchrec_stream_ckpt.layout import STORE_FILE, claim_name
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize.fold import Interval, fold_interval
+from torchrec_stream_ckpt.materialize.fold import fold_interval
 from torchrec_stream_ckpt.materialize.merge import merge
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.catalog import Catalog, Piece

@@ -89,10 +89,12 @@ def test_a_marker_is_chosen_without_opening_a_stream(tmp_path: Path) -> None:
         assert list(choice.shards[commit.generation]) == said
     assert choice.shards[1] is choice.shards[2], "one object for one layout"
     plan = plan_reads(choice.lineage, choice.commit.id, choice.shards, SCHEMA, TARGETS)
-    assert {(read.commit.generation, read.end.rank) for read in plan.reads} == {
+    assert {(read.interval.commit.generation, read.interval.end.rank) for read in plan.reads} == {
         (commit.generation, end.rank) for commit in lineage.commits.values() for end in commit.ranks
     }
-    assert all(read.shards == choice.shards[read.commit.generation][read.end.rank] for read in plan.reads)
+    assert all(
+        read.shards == choice.shards[read.interval.commit.generation][read.interval.end.rank] for read in plan.reads
+    )
 
 
 def test_the_streams_of_generations_without_a_layout_are_asked(tmp_path: Path) -> None:
@@ -124,7 +126,7 @@ def test_what_lies_behind_a_marker_is_known_without_opening_a_stream(tmp_path: P
     log = Counting(job.log)
     behind = look_behind(log, lineage, MarkerId(1, 1), MarkerId(3, 1), {})
     assert log.read_of == []
-    assert behind.shards.keys() == behind.claims.keys() == {2, 3}
+    assert behind.shards.keys() == {each.claim.generation for each in behind.intervals} == {2, 3}
 
 
 def test_a_spare_knows_the_shards_of_a_generation_whose_rows_a_store_gave(tmp_path: Path) -> None:

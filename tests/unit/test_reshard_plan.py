@@ -93,7 +93,7 @@ def moves_of(found: RestorePlan, target: TableShard, generation: int) -> list[Mo
     return [
         move
         for read in found.reads
-        if read.commit.generation == generation
+        if read.interval.commit.generation == generation
         for move in read.moves
         if move.target == target
     ]
@@ -118,7 +118,7 @@ def test_moves_stay_inside_source_and_target(written: Placement, here: Placement
                     assert move.row0 + move.rows <= shard.row0 + shard.rows
                     assert shard.col0 <= move.col0
                     assert move.col0 + move.cols <= shard.col0 + shard.cols
-                assert move.source in written[read.end.rank]
+                assert move.source in written[read.interval.end.rank]
 
 
 @given(placements(), placements())
@@ -138,7 +138,7 @@ def test_streams_without_a_needed_row_are_not_read(written: Placement) -> None:
     found = plan((target,), written)
     assert all(read.moves for read in found.reads)
     holders = {rank for rank, shards in enumerate(written) if any(intersect(shard, target) for shard in shards)}
-    assert {read.end.rank for read in found.reads} == holders
+    assert {read.interval.end.rank for read in found.reads} == holders
 
 
 def test_shards_of_other_tables_have_nothing_in_common() -> None:
@@ -158,18 +158,18 @@ WHOLE: Placement = [(TableShard(0, 0, 13, 0, 6), TableShard(1, 0, 9, 0, 4))]
 
 def test_generations_are_read_in_order_of_the_path() -> None:
     found = plan(WHOLE[0], WHOLE, WHOLE, WHOLE)
-    assert [read.commit.generation for read in found.reads] == [1, 2, 3]
+    assert [read.interval.commit.generation for read in found.reads] == [1, 2, 3]
 
 
 def test_a_table_that_was_swept_again_is_not_read_from_before() -> None:
     found = plan(WHOLE[0], WHOLE, WHOLE, WHOLE, swept={2: (1,)})
-    tables = {read.commit.generation: {move.source.table for move in read.moves} for read in found.reads}
+    tables = {read.interval.commit.generation: {move.source.table for move in read.moves} for read in found.reads}
     assert tables == {1: {0}, 2: {0, 1}, 3: {0, 1}}
 
 
 def test_a_generation_that_is_swept_over_is_not_read_at_all() -> None:
     found = plan(WHOLE[0], WHOLE, WHOLE, swept={2: (0, 1)})
-    assert [read.commit.generation for read in found.reads] == [2]
+    assert [read.interval.commit.generation for read in found.reads] == [2]
 
 
 def test_sources_with_a_hole_are_refused() -> None:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from torchrec_stream_ckpt.cli.common import Job
 from torchrec_stream_ckpt.errors import StreamCkptError, TrimmedError
 from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.interval import intervals
 from torchrec_stream_ckpt.format.rank_ends import RankEnds
 from torchrec_stream_ckpt.log.stream import read_stream
 from torchrec_stream_ckpt.restore.choose import check_incarnation, check_not_trimmed
-from torchrec_stream_ckpt.restore.plan import streams
 from torchrec_stream_ckpt.store.holdings import Holding, Holdings
 from torchrec_stream_ckpt.types import MarkerId, RankEnd
 
@@ -122,8 +122,8 @@ def _lacks(job: Job, commit: Commit, reach: MarkerId | None) -> tuple[str, str]:
     try:
         check_not_trimmed(job.log, job.lineage, commit.id, reach)  # first: a log that was recovered is another one, too
         check_incarnation(job.log, job.lineage, commit.id, reach)
-        for ancestor, end, after in streams(job.lineage, commit.id, reach):
-            next(read_stream(job.log, ancestor, end, after))
+        for each in intervals(job.lineage, commit.id, reach):
+            next(read_stream(job.log, each.commit, each.end, each.after))
     except TrimmedError as error:
         store = str(error.where["store"])
         return f"trimmed, in the store {store}", store

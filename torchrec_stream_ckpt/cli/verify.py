@@ -25,8 +25,8 @@ from torchrec_stream_ckpt.cli.common import (
 from torchrec_stream_ckpt.cli.show import Marker
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, TrimmedError, printable
 from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.interval import intervals
 from torchrec_stream_ckpt.restore.located import located
-from torchrec_stream_ckpt.restore.plan import streams
 from torchrec_stream_ckpt.restore.unproved import UnprovedBlock
 from torchrec_stream_ckpt.restore.verdicts import Verdict, Verifier
 from torchrec_stream_ckpt.restore.verify import CompareDense, Verified, verify_marker
@@ -136,8 +136,7 @@ def _verify(job: Job, commit: Commit, *, quiet: bool, log_alone: bool) -> Verifi
     holding = None if log_alone or (holdings := job.holdings()) is None else holdings.look(commit.id)
     reach = holding.reach if holding is not None else None
     total = holding.cover.num_bytes if holding is not None and holding.cover is not None else 0
-    for _, end, after in streams(job.lineage, commit.id, reach):
-        total += end.num_bytes - (after.num_bytes if after is not None else 0)
+    total += sum(each.num_bytes for each in intervals(job.lineage, commit.id, reach))
     with progress_bar(quiet=quiet) as progress:
         task = progress.add_task(f"marker {commit.id}", total=total)
         dense, objects = job.dense_of(commit), None if log_alone else job.objects()
@@ -148,7 +147,7 @@ def _verify(job: Job, commit: Commit, *, quiet: bool, log_alone: bool) -> Verifi
         try:
             return verify_marker(job.log, job.lineage, dense, commit.id, advance, objects, _compare())
         except CorruptionError as error:
-            read = [(ancestor, end) for ancestor, end, _ in streams(job.lineage, commit.id)]
+            read = intervals(job.lineage, commit.id)
             raise located(error, job.log, read, job.lineage.claims[commit.generation].schema) from None
         finally:
             dense.release()

@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 
 from torchrec_stream_ckpt.errors import ConfigError, StoreUnavailableError
+from torchrec_stream_ckpt.format.interval import intervals
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import Log
-from torchrec_stream_ckpt.materialize.fold import Interval, fold_interval
+from torchrec_stream_ckpt.materialize.fold import fold_interval
 from torchrec_stream_ckpt.restore.choose import check_incarnation, check_not_trimmed, hold, load_catalog
-from torchrec_stream_ckpt.restore.plan import streams
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.folder import FolderObjects
 from torchrec_stream_ckpt.store.reader import Picked, load_fronts
@@ -126,9 +126,8 @@ def _fold_tail(
     progress: Callable[[int], None],
 ) -> Iterator[Source]:
     """What the log has behind ``start``, in the order of the path."""
-    for commit, end, after in streams(lineage, marker, start):
-        previous = lineage.find(start) if after is not None and start is not None else None
-        interval = Interval(lineage.claims[commit.generation], commit, end, previous)
+    for interval in intervals(lineage, marker, start):
+        commit = interval.commit
         # Which shards the rank held is for those who go on folding: nobody does here.
         refs = fold_interval(log, folder, interval, (), progress)
         for ref, front in zip(refs, load_fronts(folder, refs, commit.job, pool), strict=True):

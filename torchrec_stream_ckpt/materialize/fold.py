@@ -7,60 +7,24 @@ and one that was killed begins its interval again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.failpoints import failpoint
-from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.frame import Kind
+from torchrec_stream_ckpt.format.interval import Interval
 from torchrec_stream_ckpt.format.manifest import Notes, SegmentRef
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.format.segment import HEADER_LEN, SegmentId, SegmentKind, front_bytes_of, lay_out, parse_front
-from torchrec_stream_ckpt.layout import StoreSegment
+from torchrec_stream_ckpt.format.segment import HEADER_LEN, SegmentId, front_bytes_of, lay_out, parse_front
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.stream import check_hello, checked_payload, read_mark, read_stream
 from torchrec_stream_ckpt.materialize.sorter import RowSorter
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.types import LogSpan, RankEnd, TableShard
+from torchrec_stream_ckpt.types import TableShard
 
 SEGMENT_BYTES = 128 * 2**20
 """Rows held in memory before they are written: an interval with more takes several parts. It stands in the store's
 format: who folds the same interval must cut it at the same places."""
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """What one rank sent between two markers of a generation."""
-
-    claim: Claim
-    commit: Commit
-    end: RankEnd
-    previous: Commit | None
-    """The marker before; None at the first one of a generation."""
-
-    @property
-    def after(self) -> RankEnd | None:
-        """Where the rank's stream stood at the marker before."""
-        return self.previous.ranks[self.end.rank] if self.previous is not None else None
-
-    @property
-    def span(self) -> LogSpan:
-        """Where it lies in the log."""
-        begin = self.after.end if self.after is not None else self.end.begin
-        return LogSpan(self.commit.generation, self.end.partition, begin, self.end.end)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of frames."""
-        return self.end.num_bytes - (self.after.num_bytes if self.after else 0)
-
-    def segment(self, part: int) -> SegmentId:
-        return SegmentId(SegmentKind.INTERVAL, self.commit.job, self.commit.id, self.end.rank, part, self.end.chain)
-
-    def name(self, part: int) -> str:
-        """Of the object."""
-        return StoreSegment(self.commit.job, self.commit.id, self.end.rank, part).name
 
 
 class SegmentWriter:

@@ -19,6 +19,7 @@ from torchrec_stream_ckpt.errors import (
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense_files import DenseFile, agree, by_folder, whole
+from torchrec_stream_ckpt.format.interval import Interval, intervals_of
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped, Manifest, SegmentRef
 from torchrec_stream_ckpt.layout import (
@@ -31,7 +32,7 @@ from torchrec_stream_ckpt.layout import (
 )
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.stream import held_by
-from torchrec_stream_ckpt.materialize.fold import Interval, fold_interval, folded_interval, shards_of
+from torchrec_stream_ckpt.materialize.fold import fold_interval, folded_interval, shards_of
 from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.merge import merge
 from torchrec_stream_ckpt.store.api import Objects
@@ -283,8 +284,8 @@ class Materializer:
         claim = lineage.claims[commit.generation]
         leads = self._mine(commit.ranks[0].partition)
         segments = []
-        for end in commit.ranks:
-            interval, mine = Interval(claim, commit, end, before), self._mine(end.partition)
+        for interval in intervals_of(claim, commit, before):
+            end, mine = interval.end, self._mine(interval.end.partition)
             refs = self._found.get((commit.id, end.rank))
             if refs is None and (mine or leads):
                 try:
@@ -292,17 +293,18 @@ class Materializer:
                 except CorruptionError:  # no manifest names it yet: whoever sees it folds it again, to the same bytes
                     mine = True
             if refs is None and mine:
-                refs = self._fold_interval(lineage, interval)
+                refs = self._fold_interval(lineage, interval, before)
             if refs is not None:
                 self._found[commit.id, end.rank] = refs
             segments.append(refs)
         complete = tuple(refs for refs in segments if refs is not None)
         return complete if len(complete) == len(segments) else None
 
-    def _fold_interval(self, lineage: Lineage, interval: Interval) -> tuple[SegmentRef, ...]:
+    def _fold_interval(self, lineage: Lineage, interval: Interval, before: Commit | None) -> tuple[SegmentRef, ...]:
         self.doing = f"folding marker {interval.commit.id}, rank {interval.end.rank}"
         self._check_there(lineage, interval)
-        refs = fold_interval(self._log, self._objects, interval, self._shards_before(interval), self._count_frames)
+        shards = self._shards_before(interval, before)
+        refs = fold_interval(self._log, self._objects, interval, shards, self._count_frames)
         self.counts.segment_bytes += sum(ref.num_bytes for ref in refs)
         return refs
 
@@ -349,23 +351,23 @@ class Materializer:
             store=self._objects.url,
         )
 
-    def _shards_before(self, interval: Interval) -> tuple[TableShard, ...] | None:
+    def _shards_before(self, interval: Interval, before: Commit | None) -> tuple[TableShard, ...] | None:
         """What the rank held at the marker before, as the store says, or else the log."""
-        if interval.previous is None:
+        if before is None:
             return None
         assert self._catalog is not None
-        previous = Interval(interval.claim, interval.previous, interval.previous.ranks[interval.end.rank], None)
+        previous = Interval(interval.claim, before, before.ranks[interval.end.rank])
         try:
             refs = folded_interval(self._objects, previous)
         except CorruptionError:  # as good as gone
             refs = None
         if refs is not None:
             return shards_of(self._objects, refs)
-        if interval.previous.id in self._catalog.markers:
+        if before.id in self._catalog.markers:
             raise MissingObjectError(
                 "the store has lost segments of a marker that it holds",
                 hint="bring them back, or delete the marker's manifest: it is folded anew from what the log still has",
-                marker=interval.previous.id,
+                marker=before.id,
                 rank=interval.end.rank,
                 name=previous.name(0),
             )
@@ -514,9 +516,9 @@ def backlog_bytes(lineage: Lineage, missing: Sequence[Commit]) -> int:
     """Bytes of frames that lead to these markers, each from the one before in its generation."""
     before = _previous(lineage)
     return sum(
-        Interval(lineage.claims[commit.generation], commit, end, before[commit.id]).num_bytes
+        interval.num_bytes
         for commit in missing
-        for end in commit.ranks
+        for interval in intervals_of(lineage.claims[commit.generation], commit, before[commit.id])
     )
 
 

@@ -22,7 +22,7 @@ COUNTED_ROWS = 32 * 2**20
 
 
 @dataclass(slots=True)
-class Interval:
+class Traffic:
     """What was sent for one marker alone, by table name."""
 
     commit: Commit
@@ -91,7 +91,7 @@ class Heat:
 class History:
     """All of it."""
 
-    intervals: dict[MarkerId, Interval]
+    intervals: dict[MarkerId, Traffic]
     """Oldest first."""
     heat: dict[str, Heat]
     """By table name."""
@@ -106,7 +106,7 @@ def read_history(
 ) -> History:
     """Read the frames of the committed markers, headers checked and payloads not.
 
-    What was trimmed or is damaged is said in ``Interval.missing``; how many rows it were in all its COMMIT says.
+    What was trimmed or is damaged is said in ``Traffic.missing``; how many rows it were in all its COMMIT says.
 
     Args:
         log: The log.
@@ -133,14 +133,14 @@ def frames_bytes(lineage: Lineage, last: int | None = None) -> int:
     return sum(interval.all_bytes for interval in _intervals(lineage, chosen).values())
 
 
-def _intervals(lineage: Lineage, chosen: Sequence[Commit]) -> dict[MarkerId, Interval]:
+def _intervals(lineage: Lineage, chosen: Sequence[Commit]) -> dict[MarkerId, Traffic]:
     newest: dict[int, Commit] = {}
     before: dict[MarkerId, Commit | None] = {}
     for commit in lineage.commits.values():
         before[commit.id] = newest.get(commit.generation)
         newest[commit.generation] = commit
     return {
-        commit.id: Interval(
+        commit.id: Traffic(
             commit,
             before[commit.id],
             is_base=before[commit.id] is None and bool(lineage.claims[commit.generation].swept),
@@ -162,7 +162,7 @@ def _read_rank(
     log: Log,
     lineage: Lineage,
     history: History,
-    intervals: list[Interval],
+    intervals: list[Traffic],
     rank: int,
     advance: Callable[[int], None],
 ) -> None:
@@ -187,7 +187,7 @@ def _read_rank(
             interval.missing = error.headline
 
 
-def _skip_trimmed(lineage: Lineage, intervals: list[Interval]) -> list[Interval]:
+def _skip_trimmed(lineage: Lineage, intervals: list[Traffic]) -> list[Traffic]:
     """The intervals whose frames the log has to hold; the others are marked."""
     trim = lineage.trim_of(intervals[0].commit.generation)
     reach = trim.reach(intervals[0].commit.generation) if trim is not None else None
@@ -197,9 +197,7 @@ def _skip_trimmed(lineage: Lineage, intervals: list[Interval]) -> list[Interval]
     return intervals[len(gone) :]
 
 
-def _count(
-    history: History, interval: Interval, header: Header, frame: memoryview, tables: Sequence[TableSpec]
-) -> None:
+def _count(history: History, interval: Traffic, header: Header, frame: memoryview, tables: Sequence[TableSpec]) -> None:
     if header.table >= len(tables):
         raise CorruptionError(f"no table {header.table} in the schema", **header.place())
     table = tables[header.table]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.reporting.history import Heat, History, Interval
+from torchrec_stream_ckpt.reporting.history import Heat, History, Traffic
 from torchrec_stream_ckpt.reporting.now import Look, for_people, sent_bytes
 from torchrec_stream_ckpt.reporting.stalls import Stalls
 from torchrec_stream_ckpt.reporting.svg import (
@@ -83,7 +83,7 @@ def details(summary: str, body: str) -> str:
 # Markers over time.
 
 
-def over_time(intervals: Sequence[Interval]) -> str:
+def over_time(intervals: Sequence[Traffic]) -> str:
     """Step over time, a line a generation."""
     first, last = intervals[0].commit.time_s, max(each.commit.time_s for each in intervals)
     unit, length = next(
@@ -186,7 +186,7 @@ def _generations(whole: Lineage, ends: dict[int, tuple[int, int, int]]) -> str:
 # By table.
 
 
-def by_table(intervals: Sequence[Interval], what: str) -> str:
+def by_table(intervals: Sequence[Traffic], what: str) -> str:
     """Stacked bars a marker, or a mean of some; ``what`` is ``rows`` or ``num_bytes``."""
     show = size if what == "num_bytes" else count
     totals, top = _totals(intervals, what), _largest(intervals)
@@ -218,7 +218,7 @@ def by_table(intervals: Sequence[Interval], what: str) -> str:
     )
 
 
-def _totals(intervals: Sequence[Interval], what: str) -> dict[str, int]:
+def _totals(intervals: Sequence[Traffic], what: str) -> dict[str, int]:
     totals: dict[str, int] = {}
     for each in intervals:
         for name, value in getattr(each, what).items():
@@ -226,16 +226,16 @@ def _totals(intervals: Sequence[Interval], what: str) -> dict[str, int]:
     return totals
 
 
-def _largest(intervals: Sequence[Interval]) -> list[str]:
+def _largest(intervals: Sequence[Traffic]) -> list[str]:
     """Tables that have a color of their own, by bytes: the same ones in each chart."""
     totals = _totals(intervals, "num_bytes")
     return sorted(totals, key=lambda name: (-totals[name], name))[: _OTHERS if len(totals) <= _OTHERS else _OTHERS - 1]
 
 
-def _groups(intervals: Sequence[Interval]) -> list[list[Interval]]:
+def _groups(intervals: Sequence[Traffic]) -> list[list[Traffic]]:
     """Neighbors, so many together that few enough are left; a base, and a generation's markers, by themselves."""
     together = -(-len(intervals) // MOST_BARS)
-    groups: list[list[Interval]] = []
+    groups: list[list[Traffic]] = []
     for each in intervals:
         last = groups[-1] if groups else None
         alone = last is None or each.is_base or last[0].is_base or len(last) == together
@@ -246,7 +246,7 @@ def _groups(intervals: Sequence[Interval]) -> list[list[Interval]]:
     return groups
 
 
-def _stack(group: Sequence[Interval], what: str, top: Sequence[str]) -> Bar:
+def _stack(group: Sequence[Traffic], what: str, top: Sequence[str]) -> Bar:
     label = str(group[0].commit.id) if len(group) == 1 else f"{group[0].commit.id} to {group[-1].commit.id}, mean"
     parts = [
         (number, name, sum(getattr(each, what).get(name, 0) for each in group) / len(group))
@@ -260,12 +260,12 @@ def _stack(group: Sequence[Interval], what: str, top: Sequence[str]) -> Bar:
     return Bar(label, [*parts, (_OTHERS, "other", max(0.0, rest))], clipped=group[0].is_base)
 
 
-def _rest_name(others: int, intervals: Sequence[Interval]) -> str:
+def _rest_name(others: int, intervals: Sequence[Traffic]) -> str:
     unknown = "not known by table" if any(each.missing for each in intervals) else ""
     return ", ".join(part for part in (f"{others:,} other tables" if others > 0 else "", unknown) if part)
 
 
-def _missing(intervals: Sequence[Interval]) -> str:
+def _missing(intervals: Sequence[Traffic]) -> str:
     why = dict.fromkeys(each.missing for each in intervals if each.missing)
     gone = sum(bool(each.missing) for each in intervals)
     if not gone:
@@ -353,7 +353,7 @@ def _peaks(points: Sequence[tuple[float, float]], most: int = 400) -> list[tuple
 # Restores.
 
 
-def restore(whole: Lineage, intervals: Sequence[Interval], bytes_per_s: float) -> str:
+def restore(whole: Lineage, intervals: Sequence[Traffic], bytes_per_s: float) -> str:
     """Seconds that each marker would take to come back."""
     behind = _behind(whole)
     lines: dict[int, list[tuple[float, float]]] = {}

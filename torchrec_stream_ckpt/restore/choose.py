@@ -18,18 +18,19 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.head import HeadState
+from torchrec_stream_ckpt.format.interval import generations, intervals, intervals_of
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import held_by
 from torchrec_stream_ckpt.restore.passed import Passed
-from torchrec_stream_ckpt.restore.plan import Behind, Shards, generations, streams
+from torchrec_stream_ckpt.restore.plan import Behind, Shards
 from torchrec_stream_ckpt.restore.proofs import Path
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.reader import Held, load_front, load_held
-from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd, TableShard
+from torchrec_stream_ckpt.types import MarkerId, TableShard
 
 _READERS = 16
 NONE: Mapping[str, CorruptionError] = MappingProxyType({})
@@ -195,22 +196,21 @@ def look_behind(log_: LogReader, lineage: Lineage, since: MarkerId, marker: Mark
     """
     check_not_trimmed(log_, lineage, marker, since)
     check_incarnation(log_, lineage, marker, since)
-    needed = tuple(streams(lineage, marker, since))
-    claims = {commit.generation: lineage.claims[commit.generation] for commit, _, _ in needed}
+    needed = tuple(intervals(lineage, marker, since))
     shards = {
-        commit.generation: known.get(commit.generation) or _held_in(log_, claims[commit.generation], commit)
+        commit.generation: known.get(commit.generation) or _held_in(log_, lineage.claims[commit.generation], commit)
         for commit, _ in generations(lineage, marker, since)
     }
     schema = lineage.claims[marker.generation].schema
     path = Path.to(lineage, marker, since)
-    return Behind(since, lineage.find(marker), schema, needed, claims, shards, lineage.bases(marker), path)
+    return Behind(since, lineage.find(marker), schema, needed, shards, lineage.bases(marker), path)
 
 
 def stay_at(choice: Choice) -> Behind:
     """Nothing is behind the marker that the live tables hold."""
     lineage, commit = choice.lineage, choice.commit
     schema = lineage.claims[commit.generation].schema
-    return Behind(commit.id, commit, schema, (), {}, {}, lineage.bases(commit.id))
+    return Behind(commit.id, commit, schema, (), {}, lineage.bases(commit.id))
 
 
 def shards_of(choice: Choice) -> Shards:
@@ -399,17 +399,18 @@ def check_not_trimmed(log_: LogReader, lineage: Lineage, marker: MarkerId, reach
     ]
     if not trims:
         return
-    needed = list(streams(lineage, marker, reach))
+    needed = list(intervals(lineage, marker, reach))
     try:
-        log_.check_there([_behind(commit.generation, end, after) for commit, end, after in needed])
+        log_.check_there([each.span for each in needed])
     except CorruptionError:
         said = lineage.reach
-        untrimmed = [
-            (end, after, span)
-            for commit, end, after in needed
-            for span in lineage.spans(commit.generation, [end], said)
-        ]
-        log_.check_there([replace(span, begin=max(span.begin, _begin(end, after))) for end, after, span in untrimmed])
+        log_.check_there(
+            [
+                replace(span, begin=max(span.begin, each.span.begin))
+                for each in needed
+                for span in lineage.spans(each.commit.generation, [each.end], said)
+            ]
+        )
         raise TrimmedError(
             f"the log up to marker {trims[-1].id} was trimmed on {trims[-1].day}; the store {trims[-1].store} holds it",
             hint="give that store: store=URL, on the command line --store URL; if it is the outer tier of this job, "
@@ -430,19 +431,11 @@ def _check_own(log_: LogReader, lineage: Lineage, marker: MarkerId, reach: Marke
     own = [each for each in generations(lineage, marker, reach) if each[0].generation == marker.generation]
     log_.check_there(
         [
-            _behind(commit.generation, end, after.ranks[end.rank] if after is not None else None)
-            for commit, after in own
-            for end in commit.ranks
+            interval.span
+            for commit, previous in own
+            for interval in intervals_of(lineage.claims[commit.generation], commit, previous)
         ]
     )
-
-
-def _behind(generation: int, end: RankEnd, after: RankEnd | None) -> LogSpan:
-    return LogSpan(generation, end.partition, _begin(end, after), end.end)
-
-
-def _begin(end: RankEnd, after: RankEnd | None) -> int:
-    return after.end if after is not None else end.begin
 
 
 def shards_behind(log_: LogReader, lineage: Lineage, marker: MarkerId, held: Held | None = None) -> Shards:

@@ -17,11 +17,12 @@ import torch
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import TableScalars
 from torchrec_stream_ckpt.format.frame import Header, Kind
+from torchrec_stream_ckpt.format.interval import Interval
 from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import check_hello, checked_payload, read_mark, read_stream
-from torchrec_stream_ckpt.restore.plan import RestorePlan, StreamRead
+from torchrec_stream_ckpt.restore.plan import RestorePlan
 from torchrec_stream_ckpt.restore.proofs import Met
 from torchrec_stream_ckpt.restore.reshard import Move
 from torchrec_stream_ckpt.restore.target import Target
@@ -39,7 +40,7 @@ THREADS_AT_LEAST = 2
 class _Frame:
     """A frame of rows, and where they go."""
 
-    read: StreamRead
+    interval: Interval
     header: Header
     data: memoryview
     moves: tuple[Move, ...]
@@ -82,22 +83,25 @@ def apply_log(
 def _frames(plan: RestorePlan, log: LogReader, scalars: list[TableScalars], met: Met) -> Iterator[_Frame]:
     """The frames of rows that concern this rank, oldest first; what the last MARK says goes into ``scalars``."""
     for read in plan.reads:
+        interval = read.interval
         moves: dict[tuple[int, int, int], tuple[Move, ...]] = {}
         for move in read.moves:
             place = (move.source.table, move.source.col0, move.source.cols)
             moves[place] = (*moves.get(place, ()), move)
-        for header, data in read_stream(log, read.commit, read.end, read.after):
+        for header, data in read_stream(log, interval.commit, interval.end, interval.after):
             if header.kind is Kind.ROWS:
                 wanted = moves.get((header.table, header.col0, header.cols))
                 if wanted:
-                    yield _Frame(read, header, data, wanted, met.path.place(MarkerId(header.generation, header.marker)))
+                    yield _Frame(
+                        interval, header, data, wanted, met.path.place(MarkerId(header.generation, header.marker))
+                    )
             elif header.kind is Kind.MARK and met.path.place_of(header) is not None:
-                mark = read_mark(header, data, read.commit, read.end)
+                mark = read_mark(header, data, interval.commit, interval.end)
                 met.mark(header, read.shards, mark)
-                if header.seq == read.end.frames - 1 and read.commit.id == plan.marker:
+                if header.seq == interval.end.frames - 1 and interval.commit.id == plan.marker:
                     scalars += mark.scalars
             elif header.kind is Kind.HELLO:
-                check_hello(header, data, read.claim, read.commit, read.end)
+                check_hello(header, data, interval.claim, interval.commit, interval.end)
 
 
 def _batches(frames: Iterator[_Frame]) -> Iterator[list[_Frame]]:
@@ -117,7 +121,7 @@ def _check(schema: Schema, batch: Sequence[_Frame]) -> list[RowsView]:
     return [
         decode_rows(
             frame.header,
-            checked_payload(frame.header, frame.data, frame.read.commit, frame.read.end),
+            checked_payload(frame.header, frame.data, frame.interval.commit, frame.interval.end),
             schema.tables[frame.header.table],
         )
         for frame in batch

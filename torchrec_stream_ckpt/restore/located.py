@@ -6,18 +6,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from torchrec_stream_ckpt.errors import CorruptionError, StreamCkptError
-from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.frame import Header, parse_header
+from torchrec_stream_ckpt.format.interval import Interval
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import Incarnation, LogReader
 from torchrec_stream_ckpt.store.reader import Held, Picked
-from torchrec_stream_ckpt.types import LogSpan, RankEnd
+from torchrec_stream_ckpt.types import LogSpan
 
 
 def located(
     error: CorruptionError,
     log: LogReader,
-    streams: Iterable[tuple[Commit, RankEnd]],
+    read: Iterable[Interval],
     schema: Schema,
     held: Held | None = None,
 ) -> CorruptionError:
@@ -25,27 +25,24 @@ def located(
 
     Args:
         error: What reading has raised.
-        log: Where the streams are.
-        streams: What was read: (commit, end of a rank).
+        log: What was read from.
+        read: What was read there.
         schema: Of the tables.
         held: What was read from the store.
     """
     try:
         found = (
-            in_segments(error, _segments(held), schema)
-            if "name" in error.where
-            else _in_log(error, log, streams, schema)
+            in_segments(error, _segments(held), schema) if "name" in error.where else _in_log(error, log, read, schema)
         )
     except StreamCkptError:  # what is damaged may not be readable at all: the error says what it knows
         found = {}
     return type(error)(error.message, hint=error.hint, **{**error.where, **found})
 
 
-def _in_log(
-    error: CorruptionError, log: LogReader, streams: Iterable[tuple[Commit, RankEnd]], schema: Schema
-) -> dict[str, object]:
+def _in_log(error: CorruptionError, log: LogReader, read: Iterable[Interval], schema: Schema) -> dict[str, object]:
     where = error.where
-    for commit, end in streams:
+    for interval in read:
+        commit, end = interval.commit, interval.end
         if (str(commit.generation), str(end.rank)) != (str(where.get("generation")), str(where.get("rank"))):
             continue
         found: dict[str, object] = {}

@@ -9,8 +9,9 @@ from functools import cache
 import numpy as np
 
 from torchrec_stream_ckpt.errors import ColumnResplitError, CorruptionError, SchemaMismatchError
-from torchrec_stream_ckpt.format.control import Claim, Commit
+from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.head import HeadState
+from torchrec_stream_ckpt.format.interval import Interval, intervals
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import check_tables, slices_of
@@ -18,19 +19,15 @@ from torchrec_stream_ckpt.restore.cover import covered_cells
 from torchrec_stream_ckpt.restore.proofs import Path
 from torchrec_stream_ckpt.restore.reshard import Move, intersect
 from torchrec_stream_ckpt.store.reader import Held, Picked
-from torchrec_stream_ckpt.types import MarkerId, RankEnd, TableShard, TableSpec
+from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
 
 
 @dataclass(frozen=True, slots=True)
 class StreamRead:
-    """Read one rank's stream of one generation, and make these moves."""
+    """Read what one rank has sent, and make these moves."""
 
-    claim: Claim = field(repr=False)
-    commit: Commit
-    end: RankEnd
+    interval: Interval
     moves: tuple[Move, ...]
-    after: RankEnd | None = None
-    """Only what is behind this end of an earlier marker: the store has given the rest."""
     shards: tuple[TableShard, ...] = ()
     """What the rank held."""
 
@@ -98,12 +95,10 @@ class RestorePlan:
             num_bytes = sum(read.picked.num_bytes for read in self.stored)
             lines.append(f"  the store up to marker {self.reach}: {len(self.stored)} segments, {num_bytes} bytes")
         for read in self.reads:
-            frames, num_bytes = read.end.frames, read.end.num_bytes
-            if read.after is not None:
-                frames, num_bytes = frames - read.after.frames, num_bytes - read.after.num_bytes
+            interval, end = read.interval, read.interval.end
             lines.append(
-                f"  read generation {read.commit.generation} rank {read.end.rank}: "
-                f"{frames} frames, {num_bytes} bytes, partition {read.end.partition}"
+                f"  read generation {interval.commit.generation} rank {end.rank}: "
+                f"{interval.frames} frames, {interval.num_bytes} bytes, partition {end.partition}"
             )
             for move in read.moves:
                 table = self.schema.tables[move.source.table].name
@@ -172,9 +167,8 @@ def plan_reads(
     stored = list(_store_reads(schema, held, targets, bases)) if held is not None else []
     head = held.head if held is not None else None
     warm = _head_moves(schema, head, targets, bases) if head is not None else ()
-    reads = _stream_reads(
-        streams(lineage, marker, held.reach if held is not None else None), lineage.claims, shards, targets, bases
-    )
+    needed = intervals(lineage, marker, held.reach if held is not None else None)
+    reads = _stream_reads(needed, shards, targets, bases)
     moves = _distinct(warm, stored, reads)
     _check_cover(schema, targets, moves)
     return RestorePlan(
@@ -194,25 +188,6 @@ def plan_reads(
     )
 
 
-def generations(
-    lineage: Lineage, marker: MarkerId, reach: MarkerId | None = None
-) -> Iterator[tuple[Commit, Commit | None]]:
-    """Of which the log has to give something for ``marker``, behind ``reach`` on its path: (commit, read behind)."""
-    for ancestor in lineage.path(marker):
-        if reach is None or ancestor.generation > reach.generation:
-            yield ancestor, None
-        elif ancestor.generation == reach.generation and ancestor.id != reach:
-            yield ancestor, lineage.find(reach)
-
-
-def streams(
-    lineage: Lineage, marker: MarkerId, reach: MarkerId | None = None
-) -> Iterator[tuple[Commit, RankEnd, RankEnd | None]]:
-    """The streams of these :func:`generations`: (commit, end of a rank, read behind)."""
-    for commit, after in generations(lineage, marker, reach):
-        yield from ((commit, end, after.ranks[end.rank] if after is not None else None) for end in commit.ranks)
-
-
 @dataclass(frozen=True, slots=True)
 class Behind:
     """What the log holds behind one marker, up to another one that stands on it."""
@@ -220,8 +195,7 @@ class Behind:
     since: MarkerId
     commit: Commit
     schema: Schema
-    streams: tuple[tuple[Commit, RankEnd, RankEnd | None], ...]
-    claims: Mapping[int, Claim]
+    intervals: tuple[Interval, ...]
     shards: Shards
     bases: Mapping[int, int]
     path: Path = field(default_factory=Path)
@@ -237,7 +211,7 @@ def plan_behind(behind: Behind, schema: Schema, targets: Sequence[TableShard]) -
     """
     check_schema(behind.schema, schema)
     schema = behind.schema
-    reads = _stream_reads(behind.streams, behind.claims, behind.shards, targets, behind.bases)
+    reads = _stream_reads(behind.intervals, behind.shards, targets, behind.bases)
     plan = RestorePlan(
         behind.commit.id,
         behind.commit.step,
@@ -300,19 +274,19 @@ def pick(picked: Picked, moves: Sequence[Move]) -> Picked:
 
 
 def _stream_reads(
-    streams: Iterable[tuple[Commit, RankEnd, RankEnd | None]],
-    claims: Mapping[int, Claim],
+    needed: Iterable[Interval],
     shards: Shards,
     targets: Sequence[TableShard],
     bases: Mapping[int, int],
 ) -> tuple[StreamRead, ...]:
-    """The streams that have rows of these targets."""
+    """Those that have rows of these targets."""
     by_table = _by_table(targets)
     known: dict[tuple[int, int], tuple[Move, ...]] = {}
     reads = []
-    for commit, end, after in streams:
-        layout = shards[commit.generation]
-        mine, place = layout[end.rank], (id(layout), end.rank)
+    for interval in needed:
+        generation, rank = interval.commit.generation, interval.end.rank
+        layout = shards[generation]
+        mine, place = layout[rank], (id(layout), rank)
         if place not in known:  # most generations have the same layout
             known[place] = tuple(
                 move
@@ -320,9 +294,9 @@ def _stream_reads(
                 for target in by_table.get(source.table, ())
                 if (move := intersect(source, target)) is not None
             )
-        moves = tuple(move for move in known[place] if commit.generation >= bases.get(move.source.table, 0))
+        moves = tuple(move for move in known[place] if generation >= bases.get(move.source.table, 0))
         if moves:
-            reads.append(StreamRead(claims[commit.generation], commit, end, moves, after, mine))
+            reads.append(StreamRead(interval, moves, mine))
     return tuple(reads)
 
 

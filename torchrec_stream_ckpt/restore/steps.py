@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.interval import Interval, intervals_of
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.store.catalog import Catalog, Piece
-from torchrec_stream_ckpt.types import MarkerId, RankEnd
+from torchrec_stream_ckpt.types import MarkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +107,15 @@ class Steps:
             with contextlib.suppress(CorruptionError):  # it is said when it is read
                 return sum(ref.num_bytes for ref in self.piece(step).segments)
             return 0
-        before = self.ends_before(step)
-        return sum(
-            end.num_bytes - (before[end.rank].num_bytes if before else 0)
-            for end in self._lineage.find(step.marker).ranks
-        )
+        return sum(interval.num_bytes for interval in self.intervals(step))
 
-    def ends_before(self, step: Step) -> Sequence[RankEnd]:
-        """Where the streams of an interval begin: at a marker of the same generation, or at their HELLOs."""
-        previous = self.previous[step.marker]
-        if previous is None or previous.generation != step.marker.generation:
-            return ()
-        return self._lineage.find(previous).ranks
+    def intervals(self, step: Step) -> Iterator[Interval]:
+        """What each rank sent for a step of the log."""
+        marker, previous = step.marker, self.previous[step.marker]
+        before = previous if previous is not None and previous.generation == marker.generation else None
+        commit = self._lineage.find(marker)
+        claim = self._lineage.claims[marker.generation]
+        return intervals_of(claim, commit, self._lineage.find(before) if before is not None else None)
 
     def piece(self, step: Step) -> Piece:
         """What the store has of a step; raises CorruptionError."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.frame import Header, Kind
+from torchrec_stream_ckpt.format.interval import Interval
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Notes
 from torchrec_stream_ckpt.format.rows import decode_rows
@@ -247,8 +248,8 @@ class Verifier:
             )
         else:
             begun = before is not None and not before.stored and before.marker.generation == commit.generation
-            for end in commit.ranks:
-                self._read_interval(reading, end, self._steps.ends_before(step))
+            for interval in self._steps.intervals(step):
+                self._read_interval(reading, interval)
             way = replace(
                 way,
                 streams=way.streams + (0 if begun else len(commit.ranks)),
@@ -274,13 +275,12 @@ class Verifier:
             self._ledger.turn(schema)
         self._ledger.read_on()
 
-    def _read_interval(self, reading: _Reading, end: RankEnd, before: Sequence[RankEnd]) -> None:
+    def _read_interval(self, reading: _Reading, interval: Interval) -> None:
         """The frames of one rank up to the marker, from the marker before it or from HELLO."""
-        after = before[end.rank] if before else None
         try:
-            for header, frame in read_stream(self._log, reading.commit, end, after):
+            for header, frame in read_stream(self._log, reading.commit, interval.end, interval.after):
                 try:
-                    self._check_frame(reading, end, header, frame)
+                    self._check_frame(reading, interval.end, header, frame)
                 except CorruptionError as error:  # of this frame alone: headers and their chain go on
                     reading.note(error, **self._log.where(error), **_table(header, reading.schema))
                 reading.frames += 1

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.frame import Header, Kind
+from torchrec_stream_ckpt.format.interval import intervals
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import Proof
 from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
@@ -25,7 +26,7 @@ from torchrec_stream_ckpt.restore.choose import (
     shards_behind,
 )
 from torchrec_stream_ckpt.restore.coverage import Coverage
-from torchrec_stream_ckpt.restore.plan import Shards, plan_reads, streams
+from torchrec_stream_ckpt.restore.plan import Shards, plan_reads
 from torchrec_stream_ckpt.restore.proofs import Met, Path, Said
 from torchrec_stream_ckpt.restore.rowsums import RowSums
 from torchrec_stream_ckpt.restore.unproved import Compared, Unproved
@@ -117,9 +118,10 @@ def verify_marker(
     if held is not None and objects is not None:
         stored_rows, stored_bytes = _read_store(objects, held, schema, bases, coverage, met, sums, progress)
     read = frames = rows = num_bytes = 0
-    for ancestor, end, after in streams(lineage, marker, reach):
+    for interval in intervals(lineage, marker, reach):
+        ancestor, end = interval.commit, interval.end
         read += 1
-        for header, frame in read_stream(log, ancestor, end, after):
+        for header, frame in read_stream(log, ancestor, end, interval.after):
             payload = checked_payload(header, frame, ancestor, end)
             if header.kind is Kind.ROWS:
                 view = coverage.add_frame(header, payload, fresh=ancestor.generation >= bases.get(header.table, 0))
@@ -130,7 +132,7 @@ def verify_marker(
                 mine = shards[ancestor.generation][end.rank]
                 met.mark(header, mine, read_mark(header, frame, ancestor, end))
             elif header.kind is Kind.HELLO:
-                check_hello(header, frame, lineage.claims[ancestor.generation], ancestor, end)
+                check_hello(header, frame, interval.claim, ancestor, end)
             frames, rows, num_bytes = (
                 frames + 1,
                 rows + (header.rows if header.kind is Kind.ROWS else 0),
