@@ -7,6 +7,8 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 OLD_VENV := .venv-torch2.11
 OLD_STAMP := $(OLD_VENV)/.installed
+DOCS_VENV := .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.installed
 BENCH ?= *
 # Three files of tests at a time, also on two cores: most of them wait for ranks to start. Each worker has a broker of
 # its own.
@@ -16,7 +18,7 @@ export PYTHON
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-kafka test test-unit test-all test-kafka test-slow test-matrix test-gpu fuzz chaos coverage \
-  lint bench lock clean kafka-tools host-tools browser-tools test-tools compiled
+  lint docs bench lock clean kafka-tools host-tools browser-tools test-tools compiled
 
 help: ## Show these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,6 +79,16 @@ lint: $(STAMP) ## Check style and types: ruff, mypy --strict on the package
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy --strict
+
+# In a venv of its own: what builds the site is no part of what the tests run with.
+$(DOCS_STAMP): requirements/docs.txt | $(STAMP)
+	@$(PY) -m uv venv --quiet --clear --python $(PY) $(DOCS_VENV)
+	@$(PY) -m uv pip install --quiet --python $(DOCS_VENV)/bin/python --no-deps -r $<
+	@touch $@
+
+docs: $(DOCS_STAMP) ## Build the documentation site into build/site; a broken link or a public name without a docstring fails
+	@$(PY) scripts/reference_pages.py build/reference
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build
 
 bench: $(STAMP) ## Run benchmarks/*/run.py (BENCH=NAME for one, BENCH_ARGS=...)
 	@set -e; for script in benchmarks/$(BENCH)/run.py; do \

@@ -1,19 +1,18 @@
 #!/usr/bin/env bash
 # Resolve pyproject.toml into every lock of requirements/; versions stay as they are unless --upgrade is given.
-# cpu.txt is what pyproject.toml says, cpu-NAME.txt the same with what NAME.txt puts in its place.
+# cpu.txt is what pyproject.toml says, cpu-NAME.txt the same with what NAME.txt puts in its place. docs.txt is docs.in.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 readonly python=.venv/bin/python
 scratch=$(mktemp)
 trap 'rm -f "$scratch"' EXIT
 
-# LOCK and more options for uv
-resolve() {
+# LOCK, and what to resolve
+compile() {
   local lock=$1
   shift
   sed '/^#/d' "$lock" >"$scratch"
-  "$python" -m uv pip compile pyproject.toml --extra cpu --extra dev --extra jdk --extra s3 --extra metrics --extra export \
-    --extra tensorboard --extra torchx --extra bench --overrides requirements/overrides.txt --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+  "$python" -m uv pip compile --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
     --no-header --no-emit-index-url --quiet --output-file "$scratch" "$@" >/dev/null
   {
     sed -n '/^#/!q;p' "$lock"
@@ -22,8 +21,17 @@ resolve() {
   mv "$lock.new" "$lock"
 }
 
+# LOCK and more options for uv
+resolve() {
+  local lock=$1
+  shift
+  compile "$lock" pyproject.toml --extra cpu --extra dev --extra jdk --extra s3 --extra metrics --extra export \
+    --extra tensorboard --extra torchx --extra bench --overrides requirements/overrides.txt "$@"
+}
+
 resolve requirements/cpu.txt "$@"
 for lock in requirements/cpu-*.txt; do
   name=${lock#requirements/cpu-}
   resolve "$lock" --overrides "requirements/$name" "$@"
 done
+compile requirements/docs.txt requirements/docs.in "$@"

@@ -22,8 +22,11 @@ class StreamCkptError(Exception):
 
     def __init__(self, message: str, *, hint: str = "", **where: object) -> None:
         self.message = message
+        """What is wrong, in one sentence."""
         self.hint = hint
+        """What to try, in the imperative; may be empty."""
         self.where = {key: value for key, value in where.items() if value is not None}
+        """Coordinates of the fault, by name."""
         super().__init__(message)
 
     @property

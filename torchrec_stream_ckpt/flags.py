@@ -222,9 +222,11 @@ def _wrong_tiers(uris: list[str], outer_every: int | None) -> str | None:
 class Restorable(Protocol):
     """``StreamCheckpointer``, without torch."""
 
-    def restore(self, marker: str | None = None, *, accept_unproved: bool = False) -> Restored | None: ...
+    def restore(self, marker: str | None = None, *, accept_unproved: bool = False) -> Restored | None:
+        """Bring a marker back."""
 
-    def standby(self, takeover: Takeover | None = None, *, accept_unproved: bool = False) -> Restored | None: ...
+    def standby(self, takeover: Takeover | None = None, *, accept_unproved: bool = False) -> Restored | None:
+        """Keep the newest marker loaded, and take the job over."""
 
 
 def restore_from(args: argparse.Namespace, checkpointer: Restorable) -> Restored | None:

@@ -246,6 +246,7 @@ class GlobalBatches(Generic[T]):
         self._epoch, self._samples = self._epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
+        """The position: the epoch, and how many samples of it the whole job has read."""
         return {"epoch": self._epoch, "samples": self._samples}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

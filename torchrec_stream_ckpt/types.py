@@ -13,7 +13,9 @@ class MarkerId:
     """Name of one marker: the generation that committed it, and its number on the lineage."""
 
     generation: int
+    """Run of the trainer that committed it, counted from 1 on each log."""
     marker: int
+    """Number of the marker, 1 for the first of a new job. After a restore, counting goes on from the restored one."""
 
     def __str__(self) -> str:
         return f"{self.generation}:{self.marker}"
@@ -117,11 +119,15 @@ class Committed:
     """What the future of a marker resolves to."""
 
     generation: int
+    """Generation that committed the marker: this run's own."""
     marker: int
+    """Number of the marker."""
     step: int
+    """Steps of the job when it was cut, those before a restored marker counted."""
 
     @property
     def id(self) -> MarkerId:
+        """The marker's name, ``GENERATION:MARKER``."""
         return MarkerId(self.generation, self.marker)
 
 
@@ -132,7 +138,9 @@ class Restored:
     generation: int
     """Generation of the marker that was restored (this job's own generation is higher)."""
     marker: int
+    """Number of the marker that was restored."""
     step: int
+    """Steps that the job had made at that marker: training goes on with the next one."""
     world: int
     """Number of ranks of the job that wrote the marker."""
     rows: int
@@ -147,4 +155,5 @@ class Restored:
 
     @property
     def id(self) -> MarkerId:
+        """The marker's name, ``GENERATION:MARKER``."""
         return MarkerId(self.generation, self.marker)

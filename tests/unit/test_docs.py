@@ -14,9 +14,11 @@ import pytest
 import typer
 
 from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.metrics import METRICS, TRAINER_METRICS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*/README.md")])
+BUILT_PAGES = ROOT / "scripts" / "reference_pages.py"
 ROOT_COMMAND = typer.main.get_command(app)
 _TOOL = re.compile(r"^(?:\$ )?(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?stream-ckpt(?= )")
 _SHELL = {"|", "||", "&", "&&", ";", ">", ">>", "<", "2>", "2>&1"}
@@ -110,3 +112,15 @@ def test_the_pictures_are_those_of_the_script(tmp_path: Path) -> None:
     drawn = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     assert drawn == {file.name: file.read_bytes() for file in (ROOT / "docs" / "img").glob("*.svg")}
     assert len(drawn) == 4
+
+
+def test_the_reference_has_every_verb_option_and_metric(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, str(BUILT_PAGES), str(tmp_path)], check=True, timeout=300)
+    cli, metrics = (tmp_path / "cli.md").read_text(), (tmp_path / "metrics.md").read_text()
+    verbs = dict(ROOT_COMMAND.commands)
+    verbs |= {f"broker {name}": verb for name, verb in verbs.pop("broker").commands.items()}
+    for name, verb in verbs.items():
+        section = cli.split(f"\n## {name}\n")[1].split("\n## ")[0]
+        options = [option for parameter in verb.params for option in parameter.opts if option.startswith("-")]
+        assert [option for option in options if f"`{option}" not in section] == [], name
+    assert [each.name for each in (METRICS | TRAINER_METRICS).values() if f"`{each.name}`" not in metrics] == []

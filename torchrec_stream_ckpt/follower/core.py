@@ -103,6 +103,7 @@ class Follower:
         """Since when nobody answers, on the monotonic clock."""
         self._said: MarkerId | None = None
         self.stats = FollowStats()
+        """Counts and positions so far; may be read on any thread."""
 
     def __enter__(self) -> Follower:
         return self
@@ -114,6 +115,7 @@ class Follower:
 
     @property
     def mode(self) -> FollowMode:
+        """``markers`` or ``rows``, as given to :func:`follow`."""
         return self._mode
 
     @property
@@ -415,7 +417,9 @@ def follow(
         poll_s: Seconds between two looks at the log.
         outage_s: How long log or store may not answer before :meth:`Follower.updates` raises.
         scratch: A folder for what only the log has, while it is handed out; default: that of the system.
-        store_options, kafka_options, commit_key_file: As of ``StreamConfig``.
+        store_options: As of ``StreamConfig``.
+        kafka_options: As of ``StreamConfig``.
+        commit_key_file: As of ``StreamConfig``.
 
     Raises:
         ConfigError: the URI, the store or an option is wrong.

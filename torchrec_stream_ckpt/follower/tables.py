@@ -127,6 +127,7 @@ class FollowedTables:
 
     @property
     def follower(self) -> Follower:
+        """The follower whose updates these tables apply."""
         return self._follower
 
     def rows_of(self, table: TableSpec) -> tuple[int, int]:
