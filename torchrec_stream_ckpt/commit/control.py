@@ -303,12 +303,12 @@ class Control:
 
     def _apply(self, folded: Folded, offset: int, record: bytes, *, spare: bool) -> bool:
         """Fold one record; whether it counts."""
-        parsed, stale = self._accept(folded.lineage, record, offset), folded.lineage.stale
-        crc = crc32c(record)
+        lineage, crc = folded.lineage, crc32c(record)
+        parsed, stale = self._accept(lineage, record, offset), lineage.stale
         if parsed is not None:
-            folded.lineage.apply(parsed, _place(offset, crc) if spare and isinstance(parsed, PackedCommit) else None)
+            lineage.apply(parsed, _place(offset, crc) if spare and isinstance(parsed, PackedCommit) else None)
         folded.upto, folded.crc = offset, crc
-        return parsed is not None and folded.lineage.stale == stale
+        return parsed is not None and lineage.stale == stale
 
     def _accept(self, lineage: Lineage, record: bytes, offset: int) -> ControlRecord | PackedCommit | None:
         """The record, or None if there is a key that does not vouch for it."""

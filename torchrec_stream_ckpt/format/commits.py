@@ -54,6 +54,11 @@ class Commits(MutableMapping[MarkerId, Commit]):
             self._held[self._last[0]] = self._last[1]
         self._last = marker, place
 
+    @property
+    def newest(self) -> MarkerId | None:
+        """The one that was committed last; None where there is none."""
+        return next(reversed(self._held), None)
+
     def __getitem__(self, marker: MarkerId) -> Commit:
         found = self._held[marker]
         if not isinstance(found, Commit):

@@ -22,6 +22,7 @@ from torchrec_stream_ckpt.format.remarks import End, Note
 from torchrec_stream_ckpt.format.snapshot import Snapshot
 from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
 
+_COMMIT = (PackedCommit, Commit)
 _MAX_GAP = 1000
 """Numbers that an unsigned record may take out of use: not all of them."""
 
@@ -127,10 +128,10 @@ class Lineage:
                 hint="give every job its own directory or topic",
                 generation=record.generation,
             )
-        if isinstance(record, Claim):
-            self._claim(record)
-        elif isinstance(record, PackedCommit | Commit):
+        if isinstance(record, _COMMIT):  # first: nearly all are
             self._commit(record, place)
+        elif isinstance(record, Claim):
+            self._claim(record)
         elif isinstance(record, Trim):
             self._trim(record)
         elif isinstance(record, End):
@@ -161,10 +162,10 @@ class Lineage:
 
     def _commit(self, commit: Commit | PackedCommit, place: Place | None) -> None:
         owner = self.claims.get(commit.generation)
-        if owner is None or commit.generation != self.newest_generation or owner.nonce != commit.nonce:
+        if owner is None or owner.nonce != commit.nonce or commit.generation != self.newest_generation:
             self.stale += 1
             return
-        marker, newest = MarkerId(owner.generation, commit.marker), next(reversed(self.commits), None)
+        marker, newest = MarkerId(owner.generation, commit.marker), self.commits.newest
         # A COMMIT that nobody answered for may land late, behind that of a later marker: it does not count.
         late = newest is not None and marker <= newest
         if late or commit.generation in self.ends:
@@ -255,7 +256,7 @@ class Lineage:
     @property
     def newest(self) -> Commit | None:
         """The committed marker that was committed last."""
-        marker = next(reversed(self.commits), None)
+        marker = self.commits.newest
         return self.commits[marker] if marker is not None else None
 
     def find(self, marker: MarkerId) -> Commit:
@@ -331,7 +332,7 @@ class Lineage:
 
     def _of_generation(self, generation: int) -> list[MarkerId]:
         """The committed markers of a generation, oldest first."""
-        state = (len(self.commits), next(reversed(self.commits), None))
+        state = (len(self.commits), self.commits.newest)
         if self._ordered[0] != state:
             ordered: dict[int, list[MarkerId]] = {}
             for marker in self.commits:

@@ -22,6 +22,7 @@ MAX_RANKS = 65_536
 """Columns of width 0 take no bytes: without a limit a few of them would stand for ranks without end."""
 _FRONT = struct.Struct(f"<I{len(COLUMNS)}B{len(COLUMNS)}Q")
 """Number of ranks, bytes of a value in each column, least value of each column."""
+FRONT_LEN = _FRONT.size
 _IN_ORDER = "COMMIT.ranks must be 0, 1, 2, ..., each with a HELLO and a MARK"
 _FRAMES = COLUMNS.index("frames")
 
@@ -41,6 +42,29 @@ def from_base64(text: str, what: str) -> bytes:
     return packed
 
 
+def check_front(front: bytes, num_bytes: int) -> bool:
+    """Check what packed ends begin with. False: their frames have to be looked at, too, for one may have too few.
+
+    Args:
+        front: The first :data:`FRONT_LEN` bytes, or more.
+        num_bytes: How many there are in all.
+
+    Raises:
+        CorruptionError: no packed ends begin so.
+    """
+    if num_bytes < FRONT_LEN:
+        raise CorruptionError("COMMIT.ranks is cut short")
+    fields = _FRONT.unpack_from(front)
+    count, widths, least = fields[0], fields[1 : 1 + len(COLUMNS)], fields[1 + len(COLUMNS) :]
+    widest = max(widths)
+    if not 1 <= count <= MAX_RANKS or widest > 8 or num_bytes != FRONT_LEN + count * sum(widths):
+        raise CorruptionError("COMMIT.ranks has impossible lengths")
+    fits = widest < 8 and max(least) < 1 << 63  # then each column does
+    if not fits and any(low + (1 << 8 * width) > 1 << 64 for low, width in zip(least, widths, strict=True)):
+        raise CorruptionError("COMMIT.ranks has a number of more than 64 bits")
+    return bool(least[_FRAMES] >= 2)
+
+
 class RankEnds(Sequence[RankEnd]):
     """Ranks 0, 1, 2, ... in order, unpacked one by one.
 
@@ -55,16 +79,7 @@ class RankEnds(Sequence[RankEnd]):
 
     def __init__(self, packed: bytes) -> None:
         self._packed = packed
-        if len(packed) < _FRONT.size:
-            raise CorruptionError("COMMIT.ranks is cut short")
-        count, widths, least = self._front()
-        widest, highest = max(widths), max(least)
-        if not 1 <= count <= MAX_RANKS or widest > 8 or len(packed) != _FRONT.size + count * sum(widths):
-            raise CorruptionError("COMMIT.ranks has impossible lengths")
-        fits = highest + (1 << 8 * widest) <= 1 << 64  # then each column does
-        if not fits and any(low + (1 << 8 * width) > 1 << 64 for low, width in zip(least, widths, strict=True)):
-            raise CorruptionError("COMMIT.ranks has a number of more than 64 bits")
-        if least[_FRAMES] < 2 and min(self._column(_FRAMES)) < 2:
+        if not check_front(packed, len(packed)) and min(self._column(_FRAMES)) < 2:
             raise CorruptionError(_IN_ORDER)
 
     @classmethod
@@ -127,7 +142,7 @@ class RankEnds(Sequence[RankEnd]):
             return tuple(self)[rank]
         count, widths, least = self._front()
         rank = range(count)[rank]
-        values, at = [], _FRONT.size
+        values, at = [], FRONT_LEN
         for width, low in zip(widths, least, strict=True):
             place = at + rank * width
             values.append(low + int.from_bytes(self._packed[place : place + width], "little"))
@@ -161,6 +176,6 @@ class RankEnds(Sequence[RankEnd]):
 
     def _bytes(self, place: int, count: int, widths: Sequence[int]) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
         """One column, a row of bytes for each rank."""
-        begin = _FRONT.size + count * sum(widths[:place])
+        begin = FRONT_LEN + count * sum(widths[:place])
         column = np.frombuffer(self._packed, np.uint8, count * widths[place], begin)
         return column.reshape(count, widths[place])
