@@ -18,7 +18,7 @@ ROOT = Path(torchrec_stream_ckpt.__file__).parent
 PACKAGE = "torchrec_stream_ckpt"
 SOURCES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
 
-LEAVES = {"errors", "types", "layout", "options", "stats", "config", "metrics", "failpoints", "locks"}
+LEAVES = {"errors", "types", "layout", "options", "stats", "config", "metrics", "failpoints", "locks", "units"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": {"errors"},
@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "flags": {"errors", "types", "config"},
     "failpoints": {"errors"},
     "locks": set(),
+    "units": {"errors"},
     "adapter": {"errors", "types", "adapter"},
     "format": LEAVES | {"format"},
     "log": LEAVES | {"format", "log"},

@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 from tests import stores
 from tests.builders import ROWWISE, table
 from tests.tables import FIRST, Tables, write_tables
-from torchrec_stream_ckpt.cli.export import parse_size
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StreamCkptError
 from torchrec_stream_ckpt.format.schema import Schema
@@ -29,6 +28,7 @@ from torchrec_stream_ckpt.interchange.target import new_folder, parse_target
 from torchrec_stream_ckpt.materialize import fold
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.types import StateSpec
+from torchrec_stream_ckpt.units import parse_size
 
 MOMENT = StateSpec("exp_avg", "float32", False)
 SCHEMA = Schema(

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.materialize.retention import Candidate, Decision, Retention, parse_duration
+from torchrec_stream_ckpt.materialize.retention import Candidate, Decision, Retention
 from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.units import parse_duration
 
 HOUR = 3600.0
 

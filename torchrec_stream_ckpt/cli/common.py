@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -270,29 +269,6 @@ def print_json_rows(value: dict[str, object], name: str, rows: Sequence[object])
 def plain(text: str) -> str:
     """Text of a log in a table or tree: neither the terminal nor rich takes any of it for an order."""
     return escape(printable(text))
-
-
-def age(time_s: float) -> str:
-    """How long ago, for people."""
-    return age_text(max(0.0, time.time() - time_s))
-
-
-def age_text(seconds: float) -> str:
-    """A length of time for people."""
-    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.0f} s"
-
-
-def size(num_bytes: int) -> str:
-    """Bytes for people, in powers of 1000."""
-    value = float(num_bytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"
 
 
 @contextlib.contextmanager

@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from torchrec_stream_ckpt.cli.common import plain, size
+from torchrec_stream_ckpt.cli.common import plain
 from torchrec_stream_ckpt.errors import printable
 from torchrec_stream_ckpt.materialize.service import Event, Service
+from torchrec_stream_ckpt.units import size
 
 _RATE_S = 10.0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -19,20 +18,18 @@ from torchrec_stream_ckpt.cli.common import (
     open_job,
     print_json,
     progress_bar,
-    size,
 )
 from torchrec_stream_ckpt.cli.show import Marker
 from torchrec_stream_ckpt.cli.stored import dense_folder, rows_of
-from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.interchange.export import ExportOptions, chosen_tables, export
 from torchrec_stream_ckpt.interchange.sources import open_sources
 from torchrec_stream_ckpt.interchange.tables import table_bytes
 from torchrec_stream_ckpt.interchange.target import check_free, parse_target
+from torchrec_stream_ckpt.units import parse_size, size
 
 Scratch = Annotated[
     Path | None, typer.Option(help="A folder with room for what only the log has (default: beside the target).")
 ]
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def export_marker(
@@ -104,12 +101,3 @@ def export_marker(
         f"marker {exported.marker} (step {exported.step}): {len(exported.tables)} tables of {exported.rows} rows in "
         f"{len(exported.files)} files ({size(exported.num_bytes)}) in {exported.target}"
     )
-
-
-def parse_size(text: str) -> int:
-    """Bytes of ``5GB``, ``800MB`` or ``4096``."""
-    match = re.fullmatch(r"(\d+)\s*([KMGT]?B?)", text.strip().upper())
-    if match is None or f"{match[2]}".rstrip("B") not in {"", "K", "M", "G", "T"} or not int(match[1]):
-        raise ConfigError(f"{text!r} is not a size", hint="write it as 5GB or 800MB")
-    unit = match[2].rstrip("B")
-    return int(match[1]) * _UNITS[f"{unit}B" if unit else ""]

@@ -23,7 +23,6 @@ from torchrec_stream_ckpt.cli.common import (
     Store,
     StoreOptions,
     Uri,
-    age,
     plain,
     stopping,
 )
@@ -32,6 +31,7 @@ from torchrec_stream_ckpt.follower.core import Follower, follow
 from torchrec_stream_ckpt.follower.serve import ServingWriter
 from torchrec_stream_ckpt.follower.updates import Changed, Update, UpdateKind
 from torchrec_stream_ckpt.layout import parse_uri
+from torchrec_stream_ckpt.units import age
 
 _DAY_S = 86_400
 

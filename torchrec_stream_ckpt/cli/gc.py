@@ -22,15 +22,15 @@ from torchrec_stream_ckpt.cli.common import (
     open_objects,
     parse_job,
     print_json,
-    size,
 )
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.layout import check_store_url
 from torchrec_stream_ckpt.materialize.gc import GcPlan, GcRules, collect, plan_gc, take_stock
-from torchrec_stream_ckpt.materialize.retention import Retention, parse_duration
+from torchrec_stream_ckpt.materialize.retention import Retention
 from torchrec_stream_ckpt.store.api import Entry, Objects
 from torchrec_stream_ckpt.store.jobs import some_jobs_in
+from torchrec_stream_ckpt.units import parse_duration, size
 
 _THREADS = 8
 

@@ -15,7 +15,6 @@ from torchrec_stream_ckpt.cli.common import (
     StoreOptions,
     print_json,
     progress_bar,
-    size,
 )
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.config import StreamConfig
@@ -24,6 +23,7 @@ from torchrec_stream_ckpt.interchange.target import parse_target
 from torchrec_stream_ckpt.log.api import open_log
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import dense_in
+from torchrec_stream_ckpt.units import size
 
 
 def import_checkpoint(

@@ -18,15 +18,14 @@ from torchrec_stream_ckpt.cli.common import (
     Store,
     StoreOptions,
     Uri,
-    age,
     open_job,
     plain,
     print_json_rows,
-    size,
 )
 from torchrec_stream_ckpt.cli.standing import look
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.units import age, size
 
 
 def list_markers(

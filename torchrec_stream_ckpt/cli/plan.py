@@ -16,16 +16,13 @@ from torchrec_stream_ckpt.cli.common import (
     KafkaOptions,
     Store,
     StoreOptions,
-    age_text,
     open_job,
     print_json,
-    size,
 )
-from torchrec_stream_ckpt.cli.export import parse_size
 from torchrec_stream_ckpt.cli.plan_input import Asked, Rates, parse_assumptions, parse_tables, workload_of_job
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.materialize.retention import parse_duration
 from torchrec_stream_ckpt.sizing import Deployment, Plan, UnitCosts, Workload, plan
+from torchrec_stream_ckpt.units import duration, parse_duration, parse_size, size
 
 LOGS = ("kafka", "file")
 
@@ -168,7 +165,7 @@ def _print(work: Workload, where: Deployment, costs: UnitCosts, result: Plan) ->
     console.print(
         f"{len(work.tables)} tables, {work.rows:,} rows, {size(round(work.table_bytes))} with states and ids; "
         f"{work.ranks} ranks, {work.steps_per_s:g} steps a second, a drain every {drains}, "
-        f"a marker every {span(work.marker_s)}",
+        f"a marker every {duration(work.marker_s)}",
         soft_wrap=True,
     )
     table = Table("", "needs", "how", title="plan: a model, not a measurement", title_justify="left")
@@ -209,12 +206,14 @@ def _stream(work: Workload, result: Plan) -> Rows:
             late or f"{result.publisher_use:.0%} of a publisher",
         ),
         ("frames of a drain", f"{result.frames_per_drain:,.0f}", f"of the busiest rank; {full}"),
-        ("first sweep", span(result.sweep_s), f"{size(round(result.sweep_bytes))} before the first marker"),
+        ("first sweep", duration(result.sweep_s), f"{size(round(result.sweep_bytes))} before the first marker"),
     ]
 
 
 def _log(where: Deployment, result: Plan) -> Rows:
-    trims = "without trims, after a day" if where.trim_s is None else f"sweep and {span(where.trim_s)} between trims"
+    trims = (
+        "without trims, after a day" if where.trim_s is None else f"sweep and {duration(where.trim_s)} between trims"
+    )
     rows = [
         ("partitions", str(result.partitions), "one a rank, one for control"),
         ("disk", size(round(result.log_bytes)), f"{trims}, {where.copies} {'copy' if where.copies == 1 else 'copies'}"),
@@ -230,28 +229,32 @@ def _log(where: Deployment, result: Plan) -> Rows:
 
 
 def _store(work: Workload, where: Deployment, result: Plan) -> Rows:
-    kept = "every marker kept" if where.keep_all_s is None else f"all markers for {span(where.keep_all_s)}"
+    kept = "every marker kept" if where.keep_all_s is None else f"all markers for {duration(where.keep_all_s)}"
     if where.then_every_s is not None:
-        kept += f", then one each {span(where.then_every_s)}"
+        kept += f", then one each {duration(where.then_every_s)}"
     rows = [
         ("a marker", size(round(result.store_interval_bytes + work.dense_bytes)), "rows that changed, once, and dense"),
         ("written", f"{size(round(result.store_write_bytes_per_s))}/s", f"bases included (--rebase {where.rebase:g})"),
         ("materializers", str(result.materializers), "workers"),
     ]
-    return rows + [(f"after {span(age_s)}", size(round(held)), kept) for age_s, held in result.store_bytes]
+    return rows + [(f"after {duration(age_s)}", size(round(held)), kept) for age_s, held in result.store_bytes]
 
 
 def _failure(result: Plan) -> Rows:
     restore = result.restore
     return [
-        ("commit", span(result.commit_s), "from the cut to the COMMIT"),
-        ("lost, mean", span(result.loss_mean_s), f"half of {span(result.marker_s)} between markers, and a commit"),
-        ("lost, worst", span(result.loss_worst_s), "training that is done again; no row that was committed"),
-        ("restore, cold", span(restore.cold_s), "from the store, nothing cached, delta as large as it gets"),
-        ("restore, warm", span(restore.warm_s), "from the page cache"),
-        ("restore, HEAD", span(restore.head_s), "from the host's memory"),
-        ("restore, log alone", span(restore.log_s), "without a materializer, when the job is a day old"),
-        ("restart", span(restore.restart_s), "comes on top: processes, model"),
+        ("commit", duration(result.commit_s), "from the cut to the COMMIT"),
+        (
+            "lost, mean",
+            duration(result.loss_mean_s),
+            f"half of the {duration(result.marker_s)} between markers, and a commit",
+        ),
+        ("lost, worst", duration(result.loss_worst_s), "training that is done again; no row that was committed"),
+        ("restore, cold", duration(restore.cold_s), "from the store, nothing cached, delta as large as it gets"),
+        ("restore, warm", duration(restore.warm_s), "from the page cache"),
+        ("restore, HEAD", duration(restore.head_s), "from the host's memory"),
+        ("restore, log alone", duration(restore.log_s), "without a materializer, when the job is a day old"),
+        ("restart", duration(restore.restart_s), "comes on top: processes, model"),
     ]
 
 
@@ -272,8 +275,3 @@ def _rank(work: Workload, result: Plan) -> Rows:
             f"{result.step_overhead_s * work.steps_per_s:.1%} of a step, on a CPU; a GPU is not measured",
         ),
     ]
-
-
-def span(seconds: float) -> str:
-    """A length of time for people."""
-    return f"{1000 * seconds:.0f} ms" if seconds < 1 else age_text(seconds)

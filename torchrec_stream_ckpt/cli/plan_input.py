@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from torchrec_stream_ckpt.cli.common import Job
-from torchrec_stream_ckpt.cli.export import parse_size
 from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
 from torchrec_stream_ckpt.format.rows import RowLayout
@@ -23,6 +22,7 @@ from torchrec_stream_ckpt.sizing import (
     optimizer_states,
 )
 from torchrec_stream_ckpt.types import TableSpec
+from torchrec_stream_ckpt.units import parse_size
 
 EXAMPLE = '[{"rows": 40000000, "dim": 128, "optimizer": "rowwise_adagrad", "ids": 20, "zipf": 1.05, "count": 4}]'
 _FIELDS: dict[str, type | tuple[type, ...]] = {

@@ -18,7 +18,6 @@ from torchrec_stream_ckpt.cli.common import (
     kept_store,
     options_of,
     print_json,
-    size,
     stopping,
 )
 from torchrec_stream_ckpt.commit.control import Control
@@ -28,6 +27,7 @@ from torchrec_stream_ckpt.layout import FileUri, parse_uri
 from torchrec_stream_ckpt.log.api import open_log
 from torchrec_stream_ckpt.tiers.service import Event, RelayService, state_of
 from torchrec_stream_ckpt.tiers.tier import open_tiers
+from torchrec_stream_ckpt.units import size
 
 _DAY_S = 86_400
 

@@ -17,16 +17,15 @@ from torchrec_stream_ckpt.cli.common import (
     Store,
     StoreOptions,
     Uri,
-    age,
     open_job,
     plain,
     print_json,
-    size,
 )
 from torchrec_stream_ckpt.cli.standing import look
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense_files import DenseFile
+from torchrec_stream_ckpt.units import age, size
 
 Marker = Annotated[str | None, typer.Option(help="GENERATION:MARKER (default: the newest).", metavar="MARKER")]
 

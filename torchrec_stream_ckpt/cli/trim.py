@@ -20,7 +20,6 @@ from torchrec_stream_ckpt.cli.common import (
     open_job,
     open_objects,
     print_json,
-    size,
 )
 from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.commit.snapshots import Shortened, shorten_control
@@ -39,6 +38,7 @@ from torchrec_stream_ckpt.store.dense import dense_in
 from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.units import size
 
 _READERS = 8
 

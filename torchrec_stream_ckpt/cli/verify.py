@@ -20,7 +20,6 @@ from torchrec_stream_ckpt.cli.common import (
     open_job,
     print_json,
     progress_bar,
-    size,
 )
 from torchrec_stream_ckpt.cli.show import Marker
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, TrimmedError, printable
@@ -32,6 +31,7 @@ from torchrec_stream_ckpt.restore.verdicts import Verdict, Verifier
 from torchrec_stream_ckpt.restore.verify import CompareDense, Verified, verify_marker
 from torchrec_stream_ckpt.store.verdicts import leave_verdict
 from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.units import size
 
 
 def verify_markers(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
-
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from torchrec_stream_ckpt.cli.common import plain, size
+from torchrec_stream_ckpt.cli.common import plain
 from torchrec_stream_ckpt.errors import printable
 from torchrec_stream_ckpt.format.proof import Proved
-from torchrec_stream_ckpt.reporting.now import Look, MarkerRow, RankRow, for_people
+from torchrec_stream_ckpt.reporting.now import Look, MarkerRow, RankRow
+from torchrec_stream_ckpt.units import clock, duration, size
 
 _WIDE = 110
 _RANKS = 8
@@ -50,9 +49,8 @@ def _head(uri: str, seen: Look) -> RenderableType:
     half = -(-len(cells) // 2)
     for left, right in zip(cells[:half], [*cells[half:], ("", "")], strict=False):
         grid.add_row(left[0], plain(left[1]), right[0], plain(right[1]))
-    clock = time.strftime("%H:%M:%S", time.localtime(seen.time_s))
     title = Text(printable(uri), style="bold", overflow="ellipsis", no_wrap=True)
-    return Panel(grid, title=title, title_align="left", subtitle=clock, subtitle_align="right")
+    return Panel(grid, title=title, title_align="left", subtitle=clock(seen.time_s), subtitle_align="right")
 
 
 def facts(seen: Look) -> list[tuple[str, str]]:
@@ -61,11 +59,11 @@ def facts(seen: Look) -> list[tuple[str, str]]:
     what = f"{seen.world} ranks" if seen.world else "a fence" if seen.generation else "none"
     return [
         ("newest marker", f"{newest.marker}, step {newest.step:,}" if newest is not None else "none yet"),
-        ("age = loss now", for_people(seen.loss_s) if seen.loss_s is not None else "all of it"),
+        ("age = loss now", duration(seen.loss_s) if seen.loss_s is not None else "all of it"),
         ("generation", f"{seen.generation}, {what}" if seen.generation else "none"),
-        ("markers", f"{seen.markers:,}" + (f", every {for_people(seen.interval_s)}" if seen.interval_s else "")),
+        ("markers", f"{seen.markers:,}" + (f", every {duration(seen.interval_s)}" if seen.interval_s else "")),
         ("steps a second", f"{seen.steps_per_s:.2f}" if seen.steps_per_s is not None else "-"),
-        ("restore", f"{for_people(restore.seconds)} from {restore.source}" if restore is not None else "-"),
+        ("restore", f"{duration(restore.seconds)} from {restore.source}" if restore is not None else "-"),
         ("it reads", size(restore.num_bytes) if restore is not None else "-"),
         ("proved", _proved(seen.proved) if seen.proved is not None else "-"),
         ("store", f"{backlog.markers} behind, {size(backlog.num_bytes)}" if backlog is not None else "not folded"),
@@ -94,8 +92,8 @@ def _markers(seen: Look, room: int) -> Table:
 
 
 def _cells(row: MarkerRow, now_s: float) -> tuple[str, ...]:
-    after = for_people(row.took_s) if row.took_s is not None else "-"
-    age = for_people(max(0.0, now_s - row.time_s))
+    after = duration(row.took_s) if row.took_s is not None else "-"
+    age = duration(max(0.0, now_s - row.time_s))
     return (
         str(row.marker),
         f"{row.step:,}",
@@ -133,15 +131,14 @@ def _side_by_side(left: Table, right: Table) -> Table:
 
 def line(seen: Look) -> str:
     """One look as one line of text."""
-    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seen.time_s))
     newest = seen.newest
     if newest is None:
-        return f"{clock} generation {seen.generation}: no marker yet"
+        return f"{clock(seen.time_s)} generation {seen.generation}: no marker yet"
     parts = [
-        f"marker {newest.marker}, step {newest.step}, {for_people(seen.loss_s or 0.0)} ago",
+        f"marker {newest.marker}, step {newest.step}, {duration(seen.loss_s or 0.0)} ago",
         f"{newest.rows} rows, {size(newest.num_bytes)}",
         f"{seen.steps_per_s:.2f} steps/s" if seen.steps_per_s is not None else "",
-        f"restore {for_people(seen.restore.seconds)} from {seen.restore.source}" if seen.restore is not None else "",
+        f"restore {duration(seen.restore.seconds)} from {seen.restore.source}" if seen.restore is not None else "",
         f"store {seen.backlog.markers} behind" if seen.backlog is not None else "",
     ]
-    return f"{clock} " + "; ".join(part for part in parts if part)
+    return f"{clock(seen.time_s)} " + "; ".join(part for part in parts if part)

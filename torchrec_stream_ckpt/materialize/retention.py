@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.types import MarkerId
-
-_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
-_DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)(s|min|h|d|w)?")
-
-
-def parse_duration(text: float | str) -> float:
-    """Seconds, from a number of them or from text: ``90``, ``90s``, ``15min``, ``24h``, ``7d``, ``2w``.
-
-    Raises:
-        ConfigError: it is no duration.
-    """
-    if isinstance(text, str):
-        match = _DURATION.fullmatch(text.strip())
-        if match is None:
-            raise ConfigError(f"'{text}' is no duration", hint="write a number and s, min, h, d or w, such as 24h")
-        return float(match[1]) * _UNITS[match[2] or "s"]
-    if isinstance(text, bool) or not math.isfinite(text) or text < 0:
-        raise ConfigError(f"{text!r} is no duration", hint="give seconds, or text such as 24h")
-    return float(text)
+from torchrec_stream_ckpt.units import parse_duration
 
 
 @dataclass(frozen=True, slots=True)

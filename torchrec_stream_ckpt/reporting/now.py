@@ -11,6 +11,7 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import Proved
 from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.units import duration
 
 RECENT = 12
 """Markers that a look at a job shows, and of which rates are taken."""
@@ -275,29 +276,14 @@ def _alerts(
         since_s = time_s - lineage.claims[generation].time_s
         if since_s > _FIRST_S:
             found.append(
-                Alert("first", f"generation {generation} began {for_people(since_s)} ago and has committed no marker")
+                Alert("first", f"generation {generation} began {duration(since_s)} ago and has committed no marker")
             )
     elif loss_s is not None and interval_s is not None and loss_s > max(_LATE_S, _LATE_INTERVALS * interval_s):
-        found.append(
-            Alert("late", f"no marker for {for_people(loss_s)}; they came every {for_people(interval_s)} before")
-        )
+        found.append(Alert("late", f"no marker for {duration(loss_s)}; they came every {duration(interval_s)} before"))
     if backlog is not None and backlog.age_s > max(_LAG_S, _LAG_INTERVALS * (interval_s or 0.0)):
         found.append(
-            Alert("lag", f"the store is {backlog.markers} markers behind, the oldest for {for_people(backlog.age_s)}")
+            Alert("lag", f"the store is {backlog.markers} markers behind, the oldest for {duration(backlog.age_s)}")
         )
     if lineage.unsigned:
         found.append(Alert("unsigned", f"{lineage.unsigned} records are not signed with the commit key"))
     return found
-
-
-_UNITS: Mapping[str, float] = {"d": 86_400, "h": 3_600, "min": 60}
-
-
-def for_people(seconds: float) -> str:
-    """A duration."""
-    for unit, length in _UNITS.items():
-        if seconds >= length:
-            return f"{seconds / length:.1f} {unit}"
-    if seconds >= 10:
-        return f"{seconds:.0f} s"
-    return f"{seconds:.1f} s" if seconds >= 0.1 else f"{1e3 * seconds:.0f} ms"

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.reporting import sections
 from torchrec_stream_ckpt.reporting.history import History
-from torchrec_stream_ckpt.reporting.now import Look, for_people
+from torchrec_stream_ckpt.reporting.now import Look
 from torchrec_stream_ckpt.reporting.stalls import Stalls
 from torchrec_stream_ckpt.reporting.style import STYLE
 from torchrec_stream_ckpt.reporting.svg import text_of
+from torchrec_stream_ckpt.units import duration, size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,24 +67,24 @@ def _cards(report: Report) -> str:
         ("Newest marker", str(newest.marker) if newest else "none", f"step {newest.step:,}" if newest else ""),
         (
             "Its age",
-            for_people(look.loss_s) if look.loss_s is not None else "-",
+            duration(look.loss_s) if look.loss_s is not None else "-",
             "lost, if the job died then",
         ),
         ("Markers", f"{look.markers:,}", f"in {generations:,} generation{'s' * (generations != 1)}"),
         (
             "Interval",
-            for_people(look.interval_s) if look.interval_s is not None else "-",
+            duration(look.interval_s) if look.interval_s is not None else "-",
             "median between the last markers",
         ),
         (
             "Restore estimate",
-            for_people(restore.seconds) if restore else "-",
-            f"{sections.size(restore.num_bytes)} from {restore.source}" if restore else "",
+            duration(restore.seconds) if restore else "-",
+            f"{size(restore.num_bytes)} from {restore.source}" if restore else "",
         ),
         (
             "Materializer",
             f"{look.backlog.markers:,} behind" if look.backlog else "none",
-            sections.size(look.backlog.num_bytes) if look.backlog else "nobody folds the log",
+            size(look.backlog.num_bytes) if look.backlog else "nobody folds the log",
         ),
     ]
     items = "".join(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.reporting.history import Heat, History, Traffic
-from torchrec_stream_ckpt.reporting.now import Look, for_people, sent_bytes
+from torchrec_stream_ckpt.reporting.now import Look, sent_bytes
 from torchrec_stream_ckpt.reporting.stalls import Stalls
 from torchrec_stream_ckpt.reporting.svg import (
     COLORS,
@@ -28,6 +28,7 @@ from torchrec_stream_ckpt.reporting.svg import (
     ticks,
 )
 from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.units import duration, size
 
 MOST_BARS = 100
 """Bars of a chart; of more markers each bar is the mean of some."""
@@ -36,15 +37,6 @@ _LANE = 26
 _OTHERS = COLORS - 1
 _FOOT = 0.3
 """What a single row is high on a logarithmic axis, in powers of ten."""
-
-
-def size(num_bytes: float) -> str:
-    """Bytes for people, in powers of 1000."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
 
 
 def count(value: float) -> str:
@@ -56,8 +48,12 @@ def count(value: float) -> str:
     return f"{value:.3g}G"
 
 
-def duration(seconds: float) -> str:
-    """Seconds for people, also very few."""
+def _on_axis_bytes(num_bytes: float) -> str:
+    return size(num_bytes).replace(".0 ", " ")
+
+
+def _on_axis_s(seconds: float) -> str:
+    """Seconds beside an axis, also very few."""
     for unit, length in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= length:
             return f"{seconds / length:.3g} {unit}"
@@ -188,7 +184,7 @@ def _generations(whole: Lineage, ends: dict[int, tuple[int, int, int]]) -> str:
 
 def by_table(intervals: Sequence[Traffic], what: str) -> str:
     """Stacked bars a marker, or a mean of some; ``what`` is ``rows`` or ``num_bytes``."""
-    show = size if what == "num_bytes" else count
+    show = _on_axis_bytes if what == "num_bytes" else count
     totals, top = _totals(intervals, what), _largest(intervals)
     groups = _groups(intervals)
     stacks = [_stack(group, what, top) for group in groups]
@@ -366,12 +362,12 @@ def restore(whole: Lineage, intervals: Sequence[Traffic], bytes_per_s: float) ->
     x, y = Axis(0.0, float(max(1, len(intervals) - 1)), *across), Axis(0.0, high or 1.0, *upward)
     every = max(1, len(intervals) // 6)
     x_ticks = [(float(number), str(intervals[number].commit.id)) for number in range(0, len(intervals), every)]
-    body = grid(x, y, x_ticks, _labels(y, duration), "marker")
+    body = grid(x, y, x_ticks, _labels(y, _on_axis_s), "marker")
     body += "".join(
         polyline(Line(str(generation), thinned(points), generation % _OTHERS, len(points) <= 60), x, y)
         for generation, points in lines.items()
     )
-    return chart("restore", "Restore estimate", f"up to {duration(high)}", body)
+    return chart("restore", "Restore estimate", f"up to {_on_axis_s(high)}", body)
 
 
 def _behind(whole: Lineage) -> dict[int, int]:
@@ -393,7 +389,7 @@ def last_markers(look: Look) -> str:
             row.marker,
             f"{row.step:,}",
             time.strftime("%m-%d %H:%M:%S", time.gmtime(row.time_s)),
-            for_people(row.took_s) if row.took_s is not None else "-",
+            duration(row.took_s) if row.took_s is not None else "-",
             f"{row.rows:,}",
             size(row.num_bytes),
             size(row.dense_bytes),

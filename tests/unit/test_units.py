@@ -1,0 +1,55 @@
+"""Sizes and times as people read and write them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.units import age, clock, duration, parse_duration, parse_size, size
+
+
+def test_bytes_are_shown_in_powers_of_1000() -> None:
+    assert [size(count) for count in (0, 999, 1000, 85_900_000, 2.5e9, 7.04e15)] == [
+        "0 B",
+        "999 B",
+        "1.0 kB",
+        "85.9 MB",
+        "2.5 GB",
+        "7040.0 TB",
+    ]
+
+
+def test_a_length_of_time_is_shown_in_the_largest_unit_that_fits() -> None:
+    seconds = (0.0, 0.05, 0.25, 9.96, 42.4, 90, 5400, 172_800)
+    assert [duration(each) for each in seconds] == [
+        "0 ms",
+        "50 ms",
+        "0.2 s",
+        "10.0 s",
+        "42 s",
+        "1.5 min",
+        "1.5 h",
+        "2.0 d",
+    ]
+
+
+def test_a_clock_that_runs_ahead_makes_no_negative_age() -> None:
+    assert age(time.time() + 100) == "0 ms"
+    assert age(time.time() - 7200) == "2.0 h"
+
+
+def test_a_moment_is_shown_in_local_time() -> None:
+    assert clock(0.0) == time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(0))
+
+
+def test_sizes_and_times_are_read_as_people_write_them() -> None:
+    assert [parse_size(text) for text in ("5GB", "800 mb", "3k", "17", "17B")] == [5 * 10**9, 8 * 10**8, 3000, 17, 17]
+    assert [parse_duration(text) for text in ("90", "15min", 2.5, "1w")] == [90.0, 900.0, 2.5, 604_800.0]
+
+
+@pytest.mark.parametrize("text", ["", "0", "5 apples", "-1GB", "1.5GB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="not a size"):
+        parse_size(text)

@@ -1,0 +1,72 @@
+"""Sizes and times as people read and write them."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+
+from torchrec_stream_ckpt.errors import ConfigError
+
+_LENGTHS = {"d": 86_400, "h": 3_600, "min": 60}
+_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
+_BYTES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)(s|min|h|d|w)?")
+_SIZE = re.compile(r"(\d+)\s*([KMGT]?)B?")
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people, in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"
+
+
+def duration(seconds: float) -> str:
+    """A length of time for people."""
+    for unit, length in _LENGTHS.items():
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    if seconds >= 10:
+        return f"{seconds:.0f} s"
+    return f"{seconds:.1f} s" if seconds >= 0.1 else f"{1e3 * seconds:.0f} ms"
+
+
+def age(time_s: float) -> str:
+    """How long ago a moment of the wall clock was, for people."""
+    return duration(max(0.0, time.time() - time_s))
+
+
+def clock(time_s: float) -> str:
+    """A moment of the wall clock, in local time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``5GB``, ``800MB`` or ``4096``.
+
+    Raises:
+        ConfigError: the text is not a size.
+    """
+    match = _SIZE.fullmatch(text.strip().upper())
+    if match is None or not int(match[1]):
+        raise ConfigError(f"{text!r} is not a size", hint="write it as 5GB or 800MB")
+    return int(match[1]) * _BYTES[match[2]]
+
+
+def parse_duration(text: float | str) -> float:
+    """Seconds, from a number of them or from text: ``90``, ``90s``, ``15min``, ``24h``, ``7d``, ``2w``.
+
+    Raises:
+        ConfigError: the text is not a length of time.
+    """
+    if isinstance(text, str):
+        match = _DURATION.fullmatch(text.strip())
+        if match is None:
+            raise ConfigError(f"'{text}' is no duration", hint="write a number and s, min, h, d or w, such as 24h")
+        return float(match[1]) * _SECONDS[match[2] or "s"]
+    if isinstance(text, bool) or not math.isfinite(text) or text < 0:
+        raise ConfigError(f"{text!r} is no duration", hint="give seconds, or text such as 24h")
+    return float(text)
