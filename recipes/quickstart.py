@@ -1,0 +1,54 @@
+"""Train a small sharded table with streaming checkpoints. Kill it and start it again, on other ranks too: it goes on.
+
+python quickstart.py
+torchrun --standalone --nproc_per_node 2 quickstart.py
+"""
+
+import logging
+import os
+import sys
+import warnings
+
+import torch
+import torch.distributed as dist
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.optimizers import Adagrad
+
+from torchrec_stream_ckpt import GlobalBatches, StreamCheckpointer, StreamConfig, TrackedLoader
+
+
+def make_batch(epoch: int, rows: range, size: int) -> KeyedJaggedTensor:
+    """The samples ``rows`` of an epoch, one id each, filled up to ``size`` with samples that have none."""
+    lengths = torch.tensor([1] * len(rows) + [0] * (size - len(rows)))
+    return KeyedJaggedTensor(["item"], torch.tensor([7 * row % 1000 for row in rows]), lengths=lengths)
+
+
+if "RANK" not in os.environ:  # torchrun has not started this: be the only rank
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+logging.basicConfig(level=logging.ERROR, format="%(message)s", force=True)
+logging.getLogger("torchrec_stream_ckpt").setLevel(logging.WARNING if rank else logging.INFO)
+warnings.simplefilter("ignore", FutureWarning)  # TorchRec's own
+
+table = EmbeddingBagConfig(name="t_item", num_embeddings=1000, embedding_dim=16, feature_names=["item"])
+ebc = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))
+apply_optimizer_in_backward(Adagrad, ebc.parameters(), {"lr": 0.1})  # fused into the backward pass
+model = DistributedModelParallel(torch.nn.Sequential(ebc), device=torch.device("cpu"))
+loader = TrackedLoader(GlobalBatches(make_batch, samples=64_000, batch_size=64, rank=rank, world=world))
+
+uri = sys.argv[1] if len(sys.argv) > 1 else "file://quickstart-ckpt"
+config = StreamConfig(uri=uri, marker_every=150)
+ckpt = StreamCheckpointer(model, model.fused_optimizer, config=config, stateful={"loader": loader})
+ckpt.restore()  # the newest marker, if there is one
+for batch in loader:  # what is left of the epoch
+    loss = (model(batch)["item"] - 1).square().mean()
+    loss.backward()  # updates the table, too
+    ckpt.step()
+ckpt.mark().result()
+ckpt.close()
+print(f"rank {rank}: step {ckpt.steps}, loss {loss.item():.6f}")
+dist.destroy_process_group()

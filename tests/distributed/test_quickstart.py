@@ -1,0 +1,48 @@
+"""recipes/quickstart.py as it stands: alone, killed, on two ranks, and alone again, each time from where it stood."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.forks import ROOT, Torchrun, run_script
+
+pytestmark = pytest.mark.distributed
+
+SCRIPT = ROOT / "recipes" / "quickstart.py"
+STEPS = 1000  # of an epoch
+
+
+def restored_step(output: str, ranks: int) -> int:
+    found = re.search(rf"restored marker \d+:\d+ \(step (\d+), written by {ranks} ranks\)", output)
+    assert found is not None, output
+    return int(found[1])
+
+
+def test_it_goes_on_after_a_kill_and_on_other_ranks(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}/ckpt"
+    first = Torchrun(1, SCRIPT, uri)
+    try:
+        said = ""
+        for line in first.stdout:
+            said += line
+            if "marker 1:2 committed" in line:
+                break
+    finally:
+        first.kill()
+    assert first.returncode, said
+    assert "restored" not in said
+
+    code, said = Torchrun(2, SCRIPT, uri).end(120)
+    assert code == 0, said
+    step = restored_step(said, ranks=1)
+    assert 300 <= step < STEPS
+    assert step % 150 == 0
+    assert sorted(re.findall(r"rank (\d): step (\d+)", said)) == [("0", str(STEPS)), ("1", str(STEPS))]
+
+    alone = run_script(SCRIPT, uri)  # without torchrun; the next epoch
+    assert alone.returncode == 0, alone.stderr
+    assert restored_step(alone.stderr, ranks=2) == STEPS
+    assert f"rank 0: step {2 * STEPS}, loss 0.00" in alone.stdout
