@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, parse_header, payload_of, seal
 from torchrec_stream_ckpt.format.rows import RowsView

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 
 from tests.builders import Stream, claim, commit, write
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError
 from torchrec_stream_ckpt.format.dense import dense_path, digest_files
 from torchrec_stream_ckpt.format.frame import Buffer

@@ -10,7 +10,7 @@ from threading import Event
 import numpy as np
 
 from tests.builders import JOB, claim, commit
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from torchrec.distributed.planner.types import ParameterConstraints
 
-from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.config import StreamConfig
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError, UnsupportedError
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import open_log

@@ -14,8 +14,8 @@ from functools import partial
 from torchrec_stream_ckpt.adapter import FusedKernel
 from torchrec_stream_ckpt.commit.collective import Team
 from torchrec_stream_ckpt.commit.dense import DenseState
-from torchrec_stream_ckpt.commit.lost import check_whole
 from torchrec_stream_ckpt.config import StreamConfig
+from torchrec_stream_ckpt.control.lost import check_whole
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.head import HeadState

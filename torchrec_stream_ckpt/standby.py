@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from torchrec_stream_ckpt.commit.collective import Team
-from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.commit.generation import fence_of
 from torchrec_stream_ckpt.config import Takeover
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import (
     ColumnResplitError,
     CorruptionError,

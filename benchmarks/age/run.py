@@ -23,9 +23,9 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2
 
 from common import Goal, Measured, Report, arguments, scratch, tell  # noqa: E402
 
-from torchrec_stream_ckpt.commit.control import Control  # noqa: E402
 from torchrec_stream_ckpt.commit.generation import check_claimed  # noqa: E402
-from torchrec_stream_ckpt.commit.older import Older  # noqa: E402
+from torchrec_stream_ckpt.control.older import Older  # noqa: E402
+from torchrec_stream_ckpt.control.partition import Control  # noqa: E402
 from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark  # noqa: E402
 from torchrec_stream_ckpt.format.dense import dense_path, digest_files  # noqa: E402
 from torchrec_stream_ckpt.format.dense_files import DenseFile, listed  # noqa: E402

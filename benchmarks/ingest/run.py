@@ -30,7 +30,7 @@ sys.path[:0] = [str(ROOT)]
 
 from tests import builders  # noqa: E402
 from torchrec_stream_ckpt.broker.kraft import Broker  # noqa: E402
-from torchrec_stream_ckpt.commit.control import Control  # noqa: E402
+from torchrec_stream_ckpt.control.partition import Control  # noqa: E402
 from torchrec_stream_ckpt.format.control import Hello, Mark  # noqa: E402
 from torchrec_stream_ckpt.format.frame import Header, Kind, json_frame, seal  # noqa: E402
 from torchrec_stream_ckpt.format.interval import Interval  # noqa: E402

@@ -15,7 +15,7 @@ from baselines import Ledger, UnavailableError
 from stream import Trainer, marker_of
 from workload import Tables, Workload
 
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.layout import partition_dir
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy

@@ -35,7 +35,7 @@ from device import add_device  # noqa: E402
 from job import Job, Shape, build, spread  # noqa: E402
 
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
-from torchrec_stream_ckpt.commit.control import Control  # noqa: E402
+from torchrec_stream_ckpt.control.partition import Control  # noqa: E402
 from torchrec_stream_ckpt.log.files import FileLog  # noqa: E402
 from torchrec_stream_ckpt.materialize.materializer import Materializer  # noqa: E402
 from torchrec_stream_ckpt.store.api import open_store  # noqa: E402

@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "recipes"), str(ROOT / "benchmarks")]
 from device import add_device, finish_queued, join  # noqa: E402
 
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
-from torchrec_stream_ckpt.commit.control import Control  # noqa: E402
+from torchrec_stream_ckpt.control.partition import Control  # noqa: E402
 from torchrec_stream_ckpt.log.files import FileLog  # noqa: E402
 from torchrec_stream_ckpt.materialize.head import HeadWriter  # noqa: E402
 from torchrec_stream_ckpt.materialize.materializer import Materializer  # noqa: E402

@@ -46,7 +46,7 @@ from design import LoadingService, Pipeline  # noqa: E402
 from job import Shape, build, spread  # noqa: E402
 
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
-from torchrec_stream_ckpt.commit.control import Control  # noqa: E402
+from torchrec_stream_ckpt.control.partition import Control  # noqa: E402
 from torchrec_stream_ckpt.log.files import FileLog  # noqa: E402
 from torchrec_stream_ckpt.materialize.head import HeadWriter  # noqa: E402
 from torchrec_stream_ckpt.materialize.materializer import Materializer  # noqa: E402

@@ -26,7 +26,7 @@ from tests.stores import fold, lose_rows
 from tests.zoo import MARK, Model, Part, Place, Plan, Table
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.rows import RowsView

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tests import jobs, ranks, stores
 from tests.model import PLAN_1, PLAN_2, PLAN_3, differences, trainer, truth
 from torchrec_stream_ckpt import MarkerId, StreamCkptError, StreamConfig
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.format.control import parse_control
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, parse_header

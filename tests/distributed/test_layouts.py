@@ -17,7 +17,7 @@ from tests.jobs import Truths
 from tests.model import PLAN_1, PLAN_2, PLAN_3, Spec, differences, trainer, truth
 from tests.tiered import config
 from torchrec_stream_ckpt import StreamConfig
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import CorruptionError, StreamCkptError
 from torchrec_stream_ckpt.format.control import Hello, parse_control
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, parse_header, payload_of

@@ -19,7 +19,7 @@ from tests.jobs import attach, settle
 from tests.model import PLAN_2, Trainer, trainer
 from tests.pressure import RING, RING_BYTES, ROWS, Gate, everywhere, large, steps, touch_everything
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.log.api import open_log
 from torchrec_stream_ckpt.metrics import TRAINER_METRICS

@@ -21,7 +21,7 @@ from tests.stores import fold
 from torchrec_stream_ckpt import MarkerId, StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.capture.touched import TouchedRows
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ProofMismatchError
 from torchrec_stream_ckpt.format.control import Mark
 from torchrec_stream_ckpt.format.frame import Kind, payload_of

@@ -13,7 +13,7 @@ from tests import jobs
 from tests.model import PLAN_1, Spec, differences, trainer, truth
 from tests.pool import Pool
 from torchrec_stream_ckpt import MarkerId, StreamConfig
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, parse_header
 from torchrec_stream_ckpt.log.files import FileLog

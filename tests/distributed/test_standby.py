@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests import jobs, ranks
 from tests.model import PLAN_1, PLAN_2, PLAN_2_OTHER, PLAN_3, Spec, differences, trainer, truth
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig, Takeover
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import FencedError
 from torchrec_stream_ckpt.layout import DATA_DIR
 from torchrec_stream_ckpt.log.files import FileLog

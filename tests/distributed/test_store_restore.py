@@ -15,8 +15,8 @@ import pytest
 from tests import jobs, ranks, stores
 from tests.model import PLAN_1, PLAN_2, PLAN_2_OTHER, PLAN_3, PLAN_3_OTHER, Spec, differences
 from torchrec_stream_ckpt import StreamConfig
-from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.commit.trim import trim_log
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.control.trim import trim_log
 from torchrec_stream_ckpt.layout import FOLDS_DIR
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize import materializer

@@ -19,7 +19,7 @@ from tests.jobs import Truths, attach
 from tests.model import PLAN_1, PLAN_2, PLAN_3, PLAN_3_OTHER, Spec, differences, trainer, truth
 from tests.tiered import config
 from torchrec_stream_ckpt import StreamConfig
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import FencedError
 from torchrec_stream_ckpt.layout import DATA_DIR
 from torchrec_stream_ckpt.log.files import FileLog

@@ -17,8 +17,8 @@ from tests import ranks
 from tests.jobs import attach
 from tests.model import PLAN_2, PLAN_3, differences, trainer, truth
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.commit.trim import trim_log
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.control.trim import trim_log
 from torchrec_stream_ckpt.errors import TrimmedError
 from torchrec_stream_ckpt.format.control import Commit, Trim, parse_control
 from torchrec_stream_ckpt.log import files

@@ -20,7 +20,7 @@ from tests import jobs, ranks, stores
 from tests.model import PLAN_1, PLAN_2, PLAN_3, differences
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.materializer import Policy
 from torchrec_stream_ckpt.types import MarkerId

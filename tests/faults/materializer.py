@@ -16,7 +16,7 @@ from tests.faults.board import Row
 from tests.forks import context
 from tests.synthetic import PLAIN, ROWWISE, Job, image_of_store, images_of_all
 from torchrec_stream_ckpt import failpoints
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.format.frame import HEADER_LEN
 from torchrec_stream_ckpt.format.segment import front_bytes_of, parse_front
 from torchrec_stream_ckpt.layout import parse_store_segment, parse_worker_name

@@ -31,7 +31,7 @@ from tests.faults.surgery import restore_from
 from tests.jobs import attach
 from tests.model import PLAN_1, trainer, truth
 from torchrec_stream_ckpt import MarkerId, StreamCkptError, StreamConfig
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.restore.verify import verify_marker

@@ -9,7 +9,7 @@ import pytest
 
 from tests.synthetic import SCHEMA, Image, Job, image_of_log
 from torchrec_stream_ckpt import follow
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import LogUnavailableError
 from torchrec_stream_ckpt.follower.core import Follower
 from torchrec_stream_ckpt.follower.updates import UpdateKind

@@ -24,9 +24,9 @@ from tests.model import PLAN_2, Spec, Trainer, differences, trainer, truth
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.broker.kraft import Broker
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.commit.generation import check_claimed, newest_held
-from torchrec_stream_ckpt.commit.older import Older
+from torchrec_stream_ckpt.control.older import Older
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import StreamLostError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, parse_header, seal
 from torchrec_stream_ckpt.layout import KafkaUri, parse_uri

@@ -13,7 +13,7 @@ from tests.faults.materializer import start, wait
 from tests.synthetic import JOB, ROWWISE, Job, image_of_store, images_of_chain
 from tests.unit.test_materializer import events_of, has
 from torchrec_stream_ckpt.broker.kraft import Broker
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.log.api import open_log
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.types import MarkerId

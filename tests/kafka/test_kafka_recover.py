@@ -22,7 +22,7 @@ from tests.unit.test_interchange import SCHEMA, values
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.broker.kraft import Broker
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.layout import KafkaUri, parse_uri
 from torchrec_stream_ckpt.log.api import open_log

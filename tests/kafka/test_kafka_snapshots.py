@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.builders import claim, commit
-from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.commit.snapshots import shorten_control
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.control.snapshots import shorten_control
 from torchrec_stream_ckpt.errors import CorruptionError, PrunedError
 from torchrec_stream_ckpt.format.folding import body_of, is_snapshot
 from torchrec_stream_ckpt.layout import KafkaUri, parse_uri

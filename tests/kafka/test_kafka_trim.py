@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.builders import Stream, claim, commit
-from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.commit.generation import Generation
-from torchrec_stream_ckpt.commit.trim import trim_log
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.control.trim import trim_log
 from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
 from torchrec_stream_ckpt.format.frame import parse_header
 from torchrec_stream_ckpt.log.api import Ack, Freed, Log, open_log

@@ -31,8 +31,8 @@ from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.broker.kraft import Broker, BrokerStatus
 from torchrec_stream_ckpt.cli import broker as broker_cli
 from torchrec_stream_ckpt.cli.main import main
-from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.commit.trim import trim_log
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.control.trim import trim_log
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,

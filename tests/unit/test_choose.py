@@ -11,7 +11,7 @@ import pytest
 from tests.builders import JOB
 from tests.stores import fold
 from tests.synthetic import SCHEMA, Job
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense import digest_files

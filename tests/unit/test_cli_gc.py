@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.cli.common import Job
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.cli.stored import rows_of
 from torchrec_stream_ckpt.commit import snapshots
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.layout import claim_name

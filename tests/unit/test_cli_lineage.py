@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from tests.builders import claim, commit
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import FencedError, MarkerNotFoundError
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.types import MarkerId

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from tests.builders import OTHER_JOB, Stream, claim, commit, trim, write
 from tests.fuzz.targets import resealed
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.config import StreamConfig
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, FencedError
 from torchrec_stream_ckpt.format.control import Claim, Commit, Trim, parse_control
 from torchrec_stream_ckpt.format.dense import dense_path, digest_files

@@ -21,10 +21,10 @@ from tests.builders import JOB, OTHER_JOB, claim, commit, trim
 from tests.synthetic import Image, Job, image_of_log
 from torchrec_stream_ckpt.cli.common import open_job
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.commit import copies
-from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.commit.lost import check_whole
-from torchrec_stream_ckpt.commit.snapshots import shorten_control
+from torchrec_stream_ckpt.control import copies
+from torchrec_stream_ckpt.control.lost import check_whole
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.control.snapshots import shorten_control
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,

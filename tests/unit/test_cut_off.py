@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.builders import claim
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import CorruptionError, LogUnavailableError, StreamLostError
 from torchrec_stream_ckpt.format.frame import parse_header
 from torchrec_stream_ckpt.layout import KafkaUri
@@ -45,7 +45,7 @@ def test_a_claim_is_read_back_from_a_broker_that_knows_of_it(tmp_path: Path) -> 
 def test_a_claim_that_nobody_shows_is_an_outage_and_not_a_rival(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchrec_stream_ckpt.commit.control._READ_BACK_S", 0.0)
+    monkeypatch.setattr("torchrec_stream_ckpt.control.partition._READ_BACK_S", 0.0)
     log = Lagging(tmp_path, hidden=1000)
     log.prepare(2)
     with pytest.raises(LogUnavailableError, match="shows its records only up to"):

@@ -38,12 +38,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "store": LEAVES | {"format", "store"},
     "proving": {"types", "format", "adapter"},
     "capture": LEAVES | {"format", "adapter", "capture", "proving"},
-    "commit": LEAVES | {"format", "adapter", "log", "store", "commit"},
+    "control": LEAVES | {"format", "log", "store", "control"},
+    "commit": LEAVES | {"format", "adapter", "log", "store", "control", "commit"},
     "restore": LEAVES | {"format", "adapter", "log", "store", "restore", "proving"},
     "materialize": LEAVES | {"format", "log", "store", "materialize"},
-    "interchange": LEAVES | {"format", "adapter", "log", "store", "commit", "restore", "materialize", "interchange"},
-    "tiers": LEAVES | {"format", "log", "store", "commit", "restore", "tiers"},
-    "follower": LEAVES | {"format", "log", "store", "commit", "restore", "materialize", "interchange", "follower"},
+    "interchange": LEAVES
+    | {"format", "adapter", "log", "store", "control", "commit", "restore", "materialize", "interchange"},
+    "tiers": LEAVES | {"format", "log", "store", "control", "commit", "restore", "tiers"},
+    "follower": LEAVES | {"format", "log", "store", "control", "restore", "materialize", "interchange", "follower"},
     "cuts": LEAVES | {"format", "capture", "log", "commit", "proving"},
     "telemetry": LEAVES | {"format", "capture", "log"},
     "showing": LEAVES | {"commit", "telemetry"},
@@ -67,9 +69,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tiers",
         "standby",
     },
-    "restoring": LEAVES | {"format", "adapter", "log", "store", "commit", "restore", "tiers"},
-    "standby": LEAVES | {"format", "log", "commit", "restore"},
-    "planner": LEAVES | {"format", "log", "store", "commit", "restore", "tiers"},
+    "restoring": LEAVES | {"format", "adapter", "log", "store", "control", "commit", "restore", "tiers"},
+    "standby": LEAVES | {"format", "log", "control", "commit", "restore"},
+    "planner": LEAVES | {"format", "log", "store", "control", "restore", "tiers"},
     "broker": {"errors", "broker"},
     "reporting": LEAVES | {"format", "log", "store", "reporting"},
     "sizing": LEAVES | {"format", "sizing"},
@@ -78,6 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "format",
         "log",
         "store",
+        "control",
         "commit",
         "restore",
         "materialize",
@@ -182,7 +185,7 @@ def ours(source: str) -> Iterator[str]:
 
 
 def test_the_package_was_found() -> None:
-    assert {"adapter/kernels.py", "format/frame.py", "log/files.py", "commit/control.py"} <= SOURCES.keys()
+    assert {"adapter/kernels.py", "format/frame.py", "log/files.py", "control/partition.py"} <= SOURCES.keys()
     assert "torch.distributed" in imports("checkpointer.py")
 
 

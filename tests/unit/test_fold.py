@@ -11,7 +11,7 @@ import pytest
 
 from tests import stores, synthetic
 from tests.synthetic import PLAIN, ROWWISE, SCHEMA, Image, Job, image_of_store, images_of_chain
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import RowLayout, RowsView
 from torchrec_stream_ckpt.format.segment import SegmentId, SegmentKind, chunk_rows, lay_out

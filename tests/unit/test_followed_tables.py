@@ -16,7 +16,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from tests.synthetic import PLAIN, ROWWISE, SCHEMA, WIDE, Job, image_of_log
 from torchrec_stream_ckpt import FollowedTables, follow
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,

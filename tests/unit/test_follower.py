@@ -12,8 +12,8 @@ import pytest
 from tests import builders, stores
 from tests.synthetic import SCHEMA, Image, Job, image_of_log
 from torchrec_stream_ckpt import follow
-from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.commit.trim import trim_log
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.control.trim import trim_log
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,

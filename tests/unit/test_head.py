@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from tests.builders import JOB, OTHER_JOB, trim
 from tests.synthetic import PLAIN, ROWWISE, SCHEMA, WIDE, Image, Job, image_of_log
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StoreUnavailableError
 from torchrec_stream_ckpt.format import head as head_format
 from torchrec_stream_ckpt.format.dense import digest_files
@@ -244,7 +244,7 @@ def test_a_writer_that_is_killed_leaves_none_and_the_next_one_builds_it_anew(
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.materializer import Materializer

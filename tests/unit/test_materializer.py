@@ -27,7 +27,7 @@ from tests.faults.materializer import start, wait
 from tests.synthetic import Job, image_of_log, image_of_store, images_of_chain
 from torchrec_stream_ckpt.cli.events import Panel, line
 from torchrec_stream_ckpt.cli.main import main
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import LogUnavailableError, MarkerNotFoundError, StoreUnavailableError
 from torchrec_stream_ckpt.failpoints import arm
 from torchrec_stream_ckpt.format.dense import digest_files

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.builders import claim, commit, trim
-from torchrec_stream_ckpt.commit.older import EACH_TIME, Older
+from torchrec_stream_ckpt.control.older import EACH_TIME, Older
 from torchrec_stream_ckpt.errors import CorruptionError, StreamLostError
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.layout import partition_dir, segment_name

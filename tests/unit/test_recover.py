@@ -16,8 +16,8 @@ from tests.builders import JOB, OTHER_JOB, ROWWISE, claim, table
 from tests.tables import FIRST, write_tables
 from tests.unit.test_interchange import SCHEMA, values
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.commit.lost import check_not_lost
+from torchrec_stream_ckpt.control.lost import check_not_lost
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, UnsupportedError
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.layout import CONTROL_FILE, STORE_FILE, claim_name, dense_name, parse_uri

@@ -13,8 +13,8 @@ import pytest
 
 from tests.builders import SCHEMA, claim, commit, table
 from tests.synthetic import Job, image_of_log
-from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.commit.generation import fence_of
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Claim, parse_control
 from torchrec_stream_ckpt.format.folding import body_of, lineage_of

@@ -15,7 +15,7 @@ from tests.browser import Browser
 from tests.builders import claim, trim
 from tests.jobs_on_paper import EVIL, LONG, PaperJob, tables
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.reporting.history import Heat, read_history

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tests.synthetic import PLAIN, SCHEMA, WIDE, Job, image_of_log
 from torchrec_stream_ckpt import follow
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, FencedError, ServingStreamError, UnsupportedError
 from torchrec_stream_ckpt.follower.core import Follower
 from torchrec_stream_ckpt.follower.serve import ServingWriter

@@ -20,8 +20,8 @@ from tests.builders import claim, commit, trim
 from tests.golden import make
 from tests.unit.test_commit_key import KEY, key_file
 from torchrec_stream_ckpt.commit import snapshots
-from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.commit.snapshots import shorten_control
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.control.snapshots import shorten_control
 from torchrec_stream_ckpt.errors import (
     CommitUnknownError,
     ConfigError,
@@ -314,8 +314,8 @@ def test_a_reader_that_stands_before_the_base_begins_anew(log: FileLog) -> None:
 _PROGRAM = """
 import sys
 from pathlib import Path
-from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.commit.snapshots import shorten_control
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.control.snapshots import shorten_control
 from torchrec_stream_ckpt.log.files import FileLog
 log = FileLog(Path(sys.argv[1]))
 shorten_control(log, Control(log), at_once=True)

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from tests.builders import Stream, claim, commit, trim, write
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.commit.generation import Generation
-from torchrec_stream_ckpt.commit.trim import Trimmed, trim_log, trim_range
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.control.trim import Trimmed, trim_log, trim_range
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
@@ -302,8 +302,8 @@ def test_a_job_with_a_commit_key_is_trimmed_with_it_alone(tmp_path: Path) -> Non
 
 _PROGRAM = """
 import sys
-from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.commit.trim import trim_log
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.control.trim import trim_log
 from torchrec_stream_ckpt.log.api import open_log
 from torchrec_stream_ckpt.types import MarkerId
 log = open_log(sys.argv[1])

@@ -18,7 +18,7 @@ from tests.builders import claim
 from tests.jobs_on_paper import EVIL, PaperJob, tables
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.cli.watching import line, view
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.format.proof import Window
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.reporting.now import Look, look

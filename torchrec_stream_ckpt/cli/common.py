@@ -25,7 +25,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, StreamCkptError, printable
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage

@@ -18,8 +18,8 @@ from torchrec_stream_ckpt.cli.common import (
     open_job,
     print_json,
 )
-from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.commit.generation import fence_of
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.log.worker import Worker

@@ -16,8 +16,8 @@ from torchrec_stream_ckpt.cli.common import (
     print_json,
     progress_bar,
 )
-from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.config import StreamConfig
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.interchange.target import parse_target
 from torchrec_stream_ckpt.log.api import open_log

@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.cli.common import (
     stopping,
 )
 from torchrec_stream_ckpt.cli.events import reporter
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage

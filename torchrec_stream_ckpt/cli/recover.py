@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.cli.common import (
     parse_job,
     print_json,
 )
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.interchange.recover import recover
 from torchrec_stream_ckpt.log.api import open_log
 

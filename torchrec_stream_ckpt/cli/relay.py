@@ -20,8 +20,8 @@ from torchrec_stream_ckpt.cli.common import (
     print_json,
     stopping,
 )
-from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.config import StreamConfig, check_tiers
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import MarkerNotFoundError, printable
 from torchrec_stream_ckpt.layout import FileUri, parse_uri
 from torchrec_stream_ckpt.log.api import open_log

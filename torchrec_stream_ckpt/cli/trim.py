@@ -21,9 +21,9 @@ from torchrec_stream_ckpt.cli.common import (
     open_objects,
     print_json,
 )
-from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.commit.snapshots import Shortened, shorten_control
-from torchrec_stream_ckpt.commit.trim import trim_log
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.control.snapshots import Shortened, shorten_control
+from torchrec_stream_ckpt.control.trim import trim_log
 from torchrec_stream_ckpt.errors import (
     CommitUnknownError,
     CorruptionError,

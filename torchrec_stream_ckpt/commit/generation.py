@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.commit.lost import check_whole
-from torchrec_stream_ckpt.commit.older import Older
 from torchrec_stream_ckpt.config import StreamConfig
+from torchrec_stream_ckpt.control.lost import check_whole
+from torchrec_stream_ckpt.control.older import Older
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,

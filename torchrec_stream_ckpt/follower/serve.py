@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
 from torchrec_stream_ckpt.follower.updates import Update, UpdateKind
 from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, Serve

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from torchrec_stream_ckpt.commit.control import Control
-from torchrec_stream_ckpt.commit.copies import put_anew
 from torchrec_stream_ckpt.commit.generation import nobodys
+from torchrec_stream_ckpt.control.copies import put_anew
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord

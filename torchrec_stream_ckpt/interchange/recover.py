@@ -11,8 +11,8 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.commit.generation import nobodys
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord, Trim, parse_control

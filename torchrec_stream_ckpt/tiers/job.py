@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Mapping
 
 from torchrec_stream_ckpt.commit.collective import Team
-from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.config import StreamConfig
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.head import HeadState

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import BinaryIO
 
 from torchrec_stream_ckpt.commit.generation import check_claimed
-from torchrec_stream_ckpt.commit.older import Older
+from torchrec_stream_ckpt.control.older import Older
 from torchrec_stream_ckpt.errors import CorruptionError, FencedError, LogUnavailableError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Claim, Commit

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torchrec_stream_ckpt.commit.lost import check_whole
+from torchrec_stream_ckpt.control.lost import check_whole
 from torchrec_stream_ckpt.errors import (
     CorruptionError,
     LogUnavailableError,

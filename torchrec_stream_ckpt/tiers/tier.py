@@ -6,8 +6,8 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchrec_stream_ckpt.commit.control import Control
 from torchrec_stream_ckpt.config import StreamConfig
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.layout import FileUri, parse_uri
 from torchrec_stream_ckpt.log.api import Log, open_log
 from torchrec_stream_ckpt.store.api import Objects, open_store

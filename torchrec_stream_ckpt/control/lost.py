@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Claim, parse_control
 from torchrec_stream_ckpt.format.lineage import Lineage

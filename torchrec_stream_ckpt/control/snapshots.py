@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from crc32c import crc32c
 
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, LogUnavailableError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.folding import Folded, body_of, is_snapshot, lineage_of, snapshot_of

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from crc32c import crc32c
 
-from torchrec_stream_ckpt.commit.copies import RECENT, Copies
+from torchrec_stream_ckpt.control.copies import RECENT, Copies
 from torchrec_stream_ckpt.errors import (
     CommitUnknownError,
     ConfigError,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from torchrec_stream_ckpt.commit.control import Control
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import MAX_PLACE_CHARS, Commit, Trim
