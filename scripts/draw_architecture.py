@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/architecture.md: python scripts/draw_architecture.py [--png FOLDER]
+"""Draw the pictures of README.md and docs/architecture.md: python scripts/draw_architecture.py [--png FOLDER]
 
 Writes docs/img/*.svg, the same bytes each time; --png also writes PNG, to look at them.
 """
@@ -6,7 +6,8 @@ Writes docs/img/*.svg, the same bytes each time; --png also writes PNG, to look 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,97 +69,126 @@ class Picture:
         if text:
             self.text((begin[0] + end[0]) / 2, (begin[1] + end[1]) / 2 + dy, text, 7, color=more.get("color", INK))
 
+    def path(self, points: Sequence[tuple[float, float]], dashed: bool = False) -> None:
+        """An arrow along corners."""
+        for begin, end in pairwise(points[:-1]):
+            self.line(begin, end, SOFT if dashed else INK, "--" if dashed else "-")
+        self.arrow(points[-2], points[-1], dashed=dashed)
+
     def line(self, begin: tuple[float, float], end: tuple[float, float], color: str = SOFT, ls: str = "-") -> None:
         self.axes.plot([begin[0], end[0]], [begin[1], end[1]], color=color, lw=1.0, ls=ls, zorder=0)
 
 
+def overview() -> Picture:
+    """The whole idea, for a first look."""
+    page = Picture(100, 31)
+    page.room(1, 2, 25, 27, "training, 2 ranks", TRAINER)
+    page.room(33, 2, 34, 27, "log: Kafka or a directory", LOG)
+    page.room(74, 2, 25, 27, "restored on 3 ranks", READER)
+    rows = ((19, "rank 0"), (11.5, "rank 1"))
+    for y, name in rows:
+        page.box(4, y, 19, 5.5, f"{name}: a step\nchanges a few rows")
+        page.arrow((23, y + 2.75), (35, y + 2.75), "changed rows")
+        for x, width, text in ((35, 9, "rows"), (44, 9, "rows"), (53, 9, "rows")):
+            page.axes.add_patch(Rectangle((x, y), width, 5.5, fc="white", ec=INK, lw=0.8))
+            page.text(x + width / 2, y + 2.75, text, 7.5)
+    for x, name in ((44, "marker 1:1"), (53, "marker 1:2")):
+        page.axes.plot([x, x], [9.5, 25.5], color="#b03030", lw=1.8, zorder=3)
+        page.text(x, 8, name, 7.5, color="#b03030")
+    page.text(50, 4.6, "a marker: one step of the whole job, rows,\ndense model, optimizer, loader position", 7)
+    for y, name in ((20, "rank 0"), (14, "rank 1"), (8, "rank 2")):
+        page.box(77, y, 19, 4.5, f"{name}, another plan")
+        page.arrow((67, 16.25), (77, y + 2.25))
+    page.text(86.5, 4.6, "any marker, bit for bit", 7.5, weight="bold")
+    return page
+
+
 def flow() -> Picture:
     """Where a changed row goes."""
-    page = Picture(104, 52)
-    page.room(1, 20, 46, 31, "training process, one a rank", TRAINER)
-    page.room(50, 20, 17, 31, "log", LOG)
-    page.room(70, 20, 33, 31, "materializer, store", STORE)
-    page.room(1, 1, 102, 16, "new job: any world size, any plan", READER)
-    page.box(3, 40, 12, 7, "fused update\n(TorchRec, FBGEMM)")
-    page.box(19, 40, 11, 7, "hook behind it:\na bit a row")
-    page.box(34, 40, 11, 7, "drain: gather\nrows into frames")
-    page.arrow((15, 43.5), (19, 43.5))
-    page.arrow((30, 43.5), (34, 43.5))
-    page.box(34, 31, 11, 6, "ring, publisher\nseq, chain, CRC")
-    page.arrow((39.5, 40), (39.5, 37))
-    page.box(3, 31, 12, 6, "step boundary:\nall ranks cut")
-    page.arrow((9, 40), (9, 37))
-    page.box(19, 31, 11, 6, "rows, MARK;\ndense copied")
+    page = Picture(104, 56)
+    page.room(1, 20, 46, 35, "training process, one a rank", TRAINER)
+    page.room(50, 20, 17, 35, "log", LOG)
+    page.room(70, 20, 33, 35, "materializer, store", STORE)
+    page.room(1, 1, 102, 15, "", READER)
+    page.text(102, 14.2, "new job: any world size, any plan", 8.5, ha="right", weight="bold")
+    page.box(3, 41, 12, 7, "step boundary:\nall ranks cut")
+    page.box(19, 41, 11, 7, "freeze: MARK,\ndense copied")
+    page.box(34, 41, 11, 7, "rank 0: votes,\nCOMMIT")
+    page.box(3, 31, 12, 6, "hook:\na bit a row")
+    page.box(19, 31, 11, 6, "drain: gather\nrows into frames")
+    page.box(34, 31, 11, 6, "ring, publisher:\nseq, chain, CRC")
+    page.box(3, 22, 12, 6, "fused update\n(TorchRec, FBGEMM)", size=7.5)
+    page.arrow((15, 44.5), (19, 44.5))
+    page.arrow((30, 44.5), (34, 44.5))
+    page.arrow((24.5, 41), (24.5, 37))
+    page.arrow((9, 28), (9, 31))
     page.arrow((15, 34), (19, 34))
     page.arrow((30, 34), (34, 34))
-    page.box(34, 24, 11, 5, "rank 0: votes,\nCOMMIT")
-    page.arrow((30, 32), (34, 27.5))
-    page.box(52, 31, 13, 15, "data partitions,\none a rank\n\nHELLO ROWS ROWS\n... MARK ROWS ...", "white", 7.5)
-    page.box(52, 24, 13, 5, "control partition:\nCLAIM COMMIT TRIM", "white", 7.2)
-    page.arrow((45, 34), (52, 36))
-    page.arrow((45, 26.5), (52, 26.5))
-    page.box(72, 39, 12, 8, "materializer:\nfolds intervals,\nmerges bases")
-    page.arrow((65, 41), (72, 43))
-    page.arrow((65, 26.5), (75, 39), rad=0.15)
-    page.box(88, 39, 13, 8, "segments/ folds/\nmanifests/")
-    page.arrow((84, 43), (88, 43))
-    page.box(88, 30, 13, 5, "HEAD (memory)")
-    page.arrow((84, 40.5), (88, 33.5))
-    page.box(88, 22.5, 13, 5, "dense/ (DCP)")
-    page.line((24.5, 31), (24.5, 22), INK)
-    page.line((24.5, 22), (80, 22), INK)
-    page.arrow((80, 22), (88, 24))
-    page.text(35, 21, "dense state, by DCP, all ranks", 7)
-    page.box(4, 4, 15, 8, "choose: newest\nmarker that is whole")
-    page.box(25, 4, 17, 8, "plan: a value, one\na rank; refuses here")
-    page.box(48, 4, 19, 8, "read HEAD, then the store,\nthen the log's tail; check")
-    page.box(73, 4, 28, 8, "tables, optimizer rows, dense model and\noptimizer, random state, loader")
-    page.arrow((19, 8), (25, 8))
-    page.arrow((42, 8), (48, 8))
-    page.arrow((67, 8), (73, 8))
-    page.arrow((53, 24), (12, 12), rad=-0.12, dashed=True)
-    page.arrow((65, 33), (60, 12), dashed=True, rad=-0.22)
-    page.arrow((92, 22.5), (64, 12), dashed=True, rad=-0.08)
+    page.box(52, 41, 13, 7, "control partition:\nCLAIM COMMIT TRIM", "white", 7.2)
+    page.box(52, 24, 13, 13, "data partitions,\none a rank\n\nHELLO ROWS ROWS\n... MARK ROWS ...", "white", 7.5)
+    page.arrow((45, 44.5), (52, 44.5))
+    page.arrow((45, 34), (52, 34))
+    page.box(72, 27, 12, 8, "materializer:\nfolds intervals,\nmerges bases")
+    page.box(87, 41, 13, 7, "dense/ (DCP)")
+    page.box(87, 31, 13, 6, "segments/ folds/\nmanifests/")
+    page.box(87, 23, 13, 5, "HEAD (memory)")
+    page.arrow((65, 43), (76, 35))
+    page.arrow((65, 31), (72, 31))
+    page.arrow((84, 32.5), (87, 33.5))
+    page.arrow((84, 29), (87, 26.5))
+    page.path(((24.5, 48), (24.5, 50.5), (93.5, 50.5), (93.5, 48)))
+    page.text(35.5, 51.7, "dense state, by DCP, all ranks", 7)
+    page.box(4, 3, 15, 8, "choose: newest\nmarker that is whole")
+    page.box(25, 3, 17, 8, "plan: a value, one\na rank; refuses here")
+    page.box(48, 3, 19, 8, "read HEAD, then the store,\nthen the log's tail; check")
+    page.box(73, 3, 28, 8, "tables, optimizer rows, dense model and\noptimizer, random state, loader")
+    page.arrow((19, 7), (25, 7))
+    page.arrow((42, 7), (48, 7))
+    page.arrow((67, 7), (73, 7))
+    page.path(((52, 42.5), (48.5, 42.5), (48.5, 18), (15, 18), (15, 11)), dashed=True)
+    page.path(((56, 24), (56, 11)), dashed=True)
+    for y in (44.5, 34, 25.5):
+        page.line((100, y), (101.5, y), ls="--")
+    page.path(((101.5, 44.5), (101.5, 18), (61, 18), (61, 11)), dashed=True)
     return page
 
 
 def marker() -> Picture:
     """The marker protocol, from the vote to the future."""
     page = Picture(104, 62)
-    columns = {"rank 0": 16, "other ranks": 40, "log": 66, "store": 90}
+    columns = {"rank 0": 14, "other ranks": 48, "log": 74, "store": 95}
     colors = [TRAINER, TRAINER, LOG, STORE]
+    ends = {"store": 30}
     for (name, x), color in zip(columns.items(), colors, strict=True):
         page.box(x - 8, 57, 16, 4, name, color)
-        page.line((x, 57), (x, 2))
+        page.line((x, 57), (x, ends.get(name, 2)))
     zero, others, log, store = columns.values()
 
     def note(y: float, left: float, right: float, text: str, color: str = "white") -> None:
         page.axes.add_patch(Rectangle((left, y - 1.7), right - left, 3.4, fc=color, ec=INK, lw=0.7, zorder=3))
         page.text((left + right) / 2, y, text, 7.2, zorder=4)
 
-    def send(y: float, begin: float, end: float, text: str, back: bool = False) -> None:
-        page.arrow((begin, y), (end, y), text, dashed=back, dy=0.95)
+    def send(y: float, begin: float, end: float, text: str, back: bool = False, at: float | None = None) -> None:
+        page.arrow((begin, y), (end, y), dashed=back)
+        page.text((begin + end) / 2 if at is None else at, y + 1.1, text, 7, clear=True)
 
-    note(53.5, 3, 53, "all-reduce of the last step: ready, one is due -> all cut at this step boundary", TRAINER)
-    note(49, 3, 53, "freeze: masks are swapped, scalars and dense state copied; training goes on", TRAINER)
-    send(44.5, zero, log, "ROWS ... MARK")
+    note(53.5, 2, 60, "all-reduce of the last step: ready, one is due -> all cut at this step boundary", TRAINER)
+    note(49, 2, 60, "freeze: masks are swapped, scalars and dense state copied; training goes on", TRAINER)
+    send(44.5, zero, log, "ROWS ... MARK", at=31)
     send(41.5, others, log, "ROWS ... MARK")
     send(38.5, log, others, "acknowledged", back=True)
-    send(35, zero, store, "its part of the dense state, digested")
-    send(32, others, store, "its part of the dense state, digested")
-    send(28.5, others, zero, "vote: my stream ends here, my files have these digests")
-    note(24.5, 3, 34, "one vote missing: given up on all ranks", WARN)
-    send(20.5, zero, log, "COMMIT: ends of all streams, digests")
-    send(17, log, zero, "acknowledged, then read back: no higher CLAIM?", back=True)
-    note(12.5, 3, 53, "yes: another trainer owns the job, all ranks stop     no: the marker exists", TRAINER)
+    send(35, zero, store, "its part of the dense state, digested", at=31)
+    send(32, others, store, "its part, digested", at=61)
+    send(28.5, others, zero, "vote: the end of my stream, digests")
+    note(24.5, 2, 33, "one vote missing: given up on all ranks", WARN)
+    send(20.5, zero, log, "COMMIT: ends of all streams, digests", at=31)
+    send(17, log, zero, "acknowledged, then read back", back=True, at=31)
+    note(12.5, 2, 31, "a higher CLAIM: all ranks stop", WARN)
+    note(12.5, 33, 60, "none: the marker exists", TRAINER)
     send(8.5, zero, others, "outcome")
-    note(4.5, 3, 53, "futures resolve on every rank; the next marker may be cut", TRAINER)
-    page.text(
-        84, 25, "killed before COMMIT is in the log:\nthe marker never was", 7.2, color=SOFT, style="italic", clear=True
-    )
-    page.text(
-        84, 13, "killed behind it: the marker exists,\nwhoever knows of it", 7.2, color=SOFT, style="italic", clear=True
-    )
+    note(4.5, 2, 60, "futures resolve on every rank; the next marker may be cut", TRAINER)
+    page.text(89, 23, "killed before COMMIT is in the log:\nthe marker never existed", 7.2, color=SOFT, style="italic")
+    page.text(89, 13, "killed after it: the marker exists,\neven if no rank knows", 7.2, color=SOFT, style="italic")
     return page
 
 
@@ -174,8 +204,8 @@ def layout() -> Picture:
             page.text(x + w / 2, y + 2, name, 7)
         page.axes.add_patch(Rectangle((74, y), 8, 4, fc="white", ec=SOFT, lw=0.8, ls="--"))
         page.text(78, y + 2, "rows ...", 7, color=SOFT)
-    page.text(93, 47.5, "behind the last COMMIT:\nnever read", 7.2, color=SOFT, style="italic")
-    page.text(2, 38.5, "store: objects that are written once", 8.5, ha="left", weight="bold", clear=True)
+    page.text(93, 47.5, "after the last COMMIT:\nnever read", 7.2, color=SOFT, style="italic")
+    page.text(2, 38.5, "store: written once", 8.5, ha="left", weight="bold", clear=True)
     for x, w, number in ((8, 28, 1), (36, 12, 2), (48, 12, 3), (60, 14, 4)):
         page.arrow((x + w / 2, 43.5), (x + w / 2, 35.8))
         page.box(x + 0.4, 30.8, w - 0.8, 5, f"segments of 1:{number}", STORE, 7.2)
@@ -189,9 +219,7 @@ def layout() -> Picture:
     page.box(36, 15, 24, 3.6, "fold 1:1 -> 1:3: a span (--compact)", STORE, 7.2)
     page.text(2, 10.8, "restore of 1:4", 8.5, ha="left", weight="bold")
     page.box(8, 4.5, 26, 4.4, "1. base root -> 1:3: written as it is", READER, 7.4)
-    page.box(
-        37, 4.5, 29, 4.4, "2. segments of 1:4, and of others behind the\nbase newest first: one flag a row", READER, 7.2
-    )
+    page.box(37, 4.5, 29, 4.4, "2. segments newer than the base,\nnewest first: one flag a row", READER, 7.2)
     page.box(69, 4.5, 22, 4.4, "3. the log's tail, if 1:4\nwere not folded yet", READER, 7.2)
     page.arrow((34, 6.7), (37, 6.7))
     page.arrow((66, 6.7), (69, 6.7))
@@ -255,7 +283,13 @@ def reshard() -> Picture:
     return page
 
 
-PICTURES: dict[str, Callable[[], Picture]] = {"flow": flow, "marker": marker, "store": layout, "reshard": reshard}
+PICTURES: dict[str, Callable[[], Picture]] = {
+    "overview": overview,
+    "flow": flow,
+    "marker": marker,
+    "store": layout,
+    "reshard": reshard,
+}
 
 
 def main() -> None:

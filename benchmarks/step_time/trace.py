@@ -67,7 +67,7 @@ def step(job: run.Job, batch: Any) -> None:
 
 
 def traced(args: argparse.Namespace, folder: str) -> list[tuple[str, float, float]]:
-    """(label, begin, end) of three steps, in ms behind the first."""
+    """(label, begin, end) of three steps, in ms after the first one began."""
     import train_dlrm as recipe
 
     from torchrec_stream_ckpt.capture.touched import TouchedRows
@@ -106,13 +106,13 @@ def draw(spans: list[tuple[str, float, float]], title: str, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(11, 3))
-    for height, (lane, colors) in enumerate(reversed(LANES.items())):
+    for height, colors in enumerate(reversed(LANES.values())):
         for label, color in colors.items():
             bars = [(begin, end - begin) for name, begin, end in spans if name == label]
             total = sum(width for _, width in bars) / STEPS
             axes.broken_barh(bars, (height - 0.4, 0.8), color=color, label=f"{label}: {total:.1f} ms a step")
-        axes.text(0, height + 0.42, lane, fontsize=8, va="bottom")
-    axes.set(xlabel="ms", yticks=[], title=title, ylim=(-0.6, len(LANES) - 0.3), xlim=(0, None))
+    axes.set(xlabel="ms", title=title, ylim=(-0.6, len(LANES) - 0.4), xlim=(0, None))
+    axes.set_yticks(range(len(LANES)), list(reversed(LANES)))
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=110)

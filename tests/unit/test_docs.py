@@ -17,7 +17,14 @@ from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.metrics import METRICS, TRAINER_METRICS
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*/README.md")])
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("docs/reference/*.md"),
+        *ROOT.glob("benchmarks/*/README.md"),
+    ]
+)
 BUILT_PAGES = ROOT / "scripts" / "reference_pages.py"
 ROOT_COMMAND = typer.main.get_command(app)
 _TOOL = re.compile(r"^(?:\$ )?(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?stream-ckpt(?= )")
@@ -111,7 +118,7 @@ def test_the_pictures_are_those_of_the_script(tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(script), "--to", str(tmp_path)], check=True, timeout=300)
     drawn = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     assert drawn == {file.name: file.read_bytes() for file in (ROOT / "docs" / "img").glob("*.svg")}
-    assert len(drawn) == 4
+    assert len(drawn) == 5
 
 
 def test_the_reference_has_every_verb_option_and_metric(tmp_path: Path) -> None:
@@ -124,3 +131,10 @@ def test_the_reference_has_every_verb_option_and_metric(tmp_path: Path) -> None:
         options = [option for parameter in verb.params for option in parameter.opts if option.startswith("-")]
         assert [option for option in options if f"`{option}" not in section] == [], name
     assert [each.name for each in (METRICS | TRAINER_METRICS).values() if f"`{each.name}`" not in metrics] == []
+
+
+def test_the_readme_has_the_quickstart_as_it_is_and_at_most_900_words() -> None:
+    readme = (ROOT / "README.md").read_text()
+    (script,) = re.findall(r"```python\n(.*?)```\n", readme, re.S)
+    assert script == (ROOT / "recipes" / "quickstart.py").read_text()
+    assert len(readme.split()) <= 900
