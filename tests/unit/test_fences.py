@@ -91,7 +91,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "reporting",
         "tiers",
         "cli",
+        "__init__",
     },
+    "__main__": {"cli"},
     "__init__": {"config", "errors", "types", "loader", "checkpointer", "planner", "follower"},
 }
 """Room or module -> what it may import of this package."""

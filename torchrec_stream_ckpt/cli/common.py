@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -36,25 +35,6 @@ from torchrec_stream_ckpt.store.dense import DenseStore, open_dense
 from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.types import MarkerId
-
-Uri = Annotated[str, typer.Argument(help="file://DIR or kafka://HOST:PORT/JOB", metavar="URI")]
-Store = Annotated[
-    str | None,
-    typer.Option(help="Where dense state and folded rows lie (default: where the job kept it).", metavar="URL"),
-]
-StoreOptions = Annotated[
-    str | None,
-    typer.Option(help="File of key=value settings of an object store, credentials included.", metavar="FILE"),
-]
-KafkaOptions = Annotated[
-    str | None, typer.Option(help="File of key=value client settings, security included.", metavar="FILE")
-]
-CommitKeyFile = Annotated[
-    Path | None,
-    typer.Option(help="The job's commit key: what is not signed with it counts for nothing.", metavar="FILE"),
-]
-StoreNamed = Annotated[str, typer.Option("--store", help="The store: file://DIR or s3://BUCKET/PREFIX.", metavar="URL")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,19 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from torchrec_stream_ckpt.cli.common import (
-    CommitKeyFile,
-    Job,
-    Json,
-    KafkaOptions,
-    Store,
-    StoreOptions,
-    Uri,
-    open_job,
-    plain,
-    print_json,
-    progress_bar,
-)
+from torchrec_stream_ckpt.cli.common import Job, plain, print_json, progress_bar
+from torchrec_stream_ckpt.cli.options import Globs, JobOptions, Json
 from torchrec_stream_ckpt.cli.stored import dense_folder, rows_of
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.interchange.diff import DenseDiff, TableDiff, diff_dense, diff_tables
@@ -33,34 +22,30 @@ from torchrec_stream_ckpt.interchange.tables import rows_sent, table_bytes
 
 
 def diff_markers(
-    uri: Uri,
+    options: JobOptions,
     first: Annotated[str, typer.Argument(metavar="MARKER1", help="GENERATION:MARKER")],
     second: Annotated[str, typer.Argument(metavar="MARKER2", help="GENERATION:MARKER, on any branch")],
     sent: Annotated[
         bool, typer.Option("--sent", help="Only count the rows that were sent on the way from the first to the second.")
     ] = False,
-    tables: Annotated[list[str] | None, typer.Option(help="Only tables of this name.", metavar="GLOB")] = None,
+    tables: Globs = None,
     scratch: Annotated[
         Path | None, typer.Option(help="A folder with room for what only the log has (default: that of the system).")
     ] = None,
-    store: Store = None,
-    store_options: StoreOptions = None,
-    kafka_options: KafkaOptions = None,
-    commit_key_file: CommitKeyFile = None,
     json: Json = False,
 ) -> None:
     """Say which tables differ between two markers, and in how many rows, bit by bit; and which dense entries.
 
     ``--sent`` reads only what was sent between them, not the tables: a row that was sent may have the same value.
     """
-    with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
+    with options.open() as job:
         pair = (job.find(first), job.find(second))
         schema = job.lineage.claims[pair[1].generation].schema
         chosen = chosen_tables(schema, tables or ["*"])
         folder = scratch or Path(tempfile.gettempdir())
         if sent:
             counts = _sent(job, pair, chosen, folder)
-            _print_sent(uri, pair, counts, json=json)
+            _print_sent(options.uri, pair, counts, json=json)
             return
         total = 2 * sum(table_bytes(schema.tables[index]) for index in chosen)
         with progress_bar(quiet=json) as progress:
@@ -74,7 +59,7 @@ def diff_markers(
                 found = list(diff_tables(left, right, chosen, lambda count: progress.advance(task, count)))
         dense = diff_dense((pair[0], dense_folder(job, pair[0])), (pair[1], dense_folder(job, pair[1])))
     if json:
-        print_json(_record(uri, pair, found, dense))
+        print_json(_record(options.uri, pair, found, dense))
     else:
         _print(pair, found, dense)
 

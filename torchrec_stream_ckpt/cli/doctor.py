@@ -12,18 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from torchrec_stream_ckpt.cli.common import (
-    CommitKeyFile,
-    Job,
-    Json,
-    KafkaOptions,
-    Store,
-    StoreOptions,
-    Uri,
-    open_job,
-    plain,
-    print_json,
-)
+from torchrec_stream_ckpt.cli.common import Job, plain, print_json
+from torchrec_stream_ckpt.cli.options import JobOptions, Json
 from torchrec_stream_ckpt.cli.standing import look
 from torchrec_stream_ckpt.errors import StreamCkptError, printable
 from torchrec_stream_ckpt.format.control import Commit
@@ -40,18 +30,14 @@ _PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "confluent-kaf
 
 
 def examine_job(
-    uri: Uri,
-    store: Store = None,
-    store_options: StoreOptions = None,
-    kafka_options: KafkaOptions = None,
-    commit_key_file: CommitKeyFile = None,
+    options: JobOptions,
     json: Json = False,
 ) -> None:
     """Look at the log's settings, rights, room and copies, the store, the newest marker, the clock and the versions.
 
     Changes nothing. Exits with status 1 when something is bad; warnings alone are status 0.
     """
-    with open_job(uri, store, store_options, kafka_options, commit_key_file, warn=False) as job:
+    with options.open(warn=False) as job:
         findings = list(_examine(job))
     if json:
         print_json([asdict(finding) for finding in findings])

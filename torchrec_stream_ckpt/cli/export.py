@@ -8,17 +8,8 @@ from typing import Annotated
 
 import typer
 
-from torchrec_stream_ckpt.cli.common import (
-    CommitKeyFile,
-    Json,
-    KafkaOptions,
-    Store,
-    StoreOptions,
-    Uri,
-    open_job,
-    print_json,
-    progress_bar,
-)
+from torchrec_stream_ckpt.cli.common import print_json, progress_bar
+from torchrec_stream_ckpt.cli.options import Globs, JobOptions, Json
 from torchrec_stream_ckpt.cli.show import Marker
 from torchrec_stream_ckpt.cli.stored import dense_folder, rows_of
 from torchrec_stream_ckpt.interchange.export import ExportOptions, chosen_tables, export
@@ -33,10 +24,10 @@ Scratch = Annotated[
 
 
 def export_marker(
-    uri: Uri,
+    options: JobOptions,
     to: Annotated[str, typer.Option("--to", help="dcp://DIR, safetensors://DIR or parquet://DIR.", metavar="URL")],
     marker: Marker = None,
-    tables: Annotated[list[str] | None, typer.Option(help="Only tables of this name.", metavar="GLOB")] = None,
+    tables: Globs = None,
     states: Annotated[
         bool | None, typer.Option("--states/--no-states", help="Optimizer states (default: not to Parquet).")
     ] = None,
@@ -49,10 +40,6 @@ def export_marker(
     optimizer_key: Annotated[str, typer.Option(help="(dcp) The same for that of the optimizer.")] = "",
     force: Annotated[bool, typer.Option("--force", help="Replace a folder that is not empty.")] = False,
     scratch: Scratch = None,
-    store: Store = None,
-    store_options: StoreOptions = None,
-    kafka_options: KafkaOptions = None,
-    commit_key_file: CommitKeyFile = None,
     json: Json = False,
 ) -> None:
     """Write a marker's tables for other programs: plain DCP, safetensors, or Parquet.
@@ -60,7 +47,7 @@ def export_marker(
     The folder is there at the end as a whole, or not at all. Memory stays bounded, whatever the size of the tables.
     """
     target = parse_target(to)
-    options = ExportOptions(
+    wanted = ExportOptions(
         tables=tuple(tables or ("*",)),
         states=states,
         shard_bytes=parse_size(max_shard_size),
@@ -69,10 +56,10 @@ def export_marker(
         force=force,
     )
     check_free(target.folder, force=force)
-    with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
+    with options.open() as job:
         commit = job.find(marker)
         schema = job.lineage.claims[commit.generation].schema
-        total = sum(table_bytes(schema.tables[index]) for index in chosen_tables(schema, options.tables))
+        total = sum(table_bytes(schema.tables[index]) for index in chosen_tables(schema, wanted.tables))
         with (
             progress_bar(quiet=json) as progress,
             rows_of(job, commit) as objects,
@@ -91,7 +78,7 @@ def export_marker(
                 ),
                 lambda: dense_folder(job, commit),
                 target,
-                options,
+                wanted,
                 lambda count: progress.advance(writing, count),
             )
     if json:

@@ -7,17 +7,8 @@ from typing import Annotated
 
 import typer
 
-from torchrec_stream_ckpt.cli.common import (
-    CommitKeyFile,
-    Job,
-    Json,
-    KafkaOptions,
-    Store,
-    StoreOptions,
-    Uri,
-    open_job,
-    print_json,
-)
+from torchrec_stream_ckpt.cli.common import Job, print_json
+from torchrec_stream_ckpt.cli.options import JobOptions, Json
 from torchrec_stream_ckpt.commit.generation import fence_of
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
@@ -29,12 +20,8 @@ STORE_S = 10.0
 
 
 def fence_trainer(
-    uri: Uri,
+    options: JobOptions,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    store: Store = None,
-    store_options: StoreOptions = None,
-    kafka_options: KafkaOptions = None,
-    commit_key_file: CommitKeyFile = None,
     json: Json = False,
 ) -> None:
     """Take the job away from the trainer that owns it, wherever it runs.
@@ -43,9 +30,9 @@ def fence_trainer(
     next job restores them as usual. The fence is copied into the store as all control records are; a store that does
     not answer keeps no trainer from being fenced.
     """
-    with open_job(uri, store, store_options, kafka_options, commit_key_file, warn=False) as job:
+    with options.open(warn=False) as job:
         job.log.preflight()
-        claim = fence_of(job.lineage, uri)
+        claim = fence_of(job.lineage, options.uri)
         fenced = job.lineage.newest_generation
         if job.lineage.claims[fenced].mac and not job.control.signs:
             raise ConfigError(
@@ -54,12 +41,18 @@ def fence_trainer(
             )
         answers = _check_end(job)
         if not yes:
-            typer.confirm(f"End the trainer of generation {fenced} of {uri}?", abort=True, err=True)
-        copied = _claim(job, claim, commit_key_file, copy=answers)
+            typer.confirm(f"End the trainer of generation {fenced} of {options.uri}?", abort=True, err=True)
+        copied = _claim(job, claim, options.commit_key_file, copy=answers)
     if json:
         restores = str(claim.parent or "")
         print_json(
-            {"uri": uri, "fenced": fenced, "generation": claim.generation, "restores": restores, "copied": copied}
+            {
+                "uri": options.uri,
+                "fenced": fenced,
+                "generation": claim.generation,
+                "restores": restores,
+                "copied": copied,
+            }
         )
         return
     typer.echo(

@@ -17,15 +17,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from torchrec_stream_ckpt.cli.common import (
-    CommitKeyFile,
-    KafkaOptions,
-    Store,
-    StoreOptions,
-    Uri,
-    plain,
-    stopping,
-)
+from torchrec_stream_ckpt.cli.common import plain, stopping
+from torchrec_stream_ckpt.cli.options import DAY_S, Globs, JobOptions
 from torchrec_stream_ckpt.errors import ConfigError, printable
 from torchrec_stream_ckpt.follower.core import Follower, follow
 from torchrec_stream_ckpt.follower.serve import ServingWriter
@@ -33,18 +26,16 @@ from torchrec_stream_ckpt.follower.updates import Changed, Update, UpdateKind
 from torchrec_stream_ckpt.layout import parse_uri
 from torchrec_stream_ckpt.units import age
 
-_DAY_S = 86_400
-
 
 def follow_stream(
-    uri: Uri,
+    options: JobOptions,
     mode: Annotated[
         Literal["markers", "rows"],
         typer.Option(help="rows: also those that no marker has yet, and that may never be in one."),
     ] = "markers",
-    tables: Annotated[list[str] | None, typer.Option(help="Only tables of this name.", metavar="GLOB")] = None,
+    tables: Globs = None,
     once: Annotated[bool, typer.Option("--once", help="End when all that is there now has been read.")] = False,
-    poll_s: Annotated[float, typer.Option(min=0.01, max=_DAY_S, help="Seconds between two looks at the log.")] = 0.5,
+    poll_s: Annotated[float, typer.Option(min=0.01, max=DAY_S, help="Seconds between two looks at the log.")] = 0.5,
     outage_s: Annotated[
         float, typer.Option(min=0.0, help="Give up when log or store has not answered for so many seconds.")
     ] = 300.0,
@@ -63,10 +54,6 @@ def follow_stream(
     scratch: Annotated[
         Path | None, typer.Option(help="A folder with room for what only the log has (default: that of the system).")
     ] = None,
-    store: Store = None,
-    store_options: StoreOptions = None,
-    kafka_options: KafkaOptions = None,
-    commit_key_file: CommitKeyFile = None,
     json: Annotated[bool, typer.Option("--json", help="Print a JSON line for each update.")] = False,
 ) -> None:
     """Follow a stream: load its newest marker, then read only what changes, and say what that was, table by table.
@@ -75,19 +62,19 @@ def follow_stream(
     """
     if serve is not None and mode != "markers":
         raise ConfigError("a serving stream is made of markers", hint="leave --mode away")
-    if serve is not None and str(parse_uri(serve)) == str(parse_uri(uri)):
+    if serve is not None and str(parse_uri(serve)) == str(parse_uri(options.uri)):
         raise ConfigError("the trainer's own log cannot be served to", hint="give --serve another URI")
     follower = follow(
-        uri,
-        store=store,
+        options.uri,
+        store=options.store,
         mode=mode,
         tables=tables or ("*",),
         poll_s=poll_s,
         outage_s=outage_s,
         scratch=scratch,
-        store_options=store_options,
-        kafka_options=kafka_options,
-        commit_key_file=commit_key_file,
+        store_options=options.store_options,
+        kafka_options=options.kafka_options,
+        commit_key_file=options.commit_key_file,
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(follower)

@@ -7,22 +7,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from torchrec_stream_ckpt.cli.common import (
-    CommitKeyFile,
-    Json,
-    KafkaOptions,
-    StoreNamed,
-    StoreOptions,
-    open_job,
-    open_objects,
-    parse_job,
-    print_json,
-)
+from torchrec_stream_ckpt.cli.common import parse_job, print_json
+from torchrec_stream_ckpt.cli.options import Access, Json, StoreNamed
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.layout import check_store_url
@@ -36,6 +26,7 @@ _THREADS = 8
 
 
 def collect_garbage(
+    access: Access,
     store: StoreNamed,
     uri: Annotated[
         str | None,
@@ -63,9 +54,6 @@ def collect_garbage(
         bool, typer.Option("--compact", help="Merge what lies between kept markers, so that more can go.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and change nothing.")] = False,
-    store_options: StoreOptions = None,
-    kafka_options: KafkaOptions = None,
-    commit_key_file: CommitKeyFile = None,
     json: Json = False,
 ) -> None:
     """Give up the markers that no option keeps, and delete what nobody needs any more, in this store alone.
@@ -81,7 +69,7 @@ def collect_garbage(
         grace_s=parse_duration(grace),
         compact=compact,
     )
-    with open_objects(store, store_options) as objects, _lineage(uri, kafka_options, commit_key_file) as lineage:
+    with access.open_objects(store) as objects, _lineage(uri, access) as lineage:
         plans = [_run(objects, lineage, each, rules, dry_run=dry_run) for each in _jobs(objects, lineage, job)]
     idle = rules.retention.keeps_all
     if json:
@@ -113,11 +101,11 @@ def _run(objects: Objects, lineage: Lineage | None, job: bytes, rules: GcRules, 
 
 
 @contextlib.contextmanager
-def _lineage(uri: str | None, kafka_options: str | None, commit_key_file: Path | None) -> Iterator[Lineage | None]:
+def _lineage(uri: str | None, access: Access) -> Iterator[Lineage | None]:
     if uri is None:
         yield None
         return
-    with open_job(uri, None, None, kafka_options, commit_key_file) as job:
+    with access.open_job(uri) as job:
         yield job.lineage
 
 

@@ -8,14 +8,8 @@ from typing import Annotated
 import typer
 from rich.progress import TimeElapsedColumn
 
-from torchrec_stream_ckpt.cli.common import (
-    CommitKeyFile,
-    Json,
-    KafkaOptions,
-    StoreOptions,
-    print_json,
-    progress_bar,
-)
+from torchrec_stream_ckpt.cli.common import print_json, progress_bar
+from torchrec_stream_ckpt.cli.options import Access, Json
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError
@@ -27,6 +21,7 @@ from torchrec_stream_ckpt.units import size
 
 
 def import_checkpoint(
+    access: Access,
     from_: Annotated[str, typer.Option("--from", help="dcp://DIR: a checkpoint of a TorchRec job.", metavar="URL")],
     to: Annotated[str, typer.Option("--to", help="file://DIR or kafka://HOST:PORT/JOB: an empty log.", metavar="URI")],
     optimizer: Annotated[
@@ -42,9 +37,6 @@ def import_checkpoint(
     store: Annotated[
         str | None, typer.Option(help="Where dense state goes (default: into the file log).", metavar="URL")
     ] = None,
-    store_options: StoreOptions = None,
-    kafka_options: KafkaOptions = None,
-    commit_key_file: CommitKeyFile = None,
     json: Json = False,
 ) -> None:
     """Write a checkpoint of torch's DCP as the first marker of a new log. Any job restores it, on any plan.
@@ -61,7 +53,9 @@ def import_checkpoint(
     except ModuleNotFoundError as error:
         hint = "install the extra 'cpu' or 'cuda' (see CONTRIBUTING.md)"
         raise ConfigError(f"import needs {error.name}", hint=hint) from None
-    config = StreamConfig(uri=to, store=store, store_options=store_options, commit_key_file=commit_key_file)
+    config = StreamConfig(
+        uri=to, store=store, store_options=access.store_options, commit_key_file=access.commit_key_file
+    )
     source = Source(
         optimizer=optimizer,
         model_key=model_key,
@@ -69,8 +63,8 @@ def import_checkpoint(
         data_parallel=tuple(data_parallel or ()),
         step=step,
     )
-    log, objects = open_log(to, kafka_options), open_store(config.store_url, store_options)
-    dense, control = dense_in(objects), Control(log, commit_key_file, copies=(objects, to))
+    log, objects = open_log(to, access.kafka_options), open_store(config.store_url, access.store_options)
+    dense, control = dense_in(objects), Control(log, access.commit_key_file, copies=(objects, to))
     try:
         with progress_bar(TimeElapsedColumn(), quiet=json) as progress:
             task = progress.add_task("rows", total=None)

@@ -10,18 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.tree import Tree
 
-from torchrec_stream_ckpt.cli.common import (
-    CommitKeyFile,
-    Job,
-    Json,
-    KafkaOptions,
-    Store,
-    StoreOptions,
-    Uri,
-    open_job,
-    plain,
-    print_json_rows,
-)
+from torchrec_stream_ckpt.cli.common import Job, plain, print_json_rows
+from torchrec_stream_ckpt.cli.options import JobOptions, Json
 from torchrec_stream_ckpt.cli.standing import look
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.types import MarkerId
@@ -29,27 +19,23 @@ from torchrec_stream_ckpt.units import age, size
 
 
 def list_markers(
-    uri: Uri,
+    options: JobOptions,
     newest: Annotated[
         int | None, typer.Option("--newest", min=1, help="Only so many, the newest ones.", metavar="N")
     ] = None,
     tree: Annotated[bool, typer.Option("--tree", help="Show which generation stands on which marker.")] = False,
-    store: Store = None,
-    store_options: StoreOptions = None,
-    kafka_options: KafkaOptions = None,
-    commit_key_file: CommitKeyFile = None,
     json: Json = False,
 ) -> None:
     """List the committed markers, oldest first, and from where each can be restored: log, store, or store+log.
 
     Looks at what is there (log ends, dense files, segments and their sizes); ``verify`` reads every byte.
     """
-    with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
+    with options.open() as job:
         chosen = list(islice(reversed(job.lineage.commits.values()), newest))[::-1]
         rows = [_row(job, commit) for commit in chosen]
         if json:
             counts = {"generations": job.lineage.newest_generation, "unsigned": job.lineage.unsigned}
-            print_json_rows({"uri": uri, **counts}, "markers", rows)
+            print_json_rows({"uri": options.uri, **counts}, "markers", rows)
             return
         if tree:
             _print_tree(job, {row["marker"]: row for row in rows})

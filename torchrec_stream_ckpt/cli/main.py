@@ -1,60 +1,137 @@
-"""``stream-ckpt``: look at, check and serve streams of checkpoints. One file a verb."""
+"""``stream-ckpt``: look at, check and serve streams of checkpoints. One file a verb, imported when the verb is used."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, MutableMapping
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from torchrec_stream_ckpt.cli import (
-    broker,
-    diff,
-    doctor,
-    export,
-    fence,
-    follow,
-    gc,
-    import_,
-    list_,
-    materialize,
-    pin,
-    plan,
-    recover,
-    relay,
-    report,
-    show,
-    trim,
-    verify,
-    watch,
-)
+from torchrec_stream_ckpt.cli.options import Verbose, as_command, ask_for_more
 from torchrec_stream_ckpt.errors import StreamCkptError
 
+VERBS = {
+    "list": "list_:list_markers",
+    "show": "show:show_marker",
+    "verify": "verify:verify_markers",
+    "doctor": "doctor:examine_job",
+    "watch": "watch:watch_job",
+    "report": "report:report_job",
+    "materialize": "materialize:materialize_log",
+    "diff": "diff:diff_markers",
+    "plan": "plan:plan_job",
+    "export": "export:export_marker",
+    "import": "import_:import_checkpoint",
+    "recover": "recover:recover_log",
+    "relay": "relay:relay_log",
+    "follow": "follow:follow_stream",
+    "fence": "fence:fence_trainer",
+    "trim": "trim:trim_job",
+    "gc": "gc:collect_garbage",
+    "pin": "pin:pin_marker",
+    "unpin": "pin:unpin_marker",
+    "broker": "broker:app",
+}
+"""Verb -> its module below ``cli``, and what is there."""
+
+ALSO_CALLED = {
+    "ls": "list",
+    "log": "list",
+    "inspect": "show",
+    "info": "show",
+    "check": "verify",
+    "fsck": "verify",
+    "status": "watch",
+    "monitor": "watch",
+    "compact": "materialize",
+    "fold": "materialize",
+    "estimate": "plan",
+    "repair": "recover",
+    "copy": "relay",
+    "tail": "follow",
+    "kill": "fence",
+    "stop": "fence",
+    "prune": "trim",
+    "truncate": "trim",
+    "delete": "gc",
+    "clean": "gc",
+    "keep": "pin",
+}
+"""What other tools call a verb, and what a verb was called before -> what it is called here."""
+
+
+class _Lazy(MutableMapping[str, Any]):
+    """The commands by verb; a module is imported once its verb is asked for."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, verb: str) -> Any:
+        if verb not in self._made:
+            module, _, name = VERBS[verb].partition(":")
+            found = getattr(import_module(f"torchrec_stream_ckpt.cli.{module}"), name)
+            if not isinstance(found, typer.Typer):
+                one = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+                one.command(verb)(as_command(found))
+                found = one
+            self._made[verb] = typer.main.get_command(found)
+            self._made[verb].name = verb
+        return self._made[verb]
+
+    def __setitem__(self, verb: str, command: Any) -> None:
+        self._made[verb] = command
+
+    def __delitem__(self, verb: str) -> None:
+        raise KeyError(verb)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(VERBS)
+
+    def __len__(self) -> int:
+        return len(VERBS)
+
+
+class _Group(TyperGroup):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings | {"commands": None})
+        self.commands = _Lazy()
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(VERBS)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in VERBS and args[0] in ALSO_CALLED:
+            ctx.fail(f"No such command {args[0]!r}. Use {ALSO_CALLED[args[0]]!r}.")
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
+    cls=_Group,
     help="Continuous, bit-exact checkpoints for TorchRec: look at, check and serve them.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("list")(list_.list_markers)
-app.command("show")(show.show_marker)
-app.command("verify")(verify.verify_markers)
-app.command("doctor")(doctor.examine_job)
-app.command("watch")(watch.watch_job)
-app.command("report")(report.report_job)
-app.command("materialize")(materialize.materialize_log)
-app.command("diff")(diff.diff_markers)
-app.command("plan")(plan.plan_job)
-app.command("export")(export.export_marker)
-app.command("import")(import_.import_checkpoint)
-app.command("recover")(recover.recover_log)
-app.command("relay")(relay.relay_log)
-app.command("follow")(follow.follow_stream)
-app.command("fence")(fence.fence_trainer)
-app.command("trim")(trim.trim_job)
-app.command("gc")(gc.collect_garbage)
-app.command("pin")(pin.pin_marker)
-app.command("unpin")(pin.unpin_marker)
-app.add_typer(broker.app, name="broker")
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        from torchrec_stream_ckpt import __version__
+
+        typer.echo(f"stream-ckpt {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _before(
+    verbose: Verbose = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and end.", callback=_say_version, is_eager=True)
+    ] = False,
+) -> None:
+    ask_for_more(verbose)
 
 
 def main() -> None:

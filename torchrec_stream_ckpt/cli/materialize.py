@@ -11,17 +11,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from torchrec_stream_ckpt.cli.common import (
-    CommitKeyFile,
-    Json,
-    KafkaOptions,
-    StoreOptions,
-    Uri,
-    kept_store,
-    options_of,
-    stopping,
-)
+from torchrec_stream_ckpt.cli.common import kept_store, options_of, stopping
 from torchrec_stream_ckpt.cli.events import reporter
+from torchrec_stream_ckpt.cli.options import DAY_S, Access, Json, Uri
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.format.control import Commit
@@ -38,9 +30,8 @@ from torchrec_stream_ckpt.store.head import head_root
 from torchrec_stream_ckpt.store.identity import prepare_store
 
 _READERS = 4
-_DAY_S = 86_400
 
-Store = Annotated[
+Target = Annotated[
     str | None,
     typer.Option(
         help="Store to write: file://DIR or s3://BUCKET/PREFIX (default: where the job keeps its dense state).",
@@ -51,7 +42,7 @@ Dense = Annotated[
     str | None, typer.Option(help="Where dense state lies (default: where the job keeps it).", metavar="URL")
 ]
 Once = Annotated[bool, typer.Option("--once", help="End when all that is there now is in the store.")]
-Poll = Annotated[float, typer.Option(min=0.01, max=_DAY_S, help="Seconds between two looks at the log.")]
+Poll = Annotated[float, typer.Option(min=0.01, max=DAY_S, help="Seconds between two looks at the log.")]
 Rebase = Annotated[
     float,
     typer.Option(
@@ -64,7 +55,7 @@ Compact = Annotated[
 ]
 Lease = Annotated[
     float,
-    typer.Option(min=0.1, max=_DAY_S, help="Several may run: one that was not heard of for so long is taken for dead."),
+    typer.Option(min=0.1, max=DAY_S, help="Several may run: one that was not heard of for so long is taken for dead."),
 ]
 PassOverLost = Annotated[
     bool,
@@ -158,8 +149,9 @@ class _Setup:
 
 
 def materialize_log(
+    access: Access,
     uri: Uri,
-    store: Store = None,
+    store: Target = None,
     dense: Dense = None,
     once: Once = False,
     poll_s: Poll = 2.0,
@@ -170,9 +162,6 @@ def materialize_log(
     head: Head = None,
     metrics_port: MetricsPort = None,
     metrics_host: MetricsHost = "127.0.0.1",
-    store_options: StoreOptions = None,
-    kafka_options: KafkaOptions = None,
-    commit_key_file: CommitKeyFile = None,
     json: Json = False,
 ) -> None:
     """Follow a log and fold it into its store, so that any marker comes back at disk speed and the log can be trimmed.
@@ -182,14 +171,14 @@ def materialize_log(
     """
     policy = Policy(rebase=rebase, compact=compact)
     with contextlib.ExitStack() as closing:
-        log = open_log(uri, kafka_options)
+        log = open_log(uri, access.kafka_options)
         closing.callback(log.close)
         setup = _Setup(
             uri=uri,
             log=log,
-            control=Control(log, commit_key_file),
+            control=Control(log, access.commit_key_file),
             store=store,
-            store_options=store_options,
+            store_options=access.store_options,
             dense=dense,
             policy=policy,
             lease_s=None if once else lease_s,

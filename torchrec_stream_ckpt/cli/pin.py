@@ -7,17 +7,8 @@ from typing import Annotated
 
 import typer
 
-from torchrec_stream_ckpt.cli.common import (
-    CommitKeyFile,
-    Json,
-    KafkaOptions,
-    StoreNamed,
-    StoreOptions,
-    Uri,
-    open_job,
-    open_objects,
-    print_json,
-)
+from torchrec_stream_ckpt.cli.common import print_json
+from torchrec_stream_ckpt.cli.options import Json, StoredJobOptions
 from torchrec_stream_ckpt.errors import MarkerNotFoundError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.manifest import Pin
@@ -30,18 +21,14 @@ Marker = Annotated[str, typer.Argument(help="GENERATION:MARKER, or latest.", met
 
 
 def pin_marker(
-    uri: Uri,
+    options: StoredJobOptions,
     marker: Marker,
-    store: StoreNamed,
-    store_options: StoreOptions = None,
-    kafka_options: KafkaOptions = None,
-    commit_key_file: CommitKeyFile = None,
     json: Json = False,
 ) -> None:
     """Keep a marker in the store, whatever the retention says."""
     with (
-        open_job(uri, store, store_options, kafka_options, commit_key_file) as job,
-        open_objects(store, store_options) as objects,
+        options.open() as job,
+        options.objects() as objects,
     ):
         commit = job.find(marker)
         _check_offered(objects, commit)
@@ -53,24 +40,20 @@ def pin_marker(
             objects.delete(pin)
             raise
     if json:
-        print_json({"uri": uri, "store": objects.url, "marker": str(commit.id), "pinned": True})
+        print_json({"uri": options.uri, "store": objects.url, "marker": str(commit.id), "pinned": True})
         return
     typer.echo(f"marker {commit.id} is pinned: gc keeps it")
 
 
 def unpin_marker(
-    uri: Uri,
+    options: StoredJobOptions,
     marker: Marker,
-    store: StoreNamed,
-    store_options: StoreOptions = None,
-    kafka_options: KafkaOptions = None,
-    commit_key_file: CommitKeyFile = None,
     json: Json = False,
 ) -> None:
     """Leave a marker to the retention again."""
     with (
-        open_job(uri, store, store_options, kafka_options, commit_key_file) as job,
-        open_objects(store, store_options) as objects,
+        options.open() as job,
+        options.objects() as objects,
     ):
         commit = job.find(marker)
         name = pin_name(commit.job, commit.id)
@@ -78,7 +61,7 @@ def unpin_marker(
             raise MarkerNotFoundError(f"marker {commit.id} is not pinned", store=objects.url)
         objects.delete(name)
     if json:
-        print_json({"uri": uri, "store": objects.url, "marker": str(commit.id), "pinned": False})
+        print_json({"uri": options.uri, "store": objects.url, "marker": str(commit.id), "pinned": False})
         return
     typer.echo(f"marker {commit.id} is no longer pinned")
 

@@ -10,15 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from torchrec_stream_ckpt.cli.common import (
-    CommitKeyFile,
-    Json,
-    KafkaOptions,
-    Store,
-    StoreOptions,
-    open_job,
-    print_json,
-)
+from torchrec_stream_ckpt.cli.common import print_json
+from torchrec_stream_ckpt.cli.options import Access, Json, Store
 from torchrec_stream_ckpt.cli.plan_input import Asked, Rates, parse_assumptions, parse_tables, workload_of_job
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.sizing import Deployment, Plan, UnitCosts, Workload, plan
@@ -28,6 +21,7 @@ LOGS = ("kafka", "file")
 
 
 def plan_job(
+    access: Access,
     uri: Annotated[
         str | None, typer.Argument(help="A job's log: take tables and rates from there.", metavar="[URI]")
     ] = None,
@@ -70,9 +64,6 @@ def plan_job(
         typer.Option(help="Another value for an assumption, as it is printed: disk_bytes_per_s=2GB.", metavar="NAME=X"),
     ] = None,
     store: Store = None,
-    store_options: StoreOptions = None,
-    kafka_options: KafkaOptions = None,
-    commit_key_file: CommitKeyFile = None,
     json: Json = False,
 ) -> None:
     """Say what a job needs: network, brokers, disks, memory, and what a failure costs. A model, not a measurement.
@@ -102,7 +93,7 @@ def plan_job(
                 "a job's log says which tables it has and how fast they change",
                 hint="leave --tables, --rows, --dim, --batch-size and --touched-rows-per-second away, or URI",
             )
-        with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
+        with access.open_job(uri, store) as job:
             work = workload_of_job(job, asked)
     else:
         specs = parse_tables(tables, None if rows is None else number(rows), dim, dtype, optimizer)

@@ -7,29 +7,16 @@ from typing import Annotated
 
 import typer
 
-from torchrec_stream_ckpt.cli.common import (
-    CommitKeyFile,
-    Json,
-    KafkaOptions,
-    StoreNamed,
-    StoreOptions,
-    Uri,
-    open_objects,
-    parse_job,
-    print_json,
-)
+from torchrec_stream_ckpt.cli.common import parse_job, print_json
+from torchrec_stream_ckpt.cli.options import Json, StoredJobOptions
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.interchange.recover import recover
 from torchrec_stream_ckpt.log.api import open_log
 
 
 def recover_log(
-    uri: Uri,
-    store: StoreNamed,
+    options: StoredJobOptions,
     job: Annotated[str | None, typer.Option(help="Whose, if the store holds several jobs.", metavar="HEX")] = None,
-    store_options: StoreOptions = None,
-    kafka_options: KafkaOptions = None,
-    commit_key_file: CommitKeyFile = None,
     json: Json = False,
 ) -> None:
     """Put back what a log has lost: its control records, the end of them, its identity; or all of it.
@@ -39,18 +26,18 @@ def recover_log(
     that is started with URI and this store then restores the newest marker, under a number above all that were used.
     """
     chosen = parse_job(job) if job is not None else None
-    log = open_log(uri, kafka_options)
+    log = open_log(options.uri, options.kafka_options)
     try:
-        with open_objects(store, store_options) as objects:
-            found = recover(log, Control(log, commit_key_file), objects, uri, chosen)
+        with options.objects() as objects:
+            found = recover(log, Control(log, options.commit_key_file), objects, options.uri, chosen)
     finally:
         log.close()
     if json:
-        print_json({"uri": uri, **asdict(found)})
+        print_json({"uri": options.uri, **asdict(found)})
         return
     newest = found.offered[-1] if found.offered else "none"
     typer.echo(
-        f"job {found.job}: {len(found.offered)} markers, newest {newest}, are in {uri} again"
+        f"job {found.job}: {len(found.offered)} markers, newest {newest}, are in {options.uri} again"
         + (f" ({found.given_up} had been given up)" if found.given_up else "")
     )
     typer.echo(f"start the job with store={found.store}; it goes on as generation {found.next_generation}")

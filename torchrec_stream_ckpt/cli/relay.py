@@ -10,16 +10,8 @@ from typing import Annotated
 
 import typer
 
-from torchrec_stream_ckpt.cli.common import (
-    CommitKeyFile,
-    Json,
-    KafkaOptions,
-    StoreOptions,
-    kept_store,
-    options_of,
-    print_json,
-    stopping,
-)
+from torchrec_stream_ckpt.cli.common import kept_store, options_of, print_json, stopping
+from torchrec_stream_ckpt.cli.options import DAY_S, Access, Json
 from torchrec_stream_ckpt.config import StreamConfig, check_tiers
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import MarkerNotFoundError, printable
@@ -29,10 +21,9 @@ from torchrec_stream_ckpt.tiers.service import Event, RelayService, state_of
 from torchrec_stream_ckpt.tiers.tier import open_tiers
 from torchrec_stream_ckpt.units import size
 
-_DAY_S = 86_400
-
 
 def relay_log(
+    access: Access,
     inner: Annotated[str, typer.Argument(help="The log that the trainer writes: file://DIR", metavar="INNER")],
     outer: Annotated[str, typer.Argument(help="Where to: kafka://HOST:PORT/JOB or file://DIR", metavar="OUTER")],
     once: Annotated[bool, typer.Option("--once", help="End when all that is there now is on the outer tier.")] = False,
@@ -44,10 +35,7 @@ def relay_log(
         str | None,
         typer.Option(help="Where dense state goes (default: where the outer tier's markers are).", metavar="URL"),
     ] = None,
-    poll_s: Annotated[float, typer.Option(min=0.01, max=_DAY_S, help="Seconds between two looks.")] = 0.5,
-    store_options: StoreOptions = None,
-    kafka_options: KafkaOptions = None,
-    commit_key_file: CommitKeyFile = None,
+    poll_s: Annotated[float, typer.Option(min=0.01, max=DAY_S, help="Seconds between two looks.")] = 0.5,
     json: Json = False,
 ) -> None:
     """Copy what a job has committed to its inner tier to the outer one: frames as they are, dense state, then COMMIT.
@@ -56,15 +44,15 @@ def relay_log(
     The job must have been opened on both tiers. Needs no torch.
     """
     check_tiers((inner, outer), every)
-    place = store or _store_of(outer, kafka_options)
-    options = options_of(place, store_options) if place is not None else None
+    place = store or _store_of(outer, access.kafka_options)
+    options = options_of(place, access.store_options) if place is not None else None
     config = StreamConfig(
         uri=(inner, outer),
         outer_every=every,
         store=place,
         store_options=options,
-        kafka_options=kafka_options,
-        commit_key_file=commit_key_file,
+        kafka_options=access.kafka_options,
+        commit_key_file=access.commit_key_file,
     )
     tiers = open_tiers(config)
     with contextlib.closing(tiers.inner), contextlib.closing(tiers.outer):

@@ -9,15 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from torchrec_stream_ckpt.cli.common import (
-    CommitKeyFile,
-    KafkaOptions,
-    Store,
-    StoreOptions,
-    Uri,
-    open_job,
-    progress_bar,
-)
+from torchrec_stream_ckpt.cli.common import progress_bar
+from torchrec_stream_ckpt.cli.options import JobOptions
 from torchrec_stream_ckpt.cli.watch import Rate, Watcher, bytes_per_s
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.reporting.history import frames_bytes, read_history
@@ -27,7 +20,7 @@ from torchrec_stream_ckpt.units import size
 
 
 def report_job(
-    uri: Uri,
+    options: JobOptions,
     out: Annotated[Path, typer.Option("--out", help="The page to write.", metavar="FILE.html")],
     last: Annotated[
         int | None, typer.Option("--last", min=1, help="Read only so many of the newest markers (default: all).")
@@ -36,10 +29,6 @@ def report_job(
         Path | None, typer.Option(help="Folder of the job's scalars: the log does not hold its stalls.", metavar="DIR")
     ] = None,
     restore_mb_per_s: Rate = None,
-    store: Store = None,
-    store_options: StoreOptions = None,
-    kafka_options: KafkaOptions = None,
-    commit_key_file: CommitKeyFile = None,
 ) -> None:
     """Draw a job: its markers and branches, what each table sends, hot rows, stalls, how long restores take.
 
@@ -47,14 +36,14 @@ def report_job(
     changes nothing. The page needs nothing besides itself.
     """
     stalls = read_stalls(tensorboard) if tensorboard is not None else None
-    with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
-        rate = bytes_per_s(uri, restore_mb_per_s)
+    with options.open() as job:
+        rate = bytes_per_s(options.uri, restore_mb_per_s)
         look = Watcher(job, rate).look()
         with progress_bar(quiet=False) as progress:
             task = progress.add_task("reading", total=frames_bytes(job.lineage, last))
             history = read_history(job.log, job.lineage, last, lambda count: progress.advance(task, count))
         report = Report(
-            uri=uri, look=look, lineage=job.lineage, history=history, stalls=stalls, bytes_per_s=rate, last=last
+            uri=options.uri, look=look, lineage=job.lineage, history=history, stalls=stalls, bytes_per_s=rate, last=last
         )
         _write(out, page(report))
     Console().print(f"{out}: {size(out.stat().st_size)}", highlight=False, markup=False, soft_wrap=True)

@@ -9,18 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from torchrec_stream_ckpt.cli.common import (
-    CommitKeyFile,
-    Job,
-    Json,
-    KafkaOptions,
-    Store,
-    StoreOptions,
-    Uri,
-    open_job,
-    plain,
-    print_json,
-)
+from torchrec_stream_ckpt.cli.common import Job, plain, print_json
+from torchrec_stream_ckpt.cli.options import JobOptions, Json
 from torchrec_stream_ckpt.cli.standing import look
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit
@@ -31,16 +21,12 @@ Marker = Annotated[str | None, typer.Option(help="GENERATION:MARKER (default: th
 
 
 def show_marker(
-    uri: Uri,
+    options: JobOptions,
     marker: Marker = None,
-    store: Store = None,
-    store_options: StoreOptions = None,
-    kafka_options: KafkaOptions = None,
-    commit_key_file: CommitKeyFile = None,
     json: Json = False,
 ) -> None:
     """Show one marker: its lineage, its tables, where each rank's stream ends, its dense files."""
-    with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
+    with options.open() as job:
         commit = job.find(marker)
         if json:
             print_json(_record(job, commit))

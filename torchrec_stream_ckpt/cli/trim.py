@@ -9,18 +9,8 @@ from typing import Annotated
 
 import typer
 
-from torchrec_stream_ckpt.cli.common import (
-    CommitKeyFile,
-    Job,
-    Json,
-    KafkaOptions,
-    StoreNamed,
-    StoreOptions,
-    Uri,
-    open_job,
-    open_objects,
-    print_json,
-)
+from torchrec_stream_ckpt.cli.common import Job, print_json
+from torchrec_stream_ckpt.cli.options import Json, StoredJobOptions
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.control.snapshots import Shortened, shorten_control
 from torchrec_stream_ckpt.control.trim import trim_log
@@ -44,8 +34,7 @@ _READERS = 8
 
 
 def trim_job(
-    uri: Uri,
-    store: StoreNamed,
+    options: StoredJobOptions,
     upto: Annotated[
         str,
         typer.Option(
@@ -57,9 +46,6 @@ def trim_job(
     verify: Annotated[
         bool, typer.Option("--verify", help="Before that, read every byte that the store holds of these markers.")
     ] = False,
-    store_options: StoreOptions = None,
-    kafka_options: KafkaOptions = None,
-    commit_key_file: CommitKeyFile = None,
     json: Json = False,
 ) -> None:
     """Delete log data up to a marker, once the store is seen to hold all that anybody may want of it.
@@ -68,10 +54,10 @@ def trim_job(
     no longer have; otherwise nothing is deleted, and the first marker that would be lost is named.
     """
     with (
-        open_job(uri, store, store_options, kafka_options, commit_key_file, warn=False) as job,
-        open_objects(store, store_options) as objects,
+        options.open(warn=False) as job,
+        options.objects() as objects,
     ):
-        with closing(Control(job.log, commit_key_file, copies=(objects, uri))) as copying:
+        with closing(Control(job.log, options.commit_key_file, copies=(objects, options.uri))) as copying:
             copying.check_copy()  # the store may know markers that the log has lost
             synced, gone = _check(job, objects, upto, verify=verify)
             done = trim_log(
@@ -88,7 +74,7 @@ def trim_job(
             "control_base": shortened.base if shortened is not None else None,
             "control_problem": problem.headline if problem is not None else None,
         }
-        print_json({"uri": uri, "store": objects.url, **record, **seen, "freed": asdict(done.freed), **control})
+        print_json({"uri": options.uri, "store": objects.url, **record, **seen, "freed": asdict(done.freed), **control})
         return
     how = "read whole" if verify else "there, their directories read"
     typer.echo(f"{synced.markers} markers, {synced.segments} segments ({size(synced.segment_bytes)}): {how}")

@@ -9,18 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from torchrec_stream_ckpt.cli.common import (
-    CommitKeyFile,
-    Job,
-    Json,
-    KafkaOptions,
-    Store,
-    StoreOptions,
-    Uri,
-    open_job,
-    print_json,
-    progress_bar,
-)
+from torchrec_stream_ckpt.cli.common import Job, print_json, progress_bar
+from torchrec_stream_ckpt.cli.options import JobOptions, Json
 from torchrec_stream_ckpt.cli.show import Marker
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, TrimmedError, printable
 from torchrec_stream_ckpt.format.control import Commit
@@ -35,7 +25,7 @@ from torchrec_stream_ckpt.units import size
 
 
 def verify_markers(
-    uri: Uri,
+    options: JobOptions,
     marker: Marker = None,
     all_markers: Annotated[bool, typer.Option("--all", help="Verify every committed marker.")] = False,
     log_alone: Annotated[
@@ -48,10 +38,6 @@ def verify_markers(
         bool,
         typer.Option("--verdict", help="Leave such rows in the store, so that a running trainer sends them again."),
     ] = False,
-    store: Store = None,
-    store_options: StoreOptions = None,
-    kafka_options: KafkaOptions = None,
-    commit_key_file: CommitKeyFile = None,
     json: Json = False,
 ) -> None:
     """Read everything that a restore would and check every checksum, chain, sequence and digest.
@@ -65,7 +51,7 @@ def verify_markers(
     """
     if all_markers and marker is not None:
         raise ConfigError("--all verifies every marker", hint="leave out --marker, or --all", marker=marker)
-    with open_job(uri, store, store_options, kafka_options, commit_key_file) as job:
+    with options.open() as job:
         said: list[Verified | Verdict | _NotRead]
         if all_markers:
             said = [*_verdicts(job, quiet=json, log_alone=log_alone)]

@@ -13,17 +13,8 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from torchrec_stream_ckpt.cli.common import (
-    CommitKeyFile,
-    Job,
-    Json,
-    KafkaOptions,
-    Store,
-    StoreOptions,
-    Uri,
-    open_job,
-    print_json,
-)
+from torchrec_stream_ckpt.cli.common import Job, print_json
+from torchrec_stream_ckpt.cli.options import DAY_S, JobOptions, Json
 from torchrec_stream_ckpt.cli.standing import look as look_at
 from torchrec_stream_ckpt.cli.watching import line, view
 from torchrec_stream_ckpt.errors import LogUnavailableError, StoreUnavailableError, StreamCkptError
@@ -37,7 +28,6 @@ from torchrec_stream_ckpt.types import MarkerId
 
 _GAP_EVERY_S = 30.0
 _LIST_EVERY_S = 10.0
-_DAY_S = 86_400.0
 
 Rate = Annotated[
     float | None,
@@ -149,14 +139,10 @@ class Watcher:
 
 
 def watch_job(
-    uri: Uri,
-    interval: Annotated[float, typer.Option(min=0.1, max=_DAY_S, help="Seconds between two looks.")] = 2.0,
+    options: JobOptions,
+    interval: Annotated[float, typer.Option(min=0.1, max=DAY_S, help="Seconds between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
     restore_mb_per_s: Rate = None,
-    store: Store = None,
-    store_options: StoreOptions = None,
-    kafka_options: KafkaOptions = None,
-    commit_key_file: CommitKeyFile = None,
     json: Json = False,
 ) -> None:
     """Watch a job: its newest marker, what would be lost now, how long a restore would take, and what is wrong.
@@ -164,12 +150,12 @@ def watch_job(
     Reads the log's control partition and the store's names, and changes nothing. Where stdout is no terminal it prints
     a line a marker and a line an alert; with --json an object a look. Ctrl-C ends it.
     """
-    with open_job(uri, store, store_options, kafka_options, commit_key_file, warn=False) as job:
-        watcher = Watcher(job, bytes_per_s(uri, restore_mb_per_s))
+    with options.open(warn=False) as job:
+        watcher = Watcher(job, bytes_per_s(options.uri, restore_mb_per_s))
         if once:
-            _show_once(uri, watcher.look(), json=json)
+            _show_once(options.uri, watcher.look(), json=json)
             return
-        with _shower(uri, json=json) as show:
+        with _shower(options.uri, json=json) as show:
             while True:
                 show(watcher.look_or_say_why_not())
                 time.sleep(interval)

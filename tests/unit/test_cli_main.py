@@ -1,0 +1,130 @@
+"""The command line as a whole: its verbs, what they share, and how fast it starts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from torchrec_stream_ckpt import __version__
+from torchrec_stream_ckpt.cli.main import ALSO_CALLED, VERBS, app
+from torchrec_stream_ckpt.cli.options import Access, JobOptions, Json, as_command, is_verbose
+from torchrec_stream_ckpt.errors import StreamCkptError
+
+runner = CliRunner()
+
+
+def run(*arguments: str) -> Any:
+    return runner.invoke(app, list(arguments), env={"COLUMNS": "200"})
+
+
+def test_the_version_is_the_packages() -> None:
+    assert run("--version").output == f"stream-ckpt {__version__}\n"
+
+
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "torchrec_stream_ckpt", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == f"stream-ckpt {__version__}\n"
+
+
+def test_every_verb_is_there_and_says_what_it_does() -> None:
+    said = run("--help").output
+    for verb, place in VERBS.items():
+        module, _, name = place.partition(":")
+        assert f" {verb} " in said
+        assert hasattr(import_module(f"torchrec_stream_ckpt.cli.{module}"), name)
+        assert "--help" in run(verb, "--help").output
+
+
+def test_a_verb_imports_what_it_needs_and_nothing_of_the_others() -> None:
+    program = (
+        "import json, sys\n"
+        "from torchrec_stream_ckpt.cli.main import app, VERBS\n"
+        "import typer\n"
+        "command = typer.main.get_command(app)\n"
+        "before = sorted(sys.modules)\n"
+        "command.commands['list']\n"
+        "print(json.dumps([before, sorted(sys.modules)]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    before, after = (set(names) for names in json.loads(done.stdout))
+    package = "torchrec_stream_ckpt"
+    assert "numpy" not in before
+    assert not [name for name in before if name.startswith((f"{package}.log", f"{package}.store"))]
+    others = {f"{package}.cli.{place.partition(':')[0]}" for place in VERBS.values()} - {f"{package}.cli.list_"}
+    assert not others & after
+    assert not [name for name in after if name.startswith((f"{package}.materialize", f"{package}.interchange"))]
+
+
+def test_what_a_verb_is_called_elsewhere_names_the_verb() -> None:
+    assert set(ALSO_CALLED.values()) <= set(VERBS)
+    assert not set(ALSO_CALLED) & set(VERBS)
+    done = run("status", "file:///nowhere")
+    assert done.exit_code == 2
+    assert "No such command 'status'. Use 'watch'." in done.output
+
+
+def test_a_verb_and_an_option_that_are_misspelt_name_those_that_are_near() -> None:
+    assert "Did you mean 'verify'" in run("verfy", "file:///nowhere").output
+    assert "--store" in run("list", "file:///nowhere", "--stor", "x").output
+
+
+def test_completion_can_be_installed() -> None:
+    assert "--install-completion" in run("--help").output
+    assert "--install-completion" not in run("list", "--help").output
+
+
+def made(verb: Any) -> typer.Typer:
+    one = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    one.command()(as_command(verb))
+    return one
+
+
+def test_an_option_group_becomes_options_and_comes_back_as_a_value() -> None:
+    got: list[Any] = []
+
+    def verb(options: JobOptions, marker: str, count: int = 3, json: Json = False) -> None:
+        """Do it."""
+        got.append((options, marker, count, json))
+
+    done = runner.invoke(made(verb), ["URI", "1:2", "--count", "5", "--store", "S", "--commit-key-file", "K", "--json"])
+    assert done.exit_code == 0, done.output
+    expected = JobOptions(uri="URI", store="S", commit_key_file=Path("K"))
+    assert got == [(expected, "1:2", 5, True)]
+    assert "Do it." in runner.invoke(made(verb), ["--help"]).output
+
+
+def test_verbose_sends_what_the_library_logs_to_stderr_for_this_verb_alone() -> None:
+    ours = logging.getLogger("torchrec_stream_ckpt")
+    before = (ours.level, list(ours.handlers))
+
+    def verb(access: Access) -> None:
+        ours.info("one thing %s", is_verbose())
+
+    assert runner.invoke(made(verb), []).output == ""
+    said = runner.invoke(made(verb), ["-v"])
+    assert "INFO torchrec_stream_ckpt: one thing True" in said.stderr
+    assert (ours.level, list(ours.handlers)) == before
+    assert not is_verbose()
+
+
+def test_verbose_before_the_verb_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def opened(*_: object, **__: object) -> None:
+        seen.append(is_verbose())
+        raise StreamCkptError("enough")
+
+    monkeypatch.setattr("torchrec_stream_ckpt.cli.common.open_job", opened)
+    for arguments in (["-v", "list"], ["list", "-v"], ["list"]):
+        run(*arguments, f"file://{tmp_path}")
+    assert seen == [True, True, False]

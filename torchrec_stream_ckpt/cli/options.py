@@ -1,0 +1,176 @@
+"""Options that verbs share: declared once, and taken by a verb as one value.
+
+A verb says ``options: JobOptions`` in its signature; :func:`as_command` puts the fields of that class in its place, as
+typer wants them, and gives the verb the value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from inspect import Parameter, Signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+if TYPE_CHECKING:
+    from torchrec_stream_ckpt.cli.common import Job
+    from torchrec_stream_ckpt.store.api import Objects
+
+Uri = Annotated[str, typer.Argument(help="file://DIR or kafka://HOST:PORT/JOB", metavar="URI")]
+Store = Annotated[
+    str | None,
+    typer.Option(help="Where dense state and folded rows lie (default: where the job kept it).", metavar="URL"),
+]
+StoreNamed = Annotated[str, typer.Option("--store", help="The store: file://DIR or s3://BUCKET/PREFIX.", metavar="URL")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more, and what the library logs, on stderr.")]
+Globs = Annotated[list[str] | None, typer.Option(help="Only tables of this name.", metavar="GLOB")]
+DAY_S = 86_400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """What opening a log or a store takes beside its name."""
+
+    store_options: Annotated[
+        str | None,
+        typer.Option(help="File of key=value settings of an object store, credentials included.", metavar="FILE"),
+    ] = None
+    kafka_options: Annotated[
+        str | None, typer.Option(help="File of key=value client settings, security included.", metavar="FILE")
+    ] = None
+    commit_key_file: Annotated[
+        Path | None,
+        typer.Option(help="The job's commit key: what is not signed with it counts for nothing.", metavar="FILE"),
+    ] = None
+
+    def open_job(self, uri: str, store: str | None = None, *, warn: bool = True) -> AbstractContextManager[Job]:
+        """As :func:`open_job`."""
+        from torchrec_stream_ckpt.cli.common import open_job
+
+        return open_job(uri, store, self.store_options, self.kafka_options, self.commit_key_file, warn=warn)
+
+    def open_objects(self, url: str) -> AbstractContextManager[Objects]:
+        """As :func:`open_objects`."""
+        from torchrec_stream_ckpt.cli.common import open_objects
+
+        return open_objects(url, self.store_options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOptions(Access):
+    """A job, and the store that it is restored from."""
+
+    uri: Uri
+    store: Store = None
+
+    def open(self, *, warn: bool = True) -> AbstractContextManager[Job]:
+        """The job's log, read as of now."""
+        return self.open_job(self.uri, self.store, warn=warn)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredJobOptions(Access):
+    """A job, and a store that has to be named."""
+
+    uri: Uri
+    store: StoreNamed
+
+    def open(self, *, warn: bool = True) -> AbstractContextManager[Job]:
+        """The job's log, read as of now."""
+        return self.open_job(self.uri, self.store, warn=warn)
+
+    def objects(self) -> AbstractContextManager[Objects]:
+        """The store."""
+        return self.open_objects(self.store)
+
+
+# --------------------------------------------------------------------------------------------------- for the command
+
+
+@dataclass(slots=True)
+class _Verbosity:
+    always: bool = False
+    """Whether it was asked for before the verb."""
+    now: bool = False
+
+
+_verbosity = _Verbosity()
+
+
+def ask_for_more(more: bool) -> None:
+    """Make the verb that follows verbose."""
+    _verbosity.always = more
+
+
+def is_verbose() -> bool:
+    """Whether the verb that runs is to say more."""
+    return _verbosity.now
+
+
+def as_command(verb: Callable[..., None]) -> Callable[..., None]:
+    """The verb as typer takes it: options in place of option groups, and ``--verbose``.
+
+    What an option group requires stands where the group stands, its other options come after the verb's own ones.
+    """
+    hints = get_type_hints(verb, include_extras=True)
+    groups: dict[str, type[Any]] = {}
+    own: list[Parameter] = []
+    shared: list[Parameter] = []
+    for parameter in inspect.signature(verb).parameters.values():
+        kind = hints[parameter.name]
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            groups[parameter.name] = kind
+            for each in _parameters(kind):
+                (own if each.default is Parameter.empty else shared).append(each)
+        else:
+            own.append(parameter.replace(annotation=kind, kind=Parameter.KEYWORD_ONLY))
+    last = [own.pop()] if own and own[-1].name == "json" else []
+    verbose = Parameter("verbose", Parameter.KEYWORD_ONLY, default=False, annotation=Verbose)
+    shared.sort(key=lambda each: each.name != "store")
+    parameters = [*own, *shared, *last, verbose]
+
+    def command(*, verbose: bool, **values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})
+        with _saying(verbose or _verbosity.always):
+            verb(**values)
+
+    command.__name__, command.__doc__ = verb.__name__, verb.__doc__
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return command
+
+
+def _parameters(group: type[Any]) -> Iterator[Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    for field in dataclasses.fields(group):
+        default = Parameter.empty if field.default is dataclasses.MISSING else field.default
+        yield Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name])
+
+
+@contextlib.contextmanager
+def _saying(more: bool) -> Iterator[None]:
+    """With more to say, what the library logs goes to stderr: the library itself configures no logging."""
+    _verbosity.now = more
+    if not more:
+        yield
+        return
+    ours, handler = logging.getLogger("torchrec_stream_ckpt"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    before = ours.level
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        ours.removeHandler(handler)
+        ours.setLevel(before)
+        _verbosity.now = False
