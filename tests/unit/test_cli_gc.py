@@ -16,7 +16,7 @@ from torchrec_stream_ckpt.cli import pin
 from torchrec_stream_ckpt.cli.common import Job
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.cli.stored import rows_of
-from torchrec_stream_ckpt.commit import snapshots
+from torchrec_stream_ckpt.control import snapshots
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.control import Commit

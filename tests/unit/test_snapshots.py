@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.builders import claim, commit, trim
 from tests.golden import make
 from tests.unit.test_commit_key import KEY, key_file
-from torchrec_stream_ckpt.commit import snapshots
+from torchrec_stream_ckpt.control import snapshots
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.control.snapshots import shorten_control
 from torchrec_stream_ckpt.errors import (
