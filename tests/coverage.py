@@ -27,7 +27,7 @@ PITFALLS = {
     7: "with VBE, the bounds of a feature's ids are not at multiples of one batch size",
     8: "the linear row space of a kernel is not the one of its cache, and has no slot for ignored ids",
     9: "under UVM caching the newest value of a row is in the cache, not in the table",
-    10: "a prefetch moves rows before the backward in front of it",
+    10: "a prefetch moves rows before the backward of an earlier batch",
     11: "key-value (SSD) tables hold rows in more than one place",
     12: "the column shards of a table have the same row ids",
     13: "row-wise state is laid out end to end under column-wise plans, with rolling offsets under grid",
@@ -44,7 +44,7 @@ PITFALLS = {
     24: "Adam's iteration is in no state dict",
     25: "the kernel counts in iter_cpu, while set_optimizer_step sets iter alone",
     26: "low-precision rows are rounded at random: replaying gradients does not give them again",
-    27: "clipping and max_norm change a row behind its gradient",
+    27: "clipping and max_norm change a row in another way than its gradient says",
     28: "momentum moves rows whose gradient is zero",
     29: "tables with the dense kernel are updated by the dense optimizer, later",
     30: "CPUs run five of the fused optimizers only",
@@ -60,15 +60,75 @@ OUTCOMES = ("exact", "limited", "refused", "unverified")
 
 INTRO = """# Coverage
 
-Which combinations are exact, by the test that shows it; where a marker is exact and what follows it is not; which are
-refused, with what the error says; and which are written but have not been run, with the reason. Generated from the
-tests: `make coverage` writes this page anew, and a test fails when it is out of date. Exact means bit for bit: every
-table, every optimizer state, the kernels' own counters and the dense model, restored from a marker, equal what the live
-job had when it was cut.
+Can I use my model with it? Ten rows; the tables after them say it combination by combination, with the test of each.
+"""
+IN_SHORT = (
+    (
+        "your job has",
+        "on a CPU",
+        "on a GPU",
+    ),
+    (
+        "SGD, Adagrad, row-wise Adagrad (weight decay and moving average too), row-wise RMSprop",
+        "exact",
+        "written, not run",
+    ),
+    (
+        "Adam, LAMB, their partial row-wise forms, ensemble row-wise Adagrad",
+        "FBGEMM has none",
+        "written, not run",
+    ),
+    (
+        "table-wise, row-wise, column-wise, table-column-wise, table-row-wise, grid plans, each into each other",
+        "exact",
+        "written, table-wise alone has a test",
+    ),
+    (
+        "another column split under a row-wise optimizer",
+        "refused, or merged inexactly",
+        "the same",
+    ),
+    (
+        "`EmbeddingBagCollection`, `EmbeddingCollection`, feature processors, varying batch sizes",
+        "exact where TorchRec trains them",
+        "written, not run",
+    ),
+    (
+        "managed collision with LFU, LRU, DistanceLFU",
+        "exact; shards that split an old one are refused",
+        "not tested",
+    ),
+    (
+        "fp32, fp16 weights; bf16 weights",
+        "exact; TorchRec trains none",
+        "written, not run; refused",
+    ),
+    (
+        "a plain loop, `TrainPipelineBase`, `TrainPipelineSparseDist`; semi-synchronous and prefetching pipelines",
+        "exact; their order is staged by hand",
+        "written, not run",
+    ),
+    (
+        "DDP or FSDP2 around the dense part, any optimizer of torch; FSDP1, tables inside FSDP2",
+        "exact; refused",
+        "not tested; refused",
+    ),
+    (
+        "UVM tables; SSD and key-value tables, 2D parallelism, ITEP, hash ZCH, quantized tables",
+        "refused but for UVM, which needs a GPU",
+        "UVM written, not run; the others refused",
+    ),
+)
+"""What people ask first."""
+MORE = """\
+*Exact* means bit for bit: every table, every optimizer state, the kernels' own counters and the dense model, restored
+from a marker, equal what the live job had when it was cut. *Refused* means by name, with what the error says.
+*Written, not run* means that the code and its test are there, with the reason why no test has shown it.
 
-A row is a cell of the cross product; several tests that show the same cell stand in one row. The last table lists
-what is known to go wrong in checkpoints of TorchRec and FBGEMM, each with the tests that hold it off. Which operators
-that write tables beside the update are seen, and which escape: [guarantees.md](guarantees.md#limits-of-exactness).
+This page is made from the tests: `make coverage` writes it anew, and a test fails when it is out of date. A row is a
+cell of the cross product; several tests that show the same cell stand in one row. The last table lists what is known
+to go wrong in checkpoints of TorchRec and FBGEMM, each with the tests that prevent it. Which operators that write
+tables outside of the update are seen, and which escape: [guarantees.md](guarantees.md#limits-of-exactness).
 """
 HEADINGS = {
     "exact": ("Exact", "shown by"),
@@ -133,7 +193,7 @@ def collect() -> Suite:
 
 def render(suite: Suite) -> str:
     """The page."""
-    parts = [INTRO]
+    parts = [INTRO, "\n", *_in_short(), "\n", MORE]
     for outcome in OUTCOMES:
         title, shown = HEADINGS[outcome]
         rows: dict[Cell, dict[str, None]] = {}
@@ -151,6 +211,11 @@ def render(suite: Suite) -> str:
         tests = "; ".join(map(_named, sorted(suite.pitfalls.get(number, ()))))
         parts.append(f"| {number} | {text} | {tests} |\n")
     return "".join(parts)
+
+
+def _in_short() -> list[str]:
+    lines = ["| " + " | ".join(row) + " |\n" for row in IN_SHORT]
+    return [lines[0], "|---|---|---|\n", *lines[1:]]
 
 
 def _named(test: str) -> str:

@@ -139,3 +139,21 @@ def test_the_readme_has_the_quickstart_as_it_is_and_at_most_900_words() -> None:
     (script,) = re.findall(r"```python\n(.*?)```\n", readme, re.S)
     assert script == (ROOT / "recipes" / "quickstart.py").read_text()
     assert len(readme.split()) <= 900
+
+
+TESTS = {path.name: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
+SCENARIOS = {path.stem: path.read_text() for path in (ROOT / "tests" / "faults").glob("*.py")}
+
+
+def test_the_tests_that_the_guarantees_name_are_there() -> None:
+    page = (ROOT / "docs" / "guarantees.md").read_text()
+    named = re.findall(r"`(test_\w+\.py)(?:::(\w+))?`", page)
+    lost = [f"{file}::{test}" for file, test in named if file not in TESTS or f"def {test}" not in TESTS[file]]
+    lost += [
+        end for end in re.findall(r"`\.\.\.(_\w+)`", page) if not any(f"{end}(" in text for text in TESTS.values())
+    ]
+    calls = [(room, name) for room, name in re.findall(r"`(\w+)\.(\w+)`", page) if room in SCENARIOS]
+    lost += [f"{room}.{name}" for room, name in calls if name != "py" and f"def {name}(" not in SCENARIOS[room]]
+    assert lost == []
+    assert len(named) > 100
+    assert len(calls) > 15
