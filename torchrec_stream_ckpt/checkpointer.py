@@ -65,12 +65,12 @@ from torchrec_stream_ckpt.restore.choose import Choice, stay_at
 from torchrec_stream_ckpt.restore.plan import RestorePlan, check_schema, plan_behind
 from torchrec_stream_ckpt.restore.unproved import Compared
 from torchrec_stream_ckpt.restoring import Restoring, Tables
+from torchrec_stream_ckpt.route.job import open_tier
 from torchrec_stream_ckpt.showing import Showing
 from torchrec_stream_ckpt.standby import Standby
 from torchrec_stream_ckpt.stats import Stats
 from torchrec_stream_ckpt.telemetry import Telemetry
 from torchrec_stream_ckpt.tiers.job import Tiered
-from torchrec_stream_ckpt.tiers.tier import open_tier
 from torchrec_stream_ckpt.types import Committed, MarkerId, Restored
 
 log = logging.getLogger(__name__)

@@ -9,13 +9,10 @@ from dataclasses import replace
 from torchrec.distributed.planner.types import ParameterConstraints
 
 from torchrec_stream_ckpt.config import StreamConfig
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError, UnsupportedError
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.log.api import open_log
 from torchrec_stream_ckpt.restore.choose import Choice, choose
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.dense import dense_in
+from torchrec_stream_ckpt.route.job import open_tier
 from torchrec_stream_ckpt.tiers.source import look_up
 from torchrec_stream_ckpt.tiers.tier import open_tiers
 from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
@@ -81,15 +78,12 @@ def _choose(config: StreamConfig, marker: MarkerId | None) -> Choice | None:
             stack.callback(tiers.outer.close)
             found = look_up(tiers, marker, lambda _: None)
             return found.choice if found is not None else None
-        uri = config.uris[0]
-        log = stack.enter_context(closing(open_log(uri, config.kafka_options)))
-        if log.incarnation() is None:
+        job = stack.enter_context(closing(open_tier(config, copies=False)))
+        if job.log.incarnation() is None:
             if marker is not None:
-                raise MarkerNotFoundError("there is no log yet", hint="check the URI", uri=uri)
+                raise MarkerNotFoundError("there is no log yet", hint="check the URI", uri=config.uris[0])
             return None
-        lineage = Control(log, config.commit_key_file).refresh()
-        objects = stack.enter_context(closing(open_store(config.store_url, config.store_options)))
-        return choose(log, lineage, dense_in(objects), marker, objects)
+        return choose(job.log, job.control.refresh(), job.dense, marker, job.objects)
 
 
 def _shards(choice: Choice) -> Iterable[TableShard]:

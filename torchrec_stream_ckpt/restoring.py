@@ -28,10 +28,10 @@ from torchrec_stream_ckpt.restore.located import located
 from torchrec_stream_ckpt.restore.passed import Passed
 from torchrec_stream_ckpt.restore.plan import Behind, RestorePlan, plan_behind, plan_restore
 from torchrec_stream_ckpt.restore.proofs import Met, Path
+from torchrec_stream_ckpt.route.job import Tier
 from torchrec_stream_ckpt.store.head import Head, HeadDamagedError, head_root
 from torchrec_stream_ckpt.tiers.job import Tiered
 from torchrec_stream_ckpt.tiers.source import Source
-from torchrec_stream_ckpt.tiers.tier import Tier
 from torchrec_stream_ckpt.types import MarkerId, TableShard
 
 log = logging.getLogger(__name__)

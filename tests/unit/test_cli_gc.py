@@ -13,18 +13,16 @@ from typer.testing import CliRunner
 from tests import stores
 from tests.stores import History
 from torchrec_stream_ckpt.cli import pin
-from torchrec_stream_ckpt.cli.common import Job
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.cli.stored import rows_of
 from torchrec_stream_ckpt.control import snapshots
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.layout import claim_name
-from torchrec_stream_ckpt.log.api import Incarnation
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.materializer import Policy
 from torchrec_stream_ckpt.restore.choose import choose
+from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseFolder
@@ -166,11 +164,12 @@ def test_each_job_of_a_store_is_looked_at(history: History) -> None:
 
 
 def test_over_kafka_a_commit_without_a_store_is_an_error(history: History) -> None:
-    now = Incarnation("topics", 1)
-    job = Job("kafka://broker:9092/job", history.log, Control(history.log), history.lineage, None, None, now)
+    control = Control(history.log)
+    control.refresh()
+    job = Job(uri="kafka://broker:9092/job", log=history.log, control=control)
     (commit, *_) = history.lineage.commits.values()
     assert commit.store == ""
-    for ask in (job.objects, lambda: job.dense_of(commit), lambda: rows_of(job, commit).__enter__()):
+    for ask in (lambda: job.objects, lambda: job.dense_of(commit), lambda: job.objects_of(commit)):
         with pytest.raises(ConfigError, match="do not say where its store is") as refused:
             ask()
         assert "--store" in refused.value.hint

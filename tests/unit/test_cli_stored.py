@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.builders import claim, commit
-from torchrec_stream_ckpt.cli.common import Job, open_job
-from torchrec_stream_ckpt.cli.stored import dense_folder
+from torchrec_stream_ckpt.cli.common import open_job
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.route.job import Job
 
 
 def opened(root: Path, store: str | None, kept_at: str) -> tuple[AbstractContextManager[Job], Commit]:
@@ -27,7 +27,7 @@ def opened(root: Path, store: str | None, kept_at: str) -> tuple[AbstractContext
 def test_a_place_of_pickles_that_the_log_alone_names_is_not_opened(tmp_path: Path) -> None:
     job, made = opened(tmp_path / "log", None, f"file://{tmp_path / 'planted'}")
     with job as open_, pytest.raises(ConfigError, match=r"lies in file://.*planted, and nobody vouches for that"):
-        dense_folder(open_, made)
+        open_.dense_folder(made)
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["named", "in the log's folder"])
@@ -35,4 +35,4 @@ def test_one_that_the_user_names_is_looked_into(tmp_path: Path, named: bool) -> 
     store = f"file://{tmp_path / 'store'}" if named else None
     job, made = opened(tmp_path / "log", store, f"file://{tmp_path / 'planted'}" if named else "")
     with job as open_, pytest.raises(CorruptionError, match="COMMIT does not vouch for DCP's metadata"):
-        dense_folder(open_, made)
+        open_.dense_folder(made)

@@ -257,7 +257,7 @@ def test_a_fence_does_not_wait_for_a_store_and_says_that_it_is_not_copied(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deaf, answers = Late(root), Event()
-    monkeypatch.setattr("torchrec_stream_ckpt.cli.common.open_store", lambda *_: deaf)
+    monkeypatch.setattr("torchrec_stream_ckpt.route.job.open_store", lambda *_: deaf)
     monkeypatch.setattr("torchrec_stream_ckpt.cli.fence.STORE_S", 0.2)
     deaf.before = lambda: answers.wait(60)
     try:

@@ -271,7 +271,7 @@ def test_an_outage_is_outlasted_for_a_while(
                 raise LogUnavailableError("nobody answers")
             return read(start, garbage=garbage)
 
-        monkeypatch.setattr(follower._source.log, "read_control", failing)
+        monkeypatch.setattr(follower._source.job.log, "read_control", failing)
         job.touch()
         marker = job.commit()
         update = next(follower.updates(30))
@@ -287,7 +287,7 @@ def test_an_outage_that_lasts_is_raised(job: Job, tmp_path: Path, monkeypatch: p
         raise LogUnavailableError("nobody answers")
 
     with follow(f"file://{job.root}", scratch=tmp_path, poll_s=0.01, outage_s=0.05) as follower:
-        monkeypatch.setattr(follower._source.log, "read_control", failing)
+        monkeypatch.setattr(follower._source.job.log, "read_control", failing)
         with pytest.raises(LogUnavailableError, match="nobody answers"):
             list(follower.updates())
 

@@ -7,8 +7,6 @@ import json
 import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
 import typer
@@ -24,135 +22,9 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, StreamCkptError, printable
-from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.layout import FileUri, check_store_url, parse_uri
-from torchrec_stream_ckpt.log.api import Incarnation, Log, open_log
+from torchrec_stream_ckpt.route.job import Job, options_of
 from torchrec_stream_ckpt.store.api import Objects, open_store
-from torchrec_stream_ckpt.store.dense import DenseStore, open_dense
-from torchrec_stream_ckpt.store.holdings import Holdings
-from torchrec_stream_ckpt.store.identity import check_store
-from torchrec_stream_ckpt.types import MarkerId
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One job's log, read as of now."""
-
-    uri: str
-    log: Log
-    control: Control
-    lineage: Lineage
-    store: str | None
-    store_options: str | None
-    incarnation: Incarnation
-    _dense: dict[str, DenseStore] = field(default_factory=dict)
-    _objects: dict[str, Objects] = field(default_factory=dict)
-    stands: dict[tuple[MarkerId, MarkerId | None], bool] = field(default_factory=dict)
-    """What is known of markers, each behind another one or None: whether the log has all of it."""
-    has: dict[tuple[MarkerId, MarkerId | None], bool] = field(default_factory=dict)
-    """The same of what their own generation has sent."""
-    _holdings: list[Holdings | StreamCkptError | None] = field(default_factory=list)
-
-    def dense_of(self, commit: Commit) -> DenseStore:
-        """Where dense state lies: as asked for, else where the job kept it, else inside the file log."""
-        url = self.store_url_of(commit)
-        if url not in self._dense:
-            self._dense[url] = open_dense(url, options_of(url, self.store_options))
-        return self._dense[url]
-
-    def store_url_of(self, commit: Commit | None) -> str:
-        """The store: as asked for, else where the job kept a marker, else inside the file log.
-
-        Raises:
-            ConfigError: nobody says where.
-        """
-        return self.store or kept_store(self.uri, commit)
-
-    def objects(self) -> Objects:
-        """The store that a restore looks into."""
-        url = self.store_url_of(self.lineage.newest)
-        if url not in self._objects:
-            self._objects[url] = open_store(url, options_of(url, self.store_options))
-        return self._objects[url]
-
-    def holdings(self) -> Holdings | None:
-        """What that store has of the job, as of the first time that this was asked; None when nobody has written there.
-
-        Raises:
-            StoreUnavailableError: it does not answer.
-        """
-        if not self._holdings:
-            try:
-                self._holdings.append(self._hold())
-            except StreamCkptError as error:  # who does not answer is not asked again for each marker
-                self._holdings.append(error)
-        (found,) = self._holdings
-        if isinstance(found, StreamCkptError):
-            raise found
-        return found
-
-    def _hold(self) -> Holdings | None:
-        objects = self.objects() if self.lineage.commits else None
-        return Holdings.load(objects, self.lineage) if objects is not None and check_store(objects) else None
-
-    def lost_tail(self) -> CorruptionError | None:
-        """What the second copy of the control records knows that the log has no longer: its end was lost.
-
-        Raises:
-            ConfigError: nobody says where the store is.
-            StoreUnavailableError: it does not answer.
-        """
-        return self.control.lost_tail((self.objects(), self.uri))
-
-    def close(self) -> None:
-        for objects in self._objects.values():
-            objects.close()
-        for dense in self._dense.values():
-            dense.close()
-        self.log.close()
-
-    def find(self, marker: str | None) -> Commit:
-        """The commit of ``GENERATION:MARKER``; the newest one for None and ``latest``.
-
-        Raises:
-            MarkerNotFoundError: nothing of that name was committed.
-        """
-        if marker not in (None, "latest"):
-            assert marker is not None
-            return self.lineage.find(MarkerId.parse(marker))
-        if self.lineage.newest is None:
-            raise MarkerNotFoundError("no marker was ever committed", hint="let the job run on", uri=self.uri)
-        return self.lineage.newest
-
-
-def kept_store(uri: str, commit: Commit | None) -> str:
-    """Where the job kept a marker, and its dense state: what the COMMIT says, else inside the file log.
-
-    Raises:
-        ConfigError: the COMMIT does not say it, and the log is no file log.
-    """
-    if commit is not None and commit.store:
-        return commit.store
-    if (inside := _inside(uri)) is not None:
-        return inside
-    raise ConfigError(
-        "the job's COMMITs do not say where its store is", hint="name it: --store URL, for materialize --dense URL, too"
-    )
-
-
-@cache
-def _inside(uri: str) -> str | None:
-    """The store inside a file log; asked for each marker."""
-    parsed = parse_uri(uri)
-    return str(parsed) if isinstance(parsed, FileUri) else None
-
-
-def options_of(url: str, store_options: str | None) -> str | None:
-    """The options for the store at ``url``: they are for object stores, a folder has none."""
-    return None if check_store_url(url).folder is not None else store_options
 
 
 @contextlib.contextmanager
@@ -182,25 +54,22 @@ def open_job(
         commit_key_file: The commit key.
         warn: Whether the verb does not look for a lost end itself.
     """
-    log = open_log(uri, kafka_options)
-    try:
-        control = Control(log, commit_key_file)
-        if not (control.refresh().claims or control.lineage.unsigned) and (rows := log.newest_rows()) is not None:
-            lineage = control.refresh()  # a CLAIM is durable before the first row
+    job = Job.open(
+        uri, store=store, store_options=store_options, kafka_options=kafka_options, commit_key_file=commit_key_file
+    )
+    with contextlib.closing(job):
+        lineage = job.control.refresh()
+        if not (lineage.claims or lineage.unsigned) and (rows := job.log.newest_rows()) is not None:
+            lineage = job.control.refresh()  # a CLAIM is durable before the first row
             if not (lineage.claims or lineage.unsigned):
                 raise CorruptionError(
                     f"{rows.what} rows, and {rows.control}, which says whose they are, is gone or empty",
                     hint=f"let it be put back: stream-ckpt recover {uri} --store {store or 'URL'}",
                     path=rows.place,
                 )
-        incarnation = log.incarnation()
-        if incarnation is None:
+        if job.incarnation is None:
             raise MarkerNotFoundError("there is no log here", hint="check the URI; a job makes its log", uri=uri)
-        job = Job(uri, log, control, control.refresh(), store, store_options, incarnation)
-    except BaseException:
-        log.close()
-        raise
-    with contextlib.closing(job):
+        job.control.refresh()
         if warn:
             _warn(job)
         yield job

@@ -11,14 +11,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from torchrec_stream_ckpt.cli.common import Job, plain, print_json, progress_bar
+from torchrec_stream_ckpt.cli.common import plain, print_json, progress_bar
 from torchrec_stream_ckpt.cli.options import Globs, JobOptions, Json
-from torchrec_stream_ckpt.cli.stored import dense_folder, rows_of
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.interchange.diff import DenseDiff, TableDiff, diff_dense, diff_tables
 from torchrec_stream_ckpt.interchange.export import chosen_tables
 from torchrec_stream_ckpt.interchange.sources import open_sources
 from torchrec_stream_ckpt.interchange.tables import rows_sent, table_bytes
+from torchrec_stream_ckpt.route.job import Job
 
 
 def diff_markers(
@@ -51,13 +51,11 @@ def diff_markers(
         with progress_bar(quiet=json) as progress:
             task = progress.add_task(f"{pair[0].id} and {pair[1].id}", total=total)
             with (
-                rows_of(job, pair[0]) as one,
-                rows_of(job, pair[1]) as other,
-                open_sources(job.log, job.lineage, pair[0].id, one, folder) as left,
-                open_sources(job.log, job.lineage, pair[1].id, other, folder) as right,
+                open_sources(job.log, job.lineage, pair[0].id, job.objects_of(pair[0]), folder) as left,
+                open_sources(job.log, job.lineage, pair[1].id, job.objects_of(pair[1]), folder) as right,
             ):
                 found = list(diff_tables(left, right, chosen, lambda count: progress.advance(task, count)))
-        dense = diff_dense((pair[0], dense_folder(job, pair[0])), (pair[1], dense_folder(job, pair[1])))
+        dense = diff_dense((pair[0], job.dense_folder(pair[0])), (pair[1], job.dense_folder(pair[1])))
     if json:
         print_json(_record(options.uri, pair, found, dense))
     else:
@@ -66,10 +64,8 @@ def diff_markers(
 
 def _sent(job: Job, pair: tuple[Commit, Commit], chosen: list[int], folder: Path) -> dict[str, int]:
     """Rows that were sent behind the first marker, up to the second, by table."""
-    with (
-        rows_of(job, pair[1]) as objects,
-        open_sources(job.log, job.lineage, pair[1].id, objects, folder, since=pair[0].id) as sources,
-    ):
+    objects = job.objects_of(pair[1])
+    with open_sources(job.log, job.lineage, pair[1].id, objects, folder, since=pair[0].id) as sources:
         return {sources.schema.tables[index].name: rows_sent(sources, index) for index in chosen}
 
 

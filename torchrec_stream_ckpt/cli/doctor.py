@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from torchrec_stream_ckpt.cli.common import Job, plain, print_json
+from torchrec_stream_ckpt.cli.common import plain, print_json
 from torchrec_stream_ckpt.cli.options import JobOptions, Json
 from torchrec_stream_ckpt.cli.standing import look
 from torchrec_stream_ckpt.errors import StreamCkptError, printable
@@ -21,6 +21,7 @@ from torchrec_stream_ckpt.layout import KafkaUri, copied_log, parse_uri
 from torchrec_stream_ckpt.log.api import Finding, Verdict
 from torchrec_stream_ckpt.log.disk import examine_folder
 from torchrec_stream_ckpt.reporting.now import in_words, strays_of
+from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.store.records import Copied
 
 _MAY_LACK = 2
@@ -87,7 +88,7 @@ def _strays(newest: Commit) -> Finding:
 
 def _second_copy(job: Job) -> Finding:
     """How much of the control partition is in the store."""
-    check, objects = "second copy of control records", job.objects()
+    check, objects = "second copy of control records", job.objects
     try:
         now = job.log.incarnation()
         copied = Copied.load(objects, job.lineage.job, copied_log(now.id if now is not None else ""))

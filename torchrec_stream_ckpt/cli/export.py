@@ -11,7 +11,6 @@ import typer
 from torchrec_stream_ckpt.cli.common import print_json, progress_bar
 from torchrec_stream_ckpt.cli.options import Globs, JobOptions, Json
 from torchrec_stream_ckpt.cli.show import Marker
-from torchrec_stream_ckpt.cli.stored import dense_folder, rows_of
 from torchrec_stream_ckpt.interchange.export import ExportOptions, chosen_tables, export
 from torchrec_stream_ckpt.interchange.sources import open_sources
 from torchrec_stream_ckpt.interchange.tables import table_bytes
@@ -60,10 +59,7 @@ def export_marker(
         commit = job.find(marker)
         schema = job.lineage.claims[commit.generation].schema
         total = sum(table_bytes(schema.tables[index]) for index in chosen_tables(schema, wanted.tables))
-        with (
-            progress_bar(quiet=json) as progress,
-            rows_of(job, commit) as objects,
-        ):
+        with progress_bar(quiet=json) as progress:
             folding = progress.add_task("reading the log", total=None, visible=False)
             writing = progress.add_task(f"marker {commit.id}", total=total)
             exported = export(
@@ -72,11 +68,11 @@ def export_marker(
                     job.log,
                     job.lineage,
                     commit.id,
-                    objects,
+                    job.objects_of(commit),
                     scratch or target.folder.parent,
                     progress=lambda count: progress.update(folding, advance=count, visible=True),
                 ),
-                lambda: dense_folder(job, commit),
+                lambda: job.dense_folder(commit),
                 target,
                 wanted,
                 lambda count: progress.advance(writing, count),

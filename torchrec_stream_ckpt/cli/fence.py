@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from torchrec_stream_ckpt.cli.common import Job, print_json
+from torchrec_stream_ckpt.cli.common import print_json
 from torchrec_stream_ckpt.cli.options import JobOptions, Json
 from torchrec_stream_ckpt.commit.generation import fence_of
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.log.worker import Worker
+from torchrec_stream_ckpt.route.job import Job
 
 STORE_S = 10.0
 """How long a fence waits for the store, before it and after it."""
@@ -42,7 +41,7 @@ def fence_trainer(
         answers = _check_end(job)
         if not yes:
             typer.confirm(f"End the trainer of generation {fenced} of {options.uri}?", abort=True, err=True)
-        copied = _claim(job, claim, options.commit_key_file, copy=answers)
+        copied = _claim(job, claim, copy=answers)
     if json:
         restores = str(claim.parent or "")
         print_json(
@@ -78,9 +77,9 @@ def _check_end(job: Job) -> bool:
     return True
 
 
-def _claim(job: Job, claim: Claim, commit_key_file: Path | None, *, copy: bool) -> bool:
+def _claim(job: Job, claim: Claim, *, copy: bool) -> bool:
     """Fence; whether that is in the second copy as well."""
-    control = Control(job.log, commit_key_file, copies=(job.objects(), job.uri) if copy else None)
+    control = job.copying(job.objects) if copy else job.control
     control.claim(claim)
     control.close(STORE_S)
     return control.copies is not None and not control.copies.behind

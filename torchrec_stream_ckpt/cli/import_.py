@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import asdict
 from typing import Annotated
 
@@ -11,12 +12,9 @@ from rich.progress import TimeElapsedColumn
 from torchrec_stream_ckpt.cli.common import print_json, progress_bar
 from torchrec_stream_ckpt.cli.options import Access, Json
 from torchrec_stream_ckpt.config import StreamConfig
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.interchange.target import parse_target
-from torchrec_stream_ckpt.log.api import open_log
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.dense import dense_in
+from torchrec_stream_ckpt.route.job import open_tier
 from torchrec_stream_ckpt.units import size
 
 
@@ -54,7 +52,11 @@ def import_checkpoint(
         hint = "install the extra 'cpu' or 'cuda' (see CONTRIBUTING.md)"
         raise ConfigError(f"import needs {error.name}", hint=hint) from None
     config = StreamConfig(
-        uri=to, store=store, store_options=access.store_options, commit_key_file=access.commit_key_file
+        uri=to,
+        store=store,
+        store_options=access.store_options,
+        kafka_options=access.kafka_options,
+        commit_key_file=access.commit_key_file,
     )
     source = Source(
         optimizer=optimizer,
@@ -63,18 +65,18 @@ def import_checkpoint(
         data_parallel=tuple(data_parallel or ()),
         step=step,
     )
-    log, objects = open_log(to, access.kafka_options), open_store(config.store_url, access.store_options)
-    dense, control = dense_in(objects), Control(log, access.commit_key_file, copies=(objects, to))
-    try:
-        with progress_bar(TimeElapsedColumn(), quiet=json) as progress:
-            task = progress.add_task("rows", total=None)
-            imported = import_dcp(
-                target.folder, log, control, dense, objects, config, source, lambda count: progress.advance(task, count)
-            )
-    finally:
-        control.close()
-        dense.close()
-        log.close()
+    with closing(open_tier(config)) as job, progress_bar(TimeElapsedColumn(), quiet=json) as progress:
+        task = progress.add_task("rows", total=None)
+        imported = import_dcp(
+            target.folder,
+            job.log,
+            job.control,
+            job.dense,
+            job.objects,
+            config,
+            source,
+            lambda count: progress.advance(task, count),
+        )
     if json:
         print_json(asdict(imported))
         return

@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.tree import Tree
 
-from torchrec_stream_ckpt.cli.common import Job, plain, print_json_rows
+from torchrec_stream_ckpt.cli.common import plain, print_json_rows
 from torchrec_stream_ckpt.cli.options import JobOptions, Json
 from torchrec_stream_ckpt.cli.standing import look
 from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.units import age, size
 

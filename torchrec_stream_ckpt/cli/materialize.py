@@ -5,27 +5,24 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from torchrec_stream_ckpt.cli.common import kept_store, options_of, stopping
+from torchrec_stream_ckpt.cli.common import stopping
 from torchrec_stream_ckpt.cli.events import reporter
 from torchrec_stream_ckpt.cli.options import DAY_S, Access, Json, Uri
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import StreamCkptError
-from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.log.api import Log, open_log
 from torchrec_stream_ckpt.materialize.crew import Crew
 from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
 from torchrec_stream_ckpt.materialize.service import Event, Service
 from torchrec_stream_ckpt.metrics import serve_metrics
+from torchrec_stream_ckpt.route.job import Job, kept_store, options_of
 from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.dense import DenseStore, open_dense
 from torchrec_stream_ckpt.store.head import head_root
 from torchrec_stream_ckpt.store.identity import prepare_store
 
@@ -78,12 +75,10 @@ MetricsHost = Annotated[str, typer.Option(help="Address to serve them at.")]
 class _Setup:
     """What one run needs, and what it has opened."""
 
-    uri: str
-    log: Log
-    control: Control
+    job: Job
+    """Its store is where dense state lies, as far as that was named."""
     store: str | None
-    store_options: str | None
-    dense: str | None
+    """Where rows go."""
     policy: Policy
     lease_s: float | None
     """None: this process works alone."""
@@ -92,20 +87,19 @@ class _Setup:
     pool: ThreadPoolExecutor
     closing: contextlib.ExitStack
     crew: Crew | None = None
-    dense_stores: dict[str, DenseStore] = field(default_factory=dict)
     where: str = ""
     """The store's URL."""
 
     def read(self) -> Lineage | None:
         """The control partition; None while there is no log."""
-        return self.control.refresh() if self.log.incarnation() is not None else None
+        return self.job.control.refresh() if self.job.log.incarnation() is not None else None
 
     def open(self, lineage: Lineage, service: Service) -> Materializer | None:
         """The materializer; None while only a COMMIT can say where the store is."""
-        url = self.store or self._store_of(lineage.newest)
-        if url is None:
+        if self.store is None and lineage.newest is None:
             return None
-        objects = open_store(url, options_of(url, self.store_options))
+        url = self.store or kept_store(self.job.uri, lineage.newest)
+        objects = open_store(url, options_of(url, self.job.store_options))
         self.where = objects.url
         try:
             prepare_store(objects)  # nothing goes into a store of a newer format, no sign of life either
@@ -119,9 +113,9 @@ class _Setup:
             self.closing.callback(self._sign_off)
             self.crew.start()
         return Materializer(
-            self.log,
+            self.job.log,
             objects,
-            self._dense_of,
+            self.job.dense_of,
             self.pool,
             self.policy,
             mine=self.crew.mine if self.crew is not None else lambda _: True,
@@ -134,18 +128,6 @@ class _Setup:
         assert self.crew is not None
         with contextlib.suppress(StreamCkptError):  # what is left behind counts for nothing
             self.crew.close()
-
-    def _store_of(self, newest: Commit | None) -> str | None:
-        if newest is None:
-            return None
-        return kept_store(self.uri, newest)
-
-    def _dense_of(self, commit: Commit) -> DenseStore:
-        url = self.dense or kept_store(self.uri, commit)
-        if url not in self.dense_stores:
-            self.dense_stores[url] = open_dense(url, options_of(url, self.store_options))
-            self.closing.callback(self.dense_stores[url].close)
-        return self.dense_stores[url]
 
 
 def materialize_log(
@@ -171,15 +153,11 @@ def materialize_log(
     """
     policy = Policy(rebase=rebase, compact=compact)
     with contextlib.ExitStack() as closing:
-        log = open_log(uri, access.kafka_options)
-        closing.callback(log.close)
+        job = access.job(uri, dense)
+        closing.callback(job.close)
         setup = _Setup(
-            uri=uri,
-            log=log,
-            control=Control(log, access.commit_key_file),
+            job=job,
             store=store,
-            store_options=access.store_options,
-            dense=dense,
             policy=policy,
             lease_s=None if once else lease_s,
             pass_over_lost=pass_over_lost,

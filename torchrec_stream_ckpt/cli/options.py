@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 if TYPE_CHECKING:
-    from torchrec_stream_ckpt.cli.common import Job
+    from torchrec_stream_ckpt.route.job import Job
     from torchrec_stream_ckpt.store.api import Objects
 
 Uri = Annotated[str, typer.Argument(help="file://DIR or kafka://HOST:PORT/JOB", metavar="URI")]
@@ -50,6 +50,18 @@ class Access:
         Path | None,
         typer.Option(help="The job's commit key: what is not signed with it counts for nothing.", metavar="FILE"),
     ] = None
+
+    def job(self, uri: str, store: str | None = None) -> Job:
+        """A job's log and store, opened and not looked at; the caller closes them."""
+        from torchrec_stream_ckpt.route.job import Job
+
+        return Job.open(
+            uri,
+            store=store,
+            store_options=self.store_options,
+            kafka_options=self.kafka_options,
+            commit_key_file=self.commit_key_file,
+        )
 
     def open_job(self, uri: str, store: str | None = None, *, warn: bool = True) -> AbstractContextManager[Job]:
         """As :func:`open_job`."""

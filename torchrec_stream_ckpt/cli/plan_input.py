@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrec_stream_ckpt.cli.common import Job
 from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
 from torchrec_stream_ckpt.format.rows import RowLayout
+from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.sizing import (
     RateTouched,
     TableLoad,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import asdict
 from typing import Annotated
 
@@ -9,9 +10,7 @@ import typer
 
 from torchrec_stream_ckpt.cli.common import parse_job, print_json
 from torchrec_stream_ckpt.cli.options import Json, StoredJobOptions
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.interchange.recover import recover
-from torchrec_stream_ckpt.log.api import open_log
 
 
 def recover_log(
@@ -26,12 +25,8 @@ def recover_log(
     that is started with URI and this store then restores the newest marker, under a number above all that were used.
     """
     chosen = parse_job(job) if job is not None else None
-    log = open_log(options.uri, options.kafka_options)
-    try:
-        with options.objects() as objects:
-            found = recover(log, Control(log, options.commit_key_file), objects, options.uri, chosen)
-    finally:
-        log.close()
+    with closing(options.job(options.uri, options.store)) as opened:
+        found = recover(opened.log, opened.control, opened.objects, options.uri, chosen)
     if json:
         print_json({"uri": options.uri, **asdict(found)})
         return

@@ -10,13 +10,12 @@ from typing import Annotated
 
 import typer
 
-from torchrec_stream_ckpt.cli.common import kept_store, options_of, print_json, stopping
+from torchrec_stream_ckpt.cli.common import print_json, stopping
 from torchrec_stream_ckpt.cli.options import DAY_S, Access, Json
 from torchrec_stream_ckpt.config import StreamConfig, check_tiers
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import MarkerNotFoundError, printable
 from torchrec_stream_ckpt.layout import FileUri, parse_uri
-from torchrec_stream_ckpt.log.api import open_log
+from torchrec_stream_ckpt.route.job import Job, options_of
 from torchrec_stream_ckpt.tiers.service import Event, RelayService, state_of
 from torchrec_stream_ckpt.tiers.tier import open_tiers
 from torchrec_stream_ckpt.units import size
@@ -68,16 +67,13 @@ def relay_log(
 
 def _store_of(outer: str, kafka_options: str | None) -> str | None:
     """Where the markers of the outer log have their dense state; None: in its own folder."""
-    log = open_log(outer, kafka_options)
-    try:
-        if log.incarnation() is None:
+    with contextlib.closing(Job.open(outer, kafka_options=kafka_options)) as job:
+        if job.log.incarnation() is None:
             raise MarkerNotFoundError("there is no outer log", hint="the job makes it when it starts", uri=outer)
-        newest = Control(log).refresh().newest
-    finally:
-        log.close()
+        newest = job.control.refresh().newest
     if newest is None and isinstance(parse_uri(outer), FileUri):
         return None
-    place = kept_store(outer, newest)
+    place = job.store_url_of(newest)
     return None if place == str(parse_uri(outer)) else place
 
 

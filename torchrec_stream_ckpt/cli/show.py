@@ -9,12 +9,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from torchrec_stream_ckpt.cli.common import Job, plain, print_json
+from torchrec_stream_ckpt.cli.common import plain, print_json
 from torchrec_stream_ckpt.cli.options import JobOptions, Json
 from torchrec_stream_ckpt.cli.standing import look
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense_files import DenseFile
+from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.units import age, size
 
 Marker = Annotated[str | None, typer.Option(help="GENERATION:MARKER (default: the newest).", metavar="MARKER")]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torchrec_stream_ckpt.cli.common import Job
 from torchrec_stream_ckpt.errors import StreamCkptError, TrimmedError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.interval import intervals
 from torchrec_stream_ckpt.format.rank_ends import RankEnds
 from torchrec_stream_ckpt.log.stream import read_stream
 from torchrec_stream_ckpt.restore.choose import check_incarnation, check_not_trimmed
+from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.store.holdings import Holding, Holdings
 from torchrec_stream_ckpt.types import MarkerId, RankEnd
 
@@ -105,7 +105,7 @@ def _has_streams(job: Job, marker: MarkerId, reach: MarkerId | None) -> bool:
         if generation < reach.generation or marker == reach:
             return True
         after = job.lineage.find(reach).ranks
-    if job.incarnation.id != job.lineage.claims[generation].incarnation:
+    if job.incarnation is None or job.incarnation.id != job.lineage.claims[generation].incarnation:
         return False
     spans = RankEnds.of(job.lineage.find(marker).ranks).spans(generation)
     if after:

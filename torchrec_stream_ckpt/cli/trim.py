@@ -9,9 +9,8 @@ from typing import Annotated
 
 import typer
 
-from torchrec_stream_ckpt.cli.common import Job, print_json
+from torchrec_stream_ckpt.cli.common import print_json
 from torchrec_stream_ckpt.cli.options import Json, StoredJobOptions
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.control.snapshots import Shortened, shorten_control
 from torchrec_stream_ckpt.control.trim import trim_log
 from torchrec_stream_ckpt.errors import (
@@ -23,6 +22,7 @@ from torchrec_stream_ckpt.errors import (
     UnsupportedError,
 )
 from torchrec_stream_ckpt.materialize.synced import Synced, check_synced, given_up
+from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.dense import dense_in
 from torchrec_stream_ckpt.store.holdings import Holdings
@@ -57,7 +57,7 @@ def trim_job(
         options.open(warn=False) as job,
         options.objects() as objects,
     ):
-        with closing(Control(job.log, options.commit_key_file, copies=(objects, options.uri))) as copying:
+        with closing(job.copying(objects)) as copying:
             copying.check_copy()  # the store may know markers that the log has lost
             synced, gone = _check(job, objects, upto, verify=verify)
             done = trim_log(

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torchrec_stream_ckpt.cli.common import Job, print_json, progress_bar
+from torchrec_stream_ckpt.cli.common import print_json, progress_bar
 from torchrec_stream_ckpt.cli.options import JobOptions, Json
 from torchrec_stream_ckpt.cli.show import Marker
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, TrimmedError, printable
@@ -19,6 +19,7 @@ from torchrec_stream_ckpt.restore.located import located
 from torchrec_stream_ckpt.restore.unproved import UnprovedBlock
 from torchrec_stream_ckpt.restore.verdicts import Verdict, Verifier
 from torchrec_stream_ckpt.restore.verify import CompareDense, Verified, verify_marker
+from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.store.verdicts import leave_verdict
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.units import size
@@ -81,7 +82,7 @@ def _leave(job: Job, said: Verified | Verdict | _NotRead) -> None:
     if isinstance(result, Verified) and result.unproved is not None:
         commit = job.lineage.find(result.marker)
         schema = job.lineage.claims[commit.generation].schema
-        leave_verdict(job.objects(), commit, result.unproved.table_rows(schema))
+        leave_verdict(job.objects, commit, result.unproved.table_rows(schema))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def _verdicts(job: Job, *, quiet: bool, log_alone: bool) -> Iterator[Verdict | _
     commits = list(reversed(job.lineage.commits.values()))
     with progress_bar(quiet=quiet) as progress:
         task = progress.add_task("verifying", total=None)
-        objects = None if log_alone else job.objects()
+        objects = None if log_alone else job.objects
         verifier = Verifier(job.log, job.lineage, lambda count: progress.advance(task, count), objects, _compare())
         given_up = {} if log_alone else {each.id: day for each in commits if (day := _given_up(job, each)) is not None}
         wanted = [commit for commit in commits if commit.id not in given_up]
@@ -125,7 +126,7 @@ def _verify(job: Job, commit: Commit, *, quiet: bool, log_alone: bool) -> Verifi
     total += sum(each.num_bytes for each in intervals(job.lineage, commit.id, reach))
     with progress_bar(quiet=quiet) as progress:
         task = progress.add_task(f"marker {commit.id}", total=total)
-        dense, objects = job.dense_of(commit), None if log_alone else job.objects()
+        dense, objects = job.dense_of(commit), None if log_alone else job.objects
 
         def advance(count: int) -> None:
             progress.advance(task, count)

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from torchrec_stream_ckpt.cli.common import Job, print_json
+from torchrec_stream_ckpt.cli.common import print_json
 from torchrec_stream_ckpt.cli.options import DAY_S, JobOptions, Json
 from torchrec_stream_ckpt.cli.standing import look as look_at
 from torchrec_stream_ckpt.cli.watching import line, view
@@ -21,6 +21,7 @@ from torchrec_stream_ckpt.errors import LogUnavailableError, StoreUnavailableErr
 from torchrec_stream_ckpt.layout import FileUri, KafkaUri, parse_uri
 from torchrec_stream_ckpt.reporting.now import Alert, Look, MarkerRow, look, strays_of
 from torchrec_stream_ckpt.reporting.proofs import window_width
+from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.stats import RESTORE_BYTES_PER_S
 from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.store.identity import check_store
@@ -75,7 +76,7 @@ class Watcher:
             LogUnavailableError, StoreUnavailableError: they do not answer.
         """
         lineage = self._job.control.refresh()
-        job = replace(self._job, lineage=lineage, _holdings=[])
+        job = replace(self._job, _holdings=[])
         holdings, lacks, width = self._holdings(job), self._lacks(job), self._width(job)
         strays = strays_of(lineage.newest) if self._kafka and lineage.newest is not None else None
         self._last = look(lineage, holdings, self._rate, time.time(), lacks, width, self._lost_tail(), strays)
@@ -100,7 +101,7 @@ class Watcher:
             return None
         now = time.monotonic()
         if self._held is None or self._held[0] != newest.id or now - self._held[1] > _LIST_EVERY_S:
-            objects = job.objects()
+            objects = job.objects
             held = Holdings.load(objects, job.lineage) if check_store(objects) else None
             self._held = (newest.id, now, held)
         return self._held[2]

@@ -179,9 +179,9 @@ class Follower:
             self._stop.wait(self._poll_s)
 
     def _nothing(self) -> MarkerNotFoundError:
-        if self._source.log.incarnation() is None:
+        if self._source.job.log.incarnation() is None:
             return MarkerNotFoundError(
-                "there is no log here", hint="check the URI; a job makes its log", uri=self._source.uri
+                "there is no log here", hint="check the URI; a job makes its log", uri=self._source.job.uri
             )
         return MarkerNotFoundError("no marker is committed yet", hint="let the job run on")
 
@@ -200,7 +200,7 @@ class Follower:
             yield from self._follow_rows(lineage, self._at)
 
     def _look(self) -> Lineage:
-        now = self._source.log.incarnation()
+        now = self._source.job.log.incarnation()
         if now is None and self._incarnation is None:
             return Lineage()
         if self._incarnation is not None and (now is None or now.id != self._incarnation):
@@ -208,7 +208,7 @@ class Follower:
                 "the log was deleted, or made again, while it was followed",
                 hint="bring it back, or follow the new one with a new replica",
             )
-        lineage = self._source.control.refresh()
+        lineage = self._source.job.control.refresh()
         if now is not None and lineage.claims:
             self._incarnation = now.id
         return lineage
@@ -270,7 +270,7 @@ class Follower:
         if at.generation != lineage.newest_generation:
             return  # its trainer is gone; the next one's rows come with its first marker
         if self._tail is None or not self._tail.stands_on(at):
-            self._tail = Tail(self._source.log, lineage.claims[at.generation], at)
+            self._tail = Tail(self._source.job.log, lineage.claims[at.generation], at)
         try:
             update = self._read_on(lineage, at)
         except StreamLostError as error:

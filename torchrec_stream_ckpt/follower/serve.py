@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
 from torchrec_stream_ckpt.follower.updates import Update, UpdateKind
 from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, Serve
@@ -23,8 +22,9 @@ from torchrec_stream_ckpt.format.rows import Array, RowLayout
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.serving import Encoding, encode, rows_frame, served_schema, to_float32
 from torchrec_stream_ckpt.layout import KafkaUri, parse_uri
-from torchrec_stream_ckpt.log.api import DataWriter, Log, open_log
+from torchrec_stream_ckpt.log.api import DataWriter
 from torchrec_stream_ckpt.options import Options
+from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.types import RankEnd, TableShard
 
 ANSWER_S = 60.0
@@ -66,8 +66,7 @@ class ServingWriter:
         parsed = parse_uri(uri)
         self._name = parsed.job if isinstance(parsed, KafkaUri) else ""
         self._encoding: Encoding = encoding
-        self._log: Log = open_log(uri, kafka_options)
-        self._control = Control(self._log, serving=True)
+        self._job = Job.open(uri, kafka_options=kafka_options, serving=True)
         self._schema = Schema(())
         self._tables: list[npt.NDArray[np.float32]] = []
         self._open: _Generation | None = None
@@ -76,7 +75,7 @@ class ServingWriter:
     def close(self) -> None:
         if self._open is not None:
             self._open.writer.close()
-        self._log.close()
+        self._job.close()
 
     def put(self, update: Update) -> int:
         """Publish one update; behind it, followers of the serving stream can see it.
@@ -105,8 +104,8 @@ class ServingWriter:
         return generation.num_bytes - before
 
     def _begin(self, update: Update) -> None:
-        incarnation = self._log.prepare(1)
-        lineage = self._control.refresh()
+        incarnation = self._job.log.prepare(1)
+        lineage = self._job.control.refresh()
         if any(not isinstance(claim, Serve) for claim in lineage.claims.values()):
             raise ConfigError(
                 "a trainer writes to this log: a serving stream needs one of its own",
@@ -126,10 +125,10 @@ class ServingWriter:
             swept=tuple(range(len(self._schema.tables))),
             time_s=time.time(),
         )
-        self._control.claim(claim)
+        self._job.control.claim(claim)
         if self._open is not None:
             self._open.writer.close()
-        self._open = _Generation(claim, self._log.open_writer(claim.generation, 0, 0))
+        self._open = _Generation(claim, self._job.log.open_writer(claim.generation, 0, 0))
         self._tables = [np.empty((table.rows, table.dim), np.float32) for table in self._schema.tables]
         shards = tuple(
             TableShard(index, 0, table.rows, 0, table.dim) for index, table in enumerate(self._schema.tables)
@@ -189,7 +188,7 @@ class ServingWriter:
             time_s=update.commit.time_s,
             store="",
         )
-        self._control.commit(commit, ANSWER_S, threading.Event())
+        self._job.control.commit(commit, ANSWER_S, threading.Event())
 
     def _header(self, kind: Kind, step: int, marker: int) -> Header:
         assert self._open is not None

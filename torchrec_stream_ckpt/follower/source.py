@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.follower.updates import Changed
 from torchrec_stream_ckpt.format.control import Commit
@@ -24,11 +23,10 @@ from torchrec_stream_ckpt.format.segment import decode_chunk
 from torchrec_stream_ckpt.format.serving import decode, decoded_table, is_served
 from torchrec_stream_ckpt.interchange.sources import Sources, open_sources
 from torchrec_stream_ckpt.interchange.tables import TableReader, Window
-from torchrec_stream_ckpt.layout import FileUri, check_store_url, parse_uri
-from torchrec_stream_ckpt.log.api import Log, open_log
+from torchrec_stream_ckpt.layout import check_store_url
 from torchrec_stream_ckpt.options import Options
-from torchrec_stream_ckpt.store.api import Objects, open_store
-from torchrec_stream_ckpt.store.dense import DenseStore, open_dense
+from torchrec_stream_ckpt.route.job import Job
+from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.reader import read_chunks
 from torchrec_stream_ckpt.types import MarkerId, TableSpec
 
@@ -60,23 +58,20 @@ class Source:
         *,
         states: bool,
     ) -> None:
-        self.uri = parse_uri(uri)
-        self._store = str(check_store_url(store)) if store is not None else None
-        self._store_options = store_options
+        self.job = Job.open(
+            uri,
+            store=str(check_store_url(store)) if store is not None else None,
+            store_options=store_options,
+            kafka_options=kafka_options,
+            commit_key_file=commit_key_file,
+            serving=True,
+        )
         self._globs = tuple(tables)
         self._states = states
         self._scratch = Path(scratch) if scratch is not None else Path(tempfile.gettempdir())
-        self.log: Log = open_log(uri, kafka_options)
-        self.control = Control(self.log, commit_key_file, serving=True)
-        self._objects: dict[str, Objects] = {}
-        self._dense: dict[str, DenseStore] = {}
 
     def close(self) -> None:
-        for objects in self._objects.values():
-            objects.close()
-        for dense in self._dense.values():
-            dense.close()
-        self.log.close()
+        self.job.close()
 
     # Which tables, and where they lie.
 
@@ -93,47 +88,15 @@ class Source:
 
     def objects(self, commit: Commit) -> Objects | None:
         """The store that may hold a marker's rows; None if nobody has said where there is one."""
-        url = self._url(commit)
-        if url is None:
-            return None
-        if url not in self._objects:
-            self._objects[url] = open_store(url, self._options_of(url))
-        return self._objects[url]
-
-    def _url(self, commit: Commit) -> str | None:
-        inside = str(self.uri) if isinstance(self.uri, FileUri) else None
-        return self._store or commit.store or inside
-
-    def _options_of(self, url: str) -> Options:
-        return None if check_store_url(url).folder is not None else self._store_options
+        return self.job.objects_of(commit) if self.job.says_where(commit) else None
 
     def dense(self, commit: Commit) -> Path:
-        """A folder with the marker's dense files, their digests compared.
-
-        They are pickles: a place that nobody but the log has named is not opened.
-
-        Raises:
-            ConfigError: neither the caller nor the commit key vouches for the place.
-            CorruptionError: a file is missing or altered.
-            StoreUnavailableError: the store does not answer.
-        """
-        if any(map(is_served, self.control.lineage.claims[commit.generation].schema.tables)):
+        """A folder with the marker's dense files, their digests compared; raises as :meth:`Job.dense_folder`."""
+        if any(map(is_served, self.job.lineage.claims[commit.generation].schema.tables)):
             raise ConfigError("a serving stream has no dense state", hint="take it from the trainer's: follow its log")
-        if self._store is None and commit.store and not self.control.signs:
-            raise ConfigError(
-                f"the log says that dense state, which is a pickle, lies in {commit.store}, and nobody vouches for it",
-                hint="name the place yourself, as the store, or give the commit key",
-                marker=commit.id,
-            )
-        url = self._url(commit)
-        if url is None:
-            raise ConfigError("nobody says where the dense state lies", hint="name the store", marker=commit.id)
-        if url not in self._dense:
-            self._dense[url] = open_dense(url, self._options_of(url))
-        dense = self._dense[url]
-        dense.release()
-        dense.verify(commit)
-        return dense.local(commit)
+        self.job.check_vouched(commit)
+        self.job.dense_of(commit).release()  # of the marker before
+        return self.job.dense_folder(commit)
 
     # Rows.
 
@@ -168,7 +131,7 @@ class Source:
     def _open(
         self, lineage: Lineage, commit: Commit, objects: Objects | None, since: MarkerId | None = None
     ) -> contextlib.AbstractContextManager[Sources]:
-        return open_sources(self.log, lineage, commit.id, objects, self._scratch, since=since)
+        return open_sources(self.job.log, lineage, commit.id, objects, self._scratch, since=since)
 
     def _windows(self, sources: Sources) -> Iterator[Changed]:
         for index in self._wanted(sources.schema):

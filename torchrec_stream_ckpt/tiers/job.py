@@ -15,10 +15,11 @@ from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.restore.choose import Choice
 from torchrec_stream_ckpt.restore.passed import Passed
+from torchrec_stream_ckpt.route.job import Tier, open_tier
 from torchrec_stream_ckpt.tiers.opening import claim_both
 from torchrec_stream_ckpt.tiers.process import RelayProcess
 from torchrec_stream_ckpt.tiers.source import OUTER, Found, Place, Source, look_up
-from torchrec_stream_ckpt.tiers.tier import Tier, Tiers, open_tier
+from torchrec_stream_ckpt.tiers.tier import Tiers
 from torchrec_stream_ckpt.types import MarkerId
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,8 @@ from torchrec_stream_ckpt.format.commits import Commits
 from torchrec_stream_ckpt.format.control import Claim, Commit, Trim
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import Incarnation
-from torchrec_stream_ckpt.tiers.tier import Tier, Tiers
+from torchrec_stream_ckpt.route.job import Tier
+from torchrec_stream_ckpt.tiers.tier import Tiers
 from torchrec_stream_ckpt.types import MarkerId
 
 MIXED = "inner and outer"
