@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from tests import stores
 from tests.stores import History
+from torchrec_stream_ckpt import units
 from torchrec_stream_ckpt.cli import pin
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.control import snapshots
@@ -73,14 +74,18 @@ def test_a_dry_run_names_what_goes_and_a_run_deletes_it(history: History) -> Non
     before = stores.contents(history.objects)
     options = ("--newest", "2", "--grace", "0s", "--compact")
     (planned,) = gc(history, *options, "--dry-run")
-    said = run("gc", f"file://{history.root}", "--store", str(history.root), *options, "--dry-run")
+    plan = ("gc", f"file://{history.root}", "--store", str(history.root), *options, "--dry-run")
+    said, short = run(*plan, "-v"), run(*plan)
     assert stores.contents(history.objects) == before
     (done,) = gc(history, *options)
     after = stores.contents(history.objects)
     gone = {name: len(data) for name, data in before.items() if name not in after}
     assert {each["name"]: each["num_bytes"] for each in done["deleted"]} == gone
     assert (planned["deleted"], planned["deleted_bytes"]) == (done["deleted"], sum(gone.values()))
-    assert all(f"delete {name} ({size} bytes)" in said for name, size in gone.items())
+    assert all(f"delete {name} ({units.size(size)})" in said for name, size in gone.items())
+    assert f"delete {len(gone)} objects ({units.size(sum(gone.values()))}): " in short
+    assert "give up 3 markers: 1:1, 1:2, 1:3" in short
+    assert not any(name in short for name in gone)
     assert done["dropped"] == ["1:1", "1:2", "1:3"]
 
 

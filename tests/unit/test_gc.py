@@ -36,6 +36,7 @@ from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.units import size
 
 HOUR = 3600.0
 NEVER, ALWAYS, SPANS = Policy(rebase=0), Policy(rebase=1e-9), Policy(rebase=0, compact="span16")
@@ -152,7 +153,7 @@ def test_a_dry_run_says_what_a_run_does_and_does_nothing(tmp_path: Path, pool: E
         before = left
         check_whole(history)
     assert "give up marker 1:1" not in planned.describe()
-    assert f"{len(planned.now)} objects, {planned.num_bytes} bytes" in planned.describe()
+    assert f"{len(planned.now)} objects, {size(planned.num_bytes)}" in planned.describe()
 
 
 @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -385,6 +386,7 @@ from concurrent.futures import ThreadPoolExecutor
 from torchrec_stream_ckpt.materialize.gc import GcRules, collect
 from torchrec_stream_ckpt.materialize.retention import Retention
 from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.units import size
 rules = GcRules(retention=Retention(newest=1, then_every=4), compact=True, grace_s=float(sys.argv[3]))
 with ThreadPoolExecutor(1) as pool:
     collect(open_store(sys.argv[1]), None, bytes.fromhex(sys.argv[2]), rules, pool, lambda: float(sys.argv[4]))

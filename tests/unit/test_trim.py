@@ -35,6 +35,7 @@ from torchrec_stream_ckpt.restore.choose import choose
 from torchrec_stream_ckpt.restore.verify import verify_marker
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
+from torchrec_stream_ckpt.units import size
 
 STORE = "s3://bucket/job"
 POINTS = {"trim.append": 1, "trim.appended": 1, "trim.recorded": 1, "trim.deleted": 2}
@@ -137,7 +138,7 @@ def test_what_lies_in_front_of_the_marker_goes_and_the_rest_stays(plain: Job) ->
     gone = before.keys() - plain.sizes().keys()
     assert done.freed == Freed("segments", 7, sum(before[name] for name in gone))
     assert (done.appended, len(gone)) == (True, 7)
-    assert f"7 segments, {done.freed.num_bytes} bytes of the log up to 1:2, which {STORE} holds" == done.describe()
+    assert f"7 segments, {size(done.freed.num_bytes or 0)} of the log up to 1:2, which {STORE} holds" == done.describe()
 
 
 def _base(name: str) -> int:
@@ -306,6 +307,7 @@ from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.control.trim import trim_log
 from torchrec_stream_ckpt.log.api import open_log
 from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.units import size
 log = open_log(sys.argv[1])
 control = Control(log)
 trim_log(log, control, control.refresh().find(MarkerId.parse(sys.argv[2])), sys.argv[3])

@@ -49,7 +49,10 @@ def kinds(look: Look) -> list[str]:
 
 def run(*arguments: str) -> str:
     done = CliRunner().invoke(app, ["watch", *arguments])
-    assert done.exit_code == 0, done.output
+    if "--json" in arguments:
+        assert done.exit_code == bool(json.loads(done.stdout)["alerts"]), done.output
+    else:
+        assert done.exit_code == ("alerts" in done.stdout), done.output
     return done.stdout
 
 

@@ -83,14 +83,15 @@ def _warn(job: Job) -> None:
 
 
 def progress_bar(last: ProgressColumn | None = None, *, quiet: bool) -> Progress:
-    """A bar of bytes on stderr, and how fast they come.
+    """A bar of bytes on stderr, and how fast they come; nothing where stderr is no terminal.
 
     Args:
         last: What stands at its end; default: the time that is left.
         quiet: Show nothing.
     """
+    console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    return Progress(*columns, last or TimeRemainingColumn(), console=Console(stderr=True), disable=quiet)
+    return Progress(*columns, last or TimeRemainingColumn(), console=console, disable=quiet or not console.is_terminal)
 
 
 def parse_job(text: str) -> bytes:

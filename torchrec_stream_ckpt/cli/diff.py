@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from torchrec_stream_ckpt.cli.common import plain, print_json, progress_bar
+from torchrec_stream_ckpt.cli.names import short_names
 from torchrec_stream_ckpt.cli.options import Globs, JobOptions, Json
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.interchange.diff import DenseDiff, TableDiff, diff_dense, diff_tables
@@ -73,10 +74,11 @@ def _print_sent(uri: str, pair: tuple[Commit, Commit], counts: dict[str, int], *
     if json:
         print_json({"uri": uri, "first": str(pair[0].id), "second": str(pair[1].id), "sent": counts})
         return
-    table = Table("table", "rows sent")
-    for name, rows in counts.items():
-        table.add_row(plain(name), f"{rows:,}")
-    Console().print(table)
+    console = Console()
+    table = Table(Column("table", overflow="fold"), "rows sent")
+    for name, rows in zip(short_names(console, list(counts)), counts.values(), strict=True):
+        table.add_row(name, f"{rows:,}")
+    console.print(table)
 
 
 def _record(uri: str, pair: tuple[Commit, Commit], found: list[TableDiff], dense: DenseDiff | None) -> dict[str, Any]:
@@ -91,17 +93,18 @@ def _record(uri: str, pair: tuple[Commit, Commit], found: list[TableDiff], dense
 
 def _print(pair: tuple[Commit, Commit], found: list[TableDiff], dense: DenseDiff | None) -> None:
     console = Console()
-    table = Table("table", "rows", "changed", "weights", "states")
-    for each in found:
-        states = ", ".join(
-            f"{plain(name)} {'under two column splits' if rows is None else f'{rows:,}'}"
-            for name, rows in each.states.items()
-        )
-        cells = (f"{each.rows:,}", f"{each.changed:,}", f"{each.weights:,}")
-        table.add_row(plain(each.table), *cells, states or "-")
     console.print(
         f"rows that differ between markers {pair[0].id} (step {pair[0].step}) and {pair[1].id} (step {pair[1].step})"
     )
+    names = short_names(console, [each.table for each in found])
+    table = Table(Column("table", overflow="fold"), "rows", "changed", "weights", "states")
+    for name, each in zip(names, found, strict=True):
+        states = ", ".join(
+            f"{plain(state)} {'under two column splits' if rows is None else f'{rows:,}'}"
+            for state, rows in each.states.items()
+        )
+        cells = (f"{each.rows:,}", f"{each.changed:,}", f"{each.weights:,}")
+        table.add_row(name, *cells, states or "-")
     console.print(table)
     if dense is None:
         console.print("dense state differs; without torch it cannot be said in what")

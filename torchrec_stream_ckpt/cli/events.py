@@ -17,7 +17,7 @@ from rich.table import Table
 from torchrec_stream_ckpt.cli.common import plain
 from torchrec_stream_ckpt.errors import printable
 from torchrec_stream_ckpt.materialize.service import Event, Service
-from torchrec_stream_ckpt.units import size
+from torchrec_stream_ckpt.units import clock, size
 
 _RATE_S = 10.0
 
@@ -35,11 +35,11 @@ def reporter(service: Service, where: Callable[[], str], *, as_json: bool) -> It
     if as_json:
         yield lambda event: print(json.dumps({"event": event.event, **event.fields}), flush=True)
     elif not console.is_terminal:
-        yield lambda event: print(line(event), file=sys.stderr, flush=True)
+        yield lambda event: print(f"{clock(time.time())} {line(event)}", file=sys.stderr, flush=True)
     else:
         panel = Panel(service, where)
         with Live(get_renderable=panel.render, console=console, refresh_per_second=4):
-            yield lambda event: console.print(plain(line(event)), highlight=False)
+            yield lambda event: console.print(f"{clock(time.time())} {plain(line(event))}", highlight=False)
 
 
 class Panel:

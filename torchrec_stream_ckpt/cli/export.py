@@ -82,5 +82,5 @@ def export_marker(
         return
     typer.echo(
         f"marker {exported.marker} (step {exported.step}): {len(exported.tables)} tables of {exported.rows} rows in "
-        f"{len(exported.files)} files ({size(exported.num_bytes)}) in {exported.target}"
+        f"{len(exported.files)} files ({size(exported.num_bytes)}) in {target.folder} ({target.format})"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -20,14 +21,14 @@ STORE_S = 10.0
 
 def fence_trainer(
     options: JobOptions,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask: for scripts, where there is no terminal.")] = False,
     json: Json = False,
 ) -> None:
     """Take the job away from the trainer that owns it, wherever it runs.
 
     It can commit no marker from then on, and stops with an error at its next one. Committed markers stay, and the
     next job restores them as usual. The fence is copied into the store as all control records are; a store that does
-    not answer keeps no trainer from being fenced.
+    not answer keeps no trainer from being fenced. Asks before it does so, unless --yes is given.
     """
     with options.open(warn=False) as job:
         job.log.preflight()
@@ -39,8 +40,8 @@ def fence_trainer(
                 hint="give it with --commit-key-file",
             )
         answers = _check_end(job)
-        if not yes:
-            typer.confirm(f"End the trainer of generation {fenced} of {options.uri}?", abort=True, err=True)
+        if not yes and not _confirmed(f"End the trainer of generation {fenced} of {options.uri}?"):
+            raise typer.Abort
         copied = _claim(job, claim, copy=answers)
     if json:
         restores = str(claim.parent or "")
@@ -60,6 +61,23 @@ def fence_trainer(
     )
     if not copied:
         typer.echo("the fence is not in the second copy of the control records: the next trainer makes up for it")
+
+
+def _confirmed(question: str) -> bool:
+    """The answer of whoever sits at the terminal.
+
+    Raises:
+        ConfigError: nobody does.
+    """
+    try:
+        return typer.confirm(question, err=True)
+    except typer.Abort:
+        if sys.stdin.isatty():
+            raise
+        raise ConfigError(
+            "a fence wants a yes, and there is no terminal to ask at: nothing was fenced",
+            hint="give --yes, which asks nothing",
+        ) from None
 
 
 def _check_end(job: Job) -> bool:

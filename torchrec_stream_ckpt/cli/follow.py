@@ -24,7 +24,7 @@ from torchrec_stream_ckpt.follower.core import Follower, follow
 from torchrec_stream_ckpt.follower.serve import ServingWriter
 from torchrec_stream_ckpt.follower.updates import Changed, Update, UpdateKind
 from torchrec_stream_ckpt.layout import parse_uri
-from torchrec_stream_ckpt.units import age
+from torchrec_stream_ckpt.units import age, clock
 
 
 def follow_stream(
@@ -125,10 +125,10 @@ def _reporter(follower: Follower, *, as_json: bool) -> Iterator[Callable[[dict[s
     if as_json:
         yield lambda record: print(json_.dumps(record), flush=True)
     elif not console.is_terminal:
-        yield lambda record: print(_line(record), file=sys.stderr, flush=True)
+        yield lambda record: print(f"{clock(time.time())} {_line(record)}", file=sys.stderr, flush=True)
     else:
         with Live(get_renderable=lambda: _now(follower), console=console, refresh_per_second=4):
-            yield lambda record: console.print(plain(_line(record)), highlight=False)
+            yield lambda record: console.print(f"{clock(time.time())} {plain(_line(record))}", highlight=False)
 
 
 def _now(follower: Follower) -> Text:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from torchrec_stream_ckpt.cli.common import parse_job, print_json
-from torchrec_stream_ckpt.cli.options import Access, Json, StoreNamed
+from torchrec_stream_ckpt.cli.options import Access, Json, StoreNamed, is_verbose
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.layout import check_store_url
@@ -53,7 +53,9 @@ def collect_garbage(
     compact: Annotated[
         bool, typer.Option("--compact", help="Merge what lies between kept markers, so that more can go.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and change nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would go, and change nothing; -v or --json: each object.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Give up the markers that no option keeps, and delete what nobody needs any more, in this store alone.
@@ -76,7 +78,7 @@ def collect_garbage(
         print_json([_record(plan) | {"dry_run": dry_run or idle} for plan in plans])
         return
     for plan in plans:
-        typer.echo(plan.describe() if dry_run or idle else _done(plan))
+        typer.echo(plan.describe(every=is_verbose()) if dry_run or idle else _done(plan))
     if idle:
         typer.echo("nothing was deleted: say what to keep, such as --keep-all-for 24h --then-every 10")
     elif check_store_url(store).folder is None and not dry_run:

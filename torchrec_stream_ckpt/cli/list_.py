@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import islice
 from typing import Annotated, Any
 
@@ -16,7 +17,12 @@ from torchrec_stream_ckpt.cli.standing import look
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.types import MarkerId
-from torchrec_stream_ckpt.units import age, size
+from torchrec_stream_ckpt.units import age, clock, size
+
+_WIDE = 100
+"""Columns from which on there is room for a date."""
+_SHORT = 30
+"""Characters of a reason that may stand in each row; a longer one of several rows is said once, below."""
 
 
 def list_markers(
@@ -68,19 +74,28 @@ def _row(job: Job, commit: Commit) -> dict[str, Any]:
 
 
 def _print(job: Job, rows: list[dict[str, Any]]) -> None:
-    table = Table("marker", "step", "age", "ranks", "rows", "bytes", "parent", "restorable")
+    console = Console()
+    wide = console.width >= _WIDE
+    table = Table("marker", "step", *(["committed"] * wide), "age", "ranks", "rows", "bytes", "parent", "restorable")
+    said = Counter(_why_not(row, "no") for row in rows if not row["restorable"])
+    notes = [why for why, count in said.items() if count > 1 and len(why) > _SHORT]
     for row in rows:
+        why = _why_not(row, "no")
+        why = f"no, see ({notes.index(why) + 1}) below" if why in notes else why
         table.add_row(
             row["marker"],
             str(row["step"]),
+            *([clock(row["time_s"])] * wide),
             age(row["time_s"]),
             str(row["ranks"]),
             f"{row['rows']:,}",
             size(row["bytes"]),
             row["parent"] or "-",
-            f"from {row['from']}" if row["restorable"] else plain(_why_not(row, "no")),
+            f"from {row['from']}" if row["restorable"] else plain(why),
         )
-    Console().print(table, "rows and bytes: sent by the marker's generation up to it, all ranks together")
+    console.print(table, "rows and bytes: sent by the marker's generation up to it, all ranks together")
+    for number, why in enumerate(notes, 1):
+        console.print(f"({number}) {plain(why)}", soft_wrap=True)
 
 
 def _why_not(row: dict[str, Any], no: str) -> str:

@@ -14,6 +14,7 @@ from torchrec_stream_ckpt.cli.common import print_json
 from torchrec_stream_ckpt.cli.options import Access, Json, Store
 from torchrec_stream_ckpt.cli.plan_input import Asked, Rates, parse_assumptions, parse_tables, workload_of_job
 from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.layout import FileUri, parse_uri
 from torchrec_stream_ckpt.sizing import Deployment, Plan, UnitCosts, Workload, plan
 from torchrec_stream_ckpt.units import duration, parse_duration, parse_size, size
 
@@ -51,7 +52,9 @@ def plan_job(
     marker_every_s: Annotated[
         float | None, typer.Option(help="Seconds between markers. Default: 60, or as in the log.", min=0.0)
     ] = None,
-    log: Annotated[str, typer.Option(help="kafka or file.")] = "kafka",
+    log: Annotated[
+        str | None, typer.Option(help="kafka or file. Default: kafka, or that of URI.", metavar="kafka|file")
+    ] = None,
     replication: Annotated[int, typer.Option(help="(Kafka) Copies of each record.", min=1)] = 3,
     trim_every: Annotated[str, typer.Option(help="How often the log is trimmed, or never.", metavar="TIME")] = "1h",
     rebase: Annotated[float, typer.Option(help="As given to materialize.", min=0.0)] = 1.0,
@@ -85,7 +88,7 @@ def plan_job(
         drain_every=drain_every,
         marker_s=marker_every_s,
     )
-    where = _deployment(log, replication, trim_every, rebase, keep_all_for, then_every)
+    where = _deployment(log or _scheme(uri), replication, trim_every, rebase, keep_all_for, then_every)
     costs = parse_assumptions(assume or [])
     if uri is not None:
         if tables or rows or dim or batch_size or touched_rows_per_second:
@@ -116,6 +119,11 @@ def number(text: str) -> float:
     if not 0 < value < float("inf"):
         raise ConfigError(f"{text!r} is no positive number", hint="write it as 40000000 or 4e7")
     return value
+
+
+def _scheme(uri: str | None) -> str:
+    """The kind of the log that a job has, or would have."""
+    return "file" if uri is not None and isinstance(parse_uri(uri), FileUri) else "kafka"
 
 
 def _deployment(

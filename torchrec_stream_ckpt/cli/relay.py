@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json as json_
 import sys
+import time
 from collections.abc import Callable
 from typing import Annotated
 
@@ -18,7 +19,7 @@ from torchrec_stream_ckpt.layout import FileUri, parse_uri
 from torchrec_stream_ckpt.route.job import Job, options_of
 from torchrec_stream_ckpt.tiers.service import Event, RelayService, state_of
 from torchrec_stream_ckpt.tiers.tier import open_tiers
-from torchrec_stream_ckpt.units import size
+from torchrec_stream_ckpt.units import clock, size
 
 
 def relay_log(
@@ -95,7 +96,7 @@ def _reporter(*, as_json: bool) -> Callable[[Event], None]:
         if as_json:
             print(json_.dumps({"event": event.event, **event.fields}), flush=True)
         else:
-            print(printable(_line(event)), file=sys.stderr, flush=True)
+            print(f"{clock(time.time())} {printable(_line(event))}", file=sys.stderr, flush=True)
 
     return report
 

@@ -7,16 +7,17 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from torchrec_stream_ckpt.cli.common import plain, print_json
+from torchrec_stream_ckpt.cli.names import short_names
 from torchrec_stream_ckpt.cli.options import JobOptions, Json
 from torchrec_stream_ckpt.cli.standing import look
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.route.job import Job
-from torchrec_stream_ckpt.units import age, size
+from torchrec_stream_ckpt.units import age, clock, size
 
 Marker = Annotated[str | None, typer.Option(help="GENERATION:MARKER (default: the newest).", metavar="MARKER")]
 
@@ -94,7 +95,10 @@ def _trimmed(job: Job, commit: Commit) -> list[dict[str, Any]]:
 def _print(job: Job, commit: Commit) -> None:
     record = _record(job, commit)
     console = Console()
-    console.print(f"marker {record['marker']}, step {commit.step}, {age(commit.time_s)} ago, job {record['job']}")
+    console.print(
+        f"marker {record['marker']}, step {commit.step}, {age(commit.time_s)} ago, job {record['job']}, "
+        f"committed at {clock(commit.time_s)}"
+    )
     console.print(f"lineage: {' -> '.join(record['lineage'])}")
     console.print(f"from: {record['from'] or 'nowhere: ' + plain(record['reason'])}", soft_wrap=True)
     if record["store_reach"]:
@@ -105,13 +109,16 @@ def _print(job: Job, commit: Commit) -> None:
     for trimmed in record["trimmed"]:
         what = f"log up to marker {trimmed['up_to']}: trimmed {age(trimmed['time_s'])} ago, in the store"
         console.print(f"{what} {plain(trimmed['store'])}", soft_wrap=True)
-    tables = Table("table", "rows", "dim", "dtype", "optimizer", "states", "sent whole in generation")
-    for table in record["tables"]:
+    names = short_names(console, [table["name"] for table in record["tables"]])
+    tables = Table(
+        Column("table", overflow="fold"), "rows", "dim", "dtype", "optimizer", "states", "sent whole in generation"
+    )
+    for name, table in zip(names, record["tables"], strict=True):
         states = (
             ", ".join(f"{plain(s['name'])} a {'row' if s['per_row'] else 'weight'}" for s in table["states"]) or "-"
         )
         tables.add_row(
-            plain(table["name"]),
+            name,
             f"{table['rows']:,}",
             str(table["dim"]),
             table["dtype"],

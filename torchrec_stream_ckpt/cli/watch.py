@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.cli.common import print_json
 from torchrec_stream_ckpt.cli.options import DAY_S, JobOptions, Json
 from torchrec_stream_ckpt.cli.standing import look as look_at
 from torchrec_stream_ckpt.cli.watching import line, view
-from torchrec_stream_ckpt.errors import LogUnavailableError, StoreUnavailableError, StreamCkptError
+from torchrec_stream_ckpt.errors import LogUnavailableError, MarkerNotFoundError, StoreUnavailableError, StreamCkptError
 from torchrec_stream_ckpt.layout import FileUri, KafkaUri, parse_uri
 from torchrec_stream_ckpt.reporting.now import Alert, Look, MarkerRow, look, strays_of
 from torchrec_stream_ckpt.reporting.proofs import window_width
@@ -142,24 +142,47 @@ class Watcher:
 def watch_job(
     options: JobOptions,
     interval: Annotated[float, typer.Option(min=0.1, max=DAY_S, help="Seconds between two looks.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Look once and end; with status 1 if there is an alert.")
+    ] = False,
     restore_mb_per_s: Rate = None,
     json: Json = False,
 ) -> None:
     """Watch a job: its newest marker, what would be lost now, how long a restore would take, and what is wrong.
 
     Reads the log's control partition and the store's names, and changes nothing. Where stdout is no terminal it prints
-    a line a marker and a line an alert; with --json an object a look. Ctrl-C ends it.
+    a line a marker and a line an alert; with --json an object a look. Ctrl-C ends it. It waits for a job that has not
+    begun. With --once it does not wait, and ends with status 1 if there is an alert.
     """
-    with options.open(warn=False) as job:
+    with options.open(warn=False) if once else _opened(options, interval) as job:
         watcher = Watcher(job, bytes_per_s(options.uri, restore_mb_per_s))
         if once:
-            _show_once(options.uri, watcher.look(), json=json)
+            seen = watcher.look()
+            _show_once(options.uri, seen, json=json)
+            if seen.alerts:
+                raise typer.Exit(1)
             return
         with _shower(options.uri, json=json) as show:
             while True:
                 show(watcher.look_or_say_why_not())
                 time.sleep(interval)
+
+
+@contextlib.contextmanager
+def _opened(options: JobOptions, interval: float) -> Iterator[Job]:
+    """The job; waits for its log, and says on stderr what it waits for."""
+    said = ""
+    with contextlib.ExitStack() as closing:
+        while True:
+            try:
+                job = closing.enter_context(options.open(warn=False))
+                break
+            except (MarkerNotFoundError, LogUnavailableError) as error:
+                if error.headline != said:
+                    said = error.headline
+                    typer.echo(f"waiting for the job: {said}", err=True)
+                time.sleep(interval)
+        yield job
 
 
 def _show_once(uri: str, seen: Look, *, json: bool) -> None:

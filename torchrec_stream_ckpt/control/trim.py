@@ -19,6 +19,7 @@ from torchrec_stream_ckpt.format.control import MAX_PLACE_CHARS, Commit, Trim
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import Freed, Incarnation, Log, TrimRange
 from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.units import size
 
 MAX_GIVEN_UP = 30_000
 """Markers that one TRIM gives up; more go with the next one."""
@@ -36,7 +37,7 @@ class Trimmed:
 
     def describe(self) -> str:
         """In words, without a line break."""
-        bytes_ = "" if self.freed.num_bytes is None else f", {self.freed.num_bytes} bytes"
+        bytes_ = "" if self.freed.num_bytes is None else f", {size(self.freed.num_bytes)}"
         markers = ", ".join(map(str, self.trim.markers))
         return f"{self.freed.count} {self.freed.what}{bytes_} of the log up to {markers}, which {self.trim.store} holds"
 

@@ -11,6 +11,7 @@ by a run that comes a grace period later, for there may be restores and material
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
@@ -52,6 +53,7 @@ from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.jobs import jobs_in
 from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.units import size
 
 _PHASES = (MANIFESTS_DIR, FOLDS_DIR, SEGMENTS_DIR, DENSE_DIR, VERDICTS_DIR)
 """What names others goes before what it names."""
@@ -95,20 +97,27 @@ class GcPlan:
         """Bytes that go."""
         return sum(entry.num_bytes for entry in self.now)
 
-    def describe(self) -> str:
-        """In words, one line an object."""
+    def describe(self, *, every: bool = False) -> str:
+        """In words: how much of each kind goes; with ``every``, a line an object."""
         lines = [f"job {self.job.hex()} in {self.store}", f"  keep {len(self.kept)} markers: {_names(self.kept)}"]
         if self.dropped:
             lines.append(f"  {self.dropped} markers were given up before")
-        lines += [f"  give up marker {marker}" for marker in self.dropping]
-        lines += [f"  merge {span} (reads {span.num_bytes} bytes)" for span in self.spans]
-        lines += [f"  delete {entry.name} ({entry.num_bytes} bytes)" for entry in self.now]
-        lines += [f"  delete later {entry.name} ({entry.num_bytes} bytes)" for entry in self.later]
+        if every:
+            lines += [f"  give up marker {marker}" for marker in self.dropping]
+            lines += [f"  merge {span} (reads {size(span.num_bytes)})" for span in self.spans]
+            lines += [f"  delete {entry.name} ({size(entry.num_bytes)})" for entry in self.now]
+            lines += [f"  delete later {entry.name} ({size(entry.num_bytes)})" for entry in self.later]
+        else:
+            lines += [f"  give up {len(self.dropping)} markers: {_names(self.dropping)}"] if self.dropping else []
+            read = sum(span.num_bytes for span in self.spans)
+            lines += [f"  merge {len(self.spans)} spans (reads {size(read)})"] if self.spans else []
+            lines += [f"  delete {of_kinds(self.now)}"] if self.now else []
+            lines += [f"  delete later {of_kinds(self.later)}"] if self.later else []
         lines += [f"  marker {reason}: all that leads to it stays" for reason in self.not_whole]
         lines += [f"  dense state in {place} stays: it is not in this store" for place in self.elsewhere]
+        later = sum(entry.num_bytes for entry in self.later)
         lines.append(
-            f"  {len(self.now)} objects, {self.num_bytes} bytes; later {len(self.later)} objects, "
-            f"{sum(entry.num_bytes for entry in self.later)} bytes"
+            f"  {len(self.now)} objects, {size(self.num_bytes)}; later {len(self.later)} objects, {size(later)}"
         )
         return "\n".join(lines)
 
@@ -400,6 +409,14 @@ def _tidy(objects: Objects, job: bytes, stock: Stock, waiting: set[str]) -> None
 def _put_list(objects: Objects, job: bytes, garbage: Garbage) -> None:
     data = garbage.to_bytes()
     objects.put(garbage_name(job, int(garbage.time_s * 1000), crc32c(data)), [data])
+
+
+def of_kinds(entries: Sequence[Entry]) -> str:
+    """How many objects, how many bytes, and what they are: the folders of a store have a name for each kind."""
+    kinds = Counter(entry.name.partition("/")[0] for entry in entries)
+    num_bytes = sum(entry.num_bytes for entry in entries)
+    named = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return f"{len(entries)} objects ({size(num_bytes)}): {named}"
 
 
 def _names(markers: Sequence[MarkerId]) -> str:

@@ -1,0 +1,156 @@
+"""What verbs print on a narrow terminal, into a pipe, in a script."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tests.jobs_on_paper import PaperJob, tables
+from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.cli.names import short_names
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.units import clock
+
+PREFIX = "model.sparse_arch.embedding_bag_collection.t_category_"
+NAMES = [f"{PREFIX}{number}" for number in range(8)]
+DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> PaperJob:
+    """Three markers of eight tables whose names differ at the very end."""
+    made = PaperJob(tmp_path / "log", tables(*NAMES))
+    made.run(3)
+    return made
+
+
+def invoke(*arguments: object, columns: int = 80) -> Any:
+    done = CliRunner().invoke(app, [str(each) for each in arguments], env={"COLUMNS": str(columns)})
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done
+
+
+def run(*arguments: object, columns: int = 80) -> str:
+    done = invoke(*arguments, columns=columns)
+    assert done.exit_code == 0, done.output
+    return str(done.stdout)
+
+
+@pytest.mark.parametrize("arguments", [("show",), ("diff", "1:1", "1:3", "--sent")])
+def test_tables_are_told_apart_at_80_columns(job: PaperJob, arguments: tuple[str, ...]) -> None:
+    verb, *rest = arguments
+    said = run(verb, f"file://{job.root}", *rest)
+    assert f"each table's name begins with {PREFIX}" in said
+    rows = [line.split()[1] for line in said.splitlines() if re.match(r"│ \d ", line)]
+    assert rows[:8] == [str(number) for number in range(8)]
+    assert max(map(len, said.splitlines())) <= max(80, len(f"each table's name begins with {PREFIX}"))
+
+
+def test_what_is_alike_is_taken_off_where_names_do_not_fit_and_at_a_separator_alone() -> None:
+    console = Console(width=80, file=sys.stderr)
+    assert short_names(console, ["t_cat_0", "t_cat_1"]) == ["t_cat_0", "t_cat_1"]
+    assert short_names(console, [f"{'x' * 40}_10", f"{'x' * 40}_11"]) == ["10", "11"]
+    assert short_names(console, ["a" * 40, "a" * 41]) == ["a" * 40, "a" * 41]
+    assert short_names(console, [f"{'y' * 40}"]) == ["y" * 40]
+
+
+def test_dates_are_shown_where_there_is_room_and_always_of_a_marker(job: PaperJob) -> None:
+    uri = f"file://{job.root}"
+    assert re.search(f"committed at {DATE[:-1]}", run("show", uri))
+    assert re.search(DATE, run("list", uri, columns=120))
+    assert not re.search(DATE, run("list", uri, columns=80))
+
+
+def test_lines_of_services_begin_with_the_time(job: PaperJob) -> None:
+    said = invoke("materialize", f"file://{job.root}", "--once").stderr.splitlines()
+    assert said
+    assert all(re.match(DATE, line) for line in said if not line.startswith(" "))
+    assert re.match(DATE, invoke("follow", f"file://{job.root}", "--once").stderr)
+
+
+def test_a_reason_that_many_markers_share_is_said_once(job: PaperJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    said = run("list", f"file://{job.root}", "--store", "s3://bucket/job", columns=200)
+    assert said.count("s3fs") <= 2  # what is missing, and how to bring it
+    assert said.count("no, see (1) below") == 3
+
+
+def test_no_bar_is_drawn_where_stderr_is_no_terminal(job: PaperJob) -> None:
+    done = invoke("report", f"file://{job.root}", "--out", job.root / "page.html")
+    assert (done.exit_code, done.stderr) == (0, "")
+
+
+def test_a_fence_without_a_terminal_names_yes(job: PaperJob) -> None:
+    with pytest.raises(ConfigError, match="no terminal to ask at") as error:
+        run("fence", f"file://{job.root}")
+    assert "--yes" in error.value.hint
+    assert "generation 1 is fenced by generation 2" in run("fence", f"file://{job.root}", "--yes")
+
+
+def test_the_folder_of_an_export_is_a_path(job: PaperJob, tmp_path: Path) -> None:
+    said = run("export", f"file://{job.root}", "--to", f"safetensors://{tmp_path}/out", columns=300)
+    assert f"in {tmp_path}/out (safetensors)" in said
+    assert "://" not in said
+
+
+def test_a_plan_for_a_file_log_has_no_brokers(job: PaperJob) -> None:
+    assert "brokers" not in run("plan", f"file://{job.root}", columns=200)
+    assert "brokers" in run("plan", f"file://{job.root}", "--log", "kafka", columns=200)
+
+
+def test_a_trim_says_bytes_as_people_do(job: PaperJob) -> None:
+    uri, store = f"file://{job.root}", str(job.root)
+    run("materialize", uri, "--once")
+    assert re.search(
+        r"would delete \d+ segments, [\d.]+ k?B of the log", run("trim", uri, "--store", store, "--dry-run")
+    )
+
+
+@pytest.fixture
+def watching(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """The command in a process of its own, before there is a job."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torchrec_stream_ckpt", "watch", f"file://{tmp_path}/log", "--interval", "0.1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_watch_waits_for_a_job_that_has_not_begun(tmp_path: Path, watching: subprocess.Popen[str]) -> None:
+    assert watching.stderr is not None
+    assert watching.stdout is not None
+    assert watching.stderr.readline().startswith("waiting for the job: there is no log here")
+    job = PaperJob(tmp_path / "log", tables("a"))
+    job.time_s = time.time()
+    job.run(1, seconds=0.0)
+    said = watching.stdout.readline()
+    while "marker 1:1, step 10" not in said:  # it may look before the COMMIT
+        assert "ALERT" not in said
+        said = watching.stdout.readline()
+
+
+def test_a_look_that_finds_an_alert_ends_with_1(tmp_path: Path) -> None:
+    job = PaperJob(tmp_path / "log", tables("a"))
+    job.time_s = time.time() - 10
+    job.run(2, seconds=5.0)
+    assert invoke("watch", f"file://{job.root}", "--once").exit_code == 0
+    late = PaperJob(tmp_path / "late", tables("a"))
+    late.time_s = time.time() - 10_000
+    late.run(2, seconds=5.0)
+    done = invoke("watch", f"file://{late.root}", "--once")
+    assert (done.exit_code, "late: no marker for" in done.stdout) == (1, True)
+    assert clock(time.time())[:10] in done.stdout
