@@ -24,7 +24,7 @@ from torchrec_stream_ckpt.errors import FencedError
 from torchrec_stream_ckpt.layout import DATA_DIR
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.tiers import process
-from torchrec_stream_ckpt.tiers.service import state_of
+from torchrec_stream_ckpt.tiers.relay_service import state_of
 from torchrec_stream_ckpt.tiers.tier import open_tiers
 
 pytestmark = pytest.mark.distributed

@@ -18,7 +18,19 @@ ROOT = Path(torchrec_stream_ckpt.__file__).parent
 PACKAGE = "torchrec_stream_ckpt"
 SOURCES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
 
-LEAVES = {"errors", "types", "layout", "options", "stats", "config", "metrics", "failpoints", "locks", "units"}
+LEAVES = {
+    "errors",
+    "types",
+    "layout",
+    "options",
+    "stats",
+    "config",
+    "metrics",
+    "failpoints",
+    "locks",
+    "units",
+    "service",
+}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": {"errors"},
@@ -31,6 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "flags": {"errors", "types", "config"},
     "failpoints": {"errors"},
     "locks": set(),
+    "service": {"errors"},
     "units": {"errors"},
     "adapter": {"errors", "types", "adapter"},
     "format": LEAVES | {"format"},

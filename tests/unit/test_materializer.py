@@ -35,17 +35,18 @@ from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.layout import CONTROL_LOCK, DATA_DIR, STORE_FILE, dense_name, manifest_name
 from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.materialize import materialize_service as service_module
 from torchrec_stream_ckpt.materialize import materializer as materializer_module
-from torchrec_stream_ckpt.materialize import service as service_module
 from torchrec_stream_ckpt.materialize.crew import Crew
 from torchrec_stream_ckpt.materialize.gc import GcRules, collect
 from torchrec_stream_ckpt.materialize.head import HeadWriter
+from torchrec_stream_ckpt.materialize.materialize_service import MaterializeService
 from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
 from torchrec_stream_ckpt.materialize.retention import Retention
-from torchrec_stream_ckpt.materialize.service import Event, Service
 from torchrec_stream_ckpt.materialize.synced import check_synced
 from torchrec_stream_ckpt.metrics import METRICS
 from torchrec_stream_ckpt.restore.choose import choose
+from torchrec_stream_ckpt.service import Event
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
@@ -822,7 +823,7 @@ def test_head_is_said_once_for_each_change(job: Job, tmp_path: Path) -> None:
         objects = open_store(str(store_of(job)))
         writer = HeadWriter(head, objects, pool)
         materializer = Materializer(job.log, objects, lambda _: open_dense(str(job.root)), pool, head=writer)
-        service = Service(Control(job.log).refresh, lambda _: materializer, events.append)
+        service = MaterializeService(Control(job.log).refresh, lambda _: materializer, events.append)
         head.write_text("in the way")
         for _ in range(2):
             service._round(once=True)
@@ -839,7 +840,7 @@ class Flaky:
 
     def __init__(self, job: Job, failures: list[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
         self.failures, self.events, self.waits = failures, list[Event](), list[float]()
-        self.service = Service(self.read, lambda _: None, self.events.append)
+        self.service = MaterializeService(self.read, lambda _: None, self.events.append)
         monkeypatch.setattr(self.service._stop, "wait", self.wait)
         self._control = Control(FileLog(job.root))
 
@@ -993,7 +994,7 @@ def test_the_lag_is_what_is_committed_and_not_in_the_store(job: Job) -> None:
 
 
 def test_the_live_table_says_what_it_does(job: Job) -> None:
-    service = Service(lambda: None, lambda _: None)
+    service = MaterializeService(lambda: None, lambda _: None)
     service._wait_for("a log")
     cells = [list(column.cells) for column in Panel(service, lambda: "file:///kept").render().columns]
     said = dict(zip(*cells, strict=True))

@@ -34,7 +34,7 @@ from torchrec_stream_ckpt.layout import CONTROL_FILE, DATA_DIR, DENSE_DIR, dense
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.restore.verify import verify_marker
 from torchrec_stream_ckpt.tiers.relay import Relay
-from torchrec_stream_ckpt.tiers.service import state_of
+from torchrec_stream_ckpt.tiers.relay_service import state_of
 from torchrec_stream_ckpt.tiers.source import Found, look_up
 from torchrec_stream_ckpt.tiers.state import TierState
 from torchrec_stream_ckpt.types import MarkerId

@@ -16,14 +16,17 @@ from rich.table import Table
 
 from torchrec_stream_ckpt.cli.common import plain
 from torchrec_stream_ckpt.errors import printable
-from torchrec_stream_ckpt.materialize.service import Event, Service
+from torchrec_stream_ckpt.materialize.materialize_service import MaterializeService
+from torchrec_stream_ckpt.service import Event
 from torchrec_stream_ckpt.units import clock, size
 
 _RATE_S = 10.0
 
 
 @contextlib.contextmanager
-def reporter(service: Service, where: Callable[[], str], *, as_json: bool) -> Iterator[Callable[[Event], None]]:
+def reporter(
+    service: MaterializeService, where: Callable[[], str], *, as_json: bool
+) -> Iterator[Callable[[Event], None]]:
     """Where events go, until the context ends.
 
     Args:
@@ -45,7 +48,7 @@ def reporter(service: Service, where: Callable[[], str], *, as_json: bool) -> It
 class Panel:
     """The live table."""
 
-    def __init__(self, service: Service, where: Callable[[], str]) -> None:
+    def __init__(self, service: MaterializeService, where: Callable[[], str]) -> None:
         self._service = service
         self._where = where
         self._read: deque[tuple[float, int]] = deque()

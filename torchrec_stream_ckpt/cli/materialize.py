@@ -18,10 +18,11 @@ from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.materialize.crew import Crew
 from torchrec_stream_ckpt.materialize.head import HeadWriter
+from torchrec_stream_ckpt.materialize.materialize_service import MaterializeService
 from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
-from torchrec_stream_ckpt.materialize.service import Event, Service
 from torchrec_stream_ckpt.metrics import serve_metrics
 from torchrec_stream_ckpt.route.job import Job, kept_store, options_of
+from torchrec_stream_ckpt.service import Event
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.head import head_root
 from torchrec_stream_ckpt.store.identity import prepare_store
@@ -94,7 +95,7 @@ class _Setup:
         """The control partition; None while there is no log."""
         return self.job.control.refresh() if self.job.log.incarnation() is not None else None
 
-    def open(self, lineage: Lineage, service: Service) -> Materializer | None:
+    def open(self, lineage: Lineage, service: MaterializeService) -> Materializer | None:
         """The materializer; None while only a COMMIT can say where the store is."""
         if self.store is None and lineage.newest is None:
             return None
@@ -165,7 +166,7 @@ def materialize_log(
             pool=closing.enter_context(ThreadPoolExecutor(_READERS, "reader")),
             closing=closing,
         )
-        service = Service(setup.read, lambda lineage: setup.open(lineage, service))
+        service = MaterializeService(setup.read, lambda lineage: setup.open(lineage, service))
         if metrics_port is not None:
             endpoint = serve_metrics(metrics_host, metrics_port, lambda: _values(service, setup.crew))
             closing.callback(endpoint.close)
@@ -177,7 +178,7 @@ def materialize_log(
         raise typer.Exit(1)
 
 
-def _values(service: Service, crew: Crew | None) -> Mapping[str, float]:
+def _values(service: MaterializeService, crew: Crew | None) -> Mapping[str, float]:
     """What the metrics say, by the names of ``METRICS``."""
     status, newest, head = service.status, service.status.newest, service.head_marker
     return {

@@ -17,7 +17,8 @@ from torchrec_stream_ckpt.config import StreamConfig, check_tiers
 from torchrec_stream_ckpt.errors import MarkerNotFoundError, printable
 from torchrec_stream_ckpt.layout import FileUri, parse_uri
 from torchrec_stream_ckpt.route.job import Job, options_of
-from torchrec_stream_ckpt.tiers.service import Event, RelayService, state_of
+from torchrec_stream_ckpt.service import Event
+from torchrec_stream_ckpt.tiers.relay_service import RelayService, state_of
 from torchrec_stream_ckpt.tiers.tier import open_tiers
 from torchrec_stream_ckpt.units import clock, size
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -19,14 +18,11 @@ from torchrec_stream_ckpt.errors import (
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.materialize.materializer import Counts, Materializer, backlog_bytes
+from torchrec_stream_ckpt.service import Event, Service
 from torchrec_stream_ckpt.types import MarkerId
 
 FIRST_RETRY_S = 1.0
 LAST_RETRY_S = 30.0
-
-
-class Stopped(Exception):  # noqa: N818
-    """Somebody has asked the service to stop; what it was doing is done again when it starts."""
 
 
 @dataclass(slots=True)
@@ -50,17 +46,8 @@ class Status:
         return max(0.0, time.time() - self.waiting_since_s) if self.waiting_since_s is not None else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something that happened. Names of events and fields are stable: ``--json`` prints them."""
-
-    event: str
-    """``start``, ``marker``, ``head``, ``waiting``, ``trouble``, ``recovered``, ``passed_over`` or ``stop``."""
-    fields: dict[str, Any]
-
-
-class Service:
-    """Follows one log.
+class MaterializeService(Service):
+    """Follows one log. Its own events are ``head``, ``waiting`` and ``passed_over``.
 
     Args:
         read: The control partition as of now; None while there is no log.
@@ -75,13 +62,11 @@ class Service:
         open_: Callable[[Lineage], Materializer | None],
         report: Callable[[Event], None] = lambda _: None,
     ) -> None:
+        super().__init__(report, (LogUnavailableError, StoreUnavailableError), (FIRST_RETRY_S, LAST_RETRY_S))
         self._read = read
         self._open = open_
-        self.report = report
-        self._stop = threading.Event()
         self._materializer: Materializer | None = None
         self._compared = False
-        self._trouble = ""
         self._missed = ""
         self._said_waiting = False
         self._said_head: tuple[MarkerId | None, bool] = (None, False)
@@ -102,56 +87,18 @@ class Service:
         at_work = self._materializer is not None and not self._trouble
         return self._materializer.doing if self._materializer is not None and at_work else self.status.doing
 
-    def stop(self) -> None:
-        """End :meth:`run` soon; safe on any thread and in a signal handler."""
-        self._stop.set()
-
-    def going_on(self) -> None:
-        """Passed to the materializer: ends its work when the service is to stop."""
-        if self._stop.is_set():
-            raise Stopped
-
     def pass_over(self, commit: Commit, error: CorruptionError) -> None:
         """Passed to the materializer when lost markers are to be passed over."""
         self.status.errors += 1
         self.report(Event("passed_over", {"marker": str(commit.id), "reason": error.headline}))
 
-    def run(self, *, once: bool, poll_s: float) -> bool:
-        """Work until :meth:`stop`; with ``once``, until nothing is missing that is there now.
-
-        Returns:
-            Whether it came to its own end: False after :meth:`stop`.
+    def _round(self, *, once: bool, last: bool = False) -> None:
+        """Put what is missing now into the store.
 
         Raises:
             MarkerNotFoundError: (``once``) there is no log.
-            LogUnavailableError, StoreUnavailableError: (``once``) one of them does not answer; else it waits for it.
             CorruptionError, UnsupportedError, ConfigError: what waiting does not mend. The store is as it was.
         """
-        retry_s = FIRST_RETRY_S
-        try:
-            while not self._stop.is_set():
-                try:
-                    self._round(once=once)
-                except (LogUnavailableError, StoreUnavailableError) as error:
-                    if once:
-                        raise
-                    self._say_trouble(error)
-                    self._stop.wait(retry_s)
-                    retry_s = min(2 * retry_s, LAST_RETRY_S)
-                    continue
-                retry_s = FIRST_RETRY_S
-                self._say_recovered()
-                if once:
-                    return True
-                self._stop.wait(poll_s)
-        except Stopped:
-            pass
-        finally:
-            self.report(Event("stop", {"lag_markers": self.status.lag_markers, **asdict(self.counts)}))
-        return False
-
-    def _round(self, *, once: bool) -> None:
-        """Put what is missing now into the store."""
         lineage = self._read()
         if lineage is None and once:
             raise MarkerNotFoundError("there is no log here", hint="check the URI; a job makes its log")
@@ -238,14 +185,9 @@ class Service:
             self.report(Event("waiting", {"for": what}))
 
     def _say_trouble(self, error: StreamCkptError) -> None:
-        """Once for each change: a log that is away for hours is one line."""
         self.status.doing = f"trying again: {error.headline}"
-        if error.headline != self._trouble:
-            self._trouble = error.headline
-            self.status.errors += 1
-            self.report(Event("trouble", {"message": error.headline, "hint": error.hint}))
+        self.status.errors += error.headline != self._trouble
+        super()._say_trouble(error)
 
-    def _say_recovered(self) -> None:
-        if self._trouble:
-            self._trouble = ""
-            self.report(Event("recovered", {}))
+    def _totals(self) -> dict[str, Any]:
+        return {"lag_markers": self.status.lag_markers, **asdict(self.counts)}

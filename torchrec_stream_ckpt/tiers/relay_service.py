@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torchrec_stream_ckpt.errors import (
@@ -14,8 +12,8 @@ from torchrec_stream_ckpt.errors import (
     LogUnavailableError,
     MarkerNotFoundError,
     StoreUnavailableError,
-    StreamCkptError,
 )
+from torchrec_stream_ckpt.service import Event, Service, Stopped
 from torchrec_stream_ckpt.tiers.relay import Relay
 from torchrec_stream_ckpt.tiers.state import TierState
 from torchrec_stream_ckpt.tiers.tier import Tiers
@@ -28,20 +26,7 @@ FENCE_EVERY_S = 5.0
 _TRANSIENT = (LogUnavailableError, StoreUnavailableError, CommitUnknownError)
 
 
-class Stopped(Exception):  # noqa: N818
-    """The time is up; what was being copied is copied again by the next relay."""
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something that happened. Names of events and fields are stable: ``--json`` prints them."""
-
-    event: str
-    """``marker``, ``trouble``, ``recovered`` or ``stop``."""
-    fields: dict[str, Any]
-
-
-class RelayService:
+class RelayService(Service):
     """One relay that follows its inner log.
 
     Args:
@@ -58,79 +43,40 @@ class RelayService:
         last_call: Callable[[], bool] = lambda: False,
         linger_s: float = 60.0,
     ) -> None:
+        super().__init__(report, _TRANSIENT, (FIRST_RETRY_S, LAST_RETRY_S))
         self._tiers = tiers
-        self._report = report
         self._last_call = last_call
         self._linger_s = linger_s
-        self._relay = Relay(tiers, self._going_on)
-        self._stop = threading.Event()
+        self._relay = Relay(tiers, self.going_on)
         self._deadline: float | None = None
-        self._trouble = ""
         self._seen: MarkerId | None = None
         self._looked_s = float("-inf")
-
-    def stop(self) -> None:
-        """End :meth:`run` soon; safe on any thread and in a signal handler."""
-        self._stop.set()
-
-    def run(self, *, once: bool = False, poll_s: float = 0.5) -> bool:
-        """Copy until :meth:`stop` or behind the last call; with ``once``, what is there now.
-
-        Returns:
-            Whether all that is there was copied.
-
-        Raises:
-            MarkerNotFoundError: (``once``) there is no inner log.
-            FencedError: another trainer owns the job; the inner log has been told.
-            StreamCkptError: what waiting does not mend; with ``once``, anything.
-        """
-        retry_s = FIRST_RETRY_S
-        try:
-            while not self._stop.is_set():
-                last = once or self._is_last()
-                try:
-                    self._round(last=last, once=once)
-                except _TRANSIENT as error:
-                    if once:
-                        raise
-                    self._say_trouble(error)
-                    self._wait(retry_s)
-                    retry_s = min(2 * retry_s, LAST_RETRY_S)
-                    continue
-                retry_s = FIRST_RETRY_S
-                if self._trouble:
-                    self._trouble = ""
-                    self._report(Event("recovered", {}))
-                if last:
-                    return True
-                self._wait(poll_s)
-        except Stopped:
-            pass
-        finally:
-            self._relay.close()
-            self._report(Event("stop", self._counts()))
-        return False
 
     def _is_last(self) -> bool:
         if self._deadline is None and self._last_call():
             self._deadline = time.monotonic() + self._linger_s
         return self._deadline is not None
 
-    def _going_on(self) -> None:
-        self._is_last()
-        if self._stop.is_set() or (self._deadline is not None and time.monotonic() > self._deadline):
+    def going_on(self) -> None:
+        super().going_on()
+        if self._is_last() and self._deadline is not None and time.monotonic() > self._deadline:
             raise Stopped
 
     def _wait(self, seconds: float) -> None:
         """Sleep, not through a last call."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self._stop.wait(min(0.2, seconds)):
-            self._going_on()
+            self.going_on()
             if self._deadline is not None:
                 return
 
-    def _round(self, *, last: bool, once: bool) -> None:
-        """Copy what there is now."""
+    def _round(self, *, once: bool, last: bool) -> None:
+        """Copy what there is now.
+
+        Raises:
+            MarkerNotFoundError: (``once``) there is no inner log.
+            FencedError: another trainer owns the job; the inner log has been told.
+        """
         if self._tiers.inner.log.incarnation() is None:
             if once:
                 raise MarkerNotFoundError("there is no log here", hint="check the URI", uri=self._tiers.inner.uri)
@@ -151,17 +97,14 @@ class RelayService:
         begin = time.monotonic()
         for commit in self._relay.catch_up(everything=everything):
             fields = {"marker": str(commit.id), "step": commit.step, "took_s": round(time.monotonic() - begin, 3)}
-            self._report(Event("marker", fields | self._counts()))
+            self.report(Event("marker", fields | self._totals()))
             begin = time.monotonic()
 
-    def _counts(self) -> dict[str, Any]:
+    def _totals(self) -> dict[str, Any]:
         return {"frames_bytes": self._relay.frames_bytes, "dense_bytes": self._relay.dense_bytes}
 
-    def _say_trouble(self, error: StreamCkptError) -> None:
-        """Once a change, not once a retry."""
-        if error.headline != self._trouble:
-            self._trouble = error.headline
-            self._report(Event("trouble", {"message": error.headline, "hint": error.hint}))
+    def _close(self) -> None:
+        self._relay.close()
 
 
 def state_of(tiers: Tiers) -> dict[str, Any]:
