@@ -5,7 +5,7 @@
 Act 1 trains on 2 ranks and streams. At a moment that nobody chose, all ranks are killed with SIGKILL. Act 2 restores
 the newest committed marker on 3 ranks under another sharding plan, and trains on.
 
-The proof owes nothing to the stream: at every step of act 1 this file gathers the whole job by plain TorchRec and torch
+The check does not use the stream: at every step of act 1 this file gathers the whole job by plain TorchRec and torch
 (``gather``) and keeps it aside. Right after the restore it gathers again, and compares bit by bit.
 """
 

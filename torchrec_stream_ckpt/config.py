@@ -43,9 +43,9 @@ class StreamConfig:
     """Cut a marker when so many seconds have passed since the last one; None: not by time."""
     max_overhead: float | None = None
     """Cut markers as often as ``step()`` takes at most this part of the time that training takes by itself on each rank
-    (0.01: 1%), instead of by steps or seconds; ``drain_every`` then says how often a drain may come at most. Where the
-    vote of each step takes all of it, markers get a tenth on top. The marks in each update are not counted
-    (docs/performance.md)."""
+    (0.01: 1%), instead of by steps or seconds; ``drain_every`` then says how often a drain may come at most. If the
+    per-step vote alone uses up the budget, markers may use 10% more. Time spent marking rows in the backward pass is
+    not included (docs/performance.md)."""
     kafka_options: Options = field(default=None, repr=False)
     """Kafka client settings, security included, or a file of ``key=value`` lines."""
     commit_key_file: str | Path | None = None

@@ -1,7 +1,7 @@
 """Hyperparameters: the marker's hold, and what the code gives otherwise is told in one line.
 
 The rule is one for all: learning rates, ``eps``, weight decay and the like, of dense param groups and of fused kernels,
-come back as the marker has them, for schedules and callers change them while a job runs. Who wants another value sets
+come back as the marker has them, for schedules and callers change them while a job runs. To use another value, set
 it after ``restore()``.
 """
 

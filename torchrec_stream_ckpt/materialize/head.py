@@ -219,7 +219,7 @@ class _Slice:
 
 
 def _free(folder: HeadFolder) -> None:
-    """Give the memory of a HEAD back that is none."""
+    """Free the memory of an incomplete HEAD."""
     folder.drop()
     for table, col0 in folder.slices():
         folder.remove_slice(table, col0)

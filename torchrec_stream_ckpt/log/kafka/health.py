@@ -50,8 +50,8 @@ def _copies(topic: str, settings: Mapping[str, str], replicas: Sequence[tuple[in
         f"{topic}: replication",
         f"{factor} copies",
         well=factor >= 3,
-        hint="make the topic anew on 3 brokers, or move it by kafka-reassign-partitions.sh: the loss of a broker's "
-        "disk else loses the job's log",
+        hint="make the topic anew on 3 brokers, or move it by kafka-reassign-partitions.sh: otherwise losing one "
+        "broker's disk loses the log",
     )
     behind = sum(1 for count, in_sync in replicas if in_sync < count)
     yield Finding.of(
