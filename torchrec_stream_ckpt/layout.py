@@ -470,20 +470,3 @@ def _marker_name(marker: MarkerId) -> str:
 
 def _job_and_marker(match: re.Match[str] | None) -> tuple[bytes, MarkerId] | None:
     return (bytes.fromhex(match[1]), MarkerId(int(match[2]), int(match[3]))) if match else None
-
-
-def make_dirs(path: Path) -> None:
-    """Make a folder and the ones above it that are missing; behind it, their names are durable."""
-    made = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for folder in made:
-        fsync_dir(folder.parent)
-
-
-def fsync_dir(path: Path) -> None:
-    """Make the names in a folder durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

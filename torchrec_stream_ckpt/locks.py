@@ -55,6 +55,16 @@ def try_lock(fd: int, *, exclusive: bool = True) -> bool:
     return True
 
 
+def await_lock(fd: int, timeout_s: float, *, exclusive: bool = True, poll_s: float = 0.01) -> bool:
+    """Take the lock of an open file as soon as nobody has one that forbids it; False if somebody has for so long."""
+    deadline = time.monotonic() + timeout_s
+    while not try_lock(fd, exclusive=exclusive):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(poll_s)
+    return True
+
+
 def close_lock(fd: int) -> None:
     """Let go of the lock, also where a child still has the file open, and close it."""
     with _forking:
@@ -74,11 +84,8 @@ def held(path: Path, *, timeout_s: float, poll_s: float = 0.01) -> Iterator[int]
     """
     fd = open_lock(path)
     try:
-        deadline = time.monotonic() + timeout_s
-        while not try_lock(fd):
-            if time.monotonic() > deadline:
-                raise TimeoutError(errno.ETIMEDOUT, f"locked for {timeout_s:.0f} s")
-            time.sleep(poll_s)
+        if not await_lock(fd, timeout_s, poll_s=poll_s):
+            raise TimeoutError(errno.ETIMEDOUT, f"locked for {timeout_s:.0f} s")
         yield fd
     finally:
         close_lock(fd)

@@ -30,6 +30,7 @@ LEAVES = {
     "locks",
     "units",
     "service",
+    "durable",
 }
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -44,6 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "failpoints": {"errors"},
     "locks": set(),
     "service": {"errors"},
+    "durable": set(),
     "units": {"errors"},
     "adapter": {"errors", "types", "adapter"},
     "format": LEAVES | {"format"},

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchrec_stream_ckpt.durable import fsync_dir
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.layout import (
     FileUri,
@@ -18,7 +19,6 @@ from torchrec_stream_ckpt.layout import (
     dense_file_name,
     dense_name,
     dropped_name,
-    fsync_dir,
     is_object_name,
     manifest_name,
     parse_dense_file,

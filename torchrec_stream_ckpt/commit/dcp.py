@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from torchrec_stream_ckpt.durable import fsync_dir
 from torchrec_stream_ckpt.errors import SchemaMismatchError
 from torchrec_stream_ckpt.failpoints import failpoint
-from torchrec_stream_ckpt.layout import fsync_dir
 
 Entries = Mapping[str, Any]
 """Name -> DCP's metadata."""

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchrec_stream_ckpt.durable import fsync_dir, make_dirs
 from torchrec_stream_ckpt.errors import ConfigError, StoreUnavailableError
-from torchrec_stream_ckpt.layout import fsync_dir, make_dirs
 
 FORMATS = ("dcp", "safetensors", "parquet")
 _HINT = "use dcp://DIR, safetensors://DIR or parquet://DIR"

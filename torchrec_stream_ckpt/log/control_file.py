@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from torchrec_stream_ckpt.durable import fsync_dir
 from torchrec_stream_ckpt.errors import CorruptionError, PrunedError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, MAGIC, MAX_FRAME_BYTES, Kind, parse_header, payload_of
 from torchrec_stream_ckpt.format.packed_commit import head_at
 from torchrec_stream_ckpt.format.snapshot import Base
-from torchrec_stream_ckpt.layout import fsync_dir
 
 _BUFFER_BYTES = 2**20
 

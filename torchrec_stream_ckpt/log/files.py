@@ -18,6 +18,7 @@ from concurrent.futures import Future, wait
 from itertools import pairwise, zip_longest
 from pathlib import Path
 
+from torchrec_stream_ckpt.durable import fsync_dir, make_dirs, write_all
 from torchrec_stream_ckpt.errors import (
     CommitUnknownError,
     ConfigError,
@@ -33,8 +34,6 @@ from torchrec_stream_ckpt.layout import (
     DATA_DIR,
     IDENTITY_FILE,
     MAX_PARTITIONS,
-    fsync_dir,
-    make_dirs,
     parse_segment,
     partition_dir,
     segment_name,
@@ -48,7 +47,6 @@ from torchrec_stream_ckpt.types import LogSpan, MarkPlace
 
 SEGMENT_BYTES = 256 * 2**20
 LOCK_TIMEOUT_S = 30.0
-_IOV_MAX = 512
 _IDENTITY = re.compile(rb"[0-9a-f]{32}")
 
 
@@ -251,7 +249,7 @@ class FileLog:
             fsync_dir(self._root)
         offset, place = self._cut_torn_tail(path, fd, garbage=garbage)
         try:
-            _write_all(fd, [memoryview(record)])
+            write_all(fd, [memoryview(record)])
             failpoint("control.written")
             os.fdatasync(fd)
         except OSError as error:
@@ -434,7 +432,7 @@ class FileWriter:
                 acks += self._synced(None)
             self._roll()
         self._check_length()
-        _write_all(self._fd, self._sent)
+        write_all(self._fd, self._sent)
         failpoint("segment.written")
         for frame in self._sent:
             self._written.append(Ack(self._end, self._end + len(frame)))
@@ -493,16 +491,6 @@ def _is_record(data: bytes) -> bool:
         return len(data) == HEADER_LEN + parse_header(data).payload_len
     except CorruptionError:
         return False
-
-
-def _write_all(fd: int, frames: list[memoryview]) -> None:
-    pending = [frame for frame in frames if len(frame)]
-    while pending:
-        written = os.writev(fd, pending[:_IOV_MAX])
-        while pending and written >= len(pending[0]):
-            written -= len(pending.pop(0))
-        if written:
-            pending[0] = pending[0][written:]
 
 
 def _segments(folder: Path, generation: int) -> Iterator[tuple[Path, int, int]]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import BinaryIO, Literal
+from typing import Literal
 
 from torchrec_stream_ckpt.errors import (
     ConfigError,
@@ -25,7 +23,6 @@ from torchrec_stream_ckpt.format.manifest import Dropped, Manifest, SegmentRef
 from torchrec_stream_ckpt.layout import (
     DENSE_DIR,
     claim_name,
-    dense_file_name,
     dense_name,
     dropped_name,
     manifest_name,
@@ -37,7 +34,7 @@ from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.merge import merge
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import DenseStore, files_in
+from torchrec_stream_ckpt.store.dense import DenseStore, copy_dense, files_in, lacking
 from torchrec_stream_ckpt.store.identity import prepare_store
 from torchrec_stream_ckpt.types import MarkerId, TableShard
 
@@ -424,23 +421,13 @@ class Materializer:
     def _take_dense(self, commit: Commit) -> None:
         """Copy the dense state, unless the trainer has put it into this very store."""
         files = whole(commit.dense_list, self._dense_files(commit))
-        names = {file: dense_file_name(commit.job, commit.id, file.name) for file in files}
-        absent = [file for file, name in names.items() if self._objects.size(name) != file.num_bytes]
+        absent = lacking(self._objects, commit, files)
         if not absent:
             return
         self.doing = f"copying dense state of marker {commit.id}"
-        dense = self._dense_of(commit)
-        try:
-            dense.verify(commit)
-            folder = dense.local(commit)
-            for file in absent:
-                self._going_on()
-                with open(folder / file.name, "rb") as source:
-                    self._objects.put(names[file], [_view(source)])
-                self.counts.dense_bytes += file.num_bytes
-                failpoint("materialize.dense")
-        finally:
-            dense.release()
+        for file in copy_dense(self._dense_of(commit), commit, absent, self._objects, self._going_on):
+            self.counts.dense_bytes += file.num_bytes
+            failpoint("materialize.dense")
 
     def _dense_files(self, commit: Commit) -> tuple[DenseFile, ...]:
         """As the store lists them or, where it has no whole list, as the place does from which they come."""
@@ -527,13 +514,6 @@ def _has_all(commit: Commit, sizes: Mapping[str, int]) -> bool:
     if commit.dense_list is not None:
         return agree(commit.dense_list, sizes)
     return all(sizes.get(file.name) == file.num_bytes for file in commit.dense_files)
-
-
-def _view(file: BinaryIO) -> memoryview:
-    """All bytes of a file, not read into memory."""
-    if not os.fstat(file.fileno()).st_size:
-        return memoryview(b"")
-    return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def _spans(intervals_behind_root: int) -> Iterator[int]:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import mmap
 import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
+from torchrec_stream_ckpt.durable import fsync_dir, make_dirs
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
@@ -37,7 +39,7 @@ from torchrec_stream_ckpt.format.dense_files import (
     parse_list,
     whole,
 )
-from torchrec_stream_ckpt.layout import check_store_url, dense_file_name, dense_name, fsync_dir, make_dirs
+from torchrec_stream_ckpt.layout import check_store_url, dense_file_name, dense_name
 from torchrec_stream_ckpt.options import Options
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.identity import check_store, prove_writable
@@ -155,6 +157,47 @@ def files_in(objects: Objects, commit: Commit) -> tuple[DenseFile, ...]:
         raise MissingObjectError("the list of dense files is gone", store=objects.url, name=name)
     data = objects.read(name) if size == said.list_bytes else b""
     return parse_list(bytes(data), said, f"{objects.url}/{name}")
+
+
+def lacking(objects: Objects, commit: Commit, files: Iterable[DenseFile]) -> list[DenseFile]:
+    """Those of a marker's dense files that a store does not have in their length."""
+    names = {file: dense_file_name(commit.job, commit.id, file.name) for file in files}
+    return [file for file, name in names.items() if objects.size(name) != file.num_bytes]
+
+
+def copy_dense(
+    source: DenseStore, commit: Commit, files: Iterable[DenseFile], target: Objects, going_on: Callable[[], None]
+) -> Iterator[DenseFile]:
+    """Copy dense files of a marker into a store; gives each one that has been copied.
+
+    Args:
+        source: What is there is compared with COMMIT first, all of it.
+        commit: The marker.
+        files: Those that ``target`` lacks.
+        target: Where to.
+        going_on: Called before each file; ends the work by raising.
+
+    Raises:
+        CorruptionError: a file is missing or altered.
+        StoreUnavailableError: one of the two does not answer.
+    """
+    try:
+        source.verify(commit)
+        folder = source.local(commit)
+        for file in files:
+            going_on()
+            with open(folder / file.name, "rb") as copy:
+                target.put(dense_file_name(commit.job, commit.id, file.name), [_view(copy)])
+            yield file
+    finally:
+        source.release()
+
+
+def _view(file: BinaryIO) -> memoryview:
+    """All bytes of a file, not read before they are used."""
+    if not os.fstat(file.fileno()).st_size:
+        return memoryview(b"")
+    return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def open_dense(url: str, options: Options = None) -> DenseStore:

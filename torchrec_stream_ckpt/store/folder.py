@@ -12,10 +12,11 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from torchrec_stream_ckpt.durable import fsync_dir, make_dirs, write_all
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, StoreUnavailableError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.frame import Buffer
-from torchrec_stream_ckpt.layout import TEMPORARY_PREFIX, check_object_name, fsync_dir, is_object_name, make_dirs
+from torchrec_stream_ckpt.layout import TEMPORARY_PREFIX, check_object_name, is_object_name
 from torchrec_stream_ckpt.store.api import Entry
 
 _MAX_IOV = 1024
@@ -137,7 +138,7 @@ class FolderObjects:
         fd, temporary = self._create(path.parent)
         try:
             try:
-                _write_all(fd, parts)
+                write_all(fd, (memoryview(part).cast("B") for part in parts))
                 os.fdatasync(fd)
                 failpoint("store.rename")
                 temporary.rename(path)
@@ -245,17 +246,6 @@ def _fill(fd: int, begin: int, buffers: Sequence[memoryview]) -> None:
             count -= len(rest.pop())
         if count:
             rest[-1] = rest[-1][count:]
-
-
-def _write_all(fd: int, parts: Sequence[Buffer]) -> None:
-    rest = [view for view in (memoryview(part).cast("B") for part in parts) if len(view)]
-    rest.reverse()
-    while rest:
-        written = os.writev(fd, rest[: -_MAX_IOV - 1 : -1])
-        while rest and written >= len(rest[-1]):
-            written -= len(rest.pop())
-        if written:
-            rest[-1] = rest[-1][written:]
 
 
 def _clear(path: Path) -> int:

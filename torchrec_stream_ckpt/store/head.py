@@ -12,7 +12,6 @@ import logging
 import mmap
 import os
 import stat
-import time
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,7 @@ from torchrec_stream_ckpt.format.head import HeadSlice, HeadState, SliceLayout
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.layout import HEAD_FILE, HEAD_LOCK, default_head_root, head_slice_name, parse_head_slice
-from torchrec_stream_ckpt.locks import close_lock, open_lock, try_lock
+from torchrec_stream_ckpt.locks import await_lock, close_lock, open_lock
 
 READER_WAIT_S = 1.0
 """A restore waits no longer for the writer: it has the store."""
@@ -83,12 +82,7 @@ class HeadFolder:
 
     def lock(self, *, exclusive: bool, wait_s: float) -> bool:
         """Keep writers away, or everybody, until it is closed; False if that could not be had in time."""
-        deadline = time.monotonic() + wait_s
-        while not try_lock(self._lock, exclusive=exclusive):
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(_POLL_S)
-        return True
+        return await_lock(self._lock, wait_s, exclusive=exclusive, poll_s=_POLL_S)
 
     def state(self) -> HeadState | None:
         """What the HEAD says of itself; None when there is none.

@@ -7,13 +7,10 @@ alone, since no other one can commit anything any more.
 
 from __future__ import annotations
 
-import mmap
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import BinaryIO
 
 from torchrec_stream_ckpt.commit.generation import check_claimed
 from torchrec_stream_ckpt.control.older import Older
@@ -22,9 +19,9 @@ from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.dense_files import whole
 from torchrec_stream_ckpt.format.referring import alone
-from torchrec_stream_ckpt.layout import dense_file_name
 from torchrec_stream_ckpt.log.api import DataWriter
 from torchrec_stream_ckpt.log.stream import checked_payload, read_stream
+from torchrec_stream_ckpt.store.dense import copy_dense, lacking
 from torchrec_stream_ckpt.tiers.lock import RelayLock
 from torchrec_stream_ckpt.tiers.state import TierState
 from torchrec_stream_ckpt.tiers.tier import Tiers
@@ -227,20 +224,11 @@ class Relay:
 
     def _send_dense(self, commit: Commit) -> None:
         """Put the dense state into the outer store, every file compared with COMMIT."""
-        source, target = self._tiers.inner.dense, self._tiers.outer
-        try:
-            source.verify(commit)
-            folder = source.local(commit)
-            for file in whole(commit.dense_list, source.files(commit)):
-                self._going_on()
-                name = dense_file_name(commit.job, commit.id, file.name)
-                if target.objects.size(name) != file.num_bytes:
-                    with open(folder / file.name, "rb") as copy:
-                        target.objects.put(name, [_view(copy)])
-                    self.dense_bytes += file.num_bytes
-                failpoint("relay.dense")
-        finally:
-            source.release()
+        source, objects = self._tiers.inner.dense, self._tiers.outer.objects
+        absent = lacking(objects, commit, whole(commit.dense_list, source.files(commit)))
+        for file in copy_dense(source, commit, absent, objects, self._going_on):
+            self.dense_bytes += file.num_bytes
+            failpoint("relay.dense")
 
     def _commit(self, commit: Commit) -> None:
         """The same marker, where its streams stand on the outer log."""
@@ -260,10 +248,3 @@ class Relay:
         copy = replace(commit, ranks=ends, store=outer.store_url, mac="")
         outer.control.commit(copy, COMMIT_TIMEOUT_S, threading.Event())
         failpoint("relay.committed")
-
-
-def _view(file: BinaryIO) -> memoryview:
-    """A file's bytes, not read before they are used."""
-    if not os.fstat(file.fileno()).st_size:
-        return memoryview(b"")
-    return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))

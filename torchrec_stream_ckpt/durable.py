@@ -1,0 +1,43 @@
+"""Folders and files that are there after a power loss, and whole writes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+_MOST_PARTS = 512
+"""Parts that one call writes; a system may refuse more than 1024."""
+
+
+def make_dirs(path: Path) -> None:
+    """Make a folder and the ones above it that are missing; behind it, their names are durable."""
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in made:
+        fsync_dir(folder.parent)
+
+
+def fsync_dir(path: Path) -> None:
+    """Make the names in a folder durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_all(fd: int, parts: Iterable[memoryview]) -> None:
+    """Write all bytes of ``parts``, each one a view of bytes, one after the other; they are not synced.
+
+    Raises:
+        OSError: not all of them were written.
+    """
+    rest = [part for part in parts if len(part)]
+    rest.reverse()
+    while rest:
+        written = os.writev(fd, rest[: -_MOST_PARTS - 1 : -1])
+        while rest and written >= len(rest[-1]):
+            written -= len(rest.pop())
+        if written:
+            rest[-1] = rest[-1][written:]
