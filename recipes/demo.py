@@ -5,8 +5,8 @@
 Act 1 trains on 2 ranks and streams. At a moment that nobody chose, all ranks are killed with SIGKILL. Act 2 restores
 the newest committed marker on 3 ranks under another sharding plan, and trains on.
 
-The check does not use the stream: at every step of act 1 this file gathers the whole job by plain TorchRec and torch
-(``gather``) and keeps it aside. Right after the restore it gathers again, and compares bit by bit.
+The check does not use the stream: at every step of act 1 the whole job is gathered by plain TorchRec and torch
+(``proof.py``) and kept aside. Right after the restore it is gathered again, and compared bit by bit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +36,8 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch.distributed._shard.sharded_tensor import ShardedTensor
-from train_dlrm import StepEvent
-from train_dlrm import main as train
+
+from torchrec_stream_ckpt.recipes.proof import StepEvent, compare, gather, train
 
 ROWS = [9000, 6000, 4000, 3000, 2500, 2000, 1500, 1200, 800]
 MARKER_EVERY = 10
@@ -59,7 +57,6 @@ JOB_FLAGS = [
     *("--epochs", "1", "--limit_train_batches", "1000000"),
 ]
 
-Truth = dict[str, Any]
 console = Console(highlight=False, soft_wrap=True)
 
 
@@ -89,58 +86,6 @@ def plan_of_act_2() -> dict[str, Any]:
     kinds = ["row_wise", {"table_wise": 2}, {"column_wise": [2, 0]}, "row_wise", {"table_wise": 0}]
     kinds += [{"column_wise": [1, 2]}, "row_wise", {"table_wise": 1}, {"column_wise": [2, 1]}]
     return {f"t_cat_{i}": kind for i, kind in enumerate(kinds)}
-
-
-# --------------------------------------------------------------------------------- the truth, by plain TorchRec code
-
-
-def gather(event: StepEvent) -> Truth | None:
-    """The whole logical job on rank 0, None elsewhere: a flat mapping of names to tensors and plain values."""
-    fused, dense = (optimizer for _, optimizer in event.optimizer.optimizers)
-    state: Truth = {}
-    for name, value in event.model.state_dict().items():
-        state[f"{'table' if isinstance(value, ShardedTensor) else 'dense'}/{name}"] = value
-    for kind, optimizer in (("fused optimizer", fused), ("dense optimizer", dense)):
-        for parameter, values in optimizer.state_dict()["state"].items():
-            state.update({f"{kind}/{parameter}/{name}": value for name, value in values.items()})
-    mine = {  # a table-wise table's optimizer state is known to its own rank only
-        name: (tuple(value.size()), [(s.metadata.shard_offsets, s.tensor.detach().cpu()) for s in value.local_shards()])
-        for name, value in state.items()
-        if isinstance(value, ShardedTensor)
-    }
-    generators = (torch.get_rng_state(), np.random.get_state(), random.getstate())
-    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object((mine, generators), everyone)
-    if everyone is None:
-        return None
-    truth = {name: plain(value) for name, value in state.items() if name not in mine}
-    for name in sorted({name for sharded, _ in everyone for name in sharded}):
-        held = [sharded[name] for sharded, _ in everyone if name in sharded]
-        truth[name] = assemble(name, held[0][0], [shard for _, shards in held for shard in shards])
-    for rank, (_, (of_torch, of_numpy, of_python)) in enumerate(everyone):
-        truth[f"random/{rank}/torch"] = of_torch
-        truth[f"random/{rank}/numpy"] = torch.from_numpy(np.array([*of_numpy[1], of_numpy[2]], dtype=np.int64))
-        truth[f"random/{rank}/python"] = torch.tensor(of_python[1])
-    position = event.loader.state_dict()
-    truth["loader/epoch"], truth["loader/samples"] = position["epoch"], position["samples"]
-    return truth
-
-
-def assemble(name: str, size: Sequence[int], shards: Sequence[tuple[Sequence[int], torch.Tensor]]) -> torch.Tensor:
-    """Lay shards side by side, and make sure that they cover the tensor exactly once."""
-    whole = torch.zeros(size, dtype=shards[0][1].dtype)
-    covered = torch.zeros(size, dtype=torch.int8)
-    for offsets, shard in shards:
-        place = tuple(slice(offset, offset + n) for offset, n in zip(offsets, shard.shape, strict=True))
-        whole[place] = shard
-        covered[place] += 1
-    if not bool((covered == 1).all()):
-        raise DemoError(f"the shards of {name} do not cover it exactly once")
-    return whole
-
-
-def plain(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
 # ---------------------------------------------------------------------------------------------------- the two acts
@@ -177,14 +122,13 @@ def use_randomness() -> None:
 
 
 def compare_with_truth(folder: Path) -> Any:
-    """Act 2's observer: compares what was restored, then lets the job train on for a while."""
+    """Act 2's observer: compares what was restored."""
 
     def on_step(event: StepEvent) -> None:
         if event.loss is None:
             now = gather(event)
             if event.restored is None:
                 raise DemoError("nothing was restored")
-            event.loader.limit = event.loader.position.samples // event.loader.batch_size + STEPS_AFTER_RESTORE
             if now is not None:
                 truth = torch.load(folder / "truth" / f"step-{event.restored.step}.pt", weights_only=True)
                 report = {
@@ -199,54 +143,16 @@ def compare_with_truth(folder: Path) -> Any:
     return on_step
 
 
-@dataclass
-class Line:
-    """One line of the report: a part of the job, and what differs in it."""
-
-    part: str
-    tensors: int = 0
-    values: int = 0
-    difference: str = ""
-
-
-def compare(truth: Truth, now: Truth) -> list[Line]:
-    """Compare bit by bit. Random state counts for ranks that both jobs have; all else must be there twice."""
-    ranks = {name.split("/")[1] for name in truth if name.startswith("random/")}
-    now = {name: v for name, v in now.items() if not name.startswith("random/") or name.split("/")[1] in ranks}
-    lines: dict[str, Line] = {}
-    for name in sorted(truth.keys() | now.keys()):
-        line = lines.setdefault(name.split("/")[0], Line(name.split("/")[0]))
-        difference = differ(truth.get(name), now.get(name))
-        line.tensors += 1
-        line.values += truth[name].numel() if isinstance(truth.get(name), torch.Tensor) else 1
-        if difference and not line.difference:
-            line.difference = f"{name}: {difference}"
-    return list(lines.values())
-
-
-def differ(truth: Any, now: Any) -> str:
-    """The first difference, or an empty string."""
-    if truth is None or now is None:
-        return "missing before the kill" if truth is None else "missing after the restore"
-    if not isinstance(truth, torch.Tensor) or not isinstance(now, torch.Tensor):
-        return "" if truth == now else f"{truth} before, {now} after"
-    if truth.shape != now.shape or truth.dtype != now.dtype:
-        return f"{tuple(truth.shape)} {truth.dtype} before, {tuple(now.shape)} {now.dtype} after"
-    bits, bits_now = (tensor.reshape(-1).view(torch.uint8).reshape(tensor.numel(), -1) for tensor in (truth, now))
-    places = (bits != bits_now).any(dim=1).nonzero().reshape(-1).tolist()
-    if not places:
-        return ""
-    before, after = (tensor.reshape(-1)[places[0]].item() for tensor in (truth, now))
-    return f"{len(places)} of {truth.numel()} values, the first is number {places[0]}: {before} before, {after} after"
-
-
 def run_rank(act: int, folder: Path, flags: Sequence[str]) -> None:
     """One rank of one act, in a process of its own."""
     warnings.filterwarnings("ignore", message=".*deprecating ShardedTensor", category=FutureWarning)
     if act == 1 and os.environ["RANK"] == "0":
         handler = logging.FileHandler(folder / "act-1.log")
         logging.getLogger("torchrec_stream_ckpt").addHandler(handler)
-    train(flags, keep_truth(folder) if act == 1 else compare_with_truth(folder))
+    if act == 1:
+        train(flags, keep_truth(folder))
+    else:
+        train(flags, compare_with_truth(folder), steps=STEPS_AFTER_RESTORE)
 
 
 # ------------------------------------------------------------------------------------------------------- the driver
@@ -300,15 +206,13 @@ def act_1(folder: Path, flags: Sequence[str]) -> None:
                 last_wait = time.monotonic() + random.uniform(0.0, 4.0)
             time.sleep(0.01)
         kill(children)
-    if sys.stderr.isatty():
-        print(file=sys.stderr)  # the killed rank left its progress bar without a line end
     steps = [int(path.stem.removeprefix("step-")) for path in (folder / "truth").glob("step-*.pt")]
     say(f"killed both ranks with SIGKILL at step {max(steps)}; last marker seen: {committed(folder)[-1]}")
 
 
 def act_2(folder: Path, flags: Sequence[str]) -> None:
     say(f"act 2: 3 ranks restore under another plan and train {STEPS_AFTER_RESTORE} steps")
-    flags = [*flags, "--sharding", str(folder / "plan-2.json"), "--restore", "latest", "--log_every", "10"]
+    flags = [*flags, "--sharding", str(folder / "plan-2.json"), "--restore", "latest"]
     with ranks(2, 3, folder, flags) as children:
         deadline = time.monotonic() + TIMEOUT_S
         while any(child.poll() is None for child in children):

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,7 +83,7 @@ def build_model(tables: Mapping[str, torch.Tensor], dense: Mapping[str, torch.Te
     ebc = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
     for name in names:
         ebc.embedding_bags[name].weight = nn.Parameter(weights[name], requires_grad=False)
-    sizes = {"dense_arch": [], "over_arch": []}
+    sizes: dict[str, list[int]] = {"dense_arch": [], "over_arch": []}
     for name, value in dense.items():
         arch = name.split(".")[1]
         if arch in sizes and name.endswith("weight"):
@@ -167,7 +167,7 @@ def differing(served: Served, truth: Mapping[str, torch.Tensor]) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------- loop
 
 
-def serve(args: argparse.Namespace, tables: FollowedTables, on_marker: Callable[[Served], None] | None) -> int:
+def serve(args: argparse.Namespace, tables: FollowedTables) -> int:
     """Score batches while the stream goes on; how many markers were served."""
     model: DLRMTrain | None = None
     requests: Iterator[tuple[torch.Tensor, KeyedJaggedTensor, torch.Tensor]] = iter(())
@@ -193,8 +193,6 @@ def serve(args: argparse.Namespace, tables: FollowedTables, on_marker: Callable[
         assert model is not None
         with tables.reading() as served:  # no update while a batch is scored
             mean, loss = score(model, next(requests))
-            if is_new and on_marker is not None:
-                on_marker(served)
             if is_new and args.verify:
                 wrong = differing(served, exported(args, str(served.marker)))
                 if wrong:
@@ -214,12 +212,11 @@ def serve(args: argparse.Namespace, tables: FollowedTables, on_marker: Callable[
     return markers
 
 
-def main(argv: Sequence[str] | None = None, on_marker: Callable[[Served], None] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Follow and serve.
 
     Args:
         argv: The flags; those of the command line by default.
-        on_marker: Called with what is served, once for each marker, while it cannot change.
 
     Returns:
         How many markers were served.
@@ -230,7 +227,7 @@ def main(argv: Sequence[str] | None = None, on_marker: Callable[[Served], None] 
     options = {name: getattr(args, name) for name in ("store", "store_options", "kafka_options", "commit_key_file")}
     try:
         with FollowedTables(follow(args.stream_ckpt, mode=args.mode, **options)) as tables:
-            return serve(args, tables, on_marker)
+            return serve(args, tables)
     except StreamCkptError as error:
         raise SystemExit(f"online_follow.py: error: {error}") from None
 

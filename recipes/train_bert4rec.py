@@ -3,8 +3,8 @@
     torchrun --standalone --nproc_per_node 2 recipes/train_bert4rec.py --stream_ckpt file://ckpt
 
 A transformer over the embeddings of a sharded ``EmbeddingCollection`` guesses the items that were masked in a user's
-history. Without ``--ratings`` the recipe makes histories of its own. Started again, on another number of ranks if you
-like, it goes on behind the newest committed marker; without ``--stream_ckpt`` it is a plain TorchRec job.
+history. Without ``--data`` the recipe makes histories of its own. Started again, on another number of ranks if you
+like, it goes on after the newest committed marker; without ``--stream_ckpt`` it is a plain TorchRec job.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
@@ -39,8 +38,10 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from torchrec_stream_ckpt import GlobalBatches, StreamCkptError, TrackedLoader
+from torchrec_stream_ckpt import StreamCkptError, TrackedLoader
 from torchrec_stream_ckpt.flags import add_flags, config_from, positive, restore_from, whole
+from torchrec_stream_ckpt.recipes.data import add_data_flags, make_batches
+from torchrec_stream_ckpt.recipes.files import UserError, read_ratings
 
 log = logging.getLogger("train_bert4rec")
 
@@ -49,23 +50,13 @@ MADE_HISTORIES = 2_000
 IGNORED = -1
 
 
-class UserError(Exception):
-    """Something that the user can put right: shown as one message, without a traceback."""
-
-
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="train_bert4rec.py", description="Train BERT4Rec.")
-    data = parser.add_argument_group("data")
-    data.add_argument(
-        "--ratings", metavar="FILE", type=Path, help="lines of USER::ITEM::RATING::TIME, or split by commas or tabs"
-    )
-    data.add_argument("--batch_size", type=whole(1), default=64, help="GLOBAL batch, cut over the ranks (%(default)s)")
-    data.add_argument("--epochs", type=whole(1), default=1)
-    data.add_argument("--limit_samples", metavar="N", type=whole(1), help="use only the first N histories")
-    data.add_argument("--length", type=whole(2), default=20, help="items of a history at most (%(default)s)")
-    data.add_argument("--mask", type=positive, default=0.2, help="part of the items that is masked (%(default)s)")
+    add_data_flags(parser, "ratings: USER::ITEM::RATING::TIME, or split by commas or tabs", batch_size=64)
     add_flags(parser)
     model = parser.add_argument_group("model")
+    model.add_argument("--length", type=whole(2), default=20, help="items of a history at most (%(default)s)")
+    model.add_argument("--mask", type=positive, default=0.2, help="part of the items that is masked (%(default)s)")
     model.add_argument("--items", type=whole(2), default=1_000, help="ids are taken modulo it (%(default)s)")
     model.add_argument("--embedding_dim", type=whole(4), default=32)
     model.add_argument("--heads", type=whole(1), default=2)
@@ -94,27 +85,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 # ------------------------------------------------------------------------------------------------------------ data
 
 
-def read_ratings(path: Path) -> np.ndarray:
-    """``user, item, rating, time`` of each line, (n, 4) float64; the first line may be a header."""
-    rows = []
-    try:
-        with path.open() as lines:
-            for number, line in enumerate(lines, 1):
-                fields = line.strip().replace("::", ",").replace("\t", ",").split(",")
-                try:
-                    user, item, rating, time_s = (float(field) for field in fields)
-                    if not (user >= 0 and item >= 0 and user.is_integer() and item.is_integer()):
-                        raise ValueError
-                except ValueError:
-                    if number == 1 and not line[:1].isdigit():
-                        continue  # a header
-                    raise UserError(f"{path}:{number}: not USER::ITEM::RATING::TIME: {line.strip()[:60]!r}") from None
-                rows.append((user, item, rating, time_s))
-    except (OSError, UnicodeError) as error:
-        raise UserError(f"--ratings {path}: {getattr(error, 'strerror', None) or 'not a text file'}") from error
-    return np.array(rows).reshape(-1, 4)
-
-
 def histories_of(ratings: np.ndarray, length: int) -> list[np.ndarray]:
     """Each user's items in the order of time, cut into pieces of at most ``length`` and at least 2."""
     ordered = ratings[np.lexsort((ratings[:, 3], ratings[:, 0]))]
@@ -139,9 +109,9 @@ class Histories:
 
     def __init__(self, args: argparse.Namespace) -> None:
         histories = (
-            histories_of(read_ratings(args.ratings), args.length) if args.ratings is not None else make_histories(args)
+            histories_of(read_ratings(args.data), args.length) if args.data is not None else make_histories(args)
         )
-        self.histories = histories[: args.limit_samples]
+        self.histories = histories
         self.length, self.mask, self.seed, self.items = args.length, args.mask, args.seed, args.items
         self.epoch, self.order = -1, np.empty(0, np.int64)
 
@@ -247,8 +217,7 @@ def build(
 ) -> tuple[DistributedModelParallel, CombinedOptimizer, TrackedLoader[Batch]]:
     """The job without its checkpoints: sharded model, optimizer, loader."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    data = Histories(args)
-    batches = GlobalBatches(data.batch, samples=len(data), batch_size=args.batch_size, rank=rank, world=world)
+    batches = make_batches(args, Histories(args), rank, world)
     torch.manual_seed(args.seed + rank)  # shards differ; DDP spreads rank 0's dense part
     model = Bert4Rec(args, world / args.batch_size, device)
     fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": args.learning_rate}

@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc_per_node 2 recipes/train_deepfm.py --stream_ckpt file://ckpt
 
-TorchRec's ``SimpleDeepFMNN``. ``--criteo`` reads a file of the Criteo format into memory (train_dlrm.py streams large
-ones); without it the recipe makes clicks of its own. Started again, on another number of ranks if you like, it goes on
-behind the newest committed marker; without ``--stream_ckpt`` it is a plain TorchRec job.
+TorchRec's ``SimpleDeepFMNN``. ``--data`` takes files of Criteo; without it the recipe makes clicks of its own. Started
+again, on another number of ranks if you like, it goes on after the newest committed marker; without ``--stream_ckpt``
+it is a plain TorchRec job.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -38,31 +36,21 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_stream_ckpt import GlobalBatches, StreamCkptError, TrackedLoader
+from torchrec_stream_ckpt import StreamCkptError, TrackedLoader
 from torchrec_stream_ckpt.flags import add_flags, config_from, positive, restore_from, whole
+from torchrec_stream_ckpt.recipes.data import IGNORED, add_data_flags, make_batches, open_clicks
+from torchrec_stream_ckpt.recipes.files import COUNTS, HASHES, UserError
 
 log = logging.getLogger("train_deepfm")
 
 SHARDINGS = ("table_wise", "row_wise", "column_wise")
-COUNTS, HASHES = 13, 26
 FEATURES = [f"cat_{i}" for i in range(HASHES)]
-MADE_SAMPLES = 10_000
-IGNORED = -1
-
-
-class UserError(Exception):
-    """Something that the user can put right: shown as one message, without a traceback."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="train_deepfm.py", description="Train DeepFM.")
-    data = parser.add_argument_group("data")
-    data.add_argument("--criteo", metavar="FILE", type=Path, help="lines of LABEL, 13 counts, 26 hashes, split by tabs")
-    data.add_argument("--batch_size", type=whole(1), default=256, help="GLOBAL batch, cut over the ranks (%(default)s)")
-    data.add_argument("--epochs", type=whole(1), default=1)
-    data.add_argument("--limit_samples", metavar="N", type=whole(1), help="use only the first N samples")
+    add_data_flags(parser, "files of Criteo", batch_size=256)
     add_flags(parser)
     model = parser.add_argument_group("model")
     model.add_argument(
@@ -85,71 +73,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     except StreamCkptError as error:
         parser.error(str(error))
     return args
-
-
-# ------------------------------------------------------------------------------------------------------------ data
-
-
-def read_criteo(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Labels (n,) int64, log counts (n, 13) float32 and hashes (n, 26) int64 of a whole file; empty fields are 0."""
-    labels, counts, hashes = [], [], []
-    try:
-        with path.open() as lines:
-            for number, line in enumerate(lines, 1):
-                label, *fields = line.rstrip("\n").split("\t")
-                try:
-                    if label not in ("0", "1") or len(fields) != COUNTS + HASHES:
-                        raise ValueError
-                    counts.append([int(field or 0) for field in fields[:COUNTS]])
-                    hashes.append([int(field or "0", 16) for field in fields[COUNTS:]])
-                except ValueError:
-                    raise UserError(
-                        f"{path}:{number}: not LABEL, {COUNTS} counts, {HASHES} hashes: {line[:60]!r}"
-                    ) from None
-                labels.append(int(label))
-    except (OSError, UnicodeError) as error:
-        raise UserError(f"--criteo {path}: {getattr(error, 'strerror', None) or 'not a text file'}") from error
-    dense = np.log(np.maximum(np.array(counts, np.float32).reshape(-1, COUNTS), -2) + 3)
-    return np.array(labels, np.int64), dense, np.array(hashes, np.int64).reshape(-1, HASHES)
-
-
-def make_criteo(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same in small: clicks follow from the first count and the first hash, so there is something to learn."""
-    random = np.random.default_rng(seed)
-    dense = random.random((MADE_SAMPLES, COUNTS), np.float32)
-    hashes = random.zipf(1.2, (MADE_SAMPLES, HASHES)) % 2**31
-    chance = (dense[:, 0] + hashes[:, 0] % 2) / 2
-    return (random.random(MADE_SAMPLES) < chance).astype(np.int64), dense, hashes
-
-
-class Clicks:
-    """Samples: labels, counts and ids. A pure function of (epoch, number)."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        found = read_criteo(args.criteo) if args.criteo is not None else make_criteo(args.seed)
-        self.labels, self.dense, hashes = (values[: args.limit_samples] for values in found)
-        self.ids, self.seed = hashes % args.num_embeddings, args.seed
-        self.epoch, self.order = -1, np.empty(0, np.int64)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def batch(self, epoch: int, rows: range, size: int) -> Batch:
-        """This rank's part of a batch; what fills it up has no ids and the label IGNORED."""
-        if epoch != self.epoch:
-            self.epoch, self.order = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self))
-        chosen, number = self.order[rows.start : rows.stop], len(rows)
-        lengths = np.zeros((HASHES, size), np.int32)
-        lengths[:, :number] = 1
-        sparse = KeyedJaggedTensor(
-            list(FEATURES),
-            torch.from_numpy(np.ascontiguousarray(self.ids[chosen].T).ravel()),
-            lengths=torch.from_numpy(lengths.ravel()),
-        )
-        labels = np.full(size, IGNORED, np.int64)
-        labels[:number] = self.labels[chosen]
-        dense = np.pad(self.dense[chosen], ((0, size - number), (0, 0)))
-        return Batch(torch.from_numpy(dense), sparse, torch.from_numpy(labels))
 
 
 # ----------------------------------------------------------------------------------------------------------- model
@@ -225,8 +148,7 @@ def build(
 ) -> tuple[DistributedModelParallel, CombinedOptimizer, TrackedLoader[Batch]]:
     """The job without its checkpoints: sharded model, optimizer, loader."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    data = Clicks(args)
-    batches = GlobalBatches(data.batch, samples=len(data), batch_size=args.batch_size, rank=rank, world=world)
+    batches = make_batches(args, open_clicks(args, [args.num_embeddings] * HASHES), rank, world)
     torch.manual_seed(args.seed + rank)  # shards differ; DDP spreads rank 0's dense part
     model = DeepFM(args, world / args.batch_size, device)
     fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": args.learning_rate}

@@ -3,8 +3,8 @@
     torchrun --standalone --nproc_per_node 2 recipes/train_two_tower.py --stream_ckpt file://ckpt
 
 A user's tower and an item's tower meet in a dot product: what a user liked is told from items drawn at random. Without
-``--ratings`` the recipe makes ratings of its own. Started again, on another number of ranks if you like, it goes on
-behind the newest committed marker; without ``--stream_ckpt`` it is a plain TorchRec job.
+``--data`` the recipe makes ratings of its own. Started again, on another number of ranks if you like, it goes on
+after the newest committed marker; without ``--stream_ckpt`` it is a plain TorchRec job.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
@@ -39,8 +38,10 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from torchrec_stream_ckpt import GlobalBatches, StreamCkptError, TrackedLoader
+from torchrec_stream_ckpt import StreamCkptError, TrackedLoader
 from torchrec_stream_ckpt.flags import add_flags, config_from, positive, restore_from, whole
+from torchrec_stream_ckpt.recipes.data import add_data_flags, make_batches
+from torchrec_stream_ckpt.recipes.files import UserError, read_ratings
 
 log = logging.getLogger("train_two_tower")
 
@@ -49,22 +50,12 @@ MADE_RATINGS = 20_000
 LIKED = 4.0
 
 
-class UserError(Exception):
-    """Something that the user can put right: shown as one message, without a traceback."""
-
-
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="train_two_tower.py", description="Train a two-tower retrieval model.")
-    data = parser.add_argument_group("data")
-    data.add_argument(
-        "--ratings", metavar="FILE", type=Path, help="lines of USER::ITEM::RATING::TIME, or split by commas or tabs"
-    )
-    data.add_argument("--batch_size", type=whole(1), default=256, help="GLOBAL batch, cut over the ranks (%(default)s)")
-    data.add_argument("--epochs", type=whole(1), default=1)
-    data.add_argument("--limit_samples", metavar="N", type=whole(1), help="use only the first N likes")
-    data.add_argument("--negatives", type=whole(1), default=4, help="random items beside each liked one (%(default)s)")
+    add_data_flags(parser, "ratings: USER::ITEM::RATING::TIME, or split by commas or tabs", batch_size=256)
     add_flags(parser)
     model = parser.add_argument_group("model")
+    model.add_argument("--negatives", type=whole(1), default=4, help="random items beside each liked one (%(default)s)")
     model.add_argument("--users", type=whole(1), default=10_000, help="rows; ids are taken modulo it (%(default)s)")
     model.add_argument("--items", type=whole(1), default=10_000, help="rows; ids are taken modulo it (%(default)s)")
     model.add_argument("--embedding_dim", type=whole(4), default=32)
@@ -87,27 +78,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 # ------------------------------------------------------------------------------------------------------------ data
 
 
-def read_ratings(path: Path) -> np.ndarray:
-    """``user, item, rating, time`` of each line, (n, 4) float64; the first line may be a header."""
-    rows = []
-    try:
-        with path.open() as lines:
-            for number, line in enumerate(lines, 1):
-                fields = line.strip().replace("::", ",").replace("\t", ",").split(",")
-                try:
-                    user, item, rating, time_s = (float(field) for field in fields)
-                    if not (user >= 0 and item >= 0 and user.is_integer() and item.is_integer()):
-                        raise ValueError
-                except ValueError:
-                    if number == 1 and not line[:1].isdigit():
-                        continue  # a header
-                    raise UserError(f"{path}:{number}: not USER::ITEM::RATING::TIME: {line.strip()[:60]!r}") from None
-                rows.append((user, item, rating, time_s))
-    except (OSError, UnicodeError) as error:
-        raise UserError(f"--ratings {path}: {getattr(error, 'strerror', None) or 'not a text file'}") from error
-    return np.array(rows).reshape(-1, 4)
-
-
 def make_ratings(args: argparse.Namespace) -> np.ndarray:
     """Ratings that follow from hidden tastes, so that there is something to learn."""
     random = np.random.default_rng(args.seed)
@@ -121,8 +91,8 @@ class Likes:
     """Samples: a user, an item that the user liked, and random items. A pure function of (epoch, number)."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        ratings = read_ratings(args.ratings) if args.ratings is not None else make_ratings(args)
-        liked = ratings[ratings[:, 2] >= LIKED][: args.limit_samples]
+        ratings = read_ratings(args.data) if args.data is not None else make_ratings(args)
+        liked = ratings[ratings[:, 2] >= LIKED]
         self.users, self.items = (liked[:, i].astype(np.int64) % rows for i, rows in ((0, args.users), (1, args.items)))
         self.keys, self.seed, self.rows = feature_names(args), args.seed, args.items
         self.epoch, self.order = -1, np.empty(0, np.int64)
@@ -230,8 +200,7 @@ def build(
 ) -> tuple[DistributedModelParallel, CombinedOptimizer, TrackedLoader[Batch]]:
     """The job without its checkpoints: sharded model, optimizer, loader."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    likes = Likes(args)
-    batches = GlobalBatches(likes.batch, samples=len(likes), batch_size=args.batch_size, rank=rank, world=world)
+    batches = make_batches(args, Likes(args), rank, world)
     torch.manual_seed(args.seed + rank)  # shards differ; DDP spreads rank 0's dense part
     model = TwoTower(args, world / args.batch_size, device)
     fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": args.learning_rate}

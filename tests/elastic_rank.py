@@ -18,20 +18,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.unit.recipe_helper import load_recipe
+from torchrec_stream_ckpt.recipes import proof
+from torchrec_stream_ckpt.recipes.demo import use_randomness
 
 MARKER_EVERY = 10
 TRUTHS_KEPT = 100  # steps: many more than pass before a marker is committed
 
 
-def keep_truth(demo: Any, event: Any, folder: Path) -> None:
+def keep_truth(event: Any, folder: Path) -> None:
     """Let the job put itself aside in front of every step of its checkpointer."""
     checkpointer = event.checkpointer
     step_of_checkpointer = checkpointer.step
 
     def step() -> None:
         number = checkpointer.steps + 1
-        truth = demo.gather(event)
+        truth = proof.gather(event)
         if truth is not None and checkpointer.generation is not None:  # there is none before the first step of all
             path = truth_file(folder, checkpointer.generation, number)
             torch.save(truth, path.with_suffix(".tmp"))
@@ -46,35 +47,35 @@ def truth_file(folder: Path, generation: int, step: int) -> Path:
     return folder / f"truth-{generation}-{step}.pt"
 
 
-def prove(demo: Any, event: Any, folder: Path) -> None:
+def prove(event: Any, folder: Path) -> None:
     """Compare what was restored with the truth of its marker."""
-    now = demo.gather(event)
+    now = proof.gather(event)
     if now is None:
         return
     restored = event.restored
-    proof: dict[str, Any] = {"world": dist.get_world_size(), "restored": None}
+    found: dict[str, Any] = {"world": dist.get_world_size(), "restored": None}
     if restored is not None:
         truth = torch.load(truth_file(folder, restored.generation, restored.step), weights_only=True)
         gone = {f"random/{rank}" for rank in range(dist.get_world_size(), restored.world)}  # no rank has their state
         truth = {name: value for name, value in truth.items() if name.rpartition("/")[0] not in gone}
-        lines = demo.compare(truth, now)
-        proof |= {"restored": [restored.generation, restored.marker], "step": restored.step, "was": restored.world}
-        proof |= {"values": {line.part: line.values for line in lines}}
-        proof |= {"differences": [line.difference for line in lines if line.difference]}
+        lines = proof.compare(truth, now)
+        found |= {"restored": [restored.generation, restored.marker], "step": restored.step, "was": restored.world}
+        found |= {"values": {line.part: line.values for line in lines}}
+        found |= {"differences": [line.difference for line in lines if line.difference]}
     with (folder / "proofs").open("a") as file:
-        file.write(json.dumps(proof) + "\n")
+        file.write(json.dumps(found) + "\n")
 
 
 def main() -> None:
-    demo, folder = load_recipe("demo"), Path(sys.argv[1])
+    folder = Path(sys.argv[1])
 
     def on_step(event: Any) -> None:
         if event.loss is None:
-            prove(demo, event, folder)
-            keep_truth(demo, event, folder)
-        demo.use_randomness()
+            prove(event, folder)
+            keep_truth(event, folder)
+        use_randomness()
 
-    demo.train([*sys.argv[2:], "--marker_every", str(MARKER_EVERY)], on_step)
+    proof.train([*sys.argv[2:], "--marker_every", str(MARKER_EVERY)], on_step)
 
 
 if __name__ == "__main__":

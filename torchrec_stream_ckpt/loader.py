@@ -208,13 +208,21 @@ class GlobalBatches(Generic[T]):
         batch_size: Samples of a global batch.
         rank: This rank.
         world: Number of ranks.
+        data_name: What the samples are of, such as the name of a file. A position in data of another name is refused.
 
     Raises:
         ConfigError: an epoch has less than one batch, or a batch has less than one sample a rank.
     """
 
     def __init__(
-        self, make: Callable[[int, range, int], T], *, samples: int, batch_size: int, rank: int, world: int
+        self,
+        make: Callable[[int, range, int], T],
+        *,
+        samples: int,
+        batch_size: int,
+        rank: int,
+        world: int,
+        data_name: str | None = None,
     ) -> None:
         if samples < batch_size:
             raise ConfigError(
@@ -229,12 +237,18 @@ class GlobalBatches(Generic[T]):
         self._count, self._batch_size = samples, batch_size
         self._begin, self._end = batch_size * rank // world, batch_size * (rank + 1) // world
         self._size = -(-batch_size // world)
+        self._data_name = data_name
         self._epoch, self._samples = 0, 0
 
     @property
     def batches(self) -> int:
         """In a whole epoch."""
         return self._count // self._batch_size
+
+    @property
+    def epoch(self) -> int:
+        """Of the next batch, and of those that are left of a pass."""
+        return self._epoch
 
     def __iter__(self) -> Iterator[T]:
         """One epoch, or what a loaded position leaves of it."""
@@ -247,14 +261,21 @@ class GlobalBatches(Generic[T]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position: the epoch, and how many samples of it the whole job has read."""
-        return {"epoch": self._epoch, "samples": self._samples}
+        named = {} if self._data_name is None else {"data_name": self._data_name}
+        return {"epoch": self._epoch, "samples": self._samples, **named}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to a saved position.
 
         Raises:
-            ConfigError: this data has not so many samples.
+            ConfigError: it is a position in data of another name, or this data has not so many samples.
         """
+        held = state_dict.get("data_name")
+        if None not in (held, self._data_name) and held != self._data_name:
+            raise ConfigError(
+                f"the marker stands in '{held}', the data are '{self._data_name}'",
+                hint="give the data that the job was trained on",
+            )
         if state_dict["samples"] > self._count:
             raise ConfigError(
                 f"the marker stands behind {state_dict['samples']} samples of its epoch, the data hold {self._count}",

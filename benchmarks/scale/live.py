@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "recipes"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from device import add_device, finish_queued, join  # noqa: E402
 
@@ -97,7 +97,7 @@ class Live:
 
 
 def build(shape: Shape, rank: int, ranks: int) -> Live:
-    import train_dlrm as recipe
+    from torchrec_stream_ckpt.recipes import train_dlrm as recipe
 
     recipe.configure_logging(1)
     layers = f"{max(64, shape.dim)},{shape.dim}"
@@ -113,14 +113,8 @@ def build(shape: Shape, rank: int, ranks: int) -> Live:
     loader = recipe.open_loader(flags, rank, ranks)
     device = torch.device(shape.device)
     batches = [batch.to(device) for batch, _ in zip(loader, range(8), strict=False)]
-    torch.manual_seed(0)
-    dlrm = recipe.build_model(flags, loader, device)
-    sharder = recipe.EmbeddingBagCollectionSharder(
-        fused_params={"optimizer": recipe.FUSED_OPTIMIZERS[flags.optimizer], "learning_rate": flags.learning_rate}
-    )
-    plan = recipe.make_plan(flags, dlrm, sharder, device)
-    model = recipe.DistributedModelParallel(dlrm, device=device, plan=plan, sharders=[sharder])
-    return Live(model, recipe.build_optimizer(flags, model), batches)
+    model, optimizer, _ = recipe.build(flags, device, loader)
+    return Live(model, optimizer, batches)
 
 
 def attach(live: Live, folder: Path, head: Path | None = None) -> StreamCheckpointer:

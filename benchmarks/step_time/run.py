@@ -29,8 +29,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "recipes"))
-
 sys.path[1:1] = [str(ROOT / "benchmarks")]
 
 from common import machine  # noqa: E402
@@ -128,7 +126,7 @@ class Job:
 
 
 def _rank(rank: int, args: argparse.Namespace, scratch: str, results: Any) -> None:
-    import train_dlrm as recipe
+    from torchrec_stream_ckpt.recipes import train_dlrm as recipe
 
     torch.set_num_threads(1)
     recipe.configure_logging(1)
@@ -173,14 +171,7 @@ def _job(
     name: str,
     device: torch.device,
 ) -> Job:
-    torch.manual_seed(0)
-    dlrm = recipe.build_model(flags, loader, device)
-    sharder = recipe.EmbeddingBagCollectionSharder(
-        fused_params={"optimizer": recipe.FUSED_OPTIMIZERS[flags.optimizer], "learning_rate": flags.learning_rate}
-    )
-    plan = recipe.make_plan(flags, dlrm, sharder, device)
-    model = recipe.DistributedModelParallel(dlrm, device=device, plan=plan, sharders=[sharder])
-    optimizer = recipe.build_optimizer(flags, model)
+    model, optimizer, _ = recipe.build(flags, device, loader)
     if settings is None:
         return Job(model, optimizer, None)
     from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig

@@ -25,7 +25,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[1:1] = [str(ROOT / "recipes"), str(ROOT / "benchmarks")]
+sys.path[1:1] = [str(ROOT / "benchmarks")]
 
 import run  # noqa: E402
 
@@ -68,11 +68,10 @@ def step(job: run.Job, batch: Any) -> None:
 
 def traced(args: argparse.Namespace, folder: str) -> list[tuple[str, float, float]]:
     """(label, begin, end) of three steps, in ms after the first one began."""
-    import train_dlrm as recipe
-
     from torchrec_stream_ckpt.capture.touched import TouchedRows
     from torchrec_stream_ckpt.log import files
     from torchrec_stream_ckpt.log.publisher import Publisher
+    from torchrec_stream_ckpt.recipes import train_dlrm as recipe
 
     flags = recipe.parse_args(["--sharding", "mixed", *run.CONFIGS[args.config]])
     loader = recipe.open_loader(flags, 0, 1)
@@ -82,7 +81,7 @@ def traced(args: argparse.Namespace, folder: str) -> list[tuple[str, float, floa
         labels.enter_context(labelled(Publisher, "_seal", "checksum"))
         labels.enter_context(labelled(files, "_write_all", "write"))
         labels.enter_context(labelled(os, "fdatasync", "sync"))
-        job = run._job(recipe, flags, loader, {"drain_every": args.drain_every}, folder, "traced")
+        job = run._job(recipe, flags, loader, {"drain_every": args.drain_every}, folder, "traced", torch.device("cpu"))
         for number in range(6):
             step(job, batches[number % len(batches)])
         while job.checkpointer._stream.publisher.pending:

@@ -25,15 +25,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve()
-RECIPES = HERE.parents[2] / "recipes"
 WORLD = 2
 TIMEOUT_S = 300.0
 
 
 def rank_main(record: Path, flags: list[str]) -> None:
     """One rank; rank 0 notes when it was restored, and when its first step was done."""
-    sys.path.insert(0, str(RECIPES))
-    from train_dlrm import StepEvent, main
+    from torchrec_stream_ckpt.recipes.proof import StepEvent, train
 
     def on_step(event: StepEvent) -> None:
         done = 0 if event.restored is None else event.restored.step
@@ -41,7 +39,7 @@ def rank_main(record: Path, flags: list[str]) -> None:
             with record.open("a") as file:
                 file.write(json.dumps({"step": event.step - done, "time_s": time.time()}) + "\n")
 
-    main(flags, on_step)
+    train(flags, on_step)
 
 
 class Ranks:

@@ -39,6 +39,7 @@ NOT_RUN = {
     r"^stream-ckpt relay ": "a job of two tiers: tests/unit/test_tiers.py",
     r"^python benchmarks/|^make bench": "measures, for minutes to hours",
     r"^python -m (pytest|tests\.model_check)": "is a test itself",
+    r"^python -m torchrec_stream_ckpt\.recipes\.files": "tests/unit/test_recipe_data.py, on each format of text",
     r"^stream-ckpt import ": "tests/distributed/test_migration_doc.py runs it on a checkpoint that fits",
     r"^stream-ckpt export file://FOLDER": "the same",
     r"--standby 60": "tests/distributed/test_standby.py: it waits for a trainer that dies",

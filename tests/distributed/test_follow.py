@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,6 @@ from tests import jobs, ranks
 from tests.model import PLAN_2, PLAN_3, Spec
 from tests.unit.recipe_helper import RECIPES, load_recipe
 from torchrec_stream_ckpt import FollowedTables, StreamConfig, follow
-from torchrec_stream_ckpt.follower.tables import Served
 from torchrec_stream_ckpt.follower.updates import UpdateKind
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -75,29 +75,27 @@ def _look(tables: FollowedTables, seen: dict[MarkerId, tuple[int, Weights]]) -> 
     return [update.kind for update in updates]
 
 
-def test_the_recipe_serves_a_live_trainer(tmp_path: Path) -> None:
+def test_the_recipe_serves_a_live_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     uri = f"file://{tmp_path / 'log'}"
     trainer = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     trainer += [str(RECIPES / "train_dlrm.py"), "--synthetic", "small", "--num_embeddings", "300", "--batch_size", "16"]
     trainer += ["--limit_train_batches", "100000", "--marker_every", "20", "--stream_ckpt", uri]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(trainer, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    seen: list[tuple[MarkerId, int]] = []
-
-    def on_marker(served: Served) -> None:
-        assert len(served.tables) == 8
-        seen.append((served.marker, served.step))
-
     recipe = load_recipe("online_follow")
     try:
         flags = ["--stream_ckpt", uri, "--verify", "--markers", "3", "--batch_size", "32", "--idle_s", "90"]
-        assert recipe.main(flags, on_marker) == 3
+        assert recipe.main(flags) == 3
         assert process.poll() is None  # it was alive all the time
     finally:
         process.terminate()
         process.wait(30)
-    assert len({marker for marker, _ in seen}) == 3
-    assert [step for _, step in seen] == [20 * marker.marker for marker, _ in seen]
+    said = capsys.readouterr().err
+    seen = dict(re.findall(r"marker 1:(\d+), step (\d+), ", said))
+    assert len(seen) == 3
+    assert all(int(step) == 20 * int(marker) for marker, step in seen.items())
+    verified = re.findall(r"marker 1:(\d+): all 8 tables are those that were committed, bit for bit", said)
+    assert verified == list(seen)
 
 
 def test_the_recipe_refuses_flags_that_do_not_go_together(capsys: pytest.CaptureFixture[str]) -> None:

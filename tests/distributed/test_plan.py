@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from torchrec_stream_ckpt.cli.main import app
 
 pytestmark = pytest.mark.distributed
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 FLAGS = ["--synthetic", "small", "--batch_size", "128", "--embedding_dim", "32", "--sharding", "row_wise"]
 ARCHES = ["--dense_arch_layer_sizes", "32,32", "--over_arch_layer_sizes", "32,1"]
 STEPS = 8
@@ -28,11 +25,10 @@ STEPS = 8
 
 def train(uri: str, drain_every: int) -> None:
     """A marker behind the sweep and one after some steps. Every drain finds an empty ring: as many as were planned."""
-    sys.path.insert(0, str(RECIPES))
-    recipe = importlib.import_module("train_dlrm")
+    recipe = importlib.import_module("torchrec_stream_ckpt.recipes.train_dlrm")
     flags = recipe.parse_args([*FLAGS, *ARCHES])
     loader = recipe.open_loader(flags, torch.distributed.get_rank(), torch.distributed.get_world_size())
-    model, optimizer = build(recipe, flags, loader)
+    model, optimizer, _ = recipe.build(flags, torch.device("cpu"), loader)
     config = StreamConfig(uri=uri, drain_every=drain_every, marker_every=None)
     checkpointer = StreamCheckpointer(model, optimizer, config=config)
     checkpointer.restore()
@@ -51,18 +47,6 @@ def train(uri: str, drain_every: int) -> None:
             time.sleep(0.001)
     checkpointer.mark().result(60)
     checkpointer.close()
-
-
-def build(recipe: Any, flags: argparse.Namespace, loader: Any) -> tuple[Any, Any]:
-    device = torch.device("cpu")
-    torch.manual_seed(0)
-    dlrm = recipe.build_model(flags, loader, device)
-    sharder = recipe.EmbeddingBagCollectionSharder(
-        fused_params={"optimizer": recipe.FUSED_OPTIMIZERS[flags.optimizer], "learning_rate": flags.learning_rate}
-    )
-    plan = recipe.make_plan(flags, dlrm, sharder, device)
-    model = recipe.DistributedModelParallel(dlrm, device=device, plan=plan, sharders=[sharder])
-    return model, recipe.build_optimizer(flags, model)
 
 
 def run(*arguments: str) -> Any:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).parents[2]
 MARKER_EVERY, STEPS, BATCH = 60, 100, 20  # three ranks train 6, 7 and 7 samples
 COMMON = [
-    *("--batch_size", str(BATCH), "--limit_samples", str(STEPS * BATCH)),
+    *("--batch_size", str(BATCH), "--limit_train_batches", str(STEPS)),
     *("--embedding_dim", "16", "--log_every", "1", "--marker_every", str(MARKER_EVERY)),
 ]
 RECIPES = {
@@ -154,7 +154,7 @@ def check_proof(code: int, output: str, held: int = 3) -> None:
 def test_without_the_flag_a_recipe_is_a_plain_job(tmp_path: Path) -> None:
     ratings = tmp_path / "ratings.dat"
     ratings.write_text("".join(f"{n % 50}::{n % 30}::{1 + n % 5}::{n}\n" for n in range(600)))
-    flags = ["--ratings", str(ratings), "--batch_size", "30", "--epochs", "2", "--log_every", "8"]
+    flags = ["--data", str(ratings), "--batch_size", "30", "--epochs", "2", "--log_every", "8"]
     code, output = run(1, "train_two_tower", *flags)
     assert code == 0, output
     assert sorted(losses(output)) == [8, 16]

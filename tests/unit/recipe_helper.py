@@ -1,10 +1,9 @@
-"""Loads the recipes, which are scripts and no package, and writes samples of the Criteo formats."""
+"""Loads the recipes, and writes samples of the Criteo formats."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import random
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -15,18 +14,8 @@ HEADER = ",".join(["Id", "Label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" fo
 
 
 def load_recipe(name: str) -> ModuleType:
-    """Import ``recipes/NAME.py`` once."""
-    qualified = f"recipe_{name}"
-    if str(RECIPES) not in sys.path:
-        sys.path.append(str(RECIPES))  # the demo imports its neighbor, as a script does
-    if qualified not in sys.modules:
-        spec = importlib.util.spec_from_file_location(qualified, RECIPES / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[qualified] = module
-        spec.loader.exec_module(module)
-    return sys.modules[qualified]
+    """Import ``recipes/NAME.py``."""
+    return importlib.import_module(f"torchrec_stream_ckpt.recipes.{name}")
 
 
 def criteo_fields(number: int, seed: int = 7) -> list[list[str]]:

@@ -9,6 +9,7 @@ import torch
 from recipe_helper import load_recipe
 
 demo = load_recipe("demo")
+proof = load_recipe("proof")
 
 
 def truth() -> dict[str, Any]:
@@ -21,11 +22,11 @@ def truth() -> dict[str, Any]:
 
 
 def differences(now: dict[str, Any]) -> dict[str, str]:
-    return {line.part: line.difference for line in demo.compare(truth(), now) if line.difference}
+    return {line.part: line.difference for line in proof.compare(truth(), now) if line.difference}
 
 
 def test_equal_states_and_random_state_of_ranks_that_are_new_pass() -> None:
-    lines = demo.compare(truth(), {**truth(), "random/1/torch": torch.zeros(4)})
+    lines = proof.compare(truth(), {**truth(), "random/1/torch": torch.zeros(4)})
     assert [(line.part, line.values) for line in lines] == [
         ("dense optimizer", 1),
         ("loader", 1),
@@ -46,7 +47,7 @@ def test_bits_are_compared_rather_than_numbers() -> None:
     now["table/a"][0, 0] = -0.0
     assert "1 of 6 values" in differences(now)["table"]
     same = torch.tensor([float("nan")])
-    assert demo.differ(same, same.clone()) == ""
+    assert proof.differ(same, same.clone()) == ""
 
 
 @pytest.mark.parametrize(
@@ -72,10 +73,10 @@ def test_what_is_missing_after_the_restore_is_named() -> None:
 
 def test_shards_must_cover_a_tensor_exactly_once() -> None:
     left, right = ([0, 0], torch.ones(2, 1)), ([0, 1], torch.zeros(2, 2))
-    assert demo.assemble("t", (2, 3), [right, left]).tolist() == [[1, 0, 0], [1, 0, 0]]
+    assert proof.assemble("t", (2, 3), [right, left]).tolist() == [[1, 0, 0], [1, 0, 0]]
     for shards in ([left], [left, right, left]):
-        with pytest.raises(demo.DemoError, match="the shards of t do not cover it exactly once"):
-            demo.assemble("t", (2, 3), shards)
+        with pytest.raises(proof.ProofError, match="the shards of t do not cover it exactly once"):
+            proof.assemble("t", (2, 3), shards)
 
 
 def test_the_two_plans_share_column_splits_and_little_else() -> None:

@@ -262,3 +262,19 @@ def test_batches_that_cannot_be_cut_are_refused() -> None:
         global_batches(0, 6)
     with pytest.raises(ConfigError, match="stands behind 15 samples of its epoch, the data hold 12"):
         global_batches(0, 1, samples=12).load_state_dict({"epoch": 0, "samples": 15})
+
+
+def test_a_position_in_data_of_another_name_is_refused() -> None:
+    def loader(name: str | None) -> GlobalBatches[range]:
+        make = lambda epoch, rows, size: rows  # noqa: E731
+        return GlobalBatches(make, samples=12, batch_size=5, rank=0, world=1, data_name=name)
+
+    old = loader("day_0")
+    next(iter(old))
+    assert old.state_dict() == {"epoch": 0, "samples": 5, "data_name": "day_0"}
+    for same in (loader("day_0"), loader(None)):
+        same.load_state_dict(old.state_dict())
+        assert list(same) == [range(5, 10)]
+    with pytest.raises(ConfigError, match="the marker stands in 'day_0', the data are 'day_1'"):
+        loader("day_1").load_state_dict(old.state_dict())
+    loader("day_1").load_state_dict(loader(None).state_dict())  # an older one has no name

@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 import torch
 from recipe_helper import criteo_fields, kaggle_csv, load_recipe, tsv, write_triple
+from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchrec.datasets.utils import Batch
 
-recipe = load_recipe("train_dlrm")
+from torchrec_stream_ckpt.errors import ConfigError
+
+data, files, recipe = load_recipe("data"), load_recipe("files"), load_recipe("train_dlrm")
 
 ROWS = [1000 + 10 * i for i in range(26)]
 FEATURES = [f"cat_{i}" for i in range(26)]
@@ -53,13 +56,19 @@ FORMATS = [write_tsv, write_csv, write_gz, write_days, write_npy]
 Writer = Callable[[Path], Path]
 
 
-def open_loader(path: Path, batch_size: int = 12, *, skip: int = 0, rank: int = 0, world: int = 1) -> Any:
-    return recipe.Loader(recipe.open_criteo(path, ROWS, skip), FEATURES, batch_size, None, rank, world)
+def loader_of(argv: list[str], batch_size: int, rank: int, world: int) -> Any:
+    rows = ",".join(map(str, ROWS))
+    argv += ["--num_embeddings_per_feature", rows, "--batch_size", str(batch_size)]
+    return recipe.open_loader(recipe.parse_args(argv), rank, world)
+
+
+def open_loader(path: Path, batch_size: int = 12, *, rank: int = 0, world: int = 1) -> Any:
+    return loader_of(["--data", str(path)], batch_size, rank, world)
 
 
 def random_loader(batch_size: int = 12, *, seed: int = 3, rank: int = 0, world: int = 1, limit: int = 8) -> Any:
-    source = recipe.RandomSource(ROWS, 5, 1.05, seed)
-    return recipe.Loader(source, FEATURES, batch_size, limit, rank, world)
+    argv = ["--synthetic", "small", "--ids_per_lookup", "5", "--seed", str(seed), "--limit_train_batches", str(limit)]
+    return loader_of(argv, batch_size, rank, world)
 
 
 def rows_of(batch: Batch) -> list[tuple[Any, ...]]:
@@ -149,20 +158,34 @@ def test_resumes_with_another_batch_size(write: Writer, tmp_path: Path) -> None:
     assert flat(resumed) == flat(open_loader(path, 1))[24:94]
 
 
-def test_plain_text_resumes_at_its_byte_without_reading_what_lies_before(tmp_path: Path) -> None:
-    path = write_tsv(tmp_path)
-    loader = open_loader(path)
-    batches = iter(loader)
-    next(batches)
-    state = loader.state_dict()
-    rest = [rows_of(b) for b in batches]
-    raw = path.read_bytes()
-    lines = raw.splitlines(keepends=True)
-    assert state["offset"] == sum(len(line) for line in lines[:12])
-    path.write_bytes(lines[0] + b"x" * (state["offset"] - len(lines[0]) - 1) + b"\n" + raw[state["offset"] :])
-    resumed = open_loader(path)
-    resumed.load_state_dict(state)
-    assert [rows_of(b) for b in resumed] == rest
+@pytest.mark.parametrize("write", FORMATS[:-1])
+def test_text_that_was_converted_gives_the_same_samples(
+    write: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    path = write(folder)
+    monkeypatch.setattr(files, "CHUNK", 30)  # four triples
+    files.main([str(path), "--out", str(tmp_path / "arrays")])
+    assert capsys.readouterr().out == f"100 samples: --data {tmp_path / 'arrays'}\n"
+    assert len(list((tmp_path / "arrays").iterdir())) == 4 * 3
+    assert flat(open_loader(tmp_path / "arrays", 7)) == flat(open_loader(path, 7))
+
+
+def test_a_conversion_overwrites_nothing_and_has_its_name_once_it_is_whole(tmp_path: Path) -> None:
+    path, out = write_tsv(tmp_path), tmp_path / "arrays"
+    path.write_text(tsv([*FIELDS, ["junk"]]))
+    with pytest.raises(SystemExit, match=r"train\.txt:101: .*\n  Try: .* --skip_bad_lines 1"):
+        files.main([str(path), "--out", str(out)])
+    assert not out.exists()
+    with pytest.raises(SystemExit, match=r"arrays\.tmp: a conversion runs, or was stopped: remove it first"):
+        files.main([str(path), "--out", str(out)])
+    (tmp_path / "arrays.tmp").rmdir()
+    files.main([str(path), "--out", str(out), "--skip_bad_lines", "1"])
+    with pytest.raises(SystemExit, match="it exists already"):
+        files.main([str(path), "--out", str(out)])
+    with pytest.raises(SystemExit, match="these are arrays already"):
+        files.main([str(out), "--out", str(tmp_path / "more")])
 
 
 @pytest.mark.parametrize("write", [*FORMATS, None])
@@ -218,7 +241,7 @@ def test_random_samples_depend_on_seed_and_index_only() -> None:
 
 @pytest.mark.parametrize("zipf", [0.5, 1.0, 1.5])
 def test_random_ids_are_skewed_and_reach_over_the_table(zipf: float) -> None:
-    ids = recipe.RandomSource([1000], 100, zipf, 0).read(recipe.Position(), 500, slice(0, 500))[0].ids
+    ids = data.RandomClicks([1000], 100, zipf, 0).read(range(500)).ids
     assert ids.min() >= 0
     assert ids.max() < 1000
     shares = np.sort(np.bincount(ids.reshape(-1), minlength=1000))[::-1] / ids.size
@@ -246,9 +269,8 @@ def test_a_malformed_line_is_named_by_file_and_line(
 ) -> None:
     lines = [*FIELDS[:17], spoil(FIELDS[17]), *FIELDS[18:]]
     (tmp_path / "train.txt").write_text(tsv(lines))
-    loader = open_loader(tmp_path / "train.txt")
-    with pytest.raises(recipe.UserError) as error:
-        list(loader)
+    with pytest.raises(files.UserError) as error:
+        open_loader(tmp_path / "train.txt")
     assert f"{tmp_path / 'train.txt'}:18: {fault}" in str(error.value)
     assert "--skip_bad_lines 1" in str(error.value)
 
@@ -256,36 +278,32 @@ def test_a_malformed_line_is_named_by_file_and_line(
 def test_a_test_set_without_labels_is_recognized(tmp_path: Path) -> None:
     (tmp_path / "test.txt").write_text(tsv([line[1:] for line in FIELDS]))
     with pytest.raises(
-        recipe.UserError, match=r"test\.txt:1: 39 fields where 40 .* is it the test set, which has no labels"
+        files.UserError, match=r"test\.txt:1: 39 fields where 40 .* is it the test set, which has no labels"
     ):
         list(open_loader(tmp_path / "test.txt"))
 
 
 def test_the_line_number_counts_the_header(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(kaggle_csv([*FIELDS[:2], ["7", *FIELDS[2][1:]]]))
-    with pytest.raises(recipe.UserError, match=r"a\.csv:4: label '7'"):
+    with pytest.raises(files.UserError, match=r"a\.csv:4: label '7'"):
         list(open_loader(tmp_path / "a.csv"))
 
 
-def test_bad_lines_are_skipped_and_counted_up_to_the_limit(tmp_path: Path) -> None:
+def test_bad_lines_are_left_out_by_a_conversion_up_to_the_limit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     junk = ["junk"]
     path = tmp_path / "train.txt"
     path.write_text(tsv([*FIELDS[:3], junk, *FIELDS[3:14], junk, *FIELDS[14:], junk]))
-    good = [rows_of(b) for b in open_loader(write_csv(tmp_path))]
-    loader = open_loader(path, skip=3)
-    batches = iter(loader)
-    seen = [rows_of(next(batches)), rows_of(next(batches))]
-    assert loader.state_dict()["bad_lines"] == 2
-    resumed = open_loader(path, skip=3)
-    resumed.load_state_dict(loader.state_dict())
-    assert seen + [rows_of(b) for b in resumed] == good
-    assert resumed.state_dict()["bad_lines"] == 0  # counted anew in each epoch
+    good = flat(open_loader(write_csv(tmp_path), 10))
+    assert files.convert(path, tmp_path / "arrays", 3) == 100
+    assert flat(open_loader(tmp_path / "arrays", 10)) == good
+    assert "skipped bad line 1 of at most 3" in caplog.text
+    assert "train.txt:4: 1 fields where 40 are expected" in caplog.text
     with pytest.raises(
-        recipe.UserError, match=rf"train\.txt:{len(FIELDS) + 3}: .*\(2 bad lines were skipped before it\)"
+        files.UserError, match=rf"train\.txt:{len(FIELDS) + 3}: .*\(2 bad lines were skipped before it\)"
     ):
-        list(open_loader(path, 25, skip=2))
-    parts = [open_loader(path, rank=rank, world=2, skip=3) for rank in range(2)]
-    assert [rows_of(a) + rows_of(b) for a, b in zip(*parts, strict=True)] == good
+        files.convert(path, tmp_path / "fewer", 2)
 
 
 def test_windows_line_ends_a_byte_order_mark_and_a_missing_last_newline_are_read(tmp_path: Path) -> None:
@@ -306,7 +324,7 @@ def test_whole_floats_and_a_header_without_id_are_read(tmp_path: Path) -> None:
 
 
 def test_counts_below_minus_two_stay_finite() -> None:
-    assert recipe.log_counts(np.array([-1000.0, -2.0, -1.0, 0.0])).tolist() == pytest.approx(
+    assert files.log_counts(np.array([-1000.0, -2.0, -1.0, 0.0])).tolist() == pytest.approx(
         [0, 0, np.log(2), np.log(3)]
     )
 
@@ -330,7 +348,7 @@ def test_what_is_no_criteo_data_is_refused_by_name(
 ) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(recipe.UserError, match=fault) as error:
+    with pytest.raises(files.UserError, match=fault) as error:
         open_loader(tmp_path / name)
     assert str(tmp_path / name) in str(error.value)
 
@@ -338,54 +356,71 @@ def test_what_is_no_criteo_data_is_refused_by_name(
 def test_a_cut_gzip_file_is_refused_by_name(tmp_path: Path) -> None:
     path = write_gz(tmp_path)
     path.write_bytes(path.read_bytes()[:-400])
-    with pytest.raises(recipe.UserError, match=r"train\.txt\.gz: cannot be read behind line \d+"):
+    with pytest.raises(files.UserError, match=r"train\.txt\.gz: cannot be read after line \d+"):
         list(open_loader(path))
 
 
 def test_folders_without_or_with_two_kinds_of_data_are_refused(tmp_path: Path) -> None:
     (tmp_path / "picture.png").touch()
-    with pytest.raises(recipe.UserError, match="no Criteo data here"):
+    with pytest.raises(files.UserError, match="no Criteo data here"):
         open_loader(tmp_path)
     write_tsv(tmp_path)
     write_npy(tmp_path)
-    with pytest.raises(recipe.UserError, match=r"both text and \.npy"):
+    with pytest.raises(files.UserError, match=r"both text and \.npy"):
         open_loader(tmp_path)
 
 
 def test_incomplete_and_misshapen_triples_are_refused(tmp_path: Path) -> None:
     write_triple(tmp_path, "a", FIELDS)
     np.save(tmp_path / "a_labels.npy", np.zeros((99, 1), dtype=np.int32))
-    with pytest.raises(recipe.UserError, match="100 dense, 100 sparse rows and 99 labels"):
+    with pytest.raises(files.UserError, match="100 dense, 100 sparse rows and 99 labels"):
         open_loader(tmp_path)
     np.save(tmp_path / "a_sparse.npy", np.zeros((100, 25), dtype=np.int64))
-    with pytest.raises(recipe.UserError, match=r"a_sparse\.npy: shape \(100, 25\)"):
+    with pytest.raises(files.UserError, match=r"a_sparse\.npy: shape \(100, 25\)"):
         open_loader(tmp_path)
     (tmp_path / "a_sparse.npy").unlink()
-    with pytest.raises(recipe.UserError, match=r"a_sparse\.npy: no such file"):
+    with pytest.raises(files.UserError, match=r"a_sparse\.npy: no such file"):
         open_loader(tmp_path)
 
 
 def test_data_of_less_than_a_batch_and_batches_of_less_than_a_rank_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(recipe.UserError, match="less than one batch of 101"):
-        list(open_loader(write_tsv(tmp_path), 101))
-    with pytest.raises(recipe.UserError, match="--batch_size 2 is smaller than the number of ranks, 3"):
+    with pytest.raises(ConfigError, match="100 samples, less than one batch of 101"):
+        open_loader(write_tsv(tmp_path), 101)
+    with pytest.raises(ConfigError, match="a global batch of 2 leaves some of 3 ranks without a sample"):
         open_loader(tmp_path, 2, world=3)
+
+
+def test_a_limit_reads_no_more_text_than_it_needs(tmp_path: Path) -> None:
+    path = tmp_path / "train.txt"
+    path.write_text(tsv([*FIELDS[:24], ["junk"]]))
+    loader = loader_of(["--data", str(path), "--limit_train_batches", "2"], 12, 0, 1)
+    assert flat(loader) == flat(open_loader(write_csv(tmp_path)))[:24]
 
 
 def test_a_position_in_other_data_is_refused(tmp_path: Path) -> None:
     text, csv = open_loader(write_tsv(tmp_path)), open_loader(write_csv(tmp_path))
     next(iter(text))
-    with pytest.raises(recipe.UserError, match=r"position is in train\.txt, but --criteo_path holds train\.csv"):
+    with pytest.raises(ConfigError, match=r"the marker stands in 'train\.txt', the data are 'train\.csv'"):
         csv.load_state_dict(text.state_dict())
-    with pytest.raises(recipe.UserError, match="this job reads random data"):
+    with pytest.raises(ConfigError, match="the data are 'made samples'"):
         random_loader().load_state_dict(text.state_dict())
     drawn = random_loader()
     next(iter(drawn))
-    with pytest.raises(recipe.UserError, match="data of another kind"):
+    with pytest.raises(ConfigError, match=r"the marker stands in 'made samples', the data are 'train\.txt'"):
         text.load_state_dict(drawn.state_dict())
-    (tmp_path / "train.txt").write_text(tsv(FIELDS[:3]))
-    with pytest.raises(recipe.UserError, match="behind the end of the file"):
-        open_loader(tmp_path / "train.txt").load_state_dict(text.state_dict())
+    (tmp_path / "train.txt").write_text(tsv(FIELDS[:11]))
+    with pytest.raises(ConfigError, match="12 samples of its epoch, the data hold 11"):
+        open_loader(tmp_path / "train.txt", 3).load_state_dict(text.state_dict())
+
+
+class Iterated(IterableDataset[Batch]):
+    """What torchdata's loader takes."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches, self.state_dict, self.load_state_dict = batches, batches.state_dict, batches.load_state_dict
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -395,7 +430,7 @@ def test_torchdata_stateful_loader_resumes_exactly_in_its_place(write: Writer, w
     path = write(tmp_path)
 
     def make() -> Any:
-        return StatefulDataLoader(open_loader(path, rank=1, world=2), batch_size=None, num_workers=workers)
+        return StatefulDataLoader(Iterated(open_loader(path, rank=1, world=2)), batch_size=None, num_workers=workers)
 
     whole = [rows_of(b) for b in make()]
     assert len(whole) == 8

@@ -27,21 +27,21 @@ def test_presets_give_way_to_flags() -> None:
 
 
 def test_criteo_has_26_tables() -> None:
-    args = recipe.parse_args(["--dataset", "criteo", "--criteo_path", "x", "--num_embeddings", "500"])
+    args = recipe.parse_args(["--data", "x", "--num_embeddings", "500"])
     assert args.num_embeddings_per_feature == [500] * 26
 
 
 STREAM = ["--stream_ckpt", "file://x"]
-CRITEO = ["--dataset", "criteo", "--criteo_path", "x"]
+CRITEO = ["--data", "x"]
 WRONG = [
-    (["--dataset", "netflix"], "invalid choice: 'netflix'"),
-    (["--dataset", "criteo"], "--dataset criteo needs --criteo_path PATH"),
-    (["--criteo_path", "x"], "--criteo_path needs --dataset criteo"),
-    (["--skip_bad_lines", "1"], "--skip_bad_lines needs --dataset criteo"),
-    ([*CRITEO, "--synthetic", "small"], "--synthetic belongs to --dataset random"),
-    ([*CRITEO, "--ids_per_lookup", "3"], "--ids_per_lookup belongs to --dataset random"),
+    (["--synthetic", "netflix"], "invalid choice: 'netflix'"),
+    (["--dataset", "criteo"], "--dataset is gone: give --data PATH for files, and nothing for made samples"),
+    (["--criteo_path", "x"], "--criteo_path is gone: give --data PATH"),
+    (["--criteo_path=x"], "--criteo_path is gone: give --data PATH"),
+    (["--skip_bad_lines", "1"], "recipes.files FILE --skip_bad_lines N"),
+    ([*CRITEO, "--synthetic", "small"], "--synthetic: not allowed with argument --data"),
+    ([*CRITEO, "--ids_per_lookup", "3"], "--ids_per_lookup is of made clicks: leave it out with --data"),
     ([*CRITEO, "--num_embeddings_per_feature", "1,2"], "--num_embeddings_per_feature needs 26 numbers, not 2"),
-    ([*CRITEO, "--skip_bad_lines", "-1"], "-1 is below 0"),
     (["--num_embeddings", "5", "--num_embeddings_per_feature", "5"], "not both"),
     (["--batch_size", "0"], "0 is below 1"),
     (["--batch_size", "many"], "'many' is not a whole number"),
@@ -117,7 +117,7 @@ def test_missing_data_is_found_before_any_rank_is_awaited(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(recipe, "configure_logging", lambda rank: None)
     with pytest.raises(SystemExit) as error:
-        recipe.main(["--dataset", "criteo", "--criteo_path", str(tmp_path / "no.txt")])
+        recipe.main(["--data", str(tmp_path / "no.txt")])
     assert error.value.code == 2
     assert capsys.readouterr().err == f"train_dlrm.py: error: {tmp_path / 'no.txt'}: no such file or directory\n"
 

@@ -13,6 +13,7 @@ from recipe_helper import criteo_fields, load_recipe, tsv
 
 from torchrec_stream_ckpt import GlobalBatches
 
+files = load_recipe("files")
 OF_CLICKS = ("train_deepfm", "train_pnn", "train_dlrm_fsdp")
 OF_RATINGS = ("train_two_tower", "train_bert4rec")
 TWO_TIERS = ["--stream_ckpt", "file://near", "--stream_ckpt", "file://far"]
@@ -30,6 +31,10 @@ RECIPES = (*OF_RATINGS, *OF_CLICKS)
         (["--embedding_dim", "18"], "--embedding_dim 18 is not a multiple of 4"),
         (["--sharding", "grid"], "invalid choice: 'grid'"),
         (["--learning_rate", "-1"], "-1 is not above zero"),
+        (["--criteo", "x"], "--criteo is gone: give --data PATH"),
+        (["--ratings", "x"], "--ratings is gone: give --data PATH"),
+        (["--limit_samples", "9"], "--limit_samples is gone: give --limit_train_batches N"),
+        (["--data", "x", "--synthetic", "small"], "--synthetic: not allowed with argument --data"),
     ],
 )
 def test_a_mistake_prints_one_message_and_exits_with_2(
@@ -58,9 +63,7 @@ def test_started_without_torchrun_it_says_how(
     assert f"torchrun --standalone --nproc_per_node 2 recipes/{name}.py" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", OF_RATINGS)
-def test_ratings_are_read_in_three_formats(name: str, tmp_path: Path) -> None:
-    read = load_recipe(name).read_ratings
+def test_ratings_are_read_in_three_formats(tmp_path: Path) -> None:
     wanted = [[1, 7, 4.5, 100], [2, 9, 3, 50]]
     for number, text in enumerate(
         (
@@ -71,56 +74,61 @@ def test_ratings_are_read_in_three_formats(name: str, tmp_path: Path) -> None:
     ):
         path = tmp_path / f"ratings-{number}"
         path.write_text(text)
-        assert read(path).tolist() == wanted
+        assert files.read_ratings(path).tolist() == wanted
 
 
 @pytest.mark.parametrize("name", OF_RATINGS)
 @pytest.mark.parametrize("line", ["1::2::3", "1::2::3::4::5", "a::2::3::4", "1::-2::3::4", "1.5::2::3::4", ""])
 def test_a_bad_rating_is_told_with_its_number(name: str, line: str, tmp_path: Path) -> None:
-    recipe = load_recipe(name)
     (tmp_path / "ratings.dat").write_text(f"1::2::3::4\n{line}\n")
-    with pytest.raises(recipe.UserError, match=r"ratings\.dat:2: not USER::ITEM::RATING::TIME"):
-        recipe.read_ratings(tmp_path / "ratings.dat")
+    with pytest.raises(files.UserError, match=r"ratings\.dat:2: not USER::ITEM::RATING::TIME"):
+        data_of(name, "--data", str(tmp_path / "ratings.dat"))
 
 
 @pytest.mark.parametrize("name", OF_CLICKS)
 def test_clicks_are_read_and_a_bad_line_is_told_with_its_number(name: str, tmp_path: Path) -> None:
-    recipe, path = load_recipe(name), tmp_path / "train.txt"
+    path = tmp_path / "train.txt"
     fields = criteo_fields(5)
     path.write_text(tsv(fields))
-    labels, dense, hashes = recipe.read_criteo(path)
-    assert labels.tolist() == [int(line[0]) for line in fields]
-    assert dense[1].tolist() == np.log(np.array([int(f or 0) for f in fields[1][1:14]], np.float32) + 3).tolist()
-    assert hashes[2].tolist() == [int(f or "0", 16) for f in fields[2][14:]]
-    for bad in (
-        fields[0][:-1],
-        ["2", *fields[0][1:]],
-        [*fields[0][:-1], "xyz"],
-        [*fields[0][:5], "1.5", *fields[0][6:]],
+    clicks = data_of(name, "--data", str(path))
+    batch, order = clicks.batch(0, range(5), 5), clicks.shuffled(0)
+    assert sorted(order) == list(range(5))
+    for place, number in enumerate(order):
+        line = fields[number]
+        assert int(batch.labels[place]) == int(line[0])
+        counts = np.array([int(f or 0) for f in line[1:14]], np.float64)
+        assert batch.dense_features[place].tolist() == np.log(counts + 3).astype(np.float32).tolist()
+        ids = [ids for (ids,) in (batch.sparse_features[key].to_dense()[place].tolist() for key in keys_of(batch))]
+        assert ids == [int(f or "0", 16) % 5000 for f in line[14:]]
+    for bad, fault in (
+        (fields[0][:-1], "39 fields where 40 are expected"),
+        (["2", *fields[0][1:]], "label '2' is neither 0 nor 1"),
+        ([*fields[0][:-1], "xyz"], "C26 'xyz' is not a hash"),
+        ([*fields[0][:5], "1.5", *fields[0][6:]], "I5 '1.5' is not an integer"),
     ):
         path.write_text(tsv([*fields, bad]))
-        with pytest.raises(recipe.UserError, match=r"train\.txt:6: not LABEL, 13 counts, 26 hashes"):
-            recipe.read_criteo(path)
+        with pytest.raises(files.UserError, match=rf"train\.txt:6: {fault}"):
+            data_of(name, "--data", str(path))
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_file_that_is_not_there_or_no_text_is_told(name: str, tmp_path: Path) -> None:
-    recipe = load_recipe(name)
-    read = recipe.read_ratings if name in OF_RATINGS else recipe.read_criteo
-    with pytest.raises(recipe.UserError, match="No such file or directory"):
-        read(tmp_path / "none")
-    with pytest.raises(recipe.UserError, match="Is a directory"):
-        read(tmp_path)
+    of_ratings = name in OF_RATINGS
+    with pytest.raises(files.UserError, match=r"[Nn]o such file or directory"):
+        data_of(name, "--data", str(tmp_path / "none"))
+    with pytest.raises(files.UserError, match="Is a directory" if of_ratings else "no Criteo data here"):
+        data_of(name, "--data", str(tmp_path))
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(recipe.UserError, match="not a text file"):
-        read(tmp_path / "binary")
+    with pytest.raises(files.UserError, match="not a text file" if of_ratings else "not Criteo data"):
+        data_of(name, "--data", str(tmp_path / "binary"))
 
 
 def data_of(name: str, *argv: str) -> Any:
     recipe = load_recipe(name)
     args: argparse.Namespace = recipe.parse_args(argv)
-    kind = {"train_two_tower": "Likes", "train_bert4rec": "Histories"}.get(name, "Clicks")
-    return getattr(recipe, kind)(args)
+    if name in OF_CLICKS:
+        return recipe.open_clicks(args, [args.num_embeddings] * 26)
+    return (recipe.Likes if name == "train_two_tower" else recipe.Histories)(args)
 
 
 def features_of(batch: Any, size: int) -> list[list[list[int]]]:

@@ -36,7 +36,7 @@ from torchrec_stream_ckpt.sizing import (
 )
 from torchrec_stream_ckpt.types import TableSpec
 
-recipe = load_recipe("train_dlrm")
+data = load_recipe("data")
 
 
 def spec(rows: int, dim: int = 64, optimizer: str = "rowwise_adagrad") -> TableSpec:
@@ -69,7 +69,7 @@ JOBS = st.builds(
     [(100_000, 50_000, 1.05), (100_000, 500_000, 1.0), (3000, 9000, 0.5), (1000, 3000, 0)],
 )
 def test_distinct_rows_are_those_of_the_recipes_draws(rows: int, draws: int, exponent: float) -> None:
-    source = recipe.RandomSource([rows], 1, exponent, 0)
+    source = data.RandomClicks([rows], 1, exponent, 0)
     uniform = np.random.default_rng(5).random((draws, 1, 1))
     counted = len(np.unique(source.draw_ids(uniform)))
     assert ZipfTouched(rows, draws / 7, exponent).distinct(7.0) == pytest.approx(counted, rel=0.03)
@@ -123,7 +123,7 @@ def test_bytes_streamed_are_those_of_real_frames(ranks: int, per_drain: int) -> 
     """26 tables under Zipf ids, split by rows over ranks: frames by the codec, rows by the recipe's draws."""
     sizes = [200 * 2**k for k in range(10)] + [50_000] * 16
     batch, ids, drains = 512, 2, 4
-    source = recipe.RandomSource(sizes, ids, 1.05, 3)
+    source = data.RandomClicks(sizes, ids, 1.05, 3)
     sent = 0
     for drain in range(drains):
         uniform = np.random.default_rng(drain).random((batch * per_drain, len(sizes), ids))
