@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Resolve pyproject.toml into every lock of requirements/; versions stay as they are unless --upgrade is given.
-# cpu.txt is what pyproject.toml says, cpu-NAME.txt the same with what NAME.txt puts in its place. docs.txt is docs.in.
+# cpu.txt is what pyproject.toml and cpu.in say, cpu-NAME.txt the same with what NAME.txt puts in its place. docs.txt is docs.in.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 readonly python=.venv/bin/python
@@ -25,7 +25,7 @@ compile() {
 resolve() {
   local lock=$1
   shift
-  compile "$lock" pyproject.toml --extra cpu --extra dev --extra jdk --extra s3 --extra metrics --extra export \
+  compile "$lock" pyproject.toml requirements/cpu.in --extra cpu --extra dev --extra jdk --extra s3 --extra metrics --extra export \
     --extra tensorboard --extra torchx --extra bench --overrides requirements/overrides.txt "$@"
 }
 

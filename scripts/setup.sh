@@ -58,4 +58,5 @@ export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180}
 # Compiled now: where Python may not write bytecode, every process of the tests would compile torch for itself (20 s).
 "$python" -m uv pip install --python "$python" --no-deps --compile-bytecode -r "$lock"
 # The build backend is one of the locked packages as well: nothing unpinned is fetched for the build.
-"$python" -m uv pip install --python "$python" --no-deps --no-build-isolation -e .
+# By a path, not by an import hook: mypy and editors then find the types of the package as they do those of any other.
+"$python" -m uv pip install --python "$python" --no-deps --no-build-isolation --config-settings editable_mode=compat -e .

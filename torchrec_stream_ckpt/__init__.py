@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchrec_stream_ckpt.config import StreamConfig, Takeover
-from torchrec_stream_ckpt.errors import StreamCkptError
+from torchrec_stream_ckpt.errors import TORCH_HINT, StreamCkptError
 from torchrec_stream_ckpt.loader import GlobalBatches, TrackedLoader
 from torchrec_stream_ckpt.types import Committed, MarkerId, Restored
 
@@ -48,7 +48,5 @@ def __getattr__(name: str) -> Any:
         try:
             return getattr(import_module(f"torchrec_stream_ckpt.{_LAZY[name]}"), name)
         except ModuleNotFoundError as error:
-            raise ImportError(
-                f"{name} needs {error.name}: install the extra 'cpu' or 'cuda' (see CONTRIBUTING.md)"
-            ) from error
+            raise ImportError(f"{name} needs {error.name}: {TORCH_HINT}") from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

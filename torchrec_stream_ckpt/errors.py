@@ -5,6 +5,12 @@ Every error says what failed, where (table, generation, rank, seq, offset, path)
 
 from __future__ import annotations
 
+TORCH_HINT = (
+    "pip install 'torchrec_stream_ckpt[cuda]', or without a GPU: "
+    "pip install 'torchrec_stream_ckpt[cpu]' && pip install --no-deps torchrec==1.9.2"
+)
+"""What brings torch and TorchRec: two commands for a CPU, since torchrec by itself brings the CUDA build of FBGEMM."""
+
 
 def printable(text: str) -> str:
     """``text`` without what a terminal obeys: a log or a broker may have been written by anybody."""

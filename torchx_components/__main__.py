@@ -1,4 +1,4 @@
-"""``python -m torchx_components``: print the folder of the components, for ``torchx run FOLDER/train.py:dlrm``."""
+"""``python -m torchrec_stream_ckpt.components``: print the folder, for ``torchx run FOLDER/train.py:dlrm``."""
 
 from pathlib import Path
 

@@ -5,14 +5,14 @@ from typing import Dict, List, Optional
 
 import torchx.specs as specs
 
-from torchx_components import roles, train
+from torchrec_stream_ckpt.components import roles, train
 
 
 def stream_ckpt(
     *recipe_args: str,
     uri: str,
     store: str,
-    script: str = "recipes/train_dlrm.py",
+    script: str = "",
     j: str = "1x2",
     image: str = "",
     name: str = "/",
@@ -45,7 +45,8 @@ def stream_ckpt(
             --uri and --store
         uri: the log, file://DIR or kafka://HOST:PORT,.../JOB; a file:// log must be a folder that all roles see
         store: the store, file://DIR or s3://BUCKET/PREFIX
-        script: the recipe, a path in the image (local_cwd and Slurm: on the machine)
+        script: the recipe, a path in the image (local_cwd and Slurm: on the machine); by default the train_dlrm that is
+            installed with torchrec_stream_ckpt
         j: [MIN:]NODESxPROCS of the trainer; with MIN it is elastic
         image: container image that holds the recipe and torchrec_stream_ckpt; local_cwd and Slurm use none
         name: EXPERIMENT/RUN, EXPERIMENT/ or /RUN; the run is called as the script is by default

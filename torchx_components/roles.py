@@ -15,6 +15,9 @@ from typing import NoReturn
 from torchx.specs import AppDef, Resource, Role
 from torchx.specs.finder import ComponentValidationException
 
+RECIPE = "torchrec_stream_ckpt.recipes.train_dlrm"
+"""The module that is started where the user names no script."""
+
 ELASTIC_RESTARTS = 100
 """Failures that an elastic job outlives, where the user says nothing: a node that joins or leaves costs at most one."""
 

@@ -6,12 +6,12 @@ from typing import Dict, List, Optional
 import torchx.specs as specs
 from torchx.components import dist
 
-from torchx_components import roles
+from torchrec_stream_ckpt.components import roles
 
 
 def dlrm(
     *recipe_args: str,
-    script: str = "recipes/train_dlrm.py",
+    script: str = "",
     j: str = "1x2",
     image: str = "",
     name: str = "/",
@@ -34,7 +34,8 @@ def dlrm(
     Args:
         recipe_args: flags of the recipe, such as --stream_ckpt URI --store URL --restore latest. One that is given
             twice is written --flag=VALUE, as torchx run takes --flag VALUE only once
-        script: the recipe, a path in the image (local_cwd and Slurm: on the machine)
+        script: the recipe, a path in the image (local_cwd and Slurm: on the machine); by default the train_dlrm that is
+            installed with torchrec_stream_ckpt
         j: [MIN:]NODESxPROCS; with MIN the job is elastic: it goes on with MIN nodes and grows up to NODES
         image: container image that holds the recipe and torchrec_stream_ckpt; local_cwd and Slurm use none
         name: EXPERIMENT/RUN, EXPERIMENT/ or /RUN; the run is called as the script is by default
@@ -57,7 +58,8 @@ def dlrm(
     conf = rdzv_conf or (roles.ELASTIC_RENDEZVOUS if is_elastic else "")
     app = dist.ddp(
         *recipe_args,
-        script=script,
+        script=script or None,
+        m=None if script else roles.RECIPE,
         image=image,
         name=name,
         h=h,

@@ -14,13 +14,17 @@ import yaml
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent / "torchx"
 CONFIG = "torchx_components/example.torchxconfig"
+RECIPE = "recipes/train_dlrm.py"
 TRAIN, PIPELINE = "torchx_components/train.py:dlrm", "torchx_components/pipeline.py:stream_ckpt"
 
 _TRAIN = (TRAIN, "-j", "2x4", "--gpu", "4", "--env", "A=b", "--mounts", "type=bind,src=/data,dst=/data,readonly")
+_TRAIN += ("--script", RECIPE)
 _TRAIN += ("--", "--stream_ckpt", "kafka://k1:9092,k2:9092/ads", "--store", "s3://ckpt/ads", "--marker_every_s", "30")
 _PIPELINE = (PIPELINE, "--uri", "kafka://k1:9092,k2:9092/ads", "--store", "s3://ckpt/ads", "-j", "2x4", "--env", "A=b")
+_PIPELINE += ("--script", RECIPE)
 _PIPELINE += ("--kafka_options", "/etc/ads/kafka.properties", "--materializers", "2", "--", "--drain_every", "4")
-_ELASTIC = (TRAIN, "-j", "1:3x8", "--gpu", "8", "--max_retries", "0", "--", "--stream_ckpt", "file:///shared/ckpt")
+_ELASTIC = (TRAIN, "--script", RECIPE, "-j", "1:3x8", "--gpu", "8", "--max_retries", "0")
+_ELASTIC += ("--", "--stream_ckpt", "file:///shared/ckpt")
 
 CASES = {
     **{f"{scheduler}_train": (scheduler, *_TRAIN) for scheduler in ("slurm", "kubernetes", "aws_batch")},

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from torchx.specs import Role, finder
 from torchx.specs.finder import ComponentValidationException, CustomComponentsFinder, ModuleComponentsFinder
 
 from tests.golden.make_torchx import PIPELINE, ROOT, TRAIN, torchx
-from torchx_components import roles
-from torchx_components.pipeline import stream_ckpt
-from torchx_components.train import dlrm
+from torchrec_stream_ckpt.components import roles
+from torchrec_stream_ckpt.components.pipeline import stream_ckpt
+from torchrec_stream_ckpt.components.train import dlrm
 
 KAFKA = "kafka://k1:9092,k2:9092/ads"
 
@@ -120,7 +122,7 @@ def test_torchx_finds_a_component_by_its_file_and_keeps_its_own_names(component:
 
 
 def test_torchx_finds_exactly_the_components_where_a_package_registers_them() -> None:
-    found = ModuleComponentsFinder("torchx_components", "ours").find()
+    found = ModuleComponentsFinder("torchrec_stream_ckpt.components", "ours").find()
     assert {c.name for c in found if not c.validation_errors} == {"ours.train.dlrm", "ours.pipeline.stream_ckpt"}
 
 
@@ -142,13 +144,27 @@ def test_a_mistake_ends_torchx_run_with_a_message_and_no_traceback() -> None:
 
 def test_the_package_says_where_the_components_lie() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "torchx_components"], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
+        [sys.executable, "-m", "torchrec_stream_ckpt.components"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
     )
-    assert done.stdout.strip() == str(ROOT / "torchx_components")
+    assert Path(done.stdout.strip()).resolve() == ROOT / "torchx_components"
 
 
-@pytest.mark.parametrize("module", ["torchx_components", "torchx_components.train", "torchx_components.pipeline"])
+def test_without_a_script_the_installed_recipe_is_started() -> None:
+    assert f"--nproc_per_node 2 --tee 3 --role '' -m {roles.RECIPE} --epochs 2" in command_of(
+        dlrm("--epochs", "2").roles[0]
+    )
+    assert "-m " not in command_of(dlrm(script="mine.py").roles[0])
+    assert importlib.util.find_spec(roles.RECIPE) is not None
+
+
+@pytest.mark.parametrize("module", ["components", "components.train", "components.pipeline"])
 def test_without_torchx_the_components_say_what_to_install(module: str) -> None:
+    module = f"torchrec_stream_ckpt.{module}"
     program = f"import sys; sys.path = [p for p in sys.path if 'site-packages' not in p]; import {module}"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False

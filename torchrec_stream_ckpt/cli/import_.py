@@ -12,7 +12,7 @@ from rich.progress import TimeElapsedColumn
 from torchrec_stream_ckpt.cli.common import print_json, progress_bar
 from torchrec_stream_ckpt.cli.options import Access, Json
 from torchrec_stream_ckpt.config import StreamConfig
-from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.errors import TORCH_HINT, ConfigError
 from torchrec_stream_ckpt.interchange.target import parse_target
 from torchrec_stream_ckpt.route.job import open_tier
 from torchrec_stream_ckpt.units import size
@@ -49,8 +49,7 @@ def import_checkpoint(
         from torchrec_stream_ckpt.interchange.dcp_contents import Source
         from torchrec_stream_ckpt.interchange.dcp_import import import_dcp
     except ModuleNotFoundError as error:
-        hint = "install the extra 'cpu' or 'cuda' (see CONTRIBUTING.md)"
-        raise ConfigError(f"import needs {error.name}", hint=hint) from None
+        raise ConfigError(f"import needs {error.name}", hint=TORCH_HINT) from None
     config = StreamConfig(
         uri=to,
         store=store,

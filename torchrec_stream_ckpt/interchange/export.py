@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.errors import TORCH_HINT, ConfigError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.interchange.parquet import write_parquet
@@ -130,7 +130,7 @@ def _write_dcp(
 def _require(format_: str) -> None:
     """Say what is not installed, before anything is read."""
     hints = {
-        "dcp": ("torch", "install the extra 'cpu' or 'cuda' (see CONTRIBUTING.md)"),
+        "dcp": ("torch", TORCH_HINT),
         "parquet": ("pyarrow", "pip install 'torchrec_stream_ckpt[export]'"),
     }
     if format_ not in hints:
