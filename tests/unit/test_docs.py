@@ -157,3 +157,14 @@ def test_the_tests_that_the_guarantees_name_are_there() -> None:
     assert lost == []
     assert len(named) > 100
     assert len(calls) > 15
+
+
+def test_the_glossary_names_forty_things_that_the_code_defines() -> None:
+    page = (ROOT / "docs" / "glossary.md").read_text()
+    rows = re.findall(r"^\| (.+?) \| .+? \| `(\S+\.py)` \| `(\w+)` \|$", page, re.M)
+    assert 30 <= len(rows) <= 40
+    assert len({term for term, _, _ in rows}) == len(rows) == page.count("\n| ") - 1
+    for term, file, name in rows:
+        source = ROOT / "torchrec_stream_ckpt" / file
+        assert source.exists(), (term, file)
+        assert re.search(rf"^ *(class|def) {name}\b", source.read_text(), re.M), (term, file, name)
