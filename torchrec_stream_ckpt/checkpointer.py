@@ -61,11 +61,11 @@ from torchrec_stream_ckpt.format.ring import FrameRing
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.loader import TrackedLoader
 from torchrec_stream_ckpt.log.publisher import Publisher
-from torchrec_stream_ckpt.restore.choose import Choice, stay_at
-from torchrec_stream_ckpt.restore.plan import RestorePlan, check_schema, plan_behind
+from torchrec_stream_ckpt.restore.plan import RestorePlan, check_schema, plan_restore
 from torchrec_stream_ckpt.restore.unproved import Compared
 from torchrec_stream_ckpt.restoring import Restoring, Tables
 from torchrec_stream_ckpt.route.job import open_tier
+from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.showing import Showing
 from torchrec_stream_ckpt.standby import Standby
 from torchrec_stream_ckpt.stats import Stats
@@ -407,24 +407,24 @@ class StreamCheckpointer:
         except CorruptionError as error:  # of its dense state: an older marker may be whole
             log.warning("marker %s cannot be taken over: %s", marker, error.headline)
             return self._restore(None, accept_unproved=accept_unproved)
-        plan = self._team.together(lambda: plan_behind(stay_at(choice), self._schema, self._shards))
+        plan = self._team.together(lambda: plan_restore(choice.stay(), self._schema, self._shards))
         return self._go_on_from(plan, choice, spare.rows, accept_unproved=accept_unproved)
 
-    def _load_newest(self) -> tuple[RestorePlan, Choice, int] | None:
+    def _load_newest(self) -> tuple[RestorePlan, Route, int] | None:
         """(all ranks) Write the newest marker into the live tables; None while nothing is committed."""
         try:
             return self._restoring.rows(self._tables, None, fall_back=False)
         finally:
             self._restoring.source.dense.release()
 
-    def _taken_over(self, marker: MarkerId) -> Choice:
+    def _taken_over(self, marker: MarkerId) -> Route:
         """(rank 0) The marker that the live tables hold, its dense state compared."""
         lineage = self._control.refresh()
         commit = lineage.find(marker)
         self._tier.dense.verify(commit)
-        return Choice(lineage, commit, {}, (), None)
+        return Route(lineage, commit)
 
-    def _go_on_from(self, plan: RestorePlan, choice: Choice, rows: int, *, accept_unproved: bool) -> Restored:
+    def _go_on_from(self, plan: RestorePlan, choice: Route, rows: int, *, accept_unproved: bool) -> Restored:
         """(all ranks) The rows of a marker are in the live tables: load the rest, and open a generation on it."""
         try:
             checked = self._check_proofs(plan, choice, accept_unproved=accept_unproved)
@@ -469,7 +469,7 @@ class StreamCheckpointer:
             share,
         )
 
-    def _check_proofs(self, plan: RestorePlan, choice: Choice, *, accept_unproved: bool) -> Checked:
+    def _check_proofs(self, plan: RestorePlan, choice: Route, *, accept_unproved: bool) -> Checked:
         """(all ranks) Compare the rows with what markers proved of them, before anybody changes one."""
         checked = check_live(self._team, self._kernels, plan.schema, self._shards, self._restoring.met)
         if checked.compared.unproved is not None and self._team.rank == 0:
@@ -485,7 +485,7 @@ class StreamCheckpointer:
         refuse_or_accept(compared.unproved, plan.marker, accept=accept_unproved, say=self._team.rank == 0)
         return compared
 
-    def _load_dense(self, choice: Choice, world: int) -> Callable[[], None]:
+    def _load_dense(self, choice: Route, world: int) -> Callable[[], None]:
         return self._dense.load(self._restoring.source.dense.local(choice.commit), world)
 
     @_collective("plan()")

@@ -11,8 +11,9 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError, UnsupportedError
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.restore.choose import Choice, choose
+from torchrec_stream_ckpt.route.find import choose
 from torchrec_stream_ckpt.route.job import open_tier
+from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.tiers.source import look_up
 from torchrec_stream_ckpt.tiers.tier import open_tiers
 from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
@@ -62,15 +63,15 @@ def planner_constraints(
     constraints = dict(base or {})
     choice = _choose(config, marker)
     if choice is not None:
-        schema = choice.lineage.claims[choice.commit.generation].schema
-        widths = _widths(schema, _shards(choice))
+        schema = choice.schema
+        widths = _widths(schema, choice.own_shards)
         for name, tables in _by_name(schema).items():
             mine = constraints.get(name, ParameterConstraints())
             constraints[name] = constrain(name, {table: widths[table.name] for table in tables}, mine)
     return constraints
 
 
-def _choose(config: StreamConfig, marker: MarkerId | None) -> Choice | None:
+def _choose(config: StreamConfig, marker: MarkerId | None) -> Route | None:
     with ExitStack() as stack:
         if config.outer is not None:
             tiers = open_tiers(config)
@@ -84,14 +85,6 @@ def _choose(config: StreamConfig, marker: MarkerId | None) -> Choice | None:
                 raise MarkerNotFoundError("there is no log yet", hint="check the URI", uri=config.uris[0])
             return None
         return choose(job.log, job.control.refresh(), job.dense, marker, job.objects)
-
-
-def _shards(choice: Choice) -> Iterable[TableShard]:
-    """What the ranks held in the marker's own generation: the log's word, or the store's where that serves it all."""
-    generation, held = choice.commit.generation, choice.held
-    if held is not None and held.reach.generation == generation:
-        return (shard for shards in held.shards for shard in shards)
-    return (shard for shards in choice.shards[generation] for shard in shards)
 
 
 def _widths(schema: Schema, shards: Iterable[TableShard]) -> dict[str, tuple[int, ...]]:

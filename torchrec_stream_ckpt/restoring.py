@@ -23,12 +23,14 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.layout import parse_uri
 from torchrec_stream_ckpt.restore.apply import StoreSource, apply_rows
-from torchrec_stream_ckpt.restore.choose import Choice, choose
 from torchrec_stream_ckpt.restore.located import located
-from torchrec_stream_ckpt.restore.passed import Passed
-from torchrec_stream_ckpt.restore.plan import Behind, RestorePlan, plan_behind, plan_restore
-from torchrec_stream_ckpt.restore.proofs import Met, Path
+from torchrec_stream_ckpt.restore.plan import RestorePlan, plan_restore
+from torchrec_stream_ckpt.restore.proofs import Met
+from torchrec_stream_ckpt.route.find import choose
 from torchrec_stream_ckpt.route.job import Tier
+from torchrec_stream_ckpt.route.passed import Passed
+from torchrec_stream_ckpt.route.path import Path
+from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.store.head import Head, HeadDamagedError, head_root
 from torchrec_stream_ckpt.tiers.job import Tiered
 from torchrec_stream_ckpt.tiers.source import Source
@@ -87,7 +89,7 @@ class Restoring:
 
     def rows(
         self, tables: Tables, marker: MarkerId | None, *, fall_back: bool = True
-    ) -> tuple[RestorePlan, Choice, int] | None:
+    ) -> tuple[RestorePlan, Route, int] | None:
         """Write all rows of ``marker``, or of the newest one that is whole; None when nothing was ever committed.
 
         Args:
@@ -118,9 +120,10 @@ class Restoring:
         finally:
             self._close_head()
 
-    def behind(self, tables: Tables, behind: Behind) -> int:
+    def behind(self, tables: Tables, behind: Route) -> int:
         """(each rank) Write what is behind the marker that the tables hold."""
-        plan = plan_behind(behind, tables.schema, tables.shards)
+        assert behind.since is not None
+        plan = plan_restore(behind, tables.schema, tables.shards)
         self.met.path = self.met.path.then(behind.since, plan.path)
         return apply_rows(self._tier.log, plan, tables.kernels, met=self.met)
 
@@ -129,7 +132,7 @@ class Restoring:
 
     # Choosing.
 
-    def _find(self, marker: MarkerId | None) -> Choice | None:
+    def _find(self, marker: MarkerId | None) -> Route | None:
         """The marker; behind it, all ranks know where to read it from, and a HEAD that they count on is open."""
         choice = self._look(marker, self._open_head if self._use_head else lambda _: None)
         if choice is not None and choice.held is not None and choice.held.head is not None:
@@ -138,13 +141,13 @@ class Restoring:
             self._close_head()
         return choice
 
-    def _look(self, marker: MarkerId | None, head: Callable[[bytes], HeadState | None]) -> Choice | None:
+    def _look(self, marker: MarkerId | None, head: Callable[[bytes], HeadState | None]) -> Route | None:
         if self._tiers is None:
             return self._team.on_rank0(lambda: self._look_up(marker, head))
         choice, self.source = self._tiers.find(marker, head, self._passed, self._damaged)
         return choice
 
-    def _look_up(self, marker: MarkerId | None, head: Callable[[bytes], HeadState | None]) -> Choice | None:
+    def _look_up(self, marker: MarkerId | None, head: Callable[[bytes], HeadState | None]) -> Route | None:
         """(rank 0)"""
         tier = self._tier
         lineage = tier.control.refresh() if tier.log.incarnation() is not None else Lineage()
@@ -158,18 +161,13 @@ class Restoring:
         found, damaged = self._passed, self._damaged
         return choose(tier.log, lineage, tier.dense, marker, tier.objects, head, passed=found, damaged=damaged)
 
-    def _plan(self, tables: Tables, choice: Choice) -> RestorePlan:
+    def _plan(self, tables: Tables, choice: Route) -> RestorePlan:
         merge = self._config.on_column_resplit == "merge"
-        marker = choice.commit.id
-        plan = self._team.together(
-            lambda: plan_restore(
-                choice.lineage, marker, choice.shards, tables.schema, tables.shards, merge=merge, held=choice.held
-            )
-        )
+        plan = self._team.together(lambda: plan_restore(choice, tables.schema, tables.shards, merge=merge))
         self._team.together(lambda: self._dense.check(self.source.dense.local(choice.commit), plan.world))
         return plan
 
-    def _apply(self, tables: Tables, plan: RestorePlan, choice: Choice) -> int:
+    def _apply(self, tables: Tables, plan: RestorePlan, choice: Route) -> int:
         source, held = self.source, choice.held
         store = StoreSource(source.objects, held.scalars) if held is not None else None
         self.met = Met(plan.path)
@@ -185,7 +183,7 @@ class Restoring:
             read = [each.interval for each in plan.reads]
             raise located(error, source.log, read, plan.schema, held) from None
 
-    def _go_elsewhere(self, choice: Choice, error: CorruptionError, *, may_pass: bool) -> None:
+    def _go_elsewhere(self, choice: Route, error: CorruptionError, *, may_pass: bool) -> None:
         """(all ranks) A marker is damaged where it was read: note it, so that the next look finds another place.
 
         Raises:
@@ -205,7 +203,7 @@ class Restoring:
 
     # HEAD.
 
-    def _everywhere(self, choice: Choice, head: HeadState) -> Choice:
+    def _everywhere(self, choice: Route, head: HeadState) -> Route:
         """``choice`` if each host has what rank 0's HEAD holds, else one that counts on none."""
         if all(self._team.gather(self._has_head(head))):
             return choice
@@ -236,7 +234,7 @@ class Restoring:
             self._head = None
 
 
-def _segment(choice: Choice, error: CorruptionError) -> str | None:
+def _segment(choice: Route, error: CorruptionError) -> str | None:
     """The segment of the store that ``error`` is about, if the marker was read from it."""
     said = str(error.where.get("name", error.where.get("path", "")))
     names = (picked.ref.name for piece in (choice.held.pieces if choice.held else ()) for picked in piece.segments)

@@ -25,8 +25,9 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import Log
-from torchrec_stream_ckpt.restore.choose import Choice, look_behind, shards_of
-from torchrec_stream_ckpt.restore.plan import Behind, RestorePlan, Shards
+from torchrec_stream_ckpt.restore.plan import RestorePlan
+from torchrec_stream_ckpt.route.find import route_since
+from torchrec_stream_ckpt.route.route import Route, Shards
 from torchrec_stream_ckpt.types import MarkerId
 
 log = logging.getLogger(__name__)
@@ -80,8 +81,8 @@ class Standby:
         team: Team,
         log_: Log,
         control: Control,
-        load: Callable[[], tuple[RestorePlan, Choice, int] | None],
-        advance: Callable[[Behind], int],
+        load: Callable[[], tuple[RestorePlan, Route, int] | None],
+        advance: Callable[[Route], int],
         takeover: Takeover,
         uri: str,
     ) -> None:
@@ -182,13 +183,13 @@ class Standby:
                 log.warning("the spare loads all rows again: %s", error.headline)
             self._load_all()
 
-    def _behind(self) -> Behind | None:
+    def _behind(self) -> Route | None:
         """(rank 0) What leads from where the tables stand to the newest marker; None: nothing does."""
         lineage = self._refresh()
         newest = lineage.newest
         if self._at is None or newest is None or self._at not in lineage.leading_to(newest.id):
             return None
-        behind = look_behind(self._log, lineage, self._at, newest.id, self._known)
+        behind = route_since(self._log, lineage, self._at, newest.id, self._known)
         self._known = {**self._known, **behind.shards}
         return behind
 
@@ -201,7 +202,7 @@ class Standby:
             return
         plan, choice, rows = loaded
         self._team.together(lambda: _refuse_merges(plan))
-        self._known, self._at = shards_of(choice), plan.marker
+        self._known, self._at = choice.all_shards(), plan.marker
         self.rows = rows
         if self._team.rank == 0:
             log.info("standing by at marker %s, loaded from %s", plan.marker, plan.source)

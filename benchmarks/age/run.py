@@ -35,7 +35,7 @@ from torchrec_stream_ckpt.format.referring import brief  # noqa: E402
 from torchrec_stream_ckpt.format.schema import Schema  # noqa: E402
 from torchrec_stream_ckpt.layout import CONTROL_FILE, partition_dir, segment_name  # noqa: E402
 from torchrec_stream_ckpt.log.files import FileLog  # noqa: E402
-from torchrec_stream_ckpt.restore.choose import choose  # noqa: E402
+from torchrec_stream_ckpt.route.find import choose  # noqa: E402
 from torchrec_stream_ckpt.store.dense import DenseFolder  # noqa: E402
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec  # noqa: E402
 

@@ -20,9 +20,10 @@ from torchrec_stream_ckpt.layout import partition_dir
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
 from torchrec_stream_ckpt.restore import apply
-from torchrec_stream_ckpt.restore.choose import Choice, choose
 from torchrec_stream_ckpt.restore.plan import RestorePlan, plan_restore
 from torchrec_stream_ckpt.restore.proofs import Met
+from torchrec_stream_ckpt.route.find import choose
+from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.dense import DenseFolder
 from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
@@ -145,7 +146,7 @@ class FromStore:
             if path in needed or path.suffix != ".seg":
                 yield path
 
-    def _plan(self, log: FileLog, objects: Objects, interval: int) -> tuple[Choice, RestorePlan]:
+    def _plan(self, log: FileLog, objects: Objects, interval: int) -> tuple[Route, RestorePlan]:
         choice, plan = _plan(log, self._folder, self._trainer.workload, marker_of(interval), objects)
         assert plan.reach == plan.marker, "the store does not serve all of it"
         return choice, plan
@@ -178,11 +179,11 @@ class Head:
 
 def _plan(
     log: FileLog, store: Path, workload: Workload, marker: MarkerId, objects: Objects | None
-) -> tuple[Choice, RestorePlan]:
+) -> tuple[Route, RestorePlan]:
     choice = choose(log, Control(log).refresh(), DenseFolder(store), marker, objects)
     assert choice is not None
     shards = [TableShard(table, 0, spec.rows, 0, spec.dim) for table, spec in enumerate(workload.schema.tables)]
-    plan = plan_restore(choice.lineage, choice.commit.id, choice.shards, workload.schema, shards, held=choice.held)
+    plan = plan_restore(choice, workload.schema, shards)
     return choice, plan
 
 

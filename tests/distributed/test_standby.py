@@ -18,8 +18,8 @@ from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import FencedError
 from torchrec_stream_ckpt.layout import DATA_DIR
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.restore.plan import Behind
 from torchrec_stream_ckpt.restoring import Tables
+from torchrec_stream_ckpt.route.route import Route
 
 pytestmark = pytest.mark.distributed
 
@@ -50,7 +50,7 @@ def stand_by(spec: Spec, settings: StreamConfig, folder: Path, takeover: Takeove
     checkpointer = jobs.attach(job, settings)
     advance = checkpointer._restoring.behind
 
-    def advancing(tables: Tables, behind: Behind) -> int:
+    def advancing(tables: Tables, behind: Route) -> int:
         rows = advance(tables, behind)
         (folder / f"advanced-{behind.commit.marker}-{dist.get_rank()}").touch()
         return rows

@@ -21,10 +21,10 @@ from torchrec_stream_ckpt.layout import dense_name
 from torchrec_stream_ckpt.log.api import Incarnation, LogReader
 from torchrec_stream_ckpt.log.stream import read_hello
 from torchrec_stream_ckpt.materialize.materializer import Policy
-from torchrec_stream_ckpt.restore.choose import choose, look_behind, shards_of
 from torchrec_stream_ckpt.restore.plan import plan_reads
 from torchrec_stream_ckpt.restore.verdicts import Verifier
 from torchrec_stream_ckpt.restore.verify import verify_marker
+from torchrec_stream_ckpt.route.find import choose, route_since
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import DenseFolder
 from torchrec_stream_ckpt.types import LogSpan, MarkerId, TableShard
@@ -88,7 +88,7 @@ def test_a_marker_is_chosen_without_opening_a_stream(tmp_path: Path) -> None:
         said = [read_hello(job.log, claim, commit, end).shards for end in commit.ranks]
         assert list(choice.shards[commit.generation]) == said
     assert choice.shards[1] is choice.shards[2], "one object for one layout"
-    plan = plan_reads(choice.lineage, choice.commit.id, choice.shards, SCHEMA, TARGETS)
+    plan = plan_reads(choice, SCHEMA, TARGETS)
     assert {(read.interval.commit.generation, read.interval.end.rank) for read in plan.reads} == {
         (commit.generation, end.rank) for commit in lineage.commits.values() for end in commit.ranks
     }
@@ -124,7 +124,7 @@ def test_a_marker_whose_own_streams_are_gone_is_passed_over_at_once(tmp_path: Pa
 def test_what_lies_behind_a_marker_is_known_without_opening_a_stream(tmp_path: Path) -> None:
     job, lineage = grown(tmp_path, True, True, True)
     log = Counting(job.log)
-    behind = look_behind(log, lineage, MarkerId(1, 1), MarkerId(3, 1), {})
+    behind = route_since(log, lineage, MarkerId(1, 1), MarkerId(3, 1), {})
     assert log.read_of == []
     assert behind.shards.keys() == {each.claim.generation for each in behind.intervals} == {2, 3}
 
@@ -138,12 +138,12 @@ def test_a_spare_knows_the_shards_of_a_generation_whose_rows_a_store_gave(tmp_pa
         assert choice is not None
         assert choice.held is not None
         assert not choice.shards
-        known = shards_of(choice)
+        known = choice.all_shards()
         assert list(known[1]) == [tuple(stream.shards) for stream in job.streams]
         job.touch()
         newest = committed(job)
         log = Counting(job.log)
-        behind = look_behind(log, Control(job.log).refresh(), MarkerId(1, 1), newest.id, known)
+        behind = route_since(log, Control(job.log).refresh(), MarkerId(1, 1), newest.id, known)
         assert log.read_of == []
         assert behind.shards == known
 
@@ -160,7 +160,7 @@ def test_a_store_that_says_other_shards_than_the_claim_is_refused(tmp_path: Path
     choice = choose(job.log, lineage, DenseFolder(tmp_path), None, open_store(str(tmp_path)))
     assert choice is not None
     with pytest.raises(CorruptionError, match="the store says that the ranks held other shards than the CLAIM says"):
-        shards_of(choice)
+        choice.all_shards()
 
 
 class Forged(Job):

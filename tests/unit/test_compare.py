@@ -30,9 +30,10 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Proof, Window
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.restore.compare import Check, Tally, shared_blocks
-from torchrec_stream_ckpt.restore.proofs import NEVER, Circle, Marks, Met, Path, agree, blocks_of
+from torchrec_stream_ckpt.restore.proofs import NEVER, Circle, Marks, Met, agree, blocks_of
 from torchrec_stream_ckpt.restore.rowsums import RowSums
 from torchrec_stream_ckpt.restore.unproved import name_blocks
+from torchrec_stream_ckpt.route.path import Path
 from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
 
 

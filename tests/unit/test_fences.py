@@ -56,10 +56,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "control": LEAVES | {"format", "log", "store", "control"},
     "commit": LEAVES | {"format", "adapter", "log", "store", "control", "commit"},
     "route": LEAVES | {"format", "log", "store", "control", "route"},
-    "restore": LEAVES | {"format", "adapter", "log", "store", "restore", "proving"},
+    "restore": LEAVES | {"format", "adapter", "log", "store", "restore", "proving", "route"},
     "materialize": LEAVES | {"format", "log", "store", "materialize"},
     "interchange": LEAVES
-    | {"format", "adapter", "log", "store", "control", "commit", "restore", "materialize", "interchange"},
+    | {"format", "adapter", "log", "store", "control", "commit", "restore", "materialize", "interchange", "route"},
     "tiers": LEAVES | {"format", "log", "store", "control", "commit", "route", "restore", "tiers"},
     "follower": LEAVES
     | {"format", "log", "store", "control", "route", "restore", "materialize", "interchange", "follower"},
@@ -88,7 +88,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "standby",
     },
     "restoring": LEAVES | {"format", "adapter", "log", "store", "control", "commit", "route", "restore", "tiers"},
-    "standby": LEAVES | {"format", "log", "control", "commit", "restore"},
+    "standby": LEAVES | {"format", "log", "control", "commit", "restore", "route"},
     "planner": LEAVES | {"format", "route", "restore", "tiers"},
     "broker": {"errors", "broker"},
     "reporting": LEAVES | {"format", "log", "store", "reporting"},
@@ -298,7 +298,7 @@ print(json.dumps([early, sorted(sys.modules)]))
     names = modules()
     assert f"{PACKAGE}.cli.main" in names
     assert f"{PACKAGE}.broker.kraft" in names
-    assert {f"{PACKAGE}.restore.{name}" for name in ("plan", "choose", "reshard")} <= set(names)
+    assert {f"{PACKAGE}.{name}" for name in ("restore.plan", "route.find", "restore.reshard")} <= set(names)
     done = subprocess.run(
         [sys.executable, "-c", program, json.dumps(names)], capture_output=True, text=True, timeout=300, check=False
     )

@@ -43,7 +43,8 @@ from torchrec_stream_ckpt.materialize.gc import GcRules, collect
 from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
 from torchrec_stream_ckpt.materialize.retention import Retention
-from torchrec_stream_ckpt.restore.choose import choose, hold, warm
+from torchrec_stream_ckpt.route.find import choose
+from torchrec_stream_ckpt.route.held import hold, warm
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense

@@ -45,7 +45,7 @@ from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
 from torchrec_stream_ckpt.materialize.retention import Retention
 from torchrec_stream_ckpt.materialize.synced import check_synced
 from torchrec_stream_ckpt.metrics import METRICS
-from torchrec_stream_ckpt.restore.choose import choose
+from torchrec_stream_ckpt.route.find import choose
 from torchrec_stream_ckpt.service import Event
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog

@@ -23,12 +23,13 @@ from torchrec_stream_ckpt.layout import FoldName, StoreSegment, manifest_name
 from torchrec_stream_ckpt.materialize.materializer import Policy
 from torchrec_stream_ckpt.materialize.merge import merge
 from torchrec_stream_ckpt.restore import from_store
-from torchrec_stream_ckpt.restore.choose import choose, hold
 from torchrec_stream_ckpt.restore.from_store import apply_store
 from torchrec_stream_ckpt.restore.plan import plan_reads
 from torchrec_stream_ckpt.restore.reshard import Move, intersect
 from torchrec_stream_ckpt.restore.target import Scratch, Target
 from torchrec_stream_ckpt.restore.verify import verify_marker
+from torchrec_stream_ckpt.route.find import choose
+from torchrec_stream_ckpt.route.held import hold
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.types import MarkerId, TableShard
@@ -289,7 +290,7 @@ def restored(history: History, marker: MarkerId) -> dict[tuple[int, int], bytes]
     choice = choose(history.log, history.lineage, open_dense(str(history.root)), marker, history.objects)
     assert choice is not None
     shards = [TableShard(0, 0, 6, 0, 4), TableShard(1, 0, 3, 0, 4), TableShard(1, 3, 5, 0, 4)]
-    plan = plan_reads(choice.lineage, marker, choice.shards, SCHEMA, shards, choice.held)
+    plan = plan_reads(choice, SCHEMA, shards)
     assert not plan.reads
     planes = {shard: (zeros("float32", shard.rows, 4), zeros("float32", shard.rows)) for shard in shards}
     targets = {

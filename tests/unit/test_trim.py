@@ -31,8 +31,8 @@ from torchrec_stream_ckpt.format.dense import dense_path, digest_files
 from torchrec_stream_ckpt.layout import parse_segment
 from torchrec_stream_ckpt.log.api import Freed, Incarnation
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.restore.choose import choose
 from torchrec_stream_ckpt.restore.verify import verify_marker
+from torchrec_stream_ckpt.route.find import choose
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
 from torchrec_stream_ckpt.units import size

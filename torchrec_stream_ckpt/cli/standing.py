@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 
 from torchrec_stream_ckpt.errors import StreamCkptError, TrimmedError
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.format.interval import intervals
 from torchrec_stream_ckpt.format.rank_ends import RankEnds
 from torchrec_stream_ckpt.log.stream import read_stream
-from torchrec_stream_ckpt.restore.choose import check_incarnation, check_not_trimmed
 from torchrec_stream_ckpt.route.job import Job
+from torchrec_stream_ckpt.route.route import Route, source_of
 from torchrec_stream_ckpt.store.holdings import Holding, Holdings
 from torchrec_stream_ckpt.types import MarkerId, RankEnd
 
@@ -50,8 +49,7 @@ def look(job: Job, commit: Commit) -> Standing:
     lacks, trimmed = ("", "") if stands else _lacks(job, commit, reach)
     if reason or lacks:
         return Standing(reason or lacks, "" if reason else trimmed, None, in_log, None, holding)
-    source = "log" if reach is None else "store" if reach == commit.id else "store+log"
-    return Standing("", "", source, in_log, None, holding)
+    return Standing("", "", source_of(commit.id, reach), in_log, None, holding)
 
 
 def _dropped(job: Job, commit: Commit, holdings: Holdings) -> Standing:
@@ -120,9 +118,9 @@ def _has_streams(job: Job, marker: MarkerId, reach: MarkerId | None) -> bool:
 def _lacks(job: Job, commit: Commit, reach: MarkerId | None) -> tuple[str, str]:
     """(what the log lacks behind ``reach``, the store that has it if it was trimmed); empty for nothing."""
     try:
-        check_not_trimmed(job.log, job.lineage, commit.id, reach)  # first: a log that was recovered is another one, too
-        check_incarnation(job.log, job.lineage, commit.id, reach)
-        for each in intervals(job.lineage, commit.id, reach):
+        route = Route(job.lineage, commit, since=reach)
+        route.check(job.log)
+        for each in route.intervals:
             next(read_stream(job.log, each.commit, each.end, each.after))
     except TrimmedError as error:
         store = str(error.where["store"])

@@ -30,8 +30,8 @@ from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.options import Options
-from torchrec_stream_ckpt.restore.choose import load_catalog
 from torchrec_stream_ckpt.restore.plan import check_schema
+from torchrec_stream_ckpt.route.held import load_catalog
 from torchrec_stream_ckpt.types import MarkerId, TableSpec
 
 log = logging.getLogger(__name__)

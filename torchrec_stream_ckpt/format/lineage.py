@@ -321,10 +321,17 @@ class Lineage:
             leading += same[: bisect_right(same, ancestor)]
         return leading
 
-    def towards(self, marker: MarkerId) -> Lineage:
-        """Of all this only what a restore of ``marker`` needs: the markers that lead to it, and their generations."""
-        generations = sorted(each.generation for each in self.way(marker))
-        return Lineage({each: self.claims[each] for each in generations}, self.commits.only(self.leading_to(marker)))
+    def towards(self, marker: MarkerId, since: MarkerId | None = None) -> Lineage:
+        """Of all this only what a restore of ``marker`` needs: the markers that lead to it, and their generations.
+
+        With ``since``, a marker on the path that the reader has: of those before it only what the path stands on.
+        """
+        way, leading = self.way(marker), self.leading_to(marker)
+        if since is not None:
+            place = leading.index(since)
+            leading = [each for each in leading[:place] if each in way] + leading[place:]
+        claims = {each.generation: self.claims[each.generation] for each in way}
+        return Lineage(claims, self.commits.only(leading))
 
     def newest_of(self, generation: int) -> MarkerId:
         """The newest committed marker of a generation that has one."""

@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 
 from torchrec_stream_ckpt.errors import ConfigError, StoreUnavailableError
-from torchrec_stream_ckpt.format.interval import intervals
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.materialize.fold import fold_interval
-from torchrec_stream_ckpt.restore.choose import check_incarnation, check_not_trimmed, hold, load_catalog
+from torchrec_stream_ckpt.route.held import hold, load_catalog
+from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.folder import FolderObjects
 from torchrec_stream_ckpt.store.reader import Picked, load_fronts
@@ -87,9 +87,8 @@ def open_sources(
     if catalog is not None:
         catalog.check_offered(marker)
     held = hold(catalog, lineage, marker, since) if catalog is not None else None
-    start = held.reach if held is not None else since
-    check_not_trimmed(log, lineage, marker, start)
-    check_incarnation(log, lineage, marker, start)
+    route = Route.to(lineage, marker, held, since)
+    route.check(log)
     with ThreadPoolExecutor(_READERS) as pool, _scratch(scratch) as folder:
         pieces = held.pieces if held is not None else ()
         stored = [
@@ -98,10 +97,8 @@ def open_sources(
             for picked in piece.segments
             if objects is not None  # else there are no pieces
         ]
-        tail = list(_fold_tail(log, lineage, marker, start, FolderObjects(folder), pool, progress))
-        yield Sources(
-            lineage.claims[marker.generation].schema, lineage.bases(marker), tuple([*stored, *tail][::-1]), pool
-        )
+        tail = list(_fold_tail(log, route, FolderObjects(folder), pool, progress))
+        yield Sources(route.schema, route.bases, tuple([*stored, *tail][::-1]), pool)
 
 
 @contextlib.contextmanager
@@ -118,15 +115,13 @@ def _scratch(folder: Path) -> Iterator[Path]:
 
 def _fold_tail(
     log: Log,
-    lineage: Lineage,
-    marker: MarkerId,
-    start: MarkerId | None,
+    route: Route,
     folder: FolderObjects,
     pool: Executor,
     progress: Callable[[int], None],
 ) -> Iterator[Source]:
-    """What the log has behind ``start``, in the order of the path."""
-    for interval in intervals(lineage, marker, start):
+    """What the log gives, in the order of the path."""
+    for interval in route.intervals:
         commit = interval.commit
         # Which shards the rank held is for those who go on folding: nobody does here.
         refs = fold_interval(log, folder, interval, (), progress)

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, Digests, Ints
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.restore.proofs import Circle, Marks, Path, Places, Said, blocks_of, digests_of
+from torchrec_stream_ckpt.restore.proofs import Circle, Marks, Places, Said, blocks_of, digests_of
+from torchrec_stream_ckpt.route.path import Path
 from torchrec_stream_ckpt.types import TableShard
 
 Flags = npt.NDArray[np.bool_]

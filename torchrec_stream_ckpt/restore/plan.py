@@ -9,15 +9,14 @@ from functools import cache
 import numpy as np
 
 from torchrec_stream_ckpt.errors import ColumnResplitError, CorruptionError, SchemaMismatchError
-from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.head import HeadState
-from torchrec_stream_ckpt.format.interval import Interval, intervals
-from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.interval import Interval
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import check_tables, slices_of
 from torchrec_stream_ckpt.restore.cover import covered_cells
-from torchrec_stream_ckpt.restore.proofs import Path
 from torchrec_stream_ckpt.restore.reshard import Move, intersect
+from torchrec_stream_ckpt.route.path import Path
+from torchrec_stream_ckpt.route.route import Route, Shards
 from torchrec_stream_ckpt.store.reader import Held, Picked
 from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
 
@@ -115,66 +114,40 @@ def _distinct(warm: Sequence[Move], stored: Sequence[StoreRead], reads: Sequence
     return list(dict.fromkeys((*warm, *of_reads)))
 
 
-Shards = Mapping[int, Sequence[tuple[TableShard, ...]]]
-"""What each rank held, by generation; generations with one layout have one object."""
-
-
-def plan_restore(
-    lineage: Lineage,
-    marker: MarkerId,
-    shards: Shards,
-    schema: Schema,
-    targets: Sequence[TableShard],
-    *,
-    merge: bool = False,
-    held: Held | None = None,
-) -> RestorePlan:
-    """Plan the restore of ``marker`` into ``targets``. Pure: reads and writes nothing.
+def plan_restore(route: Route, schema: Schema, targets: Sequence[TableShard], *, merge: bool = False) -> RestorePlan:
+    """Plan what brings a marker into ``targets``. Pure: reads and writes nothing.
 
     Args:
-        lineage: The control partition.
-        marker: A committed marker.
-        shards: What the ranks held in every generation that the log has to give something of.
+        route: The way to the marker, :meth:`~Route.complete`.
         schema: The tables of the restoring job.
-        targets: The shards of this rank.
+        targets: The shards of this rank. If the route begins at a marker, they hold that one.
         merge: Allow a changed column split of a row-wise optimizer (``on_column_resplit="merge"``).
-        held: What HEAD and the store have on the path to ``marker``.
 
     Raises:
         SchemaMismatchError: a table is missing or differs; names it and both values.
         ColumnResplitError: row-wise state has no exact answer under the new columns.
         CorruptionError: the sources do not cover a target.
     """
-    plan = plan_reads(lineage, marker, shards, schema, targets, held)
+    plan = plan_reads(route, schema, targets)
     _check_resplit(plan, merge=merge)
     return plan
 
 
-def plan_reads(
-    lineage: Lineage,
-    marker: MarkerId,
-    shards: Shards,
-    schema: Schema,
-    targets: Sequence[TableShard],
-    held: Held | None = None,
-) -> RestorePlan:
+def plan_reads(route: Route, schema: Schema, targets: Sequence[TableShard]) -> RestorePlan:
     """``plan_restore`` for one that only reads: whether states can be put together is not asked."""
-    commit = lineage.find(marker)
-    saved = lineage.claims[marker.generation].schema
-    check_schema(saved, schema)
-    schema = saved  # its tables have their ids
-    bases = lineage.bases(marker)
+    check_schema(route.schema, schema)
+    schema, held, bases = route.schema, route.held, route.bases  # the tables of the marker have their ids
     stored = list(_store_reads(schema, held, targets, bases)) if held is not None else []
     head = held.head if held is not None else None
     warm = _head_moves(schema, head, targets, bases) if head is not None else ()
-    needed = intervals(lineage, marker, held.reach if held is not None else None)
-    reads = _stream_reads(needed, shards, targets, bases)
+    reads = _stream_reads(route.intervals, route.shards, targets, bases)
     moves = _distinct(warm, stored, reads)
-    _check_cover(schema, targets, moves)
+    if route.since is None:
+        _check_cover(schema, targets, moves)
     return RestorePlan(
-        marker,
-        commit.step,
-        len(commit.ranks),
+        route.marker,
+        route.commit.step,
+        len(route.commit.ranks),
         schema,
         tuple(targets),
         reads,
@@ -183,48 +156,10 @@ def plan_reads(
         held.reach if held is not None else None,
         head.marker if head is not None else None,
         warm,
-        path=Path.to(lineage, marker),
+        live=route.since,
+        path=route.path,
         based_on=head.marker if head is not None else held.pieces[0].end if held is not None else None,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Behind:
-    """What the log holds behind one marker, up to another one that stands on it."""
-
-    since: MarkerId
-    commit: Commit
-    schema: Schema
-    intervals: tuple[Interval, ...]
-    shards: Shards
-    bases: Mapping[int, int]
-    path: Path = field(default_factory=Path)
-    """The markers behind ``since``."""
-
-
-def plan_behind(behind: Behind, schema: Schema, targets: Sequence[TableShard]) -> RestorePlan:
-    """Plan what brings targets that hold the one marker to the other. Pure: reads and writes nothing.
-
-    Raises:
-        SchemaMismatchError: a table is missing or differs.
-        ColumnResplitError: row-wise state has no exact answer under the new columns.
-    """
-    check_schema(behind.schema, schema)
-    schema = behind.schema
-    reads = _stream_reads(behind.intervals, behind.shards, targets, behind.bases)
-    plan = RestorePlan(
-        behind.commit.id,
-        behind.commit.step,
-        len(behind.commit.ranks),
-        schema,
-        tuple(targets),
-        reads,
-        _resplit_tables(schema, [move for read in reads for move in read.moves]),
-        live=behind.since,
-        path=behind.path,
-    )
-    _check_resplit(plan, merge=False)
-    return plan
 
 
 def _store_reads(

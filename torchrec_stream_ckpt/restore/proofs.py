@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -12,11 +11,10 @@ import numpy.typing as npt
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Mark
 from torchrec_stream_ckpt.format.frame import Header
-from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Digests, Ints, Proof, Window, positions
-from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.route.path import Path
 from torchrec_stream_ckpt.store.reader import Held
-from torchrec_stream_ckpt.types import MarkerId, RankEnd, TableShard
+from torchrec_stream_ckpt.types import MarkerId, TableShard
 
 Places = npt.NDArray[np.int32]
 """Markers by their places on a path; -1: no marker."""
@@ -25,58 +23,6 @@ NEVER = 2**31 - 1
 """In the place of the marker that last sent a row: the block cannot be checked."""
 _ROUNDS = 2
 """Rounds of windows that are kept of each rank: one proves all, the other makes up for markers without a proof."""
-
-
-@dataclass(frozen=True, slots=True)
-class Path:
-    """Committed markers that lead to one, oldest first. A marker's *place* is its index."""
-
-    chain: tuple[MarkerId, ...] = ()
-    ends: tuple[Sequence[RankEnd], ...] = ()
-    """For each marker, where its ranks stand."""
-    ids: Mapping[int, tuple[int | None, ...]] = field(default_factory=dict)
-    """Generation -> ids of its tables, by their index."""
-
-    @classmethod
-    def to(cls, lineage: Lineage, marker: MarkerId, since: MarkerId | None = None) -> Path:
-        """All of them, or those behind ``since``, which is one of them."""
-        commits = lineage.chain(marker)
-        if since is not None:
-            commits = commits[[commit.id for commit in commits].index(since) + 1 :]
-        chain = tuple(commit.id for commit in commits)
-        ends = tuple(commit.ranks for commit in commits)
-        generations = {each.generation for each in chain}
-        return cls(chain, ends, {each: _ids(lineage.claims[each].schema) for each in generations})
-
-    def then(self, since: MarkerId, tail: Path) -> Path:
-        """The path up to ``since``, and what follows on it."""
-        place = self.place(since) + 1
-        return Path(self.chain[:place] + tail.chain, self.ends[:place] + tail.ends, {**self.ids, **tail.ids})
-
-    def place(self, marker: MarkerId) -> int:
-        """The place of ``marker``, or of the first one that holds what was sent for it."""
-        return bisect_left(self.chain, marker)
-
-    def place_of(self, mark: Header) -> int | None:
-        """That of a MARK; None where its marker was not committed, or leads elsewhere."""
-        marker = MarkerId(mark.generation, mark.marker)
-        place = self.place(marker)
-        if place == len(self.chain) or self.chain[place] != marker or mark.rank >= len(self.ends[place]):
-            return None
-        return place if mark.header_crc == self.ends[place][mark.rank].chain else None
-
-    def id(self, table: int) -> int | None:
-        """Of a table, by its index at the last marker."""
-        return self.ids[self.chain[-1].generation][table]
-
-    def same_table(self, table: int) -> npt.NDArray[np.bool_]:
-        """One flag a place: whether the table of this index has the id that it has at the last marker."""
-        last = self.id(table)
-        return np.array([last is not None and self.ids[each.generation][table] == last for each in self.chain])
-
-
-def _ids(schema: Schema) -> tuple[int | None, ...]:
-    return tuple(table.id for table in schema.tables)
 
 
 @dataclass(frozen=True, slots=True)

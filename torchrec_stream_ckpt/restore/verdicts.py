@@ -23,7 +23,6 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import check_tables, decode_chunk
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import check_hello, checked_payload, read_mark, read_stream
-from torchrec_stream_ckpt.restore.choose import check_incarnation, check_not_trimmed, load_catalog
 from torchrec_stream_ckpt.restore.coverage import Coverage
 from torchrec_stream_ckpt.restore.ledger import Ledger
 from torchrec_stream_ckpt.restore.located import Placing, in_segments
@@ -32,6 +31,8 @@ from torchrec_stream_ckpt.restore.steps import Step, Steps
 from torchrec_stream_ckpt.restore.told import Told
 from torchrec_stream_ckpt.restore.unproved import Compared
 from torchrec_stream_ckpt.restore.verify import READERS, CompareDense, Verified, replicated_of
+from torchrec_stream_ckpt.route.held import load_catalog
+from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore
@@ -155,9 +156,7 @@ class Verifier:
         if self._catalog is not None:
             self._catalog.check_offered(marker)
         try:
-            reach = self._steps.reach(marker)
-            check_not_trimmed(self._log, self._lineage, marker, reach)
-            check_incarnation(self._log, self._lineage, marker, reach)
+            Route.to(self._lineage, marker, since=self._steps.reach(marker)).check(self._log)
         except (TrimmedError, CorruptionError) as error:
             self._refused[marker] = error
         return marker not in self._refused

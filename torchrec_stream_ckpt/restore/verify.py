@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.frame import Header, Kind
-from torchrec_stream_ckpt.format.interval import intervals
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import Proof
 from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
@@ -18,18 +17,13 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import decode_chunk, slices_of
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.stream import check_hello, checked_payload, read_mark, read_stream
-from torchrec_stream_ckpt.restore.choose import (
-    check_incarnation,
-    check_not_trimmed,
-    load_all,
-    load_catalog,
-    shards_behind,
-)
 from torchrec_stream_ckpt.restore.coverage import Coverage
-from torchrec_stream_ckpt.restore.plan import Shards, plan_reads
-from torchrec_stream_ckpt.restore.proofs import Met, Path, Said
+from torchrec_stream_ckpt.restore.plan import plan_reads
+from torchrec_stream_ckpt.restore.proofs import Met, Said
 from torchrec_stream_ckpt.restore.rowsums import RowSums
 from torchrec_stream_ckpt.restore.unproved import Compared, Unproved
+from torchrec_stream_ckpt.route.held import load_all, load_catalog
+from torchrec_stream_ckpt.route.route import Route, Shards
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.store.reader import Held, read_chunks
@@ -99,26 +93,26 @@ def verify_marker(
     commit = lineage.find(marker)
     schema = lineage.claims[marker.generation].schema
     held = _hold(objects, lineage, marker)
-    reach = held.reach if held is not None else None
+    route = Route(lineage, commit, held)
     dense.verify(commit)
-    check_not_trimmed(log, lineage, marker, reach)
-    check_incarnation(log, lineage, marker, reach)
-    shards = shards_behind(log, lineage, marker, held)
+    route.check(log)
+    route = route.complete(log)
+    shards = route.shards
     # A plan for one process that holds every table whole reads every stream, and proves that they cover it.
     whole = [TableShard(index, 0, table.rows, 0, table.dim) for index, table in enumerate(schema.tables)]
-    plan = plan_reads(lineage, marker, shards, schema, whole, held)
+    plan = plan_reads(route, schema, whole)
     coverage = _Coverage(schema)
-    bases = lineage.bases(marker)
-    met = Met(Path.to(lineage, marker))
+    bases = route.bases
+    met = Met(route.path)
     if held is not None:
         met.held(held)
-    slices, own = _slices(shards, held, bases), _own_shards(marker, shards, held)
+    slices, own = _slices(shards, held, bases), route.own_shards
     sums = RowSums(schema, met, slices, own)
     stored_rows = stored_bytes = 0
     if held is not None and objects is not None:
         stored_rows, stored_bytes = _read_store(objects, held, schema, bases, coverage, met, sums, progress)
     read = frames = rows = num_bytes = 0
-    for interval in intervals(lineage, marker, reach):
+    for interval in route.intervals:
         ancestor, end = interval.commit, interval.end
         read += 1
         for header, frame in read_stream(log, ancestor, end, interval.after):
@@ -152,7 +146,7 @@ def verify_marker(
         num_bytes,
         commit.dense_count,
         commit.dense_bytes,
-        reach,
+        route.reach,
         sum(len(piece.segments) for piece in held.pieces) if held is not None else 0,
         stored_rows,
         stored_bytes,

@@ -13,9 +13,9 @@ from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.restore.choose import Choice
-from torchrec_stream_ckpt.restore.passed import Passed
 from torchrec_stream_ckpt.route.job import Tier, open_tier
+from torchrec_stream_ckpt.route.passed import Passed
+from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.tiers.opening import claim_both
 from torchrec_stream_ckpt.tiers.process import RelayProcess
 from torchrec_stream_ckpt.tiers.source import OUTER, Found, Place, Source, look_up
@@ -70,7 +70,7 @@ class Tiered:
         head: Callable[[bytes], HeadState | None],
         passed: Passed,
         damaged: Mapping[str, CorruptionError],
-    ) -> tuple[Choice | None, Source]:
+    ) -> tuple[Route | None, Source]:
         """(all ranks) ``marker``, or the newest one that is whole, and what to read it from; see ``look_up``."""
         found: Found | None = self._team.on_rank0(
             lambda: look_up(self._tiers, marker, head, places=self._damaged, passed=passed, damaged=damaged)

@@ -18,8 +18,10 @@ from torchrec_stream_ckpt.errors import (
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.layout import parse_uri
 from torchrec_stream_ckpt.log.api import Incarnation, LogReader
-from torchrec_stream_ckpt.restore.choose import NONE, Choice, choose
-from torchrec_stream_ckpt.restore.passed import Passed
+from torchrec_stream_ckpt.route.find import choose
+from torchrec_stream_ckpt.route.held import NONE
+from torchrec_stream_ckpt.route.passed import Passed
+from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.tiers.state import MIXED, TierState
@@ -71,7 +73,7 @@ OUTER = Place(0, outer_alone=True)
 class Found:
     """A marker, and where it is."""
 
-    choice: Choice
+    choice: Route
     place: Place
     generation: int
     """The newest one that was claimed then."""

@@ -1,0 +1,233 @@
+"""Where the bytes of a marker are, and whether they are there: a value, of which restores, verify and exports are made.
+
+A HEAD gives the oldest rows, pieces of the store those that follow, intervals of the log the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError, TrimmedError
+from torchrec_stream_ckpt.format.control import Claim, Commit
+from torchrec_stream_ckpt.format.interval import Interval, generations, intervals, intervals_of
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.log.api import LogReader
+from torchrec_stream_ckpt.log.stream import held_by
+from torchrec_stream_ckpt.route.path import Path
+from torchrec_stream_ckpt.store.reader import Held
+from torchrec_stream_ckpt.types import MarkerId, TableShard
+
+Shards = Mapping[int, Sequence[tuple[TableShard, ...]]]
+"""What each rank held, by generation; generations with one layout have one object."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What a reader takes, oldest first, to have a marker."""
+
+    lineage: Lineage
+    """The control partition; of a route that :meth:`complete` has made, what leads to the marker."""
+    commit: Commit
+    """The marker's."""
+    held: Held | None = None
+    """What HEAD and the store give; None: nothing."""
+    since: MarkerId | None = None
+    """A marker on the path whose rows the reader has; None: it has none."""
+    shards: Shards = field(default_factory=dict)
+    """What each rank held, in every generation of which the log has to give something."""
+    skipped: tuple[str, ...] = ()
+    """Newer markers that were passed over, each with its reason."""
+
+    @classmethod
+    def to(cls, lineage: Lineage, marker: MarkerId, held: Held | None = None, since: MarkerId | None = None) -> Route:
+        """As far as the control partition tells.
+
+        Raises:
+            MarkerNotFoundError: the marker is not committed.
+        """
+        return cls(lineage, lineage.find(marker), held, since)
+
+    @property
+    def marker(self) -> MarkerId:
+        return self.commit.id
+
+    @property
+    def claim(self) -> Claim:
+        """Of the marker's generation."""
+        return self.lineage.claims[self.commit.generation]
+
+    @property
+    def schema(self) -> Schema:
+        return self.claim.schema
+
+    @property
+    def bases(self) -> dict[int, int]:
+        """For each table, the newest generation on the path that sent it whole: what is older does not count."""
+        return self.lineage.bases(self.marker)
+
+    @property
+    def path(self) -> Path:
+        """The markers that lead to this one, those after ``since``."""
+        return Path.to(self.lineage, self.marker, self.since)
+
+    @property
+    def reach(self) -> MarkerId | None:
+        """The marker up to which the log need not give anything; None: it gives everything."""
+        return self.held.reach if self.held is not None else self.since
+
+    @property
+    def intervals(self) -> tuple[Interval, ...]:
+        """What the log gives, in the order of the path."""
+        return tuple(intervals(self.lineage, self.marker, self.reach))
+
+    @property
+    def source(self) -> str:
+        """``log``, ``store`` or ``store+log``."""
+        return source_of(self.marker, self.held.reach if self.held is not None else None)
+
+    # Whether the log has it.
+
+    def check(self, log: LogReader) -> None:
+        """See that the log has what it has to give; streams whose ends are not looked at are seen when they are read.
+
+        Raises:
+            TrimmedError: it was trimmed, and a store has it.
+            OtherLogError: the log was deleted and made again under its name.
+            CorruptionError: something is missing that nobody has trimmed.
+            LogUnavailableError: the log does not answer.
+        """
+        self.check_trimmed(log)  # first: a log that was recovered is another one, too
+        self._check_incarnation(log)
+
+    def check_trimmed(self, log: LogReader) -> None:
+        """What was trimmed on purpose must still be there: a trim deletes only what it can. Raises as :meth:`check`."""
+        trims = [
+            trim
+            for commit, _ in generations(self.lineage, self.marker, self.reach)
+            if (trim := self.lineage.trim_of(commit.generation)) is not None
+        ]
+        if not trims:
+            return
+        needed = self.intervals
+        try:
+            log.check_there([each.span for each in needed])
+        except CorruptionError:
+            said = self.lineage.reach
+            log.check_there(
+                [
+                    replace(span, begin=max(span.begin, each.span.begin))
+                    for each in needed
+                    for span in self.lineage.spans(each.commit.generation, [each.end], said)
+                ]
+            )
+            last = trims[-1]
+            raise TrimmedError(
+                f"the log up to marker {last.id} was trimmed on {last.day}; the store {last.store} holds it",
+                hint="give that store: store=URL, on the command line --store URL; if it is the outer tier of this "
+                "job, give both tiers, or that one alone",
+                marker=self.marker,
+                store=last.store,
+            ) from None
+
+    def _check_incarnation(self, log: LogReader) -> None:
+        """The log must be the very one that was written to."""
+        now = log.incarnation()
+        for commit, _ in generations(self.lineage, self.marker, self.reach):
+            if now is None or not now.holds_rows_of(self.lineage.claims[commit.generation].incarnation):
+                raise OtherLogError(
+                    "the log was deleted and made again since this generation wrote to it",
+                    hint="bring the old log back; its rows are not in this one",
+                    generation=commit.generation,
+                    marker=self.marker,
+                )
+
+    def check_own(self, log: LogReader) -> None:
+        """The streams of the marker's own generation must be there, as far as names and sizes tell.
+
+        Whether those of older generations are is seen when they are read: there are as many as restarts.
+
+        Raises:
+            CorruptionError: one of them is not.
+        """
+        own = [
+            each
+            for each in generations(self.lineage, self.marker, self.reach)
+            if each[0].generation == self.marker.generation
+        ]
+        log.check_there([each.span for commit, after in own for each in intervals_of(self.claim, commit, after)])
+
+    # Who held what.
+
+    def complete(self, log: LogReader, known: Shards | None = None) -> Route:
+        """The same with :attr:`shards`, and without what leads elsewhere: it can be sent to other ranks.
+
+        As the CLAIMs say; the HELLOs in the log are read only of generations of which these do not say it. That the
+        HELLOs say the same is seen when the streams are read.
+
+        Args:
+            log: The job's log.
+            known: What was found out before: HELLOs up to ``since`` may be trimmed.
+
+        Raises:
+            CorruptionError: the log does not have a HELLO, or the store says other shards than the CLAIM.
+        """
+        known = known or {}
+        found: dict[int, Sequence[tuple[TableShard, ...]]] = {}
+        for commit, after in generations(self.lineage, self.marker, self.reach):
+            claim = self.lineage.claims[commit.generation]
+            if self.held is not None and after is not None:
+                found[commit.generation] = _told(claim, self.held)
+            else:
+                found[commit.generation] = known.get(commit.generation) or _in_log(log, claim, commit)
+        return replace(self, lineage=self.lineage.towards(self.marker, self.since), shards=found)
+
+    def all_shards(self) -> Shards:
+        """:attr:`shards`, and those of the marker's own generation if the store has given all of it."""
+        held, generation = self.held, self.commit.generation
+        if held is None or held.reach.generation != generation or generation in self.shards:
+            return self.shards
+        return {**self.shards, generation: _told(self.claim, held)}
+
+    @property
+    def own_shards(self) -> list[TableShard]:
+        """What the ranks of the marker held, as its generation's part of :attr:`shards` or else the store says."""
+        of_ranks = self.shards.get(self.commit.generation)
+        if of_ranks is None:
+            assert self.held is not None
+            of_ranks = self.held.shards
+        return [shard for each in of_ranks for shard in each]
+
+    def stay(self) -> Route:
+        """The route of a reader that has the marker."""
+        return Route(self.lineage, self.commit, since=self.marker)
+
+
+def source_of(marker: MarkerId, reach: MarkerId | None) -> str:
+    """Where rows come from if a store serves up to ``reach``: ``log``, ``store`` or ``store+log``."""
+    return "log" if reach is None else "store" if reach == marker else "store+log"
+
+
+def _in_log(log: LogReader, claim: Claim, commit: Commit) -> Sequence[tuple[TableShard, ...]]:
+    """What each rank held in a generation, as the log says."""
+    if claim.layout is not None and len(claim.layout) == len(commit.ranks):
+        return claim.layout
+    return tuple(held_by(log, claim, commit, end) for end in commit.ranks)
+
+
+def _told(claim: Claim, held: Held) -> Sequence[tuple[TableShard, ...]]:
+    """What the store says that the ranks held, if the CLAIM, or else the tables, agree: as of a HELLO."""
+    if claim.layout is not None and claim.layout[:] == held.shards:
+        return claim.layout
+    for rank, shards in enumerate(held.shards):
+        outside = next((shard for shard in shards if not claim.schema.holds(shard)), None)
+        if claim.layout is not None or outside is not None:
+            raise CorruptionError(
+                f"the store says that a rank held {outside}, which is outside its table"
+                if outside is not None
+                else "the store says that the ranks held other shards than the CLAIM says",
+                generation=claim.generation,
+                rank=rank,
+            )
+    return held.shards
