@@ -8,23 +8,18 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, StreamCkptError, printable
 from torchrec_stream_ckpt.route.job import Job, options_of
 from torchrec_stream_ckpt.store.api import Objects, open_store
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
 
 
 @contextlib.contextmanager
@@ -89,6 +84,8 @@ def progress_bar(last: ProgressColumn | None = None, *, quiet: bool) -> Progress
         last: What stands at its end; default: the time that is left.
         quiet: Show nothing.
     """
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     return Progress(*columns, last or TimeRemainingColumn(), console=console, disable=quiet or not console.is_terminal)
