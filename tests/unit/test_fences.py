@@ -117,7 +117,9 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """Room or module -> what it may import of this package."""
 
-CLIENT_OF_KAFKA = {f"log/kafka/{role}.py" for role in ("brokers", "client", "log", "producer", "reader", "topics")}
+CLIENT_OF_KAFKA = {
+    f"log/kafka/{role}.py" for role in ("brokers", "client", "control_topic", "log", "producer", "reader", "topics")
+}
 
 # What needs torch: everything else must run where there is none.
 WITH_TORCH = frozenset(

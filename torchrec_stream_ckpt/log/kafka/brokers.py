@@ -19,9 +19,9 @@ import confluent_kafka.admin as ck_admin
 
 from torchrec_stream_ckpt.errors import CorruptionError, LogUnavailableError
 from torchrec_stream_ckpt.layout import KafkaUri
-from torchrec_stream_ckpt.log.kafka.client import DESTROYED_HINT, make_client, outcome, plain
+from torchrec_stream_ckpt.log.kafka.client import make_client, outcome, plain
 from torchrec_stream_ckpt.log.kafka.probe import find_cause, knock
-from torchrec_stream_ckpt.log.kafka.reasons import Reasons
+from torchrec_stream_ckpt.log.kafka.reasons import DESTROYED_HINT, Reasons
 from torchrec_stream_ckpt.log.kafka.settings import admin_settings
 
 ANSWER_TIMEOUT_S = 7.0

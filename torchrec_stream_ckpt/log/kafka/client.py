@@ -16,9 +16,6 @@ from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.layout import KafkaUri
 from torchrec_stream_ckpt.log.kafka.reasons import Reasons
 
-LOST_HINT = "see the brokers' logs: a disk or machine failed, or an unclean leader was elected"
-DESTROYED_HINT = "restore from another copy of the log, or begin a new job; see that nothing else sets its retention"
-
 # What the client raises: a fatal producer error inside a poll that served a delivery callback comes out
 # as SystemError, with the KafkaException as its cause.
 CLIENT_ERRORS = (ck.KafkaException, SystemError)

@@ -15,9 +15,9 @@ import numpy as np
 from torchrec_stream_ckpt.errors import CommitUnknownError, LogUnavailableError, StreamLostError
 from torchrec_stream_ckpt.log.api import Ack
 from torchrec_stream_ckpt.log.kafka.brokers import Brokers
-from torchrec_stream_ckpt.log.kafka.client import CLIENT_ERRORS, LOST_HINT, make_client, plain, surfacing
+from torchrec_stream_ckpt.log.kafka.client import CLIENT_ERRORS, make_client, plain, surfacing
 from torchrec_stream_ckpt.log.kafka.probe import knock, leader_in
-from torchrec_stream_ckpt.log.kafka.reasons import Reasons
+from torchrec_stream_ckpt.log.kafka.reasons import LOST_HINT, Reasons
 from torchrec_stream_ckpt.log.kafka.settings import CONTROL_TIMEOUT_S
 
 QUEUE_FULL_TIMEOUT_S = 5.0

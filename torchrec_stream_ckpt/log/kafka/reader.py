@@ -10,8 +10,8 @@ import confluent_kafka as ck
 
 from torchrec_stream_ckpt.errors import CorruptionError, LogUnavailableError, PrunedError
 from torchrec_stream_ckpt.log.kafka.brokers import ANSWER_TIMEOUT_S, Brokers
-from torchrec_stream_ckpt.log.kafka.client import DESTROYED_HINT, has_code, make_client, plain, surfacing
-from torchrec_stream_ckpt.log.kafka.reasons import Reasons
+from torchrec_stream_ckpt.log.kafka.client import has_code, make_client, plain, surfacing
+from torchrec_stream_ckpt.log.kafka.reasons import DESTROYED_HINT, Reasons
 from torchrec_stream_ckpt.log.kafka.settings import consumer_settings
 
 READ_IDLE_TIMEOUT_S = 30.0

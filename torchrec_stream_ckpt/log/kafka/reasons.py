@@ -14,6 +14,8 @@ from torchrec_stream_ckpt.log.kafka.probe import Cause
 
 log = logging.getLogger(__name__)
 
+LOST_HINT = "see the brokers' logs: a disk or machine failed, or an unclean leader was elected"
+DESTROYED_HINT = "restore from another copy of the log, or begin a new job; see that nothing else sets its retention"
 SECURITY_GRACE_S = 1.5
 _SECRET_WORDS = ("password", "secret", "token", "key.pem", "jaas", "oauthbearer.config", "credentials")
 

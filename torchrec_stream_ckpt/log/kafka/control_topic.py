@@ -1,0 +1,98 @@
+"""The control topic: one partition of records, of which snapshots may replace the first ones."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import confluent_kafka as ck
+
+from torchrec_stream_ckpt.errors import LogUnavailableError, PrunedError
+from torchrec_stream_ckpt.log.kafka import topics
+from torchrec_stream_ckpt.log.kafka.brokers import Brokers
+from torchrec_stream_ckpt.log.kafka.health import TRIM_RIGHT
+from torchrec_stream_ckpt.log.kafka.producer import Sender, append
+from torchrec_stream_ckpt.log.kafka.reader import Reader, not_there
+from torchrec_stream_ckpt.log.kafka.settings import control_settings
+
+
+class ControlTopic:
+    """Appends and reads control records. For any thread.
+
+    Args:
+        brokers: Of the log.
+        reader: Of the same.
+    """
+
+    def __init__(self, brokers: Brokers, reader: Reader) -> None:
+        self._topic = brokers.uri.control_topic
+        self._brokers = brokers
+        self._reader = reader
+        self._appending = threading.Lock()
+        self._sender: Sender | None = None
+        self._doubtful = True
+        """Whether nobody has looked who leads the partition, or the last append failed."""
+
+    def append(self, record: bytes) -> int:
+        """Append one record; see :meth:`Log.append_control`.
+
+        Raises:
+            LogUnavailableError: it is certainly not in the log.
+            CommitUnknownError: nobody knows.
+        """
+        with self._appending:
+            if self._sender is None:
+                # Also tells a dead broker from a lost answer: here nothing has been sent yet.
+                self._brokers.require(self._topic, 0, "write", LogUnavailableError)
+                self._check_leader()
+                settings = control_settings(self._brokers.asked, self._brokers.options)
+                self._sender = Sender(self._brokers, self._topic, 0, settings)
+            try:
+                return append(self._sender, record)
+            except BaseException:
+                # A producer with a failure behind it may be fatally ill: the next append takes another.
+                self._drop_sender()
+                self._doubtful = True
+                raise
+
+    def read(self, start: int = 0) -> Iterator[tuple[int, bytes]]:
+        """Records from ``start`` to what is the end now; none while there is no topic yet."""
+        if not start and self._topic not in self._brokers.describe():
+            return iter(())
+        self._check_leader()
+        low, high, _ = self._brokers.edge(self._topic, 0, start)
+        if start < low:
+            raise PrunedError(f"the control topic begins at offset {low}, not at {start}", topic=self._topic)
+        if start > high:
+            raise not_there(self._topic, 0, (low, high), (start, high))
+        return self._reader.records(self._topic, 0, start, high)
+
+    def base(self) -> int:
+        """The topic's first offset."""
+        if self._topic not in self._brokers.describe():
+            return 0
+        return self._brokers.edge(self._topic, 0).low
+
+    def prune(self, base: int) -> None:
+        """Move the topic's first offset."""
+        topic = self._topic
+        self._brokers.require(topic, 0, "trim", LogUnavailableError)
+        topics.check_right(self._brokers, topic, TRIM_RIGHT)
+        if base > self._brokers.edge(topic, 0).low:
+            place = ck.TopicPartition(topic, 0, base)
+            self._brokers.answers(f"delete records of {topic}", lambda admin: admin.delete_records([place]))
+
+    def close(self) -> None:
+        with self._appending:
+            self._drop_sender()
+
+    def _check_leader(self) -> None:
+        """A reader that begins at a broker which is cut off would take an older marker for the newest."""
+        if self._doubtful:
+            self._brokers.look_around(self._topic, [0])
+            self._doubtful = False
+
+    def _drop_sender(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None

@@ -1,0 +1,116 @@
+"""Whether the data partitions still hold what they have acknowledged. Imports no Kafka client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torchrec_stream_ckpt.errors import CorruptionError, StreamLostError
+from torchrec_stream_ckpt.format.frame import parse_header
+from torchrec_stream_ckpt.log.kafka.reasons import DESTROYED_HINT, LOST_HINT
+from torchrec_stream_ckpt.types import LogSpan, MarkPlace
+
+if TYPE_CHECKING:
+    from torchrec_stream_ckpt.log.kafka.brokers import Brokers, Edge
+    from torchrec_stream_ckpt.log.kafka.reader import Reader
+
+
+class Presence:
+    """Looks for spans and MARKs in the data topic. For any thread.
+
+    Args:
+        brokers: Of the log.
+        reader: Of the same.
+    """
+
+    def __init__(self, brokers: Brokers, reader: Reader) -> None:
+        self._data_topic = brokers.uri.data_topic
+        self._brokers = brokers
+        self._reader = reader
+
+    def check_there(self, spans: Sequence[LogSpan]) -> None:
+        """One look at both ends of all partitions: a retention eats from the front, a failure takes the tail.
+
+        Raises:
+            StreamLostError: a partition ends, or has ended, before what was acknowledged.
+        """
+        lows = self.check_ends(spans)
+        for span in spans:
+            if span.begin < lows[span.partition]:
+                raise CorruptionError(
+                    f"the log begins at offset {lows[span.partition]}, and rows from {span.begin} on are needed: "
+                    "a retention ate them, or somebody deleted them",
+                    hint=DESTROYED_HINT,
+                    **self._where(span),
+                )
+        self._check_order(spans)
+
+    def check_marks(self, marks: Sequence[MarkPlace]) -> None:
+        """One fetch from all partitions; another one for each further MARK in a partition.
+
+        A partition loses its end and nothing else. So a MARK that is there shows that all of before it is.
+
+        Raises:
+            StreamLostError: another frame is there, or none.
+        """
+        waiting = sorted(marks, key=lambda mark: -mark.end)
+        while waiting:
+            now = {mark.partition: mark for mark in reversed(waiting)}
+            waiting = [mark for mark in waiting if now[mark.partition] is not mark]
+            frames = self._reader.records_at({partition: mark.end - 1 for partition, mark in now.items()})
+            for partition, mark in now.items():
+                if not _has_checksum(frames[partition], mark.chain):
+                    raise StreamLostError(
+                        f"offset {mark.end - 1} does not hold the frame that was acknowledged there: "
+                        "the tail was lost, and somebody else has written after that",
+                        hint=LOST_HINT,
+                        topic=self._data_topic,
+                        partition=partition,
+                        generation=mark.generation,
+                    )
+
+    def check_ends(self, spans: Sequence[LogSpan]) -> dict[int, int]:
+        """See whether each partition still ends where its spans do, or later; returns the partitions' first offsets."""
+        edges = self._brokers.edges(self._data_topic, {span.partition for span in spans})
+        short = self._short(spans, edges)
+        if short is not None:
+            edges = self._brokers.newest_edges(self._data_topic, edges)
+            short = self._short(spans, edges)
+        if short is not None:
+            raise StreamLostError(
+                f"the log ends at offset {edges[short.partition].high}, and had acknowledged all up to {short.end}: "
+                "its tail was lost",
+                hint=LOST_HINT,
+                **self._where(short),
+            )
+        return {partition: edge.low for partition, edge in edges.items()}
+
+    @staticmethod
+    def _short(spans: Sequence[LogSpan], edges: Mapping[int, Edge]) -> LogSpan | None:
+        """A span that ends after its partition."""
+        return next((span for span in spans if edges[span.partition].high < span.end), None)
+
+    def _check_order(self, spans: Sequence[LogSpan]) -> None:
+        """Offsets go through all generations: one that begins before an older one ends was written over a lost tail."""
+        ends: dict[int, LogSpan] = {}
+        for span in sorted(spans, key=lambda span: span.generation):
+            older = ends.get(span.partition)
+            if older is not None and older.generation < span.generation and span.begin < older.end:
+                raise StreamLostError(
+                    f"generation {older.generation} ends at offset {older.end}, and generation {span.generation} "
+                    f"begins at {span.begin}: the tail between them was lost",
+                    hint=LOST_HINT,
+                    **self._where(older),
+                )
+            if older is None or span.end > older.end:
+                ends[span.partition] = span
+
+    def _where(self, span: LogSpan) -> dict[str, object]:
+        return {"topic": self._data_topic, "partition": span.partition, "generation": span.generation}
+
+
+def _has_checksum(record: bytes | None, header_crc: int) -> bool:
+    try:
+        return record is not None and parse_header(record).header_crc == header_crc
+    except CorruptionError:
+        return False
