@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
 
+from tests.inside import inside
 from tests.model import Spec, Trainer, batch, trainer, truth
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 
@@ -78,10 +78,7 @@ def _go_on(job: Trainer, checkpointer: StreamCheckpointer, steps: int) -> tuple[
 
 def settle(checkpointer: StreamCheckpointer) -> None:
     """(all ranks) Let the marker in flight settle, so that it is no matter of timing which steps have one."""
-    assert checkpointer._coordinator is not None
-    assert checkpointer._cuts is not None
-    checkpointer._cuts.complete(time.monotonic() + 60)
-    assert checkpointer._coordinator.settle(60)
+    inside(checkpointer).settle()
 
 
 # What a loop may do between two step boundaries.

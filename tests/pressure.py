@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests import model
+from tests.inside import inside
 from tests.model import Trainer, trainer
 from torchrec_stream_ckpt import StreamCheckpointer
 from torchrec_stream_ckpt.log.api import Ack
@@ -56,9 +57,8 @@ def touch_everything(job: Trainer) -> None:
 
 def cut(checkpointer: StreamCheckpointer) -> Future[Any]:
     """As the cadence does: at this boundary, without waiting for space."""
-    assert checkpointer._coordinator is not None
-    checkpointer._coordinator.settle(WAIT_S)  # the thread of the last marker ends a moment behind its future
-    return checkpointer._cut(deadline_s=None)
+    inside(checkpointer).coordinator.settle(WAIT_S)  # the thread of the last marker ends a moment behind its future
+    return inside(checkpointer).cut()
 
 
 def everywhere(fact: bool) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torchrec_stream_ckpt.errors import ConfigError
 
@@ -58,6 +59,15 @@ class TableSpec:
     def has_row_state(self) -> bool:
         """Whether some state holds one value a row, and so depends on the column split."""
         return any(state.per_row for state in self.states)
+
+
+class RowRange(NamedTuple):
+    """Rows of a whole table."""
+
+    table: str
+    begin: int
+    end: int
+    """The row after the last one."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -34,6 +34,7 @@ from device import add_device  # noqa: E402
 from job import Job, Shape, build, join_group  # noqa: E402
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions  # noqa: E402
 
+from tests.inside import inside  # noqa: E402
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
 
 PLAIN = StagingOptions(
@@ -81,13 +82,8 @@ class Markers:
 
     def unproved(self) -> float:
         """On the same tables, so that the two differ in nothing else."""
-        cuts = self._checkpointer._cuts
-        assert cuts is not None
-        prover, cuts._prover = cuts._prover, None
-        try:
+        with inside(self._checkpointer).without_proofs():
             return self.ours()
-        finally:
-            cuts._prover = prover
 
     def _settle(self) -> None:
         """What other variants have touched goes with a marker that is not timed."""

@@ -23,6 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from device import add_device, finish_queued, join  # noqa: E402
 
+from tests.inside import inside  # noqa: E402
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
 from torchrec_stream_ckpt.control.partition import Control  # noqa: E402
 from torchrec_stream_ckpt.log.files import FileLog  # noqa: E402
@@ -134,15 +135,12 @@ def drain(checkpointer: StreamCheckpointer) -> None:
 
 def settle(checkpointer: StreamCheckpointer) -> None:
     """Until the log has acknowledged all frames, on all ranks."""
-    assert checkpointer._stream is not None
-    while checkpointer._stream.publisher.pending:
-        time.sleep(0.001)
+    inside(checkpointer).wait_for_log()
     dist.barrier()
 
 
 def sent(checkpointer: StreamCheckpointer) -> int:
-    assert checkpointer._stream is not None
-    return checkpointer._stream.publisher.num_bytes
+    return checkpointer.stats().num_bytes
 
 
 def timed_markers(live: Live, checkpointer: StreamCheckpointer, count: int) -> tuple[list[float], list[float]]:

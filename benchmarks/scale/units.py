@@ -16,7 +16,9 @@ import torch.distributed as dist
 from crc32c import crc32c
 from live import ZIPF, Shape, attach, build, dense_bytes_of, drain, fold, sent, settle, timed_markers, timed_restores
 
+from tests.inside import inside
 from torchrec_stream_ckpt.broker.kraft import Broker
+from torchrec_stream_ckpt.capture.touched import TouchedRows
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
 from torchrec_stream_ckpt.log.api import open_log
 from torchrec_stream_ckpt.sizing import UnitCosts
@@ -75,13 +77,13 @@ def probe(rank: int, ranks: int, shape: Shape, folder: Path, head: Path) -> Samp
     live.steps(1, checkpointer)
     checkpointer.mark().result(600)
     settle(checkpointer)
-    capture = checkpointer._capture
-    scan_s = _median(lambda: [mask.touched() for mask in capture._masks])
+    masks = inside(checkpointer).masks
+    scan_s = _median(lambda: [mask.touched() for mask in masks])
     step_s = max(0.0, _median(lambda: drain(checkpointer)) - scan_s)
     drained = min(shape.rows, DRAINED[shape.dim]) * shape.tables
     walls, publish, cpus = [], [], []
     for _ in range(REPEATS + 2):
-        _touch(capture, drained)
+        _touch(masks, drained)
         before, cpu = sent(checkpointer), time.process_time()
         begin = time.perf_counter()
         drain(checkpointer)
@@ -93,7 +95,7 @@ def probe(rank: int, ranks: int, shape: Shape, folder: Path, head: Path) -> Samp
         drained_bytes = sent(checkpointer) - before
         assert drained_bytes > drained * 4, "all of it fits the ring"
     for _ in range(shape.more_drains):
-        _touch(capture, drained)
+        _touch(masks, drained)
         drain(checkpointer)
         settle(checkpointer)
     checkpointer.mark().result(600)
@@ -130,10 +132,10 @@ def probe(rank: int, ranks: int, shape: Shape, folder: Path, head: Path) -> Samp
     )
 
 
-def _touch(capture: Any, rows: int) -> None:
+def _touch(masks: list[TouchedRows], rows: int) -> None:
     """So many rows over all kernels, anywhere, each time the same ones."""
-    total = sum(mask.total for mask in capture._masks)
-    for mask in capture._masks:
+    total = sum(mask.total for mask in masks)
+    for mask in masks:
         count = min(mask.total, rows * mask.total // total)
         mask.mark_rows(torch.randperm(mask.total, generator=torch.Generator().manual_seed(0))[:count])
 

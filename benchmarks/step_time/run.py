@@ -29,11 +29,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[1:1] = [str(ROOT / "benchmarks")]
+sys.path[1:1] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 from common import machine  # noqa: E402
 from data import CRITEO_ROWS  # noqa: E402
 from device import add_device, finish_queued, join  # noqa: E402
+
+from tests.inside import inside  # noqa: E402
 
 # variant -> settings of its stream; None: no streaming at all
 VARIANTS: dict[str, dict[str, Any] | None] = {
@@ -96,7 +98,7 @@ class Job:
         self.num_bytes += self._sent() - sent
         self.markers += self._markers() - markers
         if self.checkpointer is not None:
-            self.pause = self.checkpointer._pace.waiting()
+            self.pause = inside(self.checkpointer).waiting()
             self.pause.__enter__()
 
     def forget(self) -> None:
@@ -108,18 +110,12 @@ class Job:
 
     def settle(self) -> None:
         if self.checkpointer is not None:
-            stream, cuts = self.checkpointer._stream, self.checkpointer._cuts
-            if cuts is not None:
-                cuts.complete(time.monotonic() + 60)  # no step follows for a while that would send the rest of a marker
-            while stream is not None and stream.publisher.pending:
-                time.sleep(0.005)
-            if self.checkpointer._coordinator is not None:
-                self.checkpointer._coordinator.settle()
+            inside(self.checkpointer).settle()  # no step follows for a while that would send the rest of a marker
+            inside(self.checkpointer).wait_for_log()
         dist.barrier()
 
     def _sent(self) -> int:
-        stream = self.checkpointer._stream if self.checkpointer is not None else None
-        return stream.publisher.num_bytes if stream is not None else 0
+        return self.checkpointer.stats().num_bytes if self.checkpointer is not None else 0
 
     def _markers(self) -> int:
         return self.checkpointer.stats().markers_committed if self.checkpointer is not None else 0
@@ -137,7 +133,7 @@ def _rank(rank: int, args: argparse.Namespace, scratch: str, results: Any) -> No
     jobs = {name: _job(recipe, flags, loader, VARIANTS[name], scratch, name, device) for name in args.variants}
     for job in jobs.values():
         job.block(batches, args.steps)  # warm-up, and the sweep of the streamed ones
-        while job.checkpointer is not None and not job.checkpointer._capture.swept:
+        while job.checkpointer is not None and not inside(job.checkpointer).capture.swept:
             job.block(batches, 1)
         job.block(batches, args.steps)
         if job.checkpointer is not None:  # a marker falls into the middle of a block, and is sent over the rest of it

@@ -13,7 +13,6 @@ import functools
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,9 +24,11 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[1:1] = [str(ROOT / "benchmarks")]
+sys.path[1:1] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 import run  # noqa: E402
+
+from tests.inside import inside  # noqa: E402
 
 STEPS = 3
 LANES = {
@@ -84,8 +85,7 @@ def traced(args: argparse.Namespace, folder: str) -> list[tuple[str, float, floa
         job = run._job(recipe, flags, loader, {"drain_every": args.drain_every}, folder, "traced", torch.device("cpu"))
         for number in range(6):
             step(job, batches[number % len(batches)])
-        while job.checkpointer._stream.publisher.pending:
-            time.sleep(0.01)
+        inside(job.checkpointer).wait_for_log()
         config = _ExperimentalConfig(profile_all_threads=True)
         with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as found:
             for number in range(STEPS):

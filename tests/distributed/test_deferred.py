@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from tests import jobs, ranks
+from tests.inside import inside
 from tests.model import PLAN_2, PLAN_3, differences, trainer, truth
-from torchrec_stream_ckpt import StreamConfig, checkpointer
+from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.capture.hook import Capture
+from torchrec_stream_ckpt.trainer import attached
 
 pytestmark = pytest.mark.distributed
 
@@ -27,7 +29,7 @@ def at_once(_device: torch.device) -> Callable[[], bool]:
 def _train(uri: str, drain_every: int) -> tuple[dict[str, torch.Tensor], list[int], int]:
     """The truth at the last marker, the rows that each step has sent behind the first one, and all that were left."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(checkpointer, "Capture", partial(Capture, defer=lambda _device: at_once))
+        patched.setattr(attached, "Capture", partial(Capture, defer=lambda _device: at_once))
         job = trainer(PLAN_2)
         settings = StreamConfig(uri=uri, marker_every=None, drain_every=drain_every, ring_bytes=3_000_000)
         with jobs.attach(job, settings) as ours:
@@ -35,8 +37,7 @@ def _train(uri: str, drain_every: int) -> tuple[dict[str, torch.Tensor], list[in
                 job.step()
                 ours.step()
             ours.mark().result(60)
-            assert ours._stream is not None
-            publisher, sent = ours._stream.publisher, []
+            publisher, sent = inside(ours).publisher, []
             for _ in range(STEPS):
                 job.step()
                 before = publisher.rows

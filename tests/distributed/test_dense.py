@@ -24,6 +24,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests import ranks
+from tests.inside import inside
 from tests.model import assemble, differences
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import (
@@ -381,8 +382,8 @@ def _shares(uri: str) -> tuple[set[str], tuple[str, ...]]:
     job = build()
     with attach(job, uri) as checkpointer:
         job.step()
-        mine = {name for name in checkpointer._dense.stage() if name.startswith(("model.", "optim."))}
-        return mine, checkpointer._dense.listing
+        mine = {name for name in inside(checkpointer).dense.stage() if name.startswith(("model.", "optim."))}
+        return mine, inside(checkpointer).dense.listing
 
 
 def test_what_all_ranks_hold_alike_is_copied_once_and_by_all_of_them(tmp_path: Path) -> None:

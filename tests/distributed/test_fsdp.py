@@ -16,6 +16,7 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests import ranks
+from tests.inside import inside
 from tests.jobs import attach
 from tests.model import PLAN_2, PLAN_3, Net, Trainer, batch, differences, trainer, truth
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
@@ -162,10 +163,10 @@ def _staged(uri: str) -> tuple[int, int]:
     job = _job("root adam")
     with attach(job, StreamConfig(uri=uri)) as checkpointer:
         job.step()
-        staged = _sharded(checkpointer._dense.stage())
+        staged = _sharded(inside(checkpointer).dense.stage())
         before = [value.to_local().clone() for value in staged]
         job.step()
-        live = _sharded(checkpointer._dense.stage())
+        live = _sharded(inside(checkpointer).dense.stage())
         assert any(not torch.equal(now.to_local(), then) for now, then in zip(live, before, strict=True))
         changed = [not torch.equal(copy.to_local(), then) for copy, then in zip(staged, before, strict=True)]
     return len(staged), sum(changed)

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from tests import ranks
+from tests.inside import inside
 from tests.model import PLAN_1, Spec, Trainer, batch, differences, trainer, truth
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError
@@ -224,14 +225,14 @@ def _mark_on_two_threads(uri: str) -> tuple[Truths, list[str]]:
     with _attach(job, uri, paranoid=False) as checkpointer:
         checkpointer.restore()
         _train(job)
-        sending = checkpointer._dense.stage
+        sending = inside(checkpointer).dense.stage
 
         def stage() -> dict[str, Any]:
             begun.set()
             going_on.wait(60)
             return sending()
 
-        checkpointer._dense.stage = stage  # type: ignore[method-assign]
+        inside(checkpointer).dense.stage = stage  # type: ignore[method-assign]
         thread = threading.Thread(target=lambda: said.append(str(checkpointer.mark().result(60).id)))
         thread.start()
         begun.wait(60)

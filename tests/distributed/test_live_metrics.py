@@ -41,7 +41,7 @@ class Urls(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
-        self.logger = logging.getLogger("torchrec_stream_ckpt.showing")
+        self.logger = logging.getLogger("torchrec_stream_ckpt.trainer.showing")
         self.logger.setLevel(logging.INFO)
         self.logger.addHandler(self)
 

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from tests import ranks
 from tests.forged import Frames, forge, on_rank_0
+from tests.inside import inside
 from tests.model import PLAN_1, PLAN_2, trainer
 from tests.stores import fold
 from torchrec_stream_ckpt import MarkerId, StreamCheckpointer, StreamConfig
@@ -104,7 +105,7 @@ def _restore_a_harmed_dense_state(uri: str) -> str:
     """One bit of a replicated table is another one once the dense state is loaded."""
     job = trainer(PLAN_1)
     with StreamCheckpointer(job.dmp, job.optimizer, config=_settings(uri), stateful={"job": job}) as checkpointer:
-        load = checkpointer._dense.load
+        load = inside(checkpointer).dense.load
 
         def harming(*arguments: Any) -> Any:
             rest = load(*arguments)
@@ -113,7 +114,7 @@ def _restore_a_harmed_dense_state(uri: str) -> str:
                 table[3, 5] += 1
             return rest
 
-        checkpointer._dense.load = harming  # type: ignore[method-assign]
+        inside(checkpointer).dense.load = harming  # type: ignore[method-assign]
         with pytest.raises(ProofMismatchError) as refused:
             checkpointer.restore()
     return str(refused.value)
@@ -317,7 +318,7 @@ def _sends_again(uri: str) -> list[int]:
             checkpointer.step()
             committed = checkpointer.mark().result(60)
             if number == 0:
-                tier = checkpointer._tier
+                tier = inside(checkpointer).tier
                 lineage = tier.control.refresh()
                 (table,) = (each for each in lineage.claims[1].schema.tables if each.name.endswith("t_item"))
                 assert table.id is not None

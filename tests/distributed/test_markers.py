@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
+from tests.inside import inside
 from tests.jobs import attach, settle
 from tests.model import PLAN_1, PLAN_2, PLAN_3, Trainer, differences, trainer, truth
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
@@ -59,16 +60,14 @@ def _by_overhead(uri: str) -> tuple[list[int], list[int], list[str]]:
     affordable = dist.get_rank() == 0
     truths = {}
     with attach(job, settings) as checkpointer:
-        own = checkpointer._cadence._affordable
-        assert own is not None
-        checkpointer._cadence._affordable = lambda: affordable and own()
+        inside(checkpointer).only_affordable_if(lambda: affordable)
 
         def train(steps: int) -> list[int]:
             for _ in range(steps):
                 job.step()
                 checkpointer.step()
                 truths[checkpointer.steps] = truth(job)
-                checkpointer._coordinator.settle()  # type: ignore[union-attr]
+                inside(checkpointer).coordinator.settle()
                 dist.barrier()
             return [commit.step for commit in _lineage(uri).commits.values()]
 
@@ -142,7 +141,7 @@ def _more_than_the_ring(uri: str) -> int:
     with attach(job, settings) as checkpointer:
         for steps in range(1, 200):
             job.step()
-            checkpointer._capture.mark_all()
+            inside(checkpointer).capture.mark_all()
             checkpointer.step()
             if _committed(uri):
                 return steps
@@ -162,16 +161,16 @@ def _over_budget(uri: str) -> tuple[str, int]:
     checkpointer.mark().result(60)
     taken = []
     if dist.get_rank() == 1:  # one rank has no room: as if its log had not acknowledged anything for a while
-        while (buffer := checkpointer._ring.acquire()) is not None:
+        while (buffer := inside(checkpointer).ring.acquire()) is not None:
             taken.append(buffer)
     job.step()
-    future = checkpointer._cut(deadline_s=None)
+    future = inside(checkpointer).cut()
     for _ in range(2):
         job.step()  # overwrites rows of the cut, and there is no memory to keep them aside
         checkpointer.step()
     error = future.exception(60)
     for buffer in taken:
-        checkpointer._ring.release(buffer)
+        inside(checkpointer).ring.release(buffer)
     assert isinstance(error, MarkerFailedError)
     job.step()
     checkpointer.step()

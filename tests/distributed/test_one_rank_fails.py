@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from tests import ranks
+from tests.inside import inside
 from tests.model import PLAN_2, Trainer, differences, trainer, truth
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError, StoreUnavailableError, StreamCkptError
@@ -301,7 +302,7 @@ def _out_of_step(uri: str) -> list[str]:
     running.step()
     said = [running.mark()]
     if dist.get_rank() == 1:
-        running.checkpointer._next_marker += 1  # as if it had called mark() once more
+        inside(running.checkpointer).next_marker += 1  # as if it had called mark() once more
     running.step()
     said.append(running.mark())
     running.checkpointer.close()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
+from tests.inside import inside
 from tests.jobs import attach, settle
 from tests.model import PLAN_2, PLAN_3, Trainer, trainer
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
@@ -176,25 +177,25 @@ def a_hook_that_is_gone(job: Trainer, checkpointer: StreamCheckpointer) -> None:
     """One kernel of rank 1 is updated and nobody marks its rows."""
     checkpointer.mark().result(60)
     if dist.get_rank() == 1:
-        checkpointer._capture._removers[0]()
+        inside(checkpointer).lose_a_hook()
     _steps(job, checkpointer, 2)
 
 
 def a_row_that_is_not_swept(_: Trainer, checkpointer: StreamCheckpointer) -> None:
     if dist.get_rank() == 1:
-        checkpointer._capture._masks[0]._sweep.unswept[5] = False
+        inside(checkpointer).pass_over(5)
 
 
 def ids_that_are_off_by_one(_: Trainer, checkpointer: StreamCheckpointer) -> None:
     if dist.get_rank() == 1:
-        (stager, *_) = checkpointer._capture._stagers[0]
+        stager = inside(checkpointer).stager
         stager._shard = replace(stager._shard, row0=stager._shard.row0 - 1)
 
 
 def sections_of_another_table(_: Trainer, checkpointer: StreamCheckpointer) -> None:
     if dist.get_rank() == 1:
-        (stager, *_) = checkpointer._capture._stagers[0]
-        stager._table = checkpointer._schema.index()["ebc.t_user"]
+        stager = inside(checkpointer).stager
+        stager._table = inside(checkpointer).schema.index()["ebc.t_user"]
 
 
 FAULTS = {
@@ -211,7 +212,7 @@ def _fault(uri: str, name: str) -> tuple[Said, list[str]]:
         assert checkpointer.restore() is None  # the stream is open
         (fault,) = (fault for fault in FAULTS if fault.__name__ == name)
         fault(job, checkpointer)
-        return _noticed(checkpointer.mark), [shard.table.name for shard in checkpointer._kernels[0].shards]
+        return _noticed(checkpointer.mark), [shard.table.name for shard in inside(checkpointer).kernels[0].shards]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)

@@ -16,6 +16,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
 from tests import ranks
+from tests.inside import inside
 from tests.jobs import attach
 from tests.model import PLAN_1, PLAN_2, Spec, Trainer, differences, trainer, truth
 from tests.pool import Pool
@@ -270,10 +271,7 @@ def _write_under_an_open_cut(uri: str) -> tuple[str, str, list[str], State]:
         checkpointer.mark().result(60)
         job.step()
         checkpointer.step()
-        cuts, capture = checkpointer._cuts, checkpointer._capture
-        assert cuts is not None
-        held = capture._ring
-        assert held is not None
+        cuts, held = inside(checkpointer).cuts, inside(checkpointer).ring
         buffers = list(iter(lambda: held.acquire(extra=True, wait_s=0), None))  # no room any more
         future = cuts.begin(checkpointer.steps, 2, None, lambda _drain: True)
         assert cuts.open
@@ -283,7 +281,7 @@ def _write_under_an_open_cut(uri: str) -> tuple[str, str, list[str], State]:
         cuts.go_on()
         cuts.go_on()
         given_up = str(future.exception(60))
-        checkpointer._next_marker = 3
+        inside(checkpointer).next_marker = 3
         for _ in range(2):
             shards_in_place(job)()
             job.step()

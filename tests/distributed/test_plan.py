@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from tests import ranks
+from tests.inside import inside
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.cli.main import app
 
@@ -41,10 +41,7 @@ def train(uri: str, drain_every: int) -> None:
         loss.backward()
         optimizer.step()
         checkpointer.step()
-        deadline = time.monotonic() + 60
-        while checkpointer._stream is not None and checkpointer._stream.publisher.pending:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        inside(checkpointer).wait_for_log(60)
     checkpointer.mark().result(60)
     checkpointer.close()
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import EmainplaceModeDefinition
 
+from tests.inside import inside
 from tests.jobs import attach, gradient_accumulation, two_forwards_before_their_backwards
 from tests.model import PLAN_2, PLAN_3, Trainer, batch, differences, truth
 from tests.pressure import RING, RING_BYTES, ROWS, Gate, cut, large, steps, steps_until_done, touch_everything
@@ -118,7 +119,7 @@ def _cut_under(
     truths: Truths,
 ) -> Cut:
     """All rows are dirty and the log takes nothing: a cut, what happens meanwhile, and a log that is back."""
-    ring, capture, publisher = checkpointer._ring, checkpointer._capture, checkpointer._stream.publisher
+    ring, capture, publisher = inside(checkpointer).ring, inside(checkpointer).capture, inside(checkpointer).publisher
     steps(job, checkpointer, 1)
     touch_everything(job)
     gate.shut()
@@ -186,7 +187,7 @@ def steps_that_find_no_memory(job: Trainer, checkpointer: StreamCheckpointer) ->
 
 def a_write_in_place(job: Trainer, checkpointer: StreamCheckpointer) -> None:
     with torch.no_grad():
-        for kernel in checkpointer._kernels:
+        for kernel in inside(checkpointer).kernels:
             for weights in kernel.weights():
                 weights.mul_(1.5)
     checkpointer.mark_all()
@@ -206,7 +207,7 @@ def _given_up(uri: str) -> tuple[list[str], Truths]:
             gate.shut()
             future = cut(checkpointer)
             during(job, checkpointer)
-            assert not checkpointer._cuts.open  # by now, on all ranks together
+            assert not inside(checkpointer).cuts.open  # by now, on all ranks together
             error = future.exception(60)  # and while the log is still away
             assert isinstance(error, MarkerFailedError)
             said.append(error.message)
@@ -236,16 +237,14 @@ def _no_more_steps(uri: str) -> tuple[str, Truths]:
     checkpointer.mark().result(60)
     touch_everything(job)
     gate.shut()
-    assert checkpointer._coordinator is not None
-    checkpointer._coordinator._timeout_s = 3.0
-    error = cut(checkpointer).exception(60)  # before anybody opens the gate
-    checkpointer._coordinator._timeout_s = settings.commit_timeout_s
+    with inside(checkpointer).commit_timeout(3.0):
+        error = cut(checkpointer).exception(60)  # before anybody opens the gate
     gate.open()
     steps(job, checkpointer, 2)
     touch_everything(job)
     gate.shut()
     future, state = cut(checkpointer), truth(job)
-    assert checkpointer._cuts.open
+    assert inside(checkpointer).cuts.open
     gate.open()
     checkpointer.close(30)
     return str(error), {str(future.result(60).id): state}
@@ -269,13 +268,13 @@ def _one_rank_only(uri: str) -> tuple[Truths, str]:
         checkpointer.mark().result(60)
         steps(job, checkpointer, 1)
         if first:
-            checkpointer._capture.before_load()
+            inside(checkpointer).capture.before_load()
             gate.shut()
         steps(job, checkpointer, 1)
         job.step()
         state = truth(job)
         checkpointer.step()
-        assert checkpointer._cuts.open == first
+        assert inside(checkpointer).cuts.open == first
         steps(job, checkpointer, 1)
         gate.open()
         future = checkpointer.mark()
@@ -286,11 +285,11 @@ def _one_rank_only(uri: str) -> tuple[Truths, str]:
         future = cut(checkpointer)
         if not first:
             checkpointer.mark_all()
-        assert checkpointer._cuts.holding == first
+        assert inside(checkpointer).cuts.holding == first
         steps(job, checkpointer, 1)
-        assert checkpointer._cuts.holding == first  # the word is on its way
+        assert inside(checkpointer).cuts.holding == first  # the word is on its way
         steps(job, checkpointer, 1)
-        assert (checkpointer._cuts.holding, checkpointer._cuts.open) == (False, False)
+        assert (inside(checkpointer).cuts.holding, inside(checkpointer).cuts.open) == (False, False)
         said = str(future.exception(60))
         gate.open()
         truths[str(checkpointer.mark().result(60).id)] = truth(job)
@@ -315,7 +314,7 @@ def _behind_the_hook(uri: str) -> tuple[int, str]:
         touch_everything(job)
         gate.shut()
         future = cut(checkpointer)
-        for kernel in checkpointer._kernels:
+        for kernel in inside(checkpointer).kernels:
             for shard, weights in zip(kernel.shards, kernel.weights(), strict=True):
                 if shard.table.name == "ebc.t_user":
                     weights.data[-1, 3] = 42.0

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from tests import jobs, ranks
+from tests.inside import inside
 from tests.model import PLAN_1, PLAN_2, PLAN_2_OTHER, PLAN_3, Spec, differences, trainer, truth
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig, Takeover
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import FencedError
 from torchrec_stream_ckpt.layout import DATA_DIR
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.restoring import Tables
 from torchrec_stream_ckpt.route.route import Route
 
 pytestmark = pytest.mark.distributed
@@ -48,14 +48,15 @@ def stand_by(spec: Spec, settings: StreamConfig, folder: Path, takeover: Takeove
     job = trainer(spec)
     job.step()  # another state: all of it must be replaced
     checkpointer = jobs.attach(job, settings)
-    advance = checkpointer._restoring.behind
+    session = inside(checkpointer).session
+    advance = session.advance
 
-    def advancing(tables: Tables, behind: Route) -> int:
-        rows = advance(tables, behind)
+    def advancing(behind: Route) -> int:
+        rows = advance(behind)
         (folder / f"advanced-{behind.commit.marker}-{dist.get_rank()}").touch()
         return rows
 
-    checkpointer._restoring.behind = advancing  # type: ignore[method-assign]
+    session.advance = advancing  # type: ignore[method-assign]
     restored = checkpointer.standby(takeover)
     assert restored is not None
     assert restored.proved == 1.0

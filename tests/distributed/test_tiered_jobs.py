@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests import jobs, ranks
+from tests.inside import inside
 from tests.jobs import Truths, attach
 from tests.model import PLAN_1, PLAN_2, PLAN_3, PLAN_3_OTHER, Spec, differences, trainer, truth
 from tests.tiered import config
@@ -164,13 +165,12 @@ def train_while_relays_die(spec: Spec, settings: StreamConfig, steps: int, kills
         checkpointer.mark().result(60)
         truths[job.step_number] = truth(job)
         if dist.get_rank() == 0 and len(done) < kills:
-            assert checkpointer._tiers is not None
-            pid = checkpointer._tiers.relay_pid
+            pid = inside(checkpointer).tiers.relay_pid
             deadline = time.monotonic() + 20
             while pid is None or pid in done:
                 assert time.monotonic() < deadline, "no relay was started again"
                 time.sleep(0.02)
-                pid = checkpointer._tiers.relay_pid
+                pid = inside(checkpointer).tiers.relay_pid
             time.sleep(chance.uniform(0.0, 0.8))
             os.kill(pid, signal.SIGKILL)
             done.add(pid)

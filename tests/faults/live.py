@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import tests.model as model
+from tests.inside import inside
 from tests.jobs import attach
 from tests.model import PLAN_2, Spec, Trainer, differences, trainer, truth
 from torchrec_stream_ckpt import StreamCkptError, StreamConfig, failpoints
@@ -83,7 +84,7 @@ def live(orders: Orders) -> None:
         steps.append(step_s)
         if dist.get_rank() == 0 and job.step_number - orders.memory not in cuts:
             (folder / f"{job.step_number - orders.memory}.pt").unlink(missing_ok=True)
-        stream = checkpointer._stream
+        stream = inside(checkpointer).stream
         assert stream is not None
         progress: dict[str, Any] = {
             "step": job.step_number,

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
+from tests.inside import inside
 from tests.model import PLAN_2, PLAN_3, differences, truth
 from tests.pressure import RING, ROWS, Gate, cut, everywhere, large, steps, touch_everything
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
@@ -81,14 +82,14 @@ def _outage(settings: StreamConfig, pid: int, outage_s: float) -> tuple[dict[int
     def train(count: int) -> None:
         for _ in range(count):
             job.step()
-            cuts = checkpointer._next_marker
+            cuts = inside(checkpointer).next_marker
             checkpointer.step()
-            if checkpointer._next_marker > cuts:
+            if inside(checkpointer).next_marker > cuts:
                 truths[cuts] = truth(job)
 
     counted: dict[str, float] = {}
     truths[checkpointer.mark().result(60).marker] = truth(job)
-    ring, publisher = checkpointer._ring, checkpointer._stream.publisher
+    ring, publisher = inside(checkpointer).ring, inside(checkpointer).publisher
     train(2 * EVERY)
     waits, rows, first = ring.waits, publisher.rows, job.step_number
     _signal(pid, signal.SIGSTOP)
@@ -161,9 +162,9 @@ def _dies(uri: str, directory: Path) -> None:
     gate.shut()
     future = cut(checkpointer)
     steps(job, checkpointer, 2)
-    assert checkpointer._cuts.open
+    assert inside(checkpointer).cuts.open
     if dist.get_rank() == 0:
-        torch.save({"state": state, "saved_rows": checkpointer._capture.saved_rows}, directory / "marker.pt")
+        torch.save({"state": state, "saved_rows": inside(checkpointer).capture.saved_rows}, directory / "marker.pt")
         (directory / "frozen").touch()
     with pytest.raises(
         (RuntimeError, RankLostError)

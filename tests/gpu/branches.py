@@ -20,7 +20,7 @@ from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.adapter.kernels import FusedKernel, Lookup
 from torchrec_stream_ckpt.capture import staging
 from torchrec_stream_ckpt.capture.touched import TouchedRows
-from torchrec_stream_ckpt.commit.replicas import Copies
+from torchrec_stream_ckpt.commit.replicas import CopyMemory
 from torchrec_stream_ckpt.errors import StreamCkptError, UnsupportedError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -131,7 +131,7 @@ def test_a_frame_is_filled_by_copies_that_the_allocator_of_pinned_memory_knows()
 def test_dense_state_is_waited_for_once() -> None:
     tensors = {(str(number),): torch.rand(5) for number in range(7)}
     with counted() as asked:
-        copies = Copies().copy(tensors)
+        copies = CopyMemory().copy(tensors)
     assert asked == {"pinned": 7, "stream.synchronize": 1}
     assert all(torch.equal(copies[name], tensor) for name, tensor in tensors.items())
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.gpu.job import Build, attach, covers, make, restored, truth
+from tests.inside import inside
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -42,8 +43,7 @@ def test_a_step_boundary_that_drains_makes_the_host_wait_for_nothing(
         job.step()
         checkpointer.step()
         checkpointer.mark().result(60)
-        assert checkpointer._stream is not None
-        publisher, sent = checkpointer._stream.publisher, []
+        publisher, sent = inside(checkpointer).publisher, []
         for _ in range(6):
             job.step()
             torch.cuda.synchronize()
@@ -51,7 +51,7 @@ def test_a_step_boundary_that_drains_makes_the_host_wait_for_nothing(
             with waits_are_errors():
                 checkpointer.step()
             sent.append(publisher.rows - before)
-        assert not checkpointer._stranded  # a drain that raises is logged
+        assert not inside(checkpointer).stranded  # a drain that raises is logged
         assert [rows > 0 for rows in sent] == 3 * [False, True]
         checkpointer.mark().result(60)
         expected = truth(job)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests import jobs, ranks
+from tests.inside import inside
 from tests.jobs import Truths, attach
 from tests.model import PLAN_2, PLAN_3, Spec, differences, trainer, truth
 from tests.tiered import config
@@ -55,7 +56,7 @@ def train_through_an_outage(spec: Spec, settings: StreamConfig, broker: int) -> 
         checkpointer.mark().result(60)
         truths[job.step_number] = truth(job)
         if step == 6:
-            committed = [marker.marker for marker in checkpointer._control.refresh().commits]
+            committed = [marker.marker for marker in inside(checkpointer).tier.control.refresh().commits]
     checkpointer.close()
     return truths, committed
 
@@ -68,8 +69,7 @@ def restore_without_reading_the_outer_tier(spec: Spec, settings: StreamConfig) -
     job = trainer(spec)
     job.step()
     checkpointer = attach(job, settings)
-    assert checkpointer._tiers is not None
-    checkpointer._tiers._tiers.outer.log.read = no_read  # type: ignore[method-assign]
+    inside(checkpointer).outer_tier.log.read = no_read  # type: ignore[method-assign]
     restored = checkpointer.restore()
     assert restored is not None
     state = truth(job)

@@ -121,7 +121,7 @@ def test_a_partition_is_trimmed_up_to_the_first_offset_that_anybody_needs(log: L
     log.check_there(lineage.spans(2, lineage.find(MarkerId(2, 2)).ranks))
     # Once the branch is in the store, all goes up to 4:3, with what the dead ones sent in between.
     assert trim("4:3", "2:2") == Freed("records", 9, None)
-    trainer = Generation(log, control, lineage.claims[4], None, 0, tmp_path, "")  # type: ignore[arg-type]
+    trainer = Generation(log, control, lineage.claims[4], None, 0, 0, tmp_path, "")  # type: ignore[arg-type]
     partition.mark(4, 5)
     partition.close()
     newest = control.refresh().find(MarkerId(4, 5))

@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 
 from tests import ranks
 from tests.builders import Stream, claim, commit, write
+from tests.inside import inside
 from tests.jobs import attach
 from tests.model import PLAN_2, differences, trainer, truth
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
@@ -422,11 +423,11 @@ def _job(uri: str, store: str, options: Options, administrator: Options, key: st
         assert time.monotonic() < deadline
         time.sleep(0.05)
     dist.barrier()
-    assert checkpointer._coordinator is not None
-    checkpointer._coordinator._timeout_s = 4.0  # nothing comes: only this marker has to wait for that
-    with pytest.raises(MarkerFailedError, match="the broker does not allow it") as failed:
+    with (
+        inside(checkpointer).commit_timeout(4.0),  # nothing comes: only this marker has to wait for that
+        pytest.raises(MarkerFailedError, match="the broker does not allow it") as failed,
+    ):
         checkpointer.mark().result(HANG_S)
-    checkpointer._coordinator._timeout_s = config.commit_timeout_s
     if client is not None:
         allow_again(client, f"{name}.data", "WRITE")
     dist.barrier()

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 from torchrec_stream_ckpt.adapter import FusedKernel, modules
 from torchrec_stream_ckpt.capture.counts import Record, deferral
-from torchrec_stream_ckpt.capture.hook import Capture, Drain
+from torchrec_stream_ckpt.capture.hook import Capture
+from torchrec_stream_ckpt.capture.sender import Drain
 from torchrec_stream_ckpt.capture.shards import merge_schema
 from torchrec_stream_ckpt.capture.staging import StreamIdentity
 from torchrec_stream_ckpt.format.frame import HEADER_LEN
@@ -59,7 +60,7 @@ class Job:
         self.read: State = [torch.full_like(values, float("nan")) for values in self.tables()]
         identity = StreamIdentity(b"0" * 16, 1, 0, self.schema.crc)
         self.capture.open(identity, self.ring, self._take, swept=range(len(ROWS)))
-        for stager in self.capture._stagers[0]:
+        for stager in self.capture._sender.stagers[0]:
             stager._layout = replace(stager._layout, max_rows=FRAME_ROWS)
         while not self.capture.swept:
             self.capture.sweep(Drain(0, 0), 1_000)

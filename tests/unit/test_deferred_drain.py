@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.captured_job import BUDGET_BYTES, EVENTS, ROWS, Job
 from torchrec_stream_ckpt.capture.counts import LateCounts
-from torchrec_stream_ckpt.capture.hook import Drain
 from torchrec_stream_ckpt.capture.rowmask import BLOCK, RowMask
+from torchrec_stream_ckpt.capture.sender import Drain
 from torchrec_stream_ckpt.capture.sweep import RangeSweep
 from torchrec_stream_ckpt.errors import UnsupportedError
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
@@ -55,7 +55,7 @@ class DeferredJob(Job):
     def __init__(self, budget_bytes: int = BUDGET_BYTES, ring_frames: int = 2) -> None:
         self.copies = Copies()
         super().__init__(budget_bytes, defer=lambda _device: self.copies)
-        self.ring = self.capture._ring = FrameRing(ring_frames * MAX_FRAME_BYTES, budget_bytes)
+        self.ring = self.capture._sender.ring = FrameRing(ring_frames * MAX_FRAME_BYTES, budget_bytes)
         self.taken.clear()
 
     def arrive(self) -> None:
@@ -264,7 +264,7 @@ def test_a_sweep_by_ranges_goes_through_its_shards_and_no_others(limit: int) -> 
         assert [row for row in rows.tolist() if row < 5] == rows[: cuts[1]].tolist()
         assert cuts[-1] == rows.numel() <= limit
         some = rows[: max(1, rows.numel() // 2)]  # the rest found no space
-        sweep.advance(some.numel())
+        sweep.sent(rows, some.numel())
         seen += some.tolist()
     assert seen == [*range(5), *range(12, 20)]
 
@@ -306,7 +306,7 @@ def asynchronous() -> Iterator[None]:
 
 def test_look_drain_and_sweep_wait_for_nothing() -> None:
     job = DeferredJob(ring_frames=3)
-    job.capture._submit = lambda buffer: job.taken.append(buffer) or 0
+    job.capture._sender.submit = lambda buffer: job.taken.append(buffer) or 0
     job.sweep_again(0)
     job.capture._masks[0].mark_rows(None)
     with asynchronous():

@@ -13,7 +13,7 @@ import torch
 
 from tests.unit.captured_job import ROWS, Job
 from torchrec_stream_ckpt.capture import updates
-from torchrec_stream_ckpt.capture.hook import Drain
+from torchrec_stream_ckpt.capture.sender import Drain
 from torchrec_stream_ckpt.errors import MarkerFailedError
 
 

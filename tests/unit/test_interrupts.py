@@ -9,7 +9,7 @@ import torch
 
 from tests.interrupts import interrupt
 from tests.unit.captured_job import Job
-from torchrec_stream_ckpt.capture.hook import Drain
+from torchrec_stream_ckpt.capture.sender import Drain
 
 PLACES = ("torchrec_stream_ckpt/capture/", "torchrec_stream_ckpt/adapter/", "torchrec_stream_ckpt/format/ring.py")
 ROOM = 10**6

@@ -15,9 +15,9 @@ import pytest
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError
 from torchrec_stream_ckpt.metrics import METRICS, TRAINER_METRICS, Metric, serve_metrics, trainer_values
-from torchrec_stream_ckpt.showing import scalars
 from torchrec_stream_ckpt.stats import BUCKETS_S, Stats, Stopwatch, Timing
-from torchrec_stream_ckpt.telemetry import Telemetry
+from torchrec_stream_ckpt.trainer.showing import scalars
+from torchrec_stream_ckpt.trainer.telemetry import Telemetry
 from torchrec_stream_ckpt.types import Committed, MarkerId
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tests.plain_proof import plain_digests, shards_of
 from tests.unit.test_proving import DIM, ROWS, kernel_of, schema_of
 from torchrec_stream_ckpt.capture.prover import Load, Prover, Taken, Tensors, window_width
-from torchrec_stream_ckpt.cuts import put_mark
 from torchrec_stream_ckpt.format.control import Mark
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind
 from torchrec_stream_ckpt.format.proof import POSITIONS, Proved, Window
 from torchrec_stream_ckpt.format.ring import FrameRing
+from torchrec_stream_ckpt.trainer.cuts import put_mark
 
 MIB = 2**20
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchrec_stream_ckpt.commit.replicas import Copies, check_same, listing, owners
+from torchrec_stream_ckpt.commit.replicas import CopyMemory, check_same, listing, owners
 from torchrec_stream_ckpt.errors import MarkerFailedError
 
 TENSORS = {
@@ -33,7 +33,7 @@ def test_bytes_are_spread() -> None:
 
 
 def test_a_copy_stays_as_it_was_until_the_next_one_is_made() -> None:
-    copies = Copies()
+    copies = CopyMemory()
     live = {place: tensor.clone() for place, tensor in TENSORS.items()}
     first = copies.copy(live)
     for tensor in live.values():
@@ -45,7 +45,7 @@ def test_a_copy_stays_as_it_was_until_the_next_one_is_made() -> None:
 
 
 def test_memory_follows_shapes_and_dtypes() -> None:
-    copies, place = Copies(), "model.a"
+    copies, place = CopyMemory(), "model.a"
     for tensor in (torch.ones(2, 3), torch.ones(3, 2), torch.ones(3, 2, dtype=torch.bfloat16), torch.ones(4)):
         (copy,) = copies.copy({place: tensor}).values()
         assert torch.equal(copy, tensor)
@@ -53,7 +53,7 @@ def test_memory_follows_shapes_and_dtypes() -> None:
 
 
 def test_memory_does_not_keep_a_gradient_graph() -> None:
-    (copy,) = Copies().copy({"model.a": torch.nn.Parameter(torch.ones(2))}).values()
+    (copy,) = CopyMemory().copy({"model.a": torch.nn.Parameter(torch.ones(2))}).values()
     assert not copy.requires_grad
 
 

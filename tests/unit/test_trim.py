@@ -367,7 +367,7 @@ def trainer_of(job: Job, log: FileLog, generation: int) -> Generation:
     """What a trainer of an open generation asks before it commits."""
     control = Control(log)
     claims = control.refresh().claims
-    return Generation(log, control, claims[generation], None, 0, job.root, "")  # type: ignore[arg-type]
+    return Generation(log, control, claims[generation], None, 0, 0, job.root, "")  # type: ignore[arg-type]
 
 
 def test_a_trainer_commits_over_a_trim_that_comes_between_its_looks(job: Job) -> None:

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from torchrec_stream_ckpt.capture.found import Found
+from torchrec_stream_ckpt.capture.kernel_rows import KernelRows
 
 Record = Callable[[torch.device], Callable[[], bool]]
 """Notes what is queued on a device by now; what it returns says, without waiting, whether all of it is done."""
@@ -76,7 +76,7 @@ class LateCounts:
         self._asked = None
         return counts, bool(outside)
 
-    def first(self, bits: torch.Tensor, counts: list[int]) -> Found:
+    def first(self, bits: torch.Tensor, counts: list[int]) -> KernelRows:
         """The first ``counts`` marked rows of each shard; no more than there are."""
         rows = [
             torch.nonzero_static(bits[begin:end], size=count).view(-1) + begin
@@ -84,4 +84,4 @@ class LateCounts:
             if count
         ]
         none = torch.empty(0, dtype=torch.int64, device=bits.device)
-        return Found(torch.cat(rows) if rows else none, (0, *accumulate(counts)))
+        return KernelRows(torch.cat(rows) if rows else none, (0, *accumulate(counts)))

@@ -24,38 +24,20 @@ import torch
 
 from torchrec_stream_ckpt.adapter import FusedKernel, Key, Lookup, Update
 from torchrec_stream_ckpt.capture.counts import Record, deferral
-from torchrec_stream_ckpt.capture.found import Found
-from torchrec_stream_ckpt.capture.staging import RowStager, StreamIdentity
+from torchrec_stream_ckpt.capture.kernel_rows import KernelRows
+from torchrec_stream_ckpt.capture.sender import Drain, Sender
+from torchrec_stream_ckpt.capture.staging import StreamIdentity
 from torchrec_stream_ckpt.capture.touched import TouchedRows
 from torchrec_stream_ckpt.capture.updates import RunningUpdates
 from torchrec_stream_ckpt.format.control import TableScalars
 from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
 from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.types import RowRange
 
 log = logging.getLogger(__name__)
 
 _MANY_NOTES = 64
 """Of updates; with more of them, those that were left are settled before the next drain."""
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """One drain: what its frames carry, and how much of the ring it may take."""
-
-    step: int
-    marker: int
-    """The marker to which the rows will belong."""
-    extra: bool = False
-    """Whether it may take from the marker's budget when the ring is full."""
-    saving: bool = False
-    """Whether it sends rows in front of a write: into frames of just their size, from the marker's budget first."""
-    deadline_s: float | None = None
-    """Until when, on the monotonic clock, it may wait for space; None: it never waits."""
-
-    @property
-    def wait_s(self) -> float:
-        """How long it may still wait."""
-        return max(0.0, self.deadline_s - time.monotonic()) if self.deadline_s is not None else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +72,11 @@ class Capture:
         self._index = schema.index()
         self._masks = [TouchedRows(kernel, defer(kernel.device)) for kernel in kernels]
         self._deferred = [position for position, mask in enumerate(self._masks) if mask.deferred]
-        self._stagers: list[list[RowStager]] = []
-        self._ring: FrameRing | None = None
-        self._submit: Callable[[FrameBuffer], int] | None = None
+        self._sender = Sender(kernels, self._index)
         self._updates = RunningUpdates()
         self._cut: FrozenCut | None = None
         self._sending = threading.RLock()
         """Held while rows of a cut are sent, and while it is given up: by one thread at a time."""
-        self._begun: Drain | None = None
-        self._quota = 0
-        """Frames that the drain in progress may still fill: acknowledgements that come meanwhile do not prolong it."""
         self._left, self._left_frozen = [0] * len(kernels), [0] * len(kernels)
         """Rows, by kernel, that the last look at the touched and at the frozen ones has left behind."""
         self.saved_rows = 0
@@ -136,11 +113,7 @@ class Capture:
         self, identity: StreamIdentity, ring: FrameRing, submit: Callable[[FrameBuffer], int], swept: Collection[int]
     ) -> None:
         """Start a generation: tables in ``swept`` are sent whole, beside what steps touch."""
-        self._ring, self._submit = ring, submit
-        self._stagers = [
-            [RowStager(shard, self._index[shard.table.name], identity) for shard in kernel.shards]
-            for kernel in self._kernels
-        ]
+        self._sender.open(identity, ring, submit)
         for kernel, mask in zip(self._kernels, self._masks, strict=True):
             tables = [self._index[shard.table.name] for shard in kernel.shards]
             mask.sweep_again([position for position, table in enumerate(tables) if table in swept])
@@ -175,7 +148,7 @@ class Capture:
         self._count_left()
         self._note_writes()
         try:
-            return self._may_send(drain) and all(self._drain_kernel(drain, n) for n in range(len(self._kernels)))
+            return self._sender.may_send(drain) and all(self._drain_kernel(drain, n) for n in range(len(self._kernels)))
         finally:
             for position in self._deferred:
                 self._masks[position].forget_counts()  # what found no space goes with the next one that is due
@@ -187,7 +160,7 @@ class Capture:
                 return False
             rows = found.rows
             self._left[position] = rows.numel()
-            sent = self._send(position, found, drain)
+            sent = self._sender.send(position, found, drain)
             self._masks[position].sent(rows, sent)
             self._left[position] -= sent
             return sent == rows.numel()
@@ -195,15 +168,15 @@ class Capture:
     def sweep(self, drain: Drain, max_bytes: int) -> bool:
         """Send up to about ``max_bytes`` of rows that were never sent. Whether all that was looked at found space."""
         assert self._cut is None
-        if not self._may_send(drain):
+        if not self._sender.may_send(drain):
             return False
         self._note_writes()
         for position, mask in enumerate(self._masks):
-            row_bytes = max((stager.row_bytes for stager in self._stagers[position]), default=1)
+            row_bytes = self._sender.row_bytes(position)
             while not mask.swept and max_bytes > 0:
                 with self._kernels[position].reading():
                     found = mask.take_unswept(max(1, max_bytes // row_bytes))
-                    sent = self._send(position, found, drain)
+                    sent = self._sender.send(position, found, drain)
                     mask.sweep_sent(found.rows, sent)
                 if sent < found.rows.numel():
                     return False
@@ -257,7 +230,7 @@ class Capture:
     def push(self, drain: Drain) -> bool:
         """Send the frozen rows that find space. Whether nothing is left of an open cut."""
         self._note_writes()
-        if not self._may_send(drain):
+        if not self._sender.may_send(drain):
             return False
         for position, (kernel, mask) in enumerate(zip(self._kernels, self._masks, strict=True)):
             with self._sending, kernel.reading():
@@ -265,7 +238,7 @@ class Capture:
                     return False
                 rows = mask.frozen()
                 self._left_frozen[position] = rows.numel()
-                sent = self._send(position, Found(rows), drain)
+                sent = self._sender.send(position, KernelRows(rows), drain)
                 mask.frozen_sent(rows[:sent] if sent < rows.numel() else rows)
                 self._left_frozen[position] -= sent
                 if sent < rows.numel():
@@ -378,8 +351,8 @@ class Capture:
                 tables,
             )
 
-    def mark_ranges(self, ranges: Collection[tuple[str, int, int]]) -> None:
-        """Send rows again that have not changed: (table, first row, row after the last one) of each range."""
+    def mark_ranges(self, ranges: Collection[RowRange]) -> None:
+        """Send rows again that have not changed."""
         for kernel, mask in zip(self._kernels, self._masks, strict=True):
             for position, shard in enumerate(kernel.shards):
                 for table, begin, end in ranges:
@@ -398,7 +371,7 @@ class Capture:
             try:
                 with self._kernels[position].reading():
                     rows = find()
-                    sent = self._send(position, Found(rows), replace(cut.drain, saving=True))
+                    sent = self._sender.send(position, KernelRows(rows), replace(cut.drain, saving=True))
                     self._masks[position].frozen_sent(rows[:sent])
                 self.saved_rows += sent
                 if sent < rows.numel():
@@ -436,50 +409,3 @@ class Capture:
         """Remove every hook."""
         while self._removers:
             self._removers.pop()()
-
-    @torch.no_grad()
-    def _send(self, position: int, found: Found, drain: Drain) -> int:
-        """Gather and submit rows of one kernel; how many of them found space, from the first on."""
-        rows, cuts = found
-        if not rows.numel():
-            return 0
-        assert self._submit is not None
-        kernel, mask = self._kernels[position], self._masks[position]
-        if cuts is None:
-            cuts = torch.searchsorted(rows, torch.tensor(mask.bases, device=rows.device)).tolist()
-        weights, states = kernel.weights(), kernel.states()
-        for shard, stager in enumerate(self._stagers[position]):
-            for begin in range(cuts[shard], cuts[shard + 1], stager.max_rows):
-                local = rows[begin : min(begin + stager.max_rows, cuts[shard + 1])] - mask.bases[shard]
-                buffer = self._buffer(drain, stager.frame_bytes(local.numel()))
-                if buffer is None:
-                    return begin
-                stager.fill(
-                    buffer,
-                    local,
-                    weights[shard],
-                    states[shard],
-                    newest=partial(kernel.newest, shard),
-                    step=drain.step,
-                    marker=drain.marker,
-                )
-                self._submit(buffer)
-        return rows.numel()
-
-    def _may_send(self, drain: Drain) -> bool:
-        """A drain begins or goes on: whether a look at the masks is worth it. While the log takes nothing it is not."""
-        assert self._ring is not None
-        if drain is not self._begun:
-            self._begun, self._quota = drain, self._ring.capacity
-        return drain.extra or drain.wait_s > 0 or self._ring.has_room
-
-    def _buffer(self, drain: Drain, num_bytes: int) -> FrameBuffer | None:
-        """Memory for a frame, or None when there is none for this drain."""
-        assert self._ring is not None
-        if drain.saving:
-            return self._ring.borrow(num_bytes)
-        if not drain.extra:
-            if not self._quota:
-                return None
-            self._quota -= 1
-        return self._ring.acquire(extra=drain.extra, wait_s=drain.wait_s)

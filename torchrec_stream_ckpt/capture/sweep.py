@@ -3,10 +3,31 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 
-from torchrec_stream_ckpt.capture.found import Found
+from torchrec_stream_ckpt.capture.kernel_rows import KernelRows
+
+
+class Sweep(Protocol):
+    """What is left of the rows that were never sent."""
+
+    def again(self, shards: list[int]) -> None:
+        """Every row of these shards is to be sent once."""
+
+    def window(self, limit: int) -> KernelRows:
+        """Up to ``limit`` rows that were never sent."""
+
+    def sent(self, rows: torch.Tensor, count: int) -> None:
+        """Of the rows of the window, the first ``count`` were sent."""
+
+    def drained(self, rows: torch.Tensor) -> None:
+        """A drain has sent these rows."""
+
+    @property
+    def left(self) -> int:
+        """Rows that the sweep has before it, as far as is known without a scan."""
 
 
 class MaskSweep:
@@ -24,7 +45,7 @@ class MaskSweep:
             self.unswept[self._bases[shard] : self._bases[shard + 1]] = True
         self._cursor = 0 if shards else self._cursor
 
-    def window(self, limit: int) -> Found:
+    def window(self, limit: int) -> KernelRows:
         """Up to ``limit`` rows that were never sent; skips over what has been."""
         found = torch.empty(0, dtype=torch.int64, device="cpu")
         while self._cursor < self._total and not found.numel():
@@ -32,10 +53,14 @@ class MaskSweep:
             found = window.nonzero().flatten() + self._cursor
             if not found.numel():
                 self._cursor += window.numel()
-        return Found(found)
+        return KernelRows(found)
 
-    def sent(self, rows: torch.Tensor) -> None:
-        """These rows were sent, by whomever."""
+    def sent(self, rows: torch.Tensor, count: int) -> None:
+        """Of the rows of the window, the first ``count`` were sent."""
+        self.drained(rows[:count])
+
+    def drained(self, rows: torch.Tensor) -> None:
+        """A drain has sent these rows."""
         if self.left:
             self.unswept.index_fill_(0, rows, False)
 
@@ -59,17 +84,20 @@ class RangeSweep:
         for shard in shards:
             self._next[shard] = self._bases[shard]
 
-    def window(self, limit: int) -> Found:
+    def window(self, limit: int) -> KernelRows:
         """Up to ``limit`` rows of the first shard that is not through."""
         begin, end = next(((begin, end) for _, begin, end in self._ranges() if begin < end), (0, 0))
         end = min(end, begin + limit)
         cuts = [min(max(base, begin), end) - begin for base in self._bases]
-        return Found(torch.arange(begin, end, dtype=torch.int64, device=self._device), cuts)
+        return KernelRows(torch.arange(begin, end, dtype=torch.int64, device=self._device), cuts)
 
-    def advance(self, rows: int) -> None:
-        """The first ``rows`` of the window were sent."""
+    def sent(self, rows: torch.Tensor, count: int) -> None:
+        """Of the rows of the window, the first ``count`` were sent."""
         shard = next((shard for shard, begin, end in self._ranges() if begin < end), 0)
-        self._next[shard] += rows
+        self._next[shard] += count
+
+    def drained(self, rows: torch.Tensor) -> None:
+        """A drain has sent these rows; the host does not know which, and they are sent once more."""
 
     @property
     def left(self) -> int:

@@ -20,9 +20,9 @@ import torch
 
 from torchrec_stream_ckpt.adapter import FusedKernel, Lookup
 from torchrec_stream_ckpt.capture.counts import LateCounts, Record
-from torchrec_stream_ckpt.capture.found import Found
+from torchrec_stream_ckpt.capture.kernel_rows import KernelRows
 from torchrec_stream_ckpt.capture.rowmask import RowMask
-from torchrec_stream_ckpt.capture.sweep import MaskSweep, RangeSweep
+from torchrec_stream_ckpt.capture.sweep import MaskSweep, RangeSweep, Sweep
 from torchrec_stream_ckpt.errors import UnsupportedError
 
 
@@ -44,7 +44,7 @@ class TouchedRows:
         )
         self._masks = touched, frozen
         """One value, so that no exception falls between the halves of a swap."""
-        self._sweep = RangeSweep(self.bases, kernel.device) if record is not None else MaskSweep(self.bases)
+        self._sweep: Sweep = RangeSweep(self.bases, kernel.device) if record is not None else MaskSweep(self.bases)
         self._feature_rows = [(self.bases[shard], self.bases[shard + 1]) for shard in kernel.feature_shards]
         """For each feature, the linear rows of its shard."""
 
@@ -135,7 +135,7 @@ class TouchedRows:
         if self._touched.late is not None:
             self._touched.late.drop()
 
-    def look(self) -> Found | None:
+    def look(self) -> KernelRows | None:
         """Take the rows to drain: all that changed since they were last sent, or as many as the counts say, once.
 
         ``sent`` says what became of them.
@@ -149,7 +149,7 @@ class TouchedRows:
         late = self._touched.late
         if late is None:
             self.check_ids()
-            return Found(self._touched.take())
+            return KernelRows(self._touched.take())
         taken = late.take()
         if taken is None:
             return None
@@ -176,32 +176,29 @@ class TouchedRows:
     def sent(self, rows: torch.Tensor, count: int) -> None:
         """Of the rows that ``look`` has returned, the first ``count`` were sent: again only if they change again."""
         self._touched.put_back(count)
-        if isinstance(self._sweep, MaskSweep):
-            self._sweep.sent(rows[:count])
+        self._sweep.drained(rows[:count])
 
     def forget(self) -> None:
         """What has changed so far is sent as it is, or not at all."""
         self._touched.clear_all()
         self._frozen.clear_all()
 
-    def take_unswept(self, limit: int) -> Found:
+    def take_unswept(self, limit: int) -> KernelRows:
         """Up to ``limit`` rows to be swept, none when ``swept``. Where drains are deferred, of one shard.
 
         Their marks are taken too. On a GPU they stay: to clear them would drop the counts, and a sweep goes on at every
         step.
         """
         found = self._sweep.window(limit)
-        if isinstance(self._sweep, MaskSweep):
+        if not self.deferred:
             self._touched.take_set(found.rows[self._touched.bits[found.rows]])
         return found
 
     def sweep_sent(self, rows: torch.Tensor, count: int) -> None:
         """Of the rows that ``take_unswept`` has returned, the first ``count`` were sent."""
-        if isinstance(self._sweep, RangeSweep):
-            self._sweep.advance(count)
-            return
-        self._sweep.sent(rows[:count])
-        self._touched.put_back_from(int(rows[count]) if count < rows.numel() else self.total)
+        self._sweep.sent(rows, count)
+        if not self.deferred:
+            self._touched.put_back_from(int(rows[count]) if count < rows.numel() else self.total)
 
     # A cut.
 

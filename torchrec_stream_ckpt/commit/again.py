@@ -8,11 +8,9 @@ from torchrec_stream_ckpt.commit.generation import Generation
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.verdicts import new_verdicts
+from torchrec_stream_ckpt.types import RowRange
 
 log = logging.getLogger(__name__)
-
-Rows = tuple[str, int, int]
-"""(table, first row, row after the last one)."""
 
 
 class Again:
@@ -28,7 +26,7 @@ class Again:
         self._objects = objects
         self._known: set[str] = set()
 
-    def look(self) -> tuple[Rows, ...]:
+    def look(self) -> tuple[RowRange, ...]:
         """The rows that new verdicts name. Never raises: a verdict decides nothing, and none is waited for."""
         try:
             return self._look()
@@ -36,7 +34,7 @@ class Again:
             log.info("verdicts are not read now: %s", error.headline)
             return ()
 
-    def _look(self) -> tuple[Rows, ...]:
+    def _look(self) -> tuple[RowRange, ...]:
         claim, found = self._generation.claim, []
         names = {table.id: table.name for table in claim.schema.tables}
         for name, verdict in new_verdicts(self._objects, claim.job, claim.generation, self._known):
@@ -44,12 +42,12 @@ class Again:
             commit = self._generation.control.refresh().commits.get(verdict.marker)
             if commit is None or commit.ranks[0].chain != verdict.chain:
                 continue  # of another history that shares the job's name
-            rows = [(names[each.table], each.begin, each.end) for each in verdict.rows if each.table in names]
+            rows = [RowRange(names[each.table], each.begin, each.end) for each in verdict.rows if each.table in names]
             log.warning("marker %s was found unproved (%s): %s are sent again", verdict.marker, name, _in_words(rows))
             found += rows
         return tuple(found)
 
 
-def _in_words(rows: list[Rows]) -> str:
+def _in_words(rows: list[RowRange]) -> str:
     named = ", ".join(f"{table} rows [{begin}, {end})" for table, begin, end in rows[:8])
     return named + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")

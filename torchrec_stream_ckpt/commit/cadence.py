@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.commit.roll import Roll
 
 
 @dataclass(frozen=True, slots=True)
-class Ballot:
+class StepVote:
     """What a rank says of itself at the end of a step; of all ranks together, what every one of them says."""
 
     ready: bool
@@ -37,7 +37,7 @@ class Ballot:
     """The log has not lost what it had acknowledged of its stream."""
 
 
-NOTHING = Ballot(ready=False, settled=True, owner=True, holding=True)
+NOTHING = StepVote(ready=False, settled=True, owner=True, holding=True)
 
 
 class Cadence:
@@ -73,7 +73,7 @@ class Cadence:
         """A marker was cut, and not every rank has said yet that it has settled."""
         self._vote: tuple[torch.Tensor, dist.Work] | None = None
 
-    def start(self, step: int, ballot: Ballot) -> None:
+    def start(self, step: int, vote: StepVote) -> None:
         """At the end of ``step``, say how this rank stands; the answer is for the end of the next step.
 
         Does not wait. All ranks vote at the same steps: what decides that is known to all of them.
@@ -85,14 +85,14 @@ class Cadence:
         # Of the seconds, rank 0's clock decides; of the steps, all ranks know.
         wanted = self._due or (self._every_s is not None and (timely or self._rank != 0))
         wanted = wanted or (self._affordable is not None and self._affordable())
-        said = (ballot.ready and wanted, ballot.settled, ballot.owner, ballot.holding, ballot.sound)
+        said = (vote.ready and wanted, vote.settled, vote.owner, vote.holding, vote.sound)
         flags = torch.tensor(said, dtype=torch.int32, device="cpu")
         with self._naming():
             work = dist.all_reduce(flags, dist.ReduceOp.MIN, group=self._group, async_op=True)
         assert work is not None
         self._vote = (flags, work)
 
-    def decide(self) -> Ballot:
+    def decide(self) -> StepVote:
         """At the end of the next step: what all ranks said."""
         if self._vote is None:
             return NOTHING
@@ -102,9 +102,9 @@ class Cadence:
             self._roll.wait(lambda seconds: _done(work, seconds), self._bound_s)
         with self._naming():
             work.wait()
-        ballot = Ballot(*(bool(flag) for flag in flags.tolist()))
-        self._watching = self._watching and not ballot.settled
-        return ballot
+        vote = StepVote(*(bool(flag) for flag in flags.tolist()))
+        self._watching = self._watching and not vote.settled
+        return vote
 
     @contextlib.contextmanager
     def _naming(self) -> Iterator[None]:

@@ -29,7 +29,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torchrec_stream_ckpt.commit.again import Again, Rows
+from torchrec_stream_ckpt.commit.again import Again
 from torchrec_stream_ckpt.commit.collective import Team
 from torchrec_stream_ckpt.commit.dcp import written_by
 from torchrec_stream_ckpt.commit.dense import DenseState
@@ -51,7 +51,7 @@ from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.layout import dense_name
 from torchrec_stream_ckpt.log.worker import Worker
 from torchrec_stream_ckpt.store.dense import name_files
-from torchrec_stream_ckpt.types import Committed, RankEnd
+from torchrec_stream_ckpt.types import Committed, RankEnd, RowRange
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ _NO_ANSWER_HINT = "stream-ckpt list tells, once the log answers again"
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class CutOrder:
     """What the training thread of one rank leaves to its commit thread."""
 
     marker: int
@@ -76,7 +76,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Vote:
+class MarkerVote:
     """One rank's part of a marker."""
 
     marker: int
@@ -120,9 +120,9 @@ class Coordinator:
         self._seal = Seal()
         """That of the marker in flight."""
         self._look_again = again
-        self._found_again: tuple[Rows, ...] = ()
+        self._found_again: tuple[RowRange, ...] = ()
         """(rank 0) Told to all ranks with the outcome of the next marker."""
-        self._again: list[Rows] = []
+        self._again: list[RowRange] = []
         self._abandoned = threading.Event()
         self.fenced: FencedError | None = None
         """Set once another trainer owns the job."""
@@ -131,7 +131,7 @@ class Coordinator:
         self.failure: StreamCkptError | None = None
         """Why the last marker failed; None while it is in flight, and when it was committed."""
 
-    def begin(self, cut: Cut) -> Future[Committed]:
+    def begin(self, cut: CutOrder) -> Future[Committed]:
         """(all ranks, training thread) Commit ``cut`` in the background; the last one must have settled."""
         assert not self.busy
         self._seal, self.failure = cut.seal, None
@@ -140,7 +140,7 @@ class Coordinator:
         self._running = self._worker.submit(self._settle, cut, future)
         return future
 
-    def take_again(self) -> list[Rows]:
+    def take_again(self) -> list[RowRange]:
         """(training thread) Rows that are to be sent again, each once."""
         again, self._again = self._again, []
         return again
@@ -167,7 +167,7 @@ class Coordinator:
 
     # The commit thread.
 
-    def _settle(self, cut: Cut, future: Future[Committed]) -> None:
+    def _settle(self, cut: CutOrder, future: Future[Committed]) -> None:
         generation = self._generation.claim.generation
         failure: StreamCkptError
         try:
@@ -206,11 +206,11 @@ class Coordinator:
         log.warning("marker %d:%d failed: %s", generation, cut.marker, failure)
         future.set_exception(failure)
 
-    def _decide_together(self, cut: Cut) -> None:
+    def _decide_together(self, cut: CutOrder) -> None:
         """Return when the marker is committed, else raise why not; the same on every rank."""
         deadline = time.monotonic() + self._timeout_s
         listing = zlib.crc32("\n".join(self._dense.listing).encode())
-        votes = self._agree(cut, 1, Vote(cut.marker, cut.step, cut.seal.reason, listing), deadline)
+        votes = self._agree(cut, 1, MarkerVote(cut.marker, cut.step, cut.seal.reason, listing), deadline)
         self._check(votes)
         if len({vote.listing for vote in votes}) > 1:
             check_same(self._agree(cut, 2, self._dense.listing, deadline))
@@ -224,12 +224,14 @@ class Coordinator:
         self._again += told
         failpoint("commit.told")
 
-    def _agree(self, cut: Cut, phase: int, value: T, deadline: float) -> list[T]:
+    def _agree(self, cut: CutOrder, phase: int, value: T, deadline: float) -> list[T]:
         """What each rank says in one phase of a marker; a later phase may wait a little longer than the one before."""
         bound_s = max(0.0, deadline - time.monotonic()) + PHASE_S * phase
         return self._team.agree((cut.marker, phase), value, bound_s, f"marker {cut.marker} ({PHASES[phase]})")
 
-    def _outcome(self, cut: Cut, votes: list[Vote], deadline: float) -> tuple[Rows, ...] | StreamCkptError:
+    def _outcome(
+        self, cut: CutOrder, votes: list[MarkerVote], deadline: float
+    ) -> tuple[RowRange, ...] | StreamCkptError:
         """(rank 0) Commit; the rows that all ranks are to send again, or why it is not committed.
 
         Ends before the other ranks have waited enough, whatever log and store do.
@@ -257,7 +259,7 @@ class Coordinator:
         again, self._found_again = self._found_again, ()
         return again
 
-    def _prepare(self, cut: Cut, deadline: float) -> Vote:
+    def _prepare(self, cut: CutOrder, deadline: float) -> MarkerVote:
         """Make this rank's part durable; what goes wrong becomes the vote's reason."""
         try:
             assert cut.staged is not None
@@ -269,28 +271,28 @@ class Coordinator:
                 raise TimeoutError(f"it takes longer than {self._timeout_s:.0f} s, or a rank does not come")
             files = self._saving.result()
         except Exception as error:  # DCP raises what its storage and peers raise
-            return Vote(cut.marker, cut.step, f"dense state was not saved: {type(error).__name__}: {error}")
+            return MarkerVote(cut.marker, cut.step, f"dense state was not saved: {type(error).__name__}: {error}")
         publisher = self._generation.publisher
         if publisher.lost is not None:
-            return Vote(cut.marker, cut.step, publisher.lost.headline, lost=publisher.lost)
+            return MarkerVote(cut.marker, cut.step, publisher.lost.headline, lost=publisher.lost)
         if not cut.seal.wait(max(0.0, deadline - time.monotonic())):
             why = publisher.failure or "the log is slow, or no step follows"
             cut.seal.fail(f"its rows did not find space in the ring in {self._timeout_s:.0f} s ({why})")
         sealed = cut.seal.sealed
         if sealed is None:
-            return Vote(cut.marker, cut.step, cut.seal.reason)
+            return MarkerVote(cut.marker, cut.step, cut.seal.reason)
         try:
             failpoint("mark.wait")
             durable = publisher.wait_mark(sealed.mark_seq, max(0.0, deadline - time.monotonic()))
             failpoint("mark.durable")
-            self._generation.check_gaps(self._team.rank)
+            self._generation.check_gaps()
         except StreamLostError as error:
-            return Vote(cut.marker, cut.step, error.headline, lost=error)
+            return MarkerVote(cut.marker, cut.step, error.headline, lost=error)
         except Exception as error:  # the publisher has died or is closed
-            return Vote(cut.marker, cut.step, f"the stream has ended: {error}")
+            return MarkerVote(cut.marker, cut.step, f"the stream has ended: {error}")
         if durable is None:
             waited = publisher.failure or "it is slow"
-            return Vote(
+            return MarkerVote(
                 cut.marker, cut.step, f"the log did not acknowledge the rows in {self._timeout_s:.0f} s ({waited})"
             )
         end = RankEnd(
@@ -303,7 +305,7 @@ class Coordinator:
             sealed.rows,
             sealed.num_bytes,
         )
-        return Vote(cut.marker, cut.step, "", end=end, files=files)
+        return MarkerVote(cut.marker, cut.step, "", end=end, files=files)
 
     def _save(self, staged: dict[str, Any], number: int) -> tuple[DenseFile, ...]:
         """Save the dense state together with the other ranks; returns what this one wrote, which is durable then."""
@@ -319,7 +321,7 @@ class Coordinator:
             store.settle(job, marker)
         return files
 
-    def _check(self, votes: list[Vote]) -> None:
+    def _check(self, votes: list[MarkerVote]) -> None:
         """Raise why the marker is given up, as far as the ranks' own words tell; the same on every rank."""
         generation = self._generation.claim.generation
         if len({(vote.marker, vote.step) for vote in votes}) > 1:
@@ -339,7 +341,7 @@ class Coordinator:
 
     # The outcome thread.
 
-    def _commit(self, cut: Cut, votes: list[Vote], timeout_s: float) -> None:
+    def _commit(self, cut: CutOrder, votes: list[MarkerVote], timeout_s: float) -> None:
         """(rank 0) Write COMMIT if all ranks voted for it."""
         generation, claim = self._generation, self._generation.claim
         marker = generation.marker(cut.marker)

@@ -63,7 +63,7 @@ from torchrec_stream_ckpt.commit.hyperparameters import fused_values, given, set
 from torchrec_stream_ckpt.commit.id_maps import PREFIX, State, empty_pieces, merge_pieces, read_pieces
 from torchrec_stream_ckpt.commit.optimizer_state import OptimizerState, empty_like
 from torchrec_stream_ckpt.commit.random_state import random_state, seed_new_rank, set_random_state
-from torchrec_stream_ckpt.commit.replicas import Copies, listing, owners
+from torchrec_stream_ckpt.commit.replicas import CopyMemory, listing, owners
 from torchrec_stream_ckpt.errors import ConfigError, SchemaMismatchError, UnsupportedError
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class DenseState:
         """To be set anew when a reshard has built others."""
         self._group = group
         self._rank = dist.get_rank()
-        self._copies = Copies()
+        self._copies = CopyMemory()
         self.listing: tuple[str, ...] = ()
         """What the last :meth:`stage` has found on this rank of what all ranks must hold alike."""
         for name, item in {**self._shared, **self._per_rank}.items():

@@ -21,6 +21,7 @@ from torchrec_stream_ckpt.errors import (
     StreamLostError,
 )
 from torchrec_stream_ckpt.format.control import Claim
+from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.referring import brief
@@ -48,6 +49,7 @@ class Generation:
     control: Control
     claim: Claim
     publisher: Publisher
+    rank: int
     partition: int
     """The data partition of this rank."""
     dense: DenseStore
@@ -65,7 +67,14 @@ class Generation:
     strays: Strays = field(default_factory=Strays)
     """Records that others have put between this rank's frames."""
 
-    def check_gaps(self, rank: int) -> None:
+    def header(self, kind: Kind, step: int, marker: int) -> Header:
+        """Of a frame of this rank that holds no rows."""
+        claim = self.claim
+        return Header(
+            kind, claim.job, claim.generation, self.rank, step=step, marker=marker, schema_crc=claim.schema.crc
+        )
+
+    def check_gaps(self) -> None:
         """(each rank) See that readers cannot take for this rank's frames what others have put between them.
 
         Raises:
@@ -73,7 +82,8 @@ class Generation:
             LogUnavailableError: the log does not answer.
         """
         gaps = self.publisher.gaps
-        check_gaps(self.log, StreamName(self.claim.job, self.claim.generation, rank, self.partition), gaps, self.strays)
+        stream = StreamName(self.claim.job, self.claim.generation, self.rank, self.partition)
+        check_gaps(self.log, stream, gaps, self.strays)
         self.publisher.looked_at(gaps)
 
     def check_log(self, marker: int, ends: Sequence[RankEnd]) -> None:

@@ -28,7 +28,7 @@ Optimizers = Mapping[str, torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class LiveState:
     """The state of all dense optimizers of this rank, as it is now; nothing is copied."""
 
     tensors: dict[str, torch.Tensor]
@@ -97,7 +97,9 @@ class _Tensors:
             )
 
 
-def take(optimizers: Optimizers, parameters: Mapping[str, nn.Parameter], apart: Collection[torch.Tensor] = ()) -> Taken:
+def take(
+    optimizers: Optimizers, parameters: Mapping[str, nn.Parameter], apart: Collection[torch.Tensor] = ()
+) -> LiveState:
     """The state of the dense optimizers now.
 
     Args:
@@ -112,7 +114,7 @@ def take(optimizers: Optimizers, parameters: Mapping[str, nn.Parameter], apart: 
     tensors = _Tensors(parameters)
     ours = {id(parameter) for parameter in apart}
     trees = {key: _tree(key, optimizer, names, ours, tensors) for key, optimizer in optimizers.items()}
-    return Taken(tensors.tensors, tensors.places, {"optimizers": trees, "parameters": tensors.parameters})
+    return LiveState(tensors.tensors, tensors.places, {"optimizers": trees, "parameters": tensors.parameters})
 
 
 def _tree(

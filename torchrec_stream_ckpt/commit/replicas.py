@@ -72,7 +72,7 @@ def check_same(listings: list[tuple[str, ...]]) -> None:
         )
 
 
-class Copies:
+class CopyMemory:
     """Memory for copies, reused: fresh pages cost several times as much as the copy does.
 
     One copy at a time: the last one's readers must be done.

@@ -11,7 +11,7 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.restore.compare import Tally
 from torchrec_stream_ckpt.restore.proofs import Circle
 from torchrec_stream_ckpt.route.path import Path
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.types import MarkerId, RowRange
 
 _SAID = 8
 """Blocks that a message names."""
@@ -48,11 +48,11 @@ class Unproved:
     tables: tuple[str, ...]
     """Of all of them."""
 
-    def rows(self, schema: Schema) -> tuple[tuple[str, int, int], ...]:
-        """(table, first row, row after the last one) of all rows that have to be sent again."""
+    def rows(self, schema: Schema) -> tuple[RowRange, ...]:
+        """All rows that have to be sent again."""
         if self.count > len(self.blocks):  # not all are named
-            return tuple((table.name, 0, table.rows) for table in schema.tables if table.name in self.tables)
-        return tuple(sorted({(block.table, block.begin, block.end) for block in self.blocks}))
+            return tuple(RowRange(table.name, 0, table.rows) for table in schema.tables if table.name in self.tables)
+        return tuple(sorted({RowRange(block.table, block.begin, block.end) for block in self.blocks}))
 
     def table_rows(self, schema: Schema) -> list[TableRows]:
         """The same for a verdict."""

@@ -15,7 +15,7 @@ from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.metrics import TRAINER_METRICS, serve_metrics, trainer_values
 from torchrec_stream_ckpt.stats import Stats, Timing
-from torchrec_stream_ckpt.telemetry import Telemetry
+from torchrec_stream_ckpt.trainer.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 
-class Found(NamedTuple):
+class KernelRows(NamedTuple):
     """Some rows of one kernel."""
 
     rows: torch.Tensor

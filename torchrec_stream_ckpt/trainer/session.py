@@ -1,4 +1,4 @@
-"""The read side of a checkpointer: all ranks choose a marker, and write its rows into the live tables.
+"""The read side of a checkpointer: all ranks choose a marker, write its rows into the live tables, and load the rest.
 
 Damage that is proved while rows are read leads to another place that has the same marker, and where no place is left,
 to an older marker: half written tables are no harm then, because a restore writes every cell of every table.
@@ -7,11 +7,10 @@ to an older marker: half written tables are no harm then, because a restore writ
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from torchrec_stream_ckpt.adapter import FusedKernel
 from torchrec_stream_ckpt.commit.collective import Team
 from torchrec_stream_ckpt.commit.dense import DenseState
 from torchrec_stream_ckpt.config import StreamConfig
@@ -20,7 +19,6 @@ from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotF
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.layout import parse_uri
 from torchrec_stream_ckpt.restore.apply import StoreSource, apply_rows
 from torchrec_stream_ckpt.restore.located import located
@@ -34,66 +32,96 @@ from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.store.head import Head, HeadDamagedError, head_root
 from torchrec_stream_ckpt.tiers.job import Tiered
 from torchrec_stream_ckpt.tiers.source import Source
-from torchrec_stream_ckpt.types import MarkerId, TableShard
+from torchrec_stream_ckpt.trainer.attached import Attached
+from torchrec_stream_ckpt.trainer.checking import check_live, check_replicated, refuse_or_accept, say_unproved
+from torchrec_stream_ckpt.types import MarkerId, RowRange
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Tables:
-    """What this rank holds."""
+class Loaded:
+    """What a restore came with, beside the rows; the same on every rank."""
 
-    kernels: list[FusedKernel]
-    schema: Schema
-    shards: Sequence[TableShard]
+    share: float
+    """Part of the cells that are as they were proved."""
+    merged: tuple[int, ...]
+    """Tables whose row-wise state was merged from other columns, ascending."""
+    proved_up_to: int
+    """Where the window of the newest proof ends."""
+    unproved: tuple[RowRange, ...]
+    """What was accepted although it is not as it was proved."""
+    source: str
+    """What rows were read from, in words."""
+
+    def say(self, plan: RestorePlan) -> None:
+        """(rank 0) Log what was restored."""
+        log.info(
+            "restored marker %s (step %d, written by %d ranks) from %s; %.1f%% of its rows are as they were proved",
+            plan.marker,
+            plan.step,
+            plan.world,
+            self.source,
+            100 * self.share,
+        )
+        if self.merged:
+            names = ", ".join(plan.schema.tables[table].name for table in self.merged)
+            log.info("row-wise state of %s is merged from other columns: it was not compared", names)
 
 
-class Restoring:
-    """Finds markers and reads their rows. Every method is collective, but for those of a single marker's rows.
+class Session:
+    """Finds markers and brings them back. Every method is collective, but for ``advance``.
 
     Args:
         config: Of the nearest tier.
         team: All ranks.
         tier: What the job writes to.
         tiers: Both tiers, if there are two.
-        dense: Checks the dense state of a marker.
+        dense: Checks and loads the dense state of a marker.
+        attached: The live tables.
     """
 
-    def __init__(self, config: StreamConfig, team: Team, tier: Tier, tiers: Tiered | None, dense: DenseState) -> None:
+    def __init__(
+        self,
+        config: StreamConfig,
+        team: Team,
+        tier: Tier,
+        tiers: Tiered | None,
+        dense: DenseState,
+        attached: Attached,
+    ) -> None:
         self._config = config
         self._team = team
         self._tier = tier
         self._tiers = tiers
         self._dense = dense
+        self._attached = attached
         self._head: Head | None = None
         """What rows are copied from; its writer waits until it is closed."""
         self._use_head = True
         self._passed = Passed(config.max_fallback)
         self._damaged: dict[str, CorruptionError] = {}
         """Segments of the store that turned out to be damaged."""
-        self.source = Source(tier.log, tier.objects, tier.dense)
+        self._source = Source(tier.log, tier.objects, tier.dense)
         """Where the marker is read from that was found last."""
-        self.met = Met(Path())
+        self._met = Met(Path())
         """What the rows of the live tables came with."""
         self.touched = False
         """Whether rows of the live tables have been written."""
 
-    def plan(self, tables: Tables, marker: MarkerId | None) -> RestorePlan | None:
+    def plan(self, marker: MarkerId | None) -> RestorePlan | None:
         """What a restore would do on this rank, as far as names and directories tell; None: nothing was committed."""
         self._begin()
         try:
-            choice = self._find(marker)
-            return self._plan(tables, choice) if choice is not None else None
+            route = self._find(marker)
+            return self._plan(route) if route is not None else None
         finally:
             self._close_head()
 
-    def rows(
-        self, tables: Tables, marker: MarkerId | None, *, fall_back: bool = True
-    ) -> tuple[RestorePlan, Route, int] | None:
+    def rows(self, marker: MarkerId | None, *, fall_back: bool = True) -> tuple[RestorePlan, Route, int] | None:
         """Write all rows of ``marker``, or of the newest one that is whole; None when nothing was ever committed.
 
         Args:
-            tables: Where to.
             marker: Which one; None: the newest.
             fall_back: Whether damage in rows leads to an older marker, if none is named.
 
@@ -105,27 +133,80 @@ class Restoring:
         """
         self._begin()
         try:
-            while (choice := self._find(marker)) is not None:
+            while (route := self._find(marker)) is not None:
                 try:
-                    plan = self._plan(tables, choice)
+                    plan = self._plan(route)
                     failpoint("restore.planned")
                     self.touched = True
-                    return plan, choice, self._team.together(partial(self._apply, tables, plan, choice))
+                    return plan, route, self._team.together(partial(self._apply, plan, route))
                 except HeadDamagedError as error:
                     log.warning("HEAD is damaged, all is restored without it: %s", error.headline)
                     self._use_head = False
                 except CorruptionError as error:
-                    self._go_elsewhere(choice, error, may_pass=marker is None and fall_back)
+                    self._go_elsewhere(route, error, may_pass=marker is None and fall_back)
             return None
         finally:
             self._close_head()
 
-    def behind(self, tables: Tables, behind: Route) -> int:
-        """(each rank) Write what is behind the marker that the tables hold."""
+    def newest_rows(self) -> tuple[RestorePlan, Route, int] | None:
+        """Write the newest marker into the live tables; None while nothing is committed. A spare calls it."""
+        try:
+            return self.rows(None, fall_back=False)
+        finally:
+            self._source.dense.release()
+
+    def advance(self, behind: Route) -> int:
+        """(each rank) Write what was committed after the marker that the tables hold; returns the rows."""
         assert behind.since is not None
-        plan = plan_restore(behind, tables.schema, tables.shards)
-        self.met.path = self.met.path.then(behind.since, plan.path)
-        return apply_rows(self._tier.log, plan, tables.kernels, met=self.met)
+        plan = plan_restore(behind, self._attached.schema, self._attached.shards)
+        self._met.path = self._met.path.then(behind.since, plan.path)
+        return apply_rows(self._tier.log, plan, self._attached.kernels, met=self._met)
+
+    def held(self, marker: MarkerId) -> tuple[RestorePlan, Route]:
+        """What the live tables hold, once ``advance`` has brought ``marker``.
+
+        Raises:
+            CorruptionError: its dense state is damaged.
+        """
+        route = self._team.on_rank0(lambda: self._held(marker))
+        attached = self._attached
+        return self._team.together(lambda: plan_restore(route.stay(), attached.schema, attached.shards)), route
+
+    def _held(self, marker: MarkerId) -> Route:
+        """(rank 0) The marker that the live tables hold, its dense state compared."""
+        lineage = self._tier.control.refresh()
+        commit = lineage.find(marker)
+        self._tier.dense.verify(commit)
+        return Route(lineage, commit)
+
+    def finish(self, plan: RestorePlan, route: Route, *, accept_unproved: bool) -> Loaded:
+        """The rows of a marker are in the live tables: compare them with its proofs, and load the dense state.
+
+        Raises:
+            ProofMismatchError: (without ``accept_unproved``) rows are not as they were proved.
+        """
+        team, attached = self._team, self._attached
+        checked = check_live(team, attached.kernels, plan.schema, attached.shards, self._met)
+        unproved = checked.compared.unproved
+        if unproved is not None and team.rank == 0:
+            say_unproved(self._tier.objects, route.commit, unproved, plan.schema)
+        refuse_or_accept(unproved, plan.marker, accept=accept_unproved, say=team.rank == 0)
+        dense = self._source.dense
+        load_rest = team.together(lambda: self._dense.load(dense.local(route.commit), plan.world))
+        compared = check_replicated(team, attached.replicated().tensors(), self._met)
+        refuse_or_accept(compared.unproved, plan.marker, accept=accept_unproved, say=team.rank == 0)
+        merged = {table for tables in team.gather(plan.merged) for table in tables}
+        attached.begin(merged)
+        team.together(load_rest)  # what the user's objects change from here on is captured
+        failpoint("restore.dense")
+        dense.release()
+        return Loaded(
+            (checked.compared + compared).share,
+            tuple(sorted(merged)),
+            checked.proved_up_to,
+            unproved.rows(plan.schema) if unproved is not None else (),
+            f"{self._tiers.place}: {plan.source}" if self._tiers is not None else plan.source,
+        )
 
     def _begin(self) -> None:
         self._use_head, self._passed = True, Passed(self._config.max_fallback)
@@ -133,19 +214,19 @@ class Restoring:
     # Choosing.
 
     def _find(self, marker: MarkerId | None) -> Route | None:
-        """The marker; behind it, all ranks know where to read it from, and a HEAD that they count on is open."""
-        choice = self._look(marker, self._open_head if self._use_head else lambda _: None)
-        if choice is not None and choice.held is not None and choice.held.head is not None:
-            choice = self._everywhere(choice, choice.held.head)
-        if choice is None or choice.held is None or choice.held.head is None:
+        """The marker. After it, all ranks know where to read it from, and a HEAD that they count on is open."""
+        route = self._look(marker, self._open_head if self._use_head else lambda _: None)
+        if route is not None and route.held is not None and route.held.head is not None:
+            route = self._everywhere(route, route.held.head)
+        if route is None or route.held is None or route.held.head is None:
             self._close_head()
-        return choice
+        return route
 
     def _look(self, marker: MarkerId | None, head: Callable[[bytes], HeadState | None]) -> Route | None:
         if self._tiers is None:
             return self._team.on_rank0(lambda: self._look_up(marker, head))
-        choice, self.source = self._tiers.find(marker, head, self._passed, self._damaged)
-        return choice
+        route, self._source = self._tiers.find(marker, head, self._passed, self._damaged)
+        return route
 
     def _look_up(self, marker: MarkerId | None, head: Callable[[bytes], HeadState | None]) -> Route | None:
         """(rank 0)"""
@@ -161,20 +242,21 @@ class Restoring:
         found, damaged = self._passed, self._damaged
         return choose(tier.log, lineage, tier.dense, marker, tier.objects, head, passed=found, damaged=damaged)
 
-    def _plan(self, tables: Tables, choice: Route) -> RestorePlan:
+    def _plan(self, route: Route) -> RestorePlan:
         merge = self._config.on_column_resplit == "merge"
-        plan = self._team.together(lambda: plan_restore(choice, tables.schema, tables.shards, merge=merge))
-        self._team.together(lambda: self._dense.check(self.source.dense.local(choice.commit), plan.world))
+        attached = self._attached
+        plan = self._team.together(lambda: plan_restore(route, attached.schema, attached.shards, merge=merge))
+        self._team.together(lambda: self._dense.check(self._source.dense.local(route.commit), plan.world))
         return plan
 
-    def _apply(self, tables: Tables, plan: RestorePlan, choice: Route) -> int:
-        source, held = self.source, choice.held
+    def _apply(self, plan: RestorePlan, route: Route) -> int:
+        source, held = self._source, route.held
         store = StoreSource(source.objects, held.scalars) if held is not None else None
-        self.met = Met(plan.path)
+        self._met = Met(plan.path)
         try:
             if held is not None:
-                self.met.held(held)
-            return apply_rows(source.log, plan, tables.kernels, store, self._head, self.met)
+                self._met.held(held)
+            return apply_rows(source.log, plan, self._attached.kernels, store, self._head, self._met)
         except HeadDamagedError:
             assert self._head is not None
             self._head.drop()
@@ -183,14 +265,14 @@ class Restoring:
             read = [each.interval for each in plan.reads]
             raise located(error, source.log, read, plan.schema, held) from None
 
-    def _go_elsewhere(self, choice: Route, error: CorruptionError, *, may_pass: bool) -> None:
+    def _go_elsewhere(self, route: Route, error: CorruptionError, *, may_pass: bool) -> None:
         """(all ranks) A marker is damaged where it was read: note it, so that the next look finds another place.
 
         Raises:
             CorruptionError: there is none.
         """
-        marker = choice.commit.id
-        name = _segment(choice, error)
+        marker = route.commit.id
+        name = _segment(route, error)
         if name is not None and name not in self._damaged:
             log.warning("marker %s is restored without a damaged segment of the store: %s", marker, error.headline)
             self._damaged[name] = error
@@ -203,15 +285,15 @@ class Restoring:
 
     # HEAD.
 
-    def _everywhere(self, choice: Route, head: HeadState) -> Route:
-        """``choice`` if each host has what rank 0's HEAD holds, else one that counts on none."""
+    def _everywhere(self, route: Route, head: HeadState) -> Route:
+        """``route`` if each host has what rank 0's HEAD holds, else one that counts on none."""
         if all(self._team.gather(self._has_head(head))):
-            return choice
+            return route
         if self._team.rank == 0:
             log.info("HEAD is not used: not every host of this job has marker %s", head.marker)
-        cold = self._look(choice.commit.id, lambda _: None)
+        cold = self._look(route.commit.id, lambda _: None)
         assert cold is not None
-        return replace(cold, skipped=choice.skipped)
+        return replace(cold, skipped=route.skipped)
 
     def _has_head(self, wanted: HeadState) -> bool:
         """Whether this host holds what rank 0's does; it is open then."""
@@ -234,10 +316,10 @@ class Restoring:
             self._head = None
 
 
-def _segment(choice: Route, error: CorruptionError) -> str | None:
+def _segment(route: Route, error: CorruptionError) -> str | None:
     """The segment of the store that ``error`` is about, if the marker was read from it."""
     said = str(error.where.get("name", error.where.get("path", "")))
-    names = (picked.ref.name for piece in (choice.held.pieces if choice.held else ()) for picked in piece.segments)
+    names = (picked.ref.name for piece in (route.held.pieces if route.held else ()) for picked in piece.segments)
     return next((name for name in names if said.endswith(name)), None)
 
 

@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from torchrec_stream_ckpt.capture.hook import Capture, Drain
+from torchrec_stream_ckpt.capture.hook import Capture
 from torchrec_stream_ckpt.capture.oracle import Difference, Oracle, mismatch
 from torchrec_stream_ckpt.capture.prover import Prover, Taken
+from torchrec_stream_ckpt.capture.sender import Drain
 from torchrec_stream_ckpt.commit.collective import Team
-from torchrec_stream_ckpt.commit.coordinator import Coordinator, Cut
+from torchrec_stream_ckpt.commit.coordinator import Coordinator, CutOrder
 from torchrec_stream_ckpt.commit.dense import DenseState
 from torchrec_stream_ckpt.commit.generation import Generation
 from torchrec_stream_ckpt.commit.seal import Seal, Sealed
@@ -81,7 +82,7 @@ class Cuts:
         ring: Memory for frames.
         dense: Copies the dense state at the boundary.
         team: Small agreements; used for the oracle alone.
-        schema_crc: Of the tables, for headers.
+        submit: Where its MARKs go, behind their rows.
         prover: Takes the rows that each marker proves; None: markers have no proof.
     """
 
@@ -94,7 +95,7 @@ class Cuts:
         ring: FrameRing,
         dense: DenseState,
         team: Team,
-        schema_crc: int,
+        submit: Callable[[FrameBuffer], int],
         prover: Prover | None = None,
     ) -> None:
         self._generation = generation
@@ -104,36 +105,17 @@ class Cuts:
         self._ring = ring
         self._dense = dense
         self._team = team
-        self._schema_crc = schema_crc
+        self._submit = submit
         self._prover = prover
         self._open: _Open | None = None
         self._seal = Seal()
         """That of the last cut."""
-        self._asking: Cut | None = None
+        self._asking: CutOrder | None = None
         """(``paranoid``) A cut of which not all ranks have said yet what their oracle found."""
         self._sealed: Sealed | None = None
         self._found: Difference | None = None
         self.mismatch: CaptureMismatchError | None = None
         """(``paranoid``) Set once the stream was found to say something else than the tables hold."""
-
-    @property
-    def submit(self) -> Callable[[FrameBuffer], int]:
-        """Where frames of rows go; the oracle, if there is one, reads them on their way."""
-        submit = self._generation.publisher.submit
-        return submit if self._oracle is None else self._oracle.listening(submit)
-
-    def header(self, kind: Kind, step: int, marker: int) -> Header:
-        """Of a frame that holds no rows."""
-        claim = self._generation.claim
-        return Header(
-            kind,
-            claim.job,
-            claim.generation,
-            self._team.rank,
-            step=step,
-            marker=marker,
-            schema_crc=self._schema_crc,
-        )
 
     @property
     def open(self) -> bool:
@@ -186,13 +168,13 @@ class Cuts:
         except BaseException as error:  # a Stateful of the user, memory, the publisher; or somebody interrupts
             self._fail(marker, error)
             if not isinstance(error, Exception):
-                self._hand_over(Cut(marker, step, seal, staged), taken)
+                self._hand_over(CutOrder(marker, step, seal, staged), taken)
                 raise
-        future = self._hand_over(Cut(marker, step, seal, staged), taken)
+        future = self._hand_over(CutOrder(marker, step, seal, staged), taken)
         self._ask()
         return future
 
-    def _hand_over(self, cut: Cut, taken: Taken | None) -> Future[Committed]:
+    def _hand_over(self, cut: CutOrder, taken: Taken | None) -> Future[Committed]:
         """(all ranks) To the commit thread, a cut that was given up too: all ranks are to know."""
         if self._oracle is not None:
             self._asking = cut
@@ -252,8 +234,9 @@ class Cuts:
         failpoint("cut.drained")
         publisher = self._generation.publisher
         rows, num_bytes = publisher.rows, publisher.num_bytes
-        put_mark(buffer, self.header(Kind.MARK, cut.step, cut.marker), Mark(rows, num_bytes, cut.scalars), cut.taken)
-        sealed = Sealed(self.submit(buffer), rows, num_bytes)
+        header = self._generation.header(Kind.MARK, cut.step, cut.marker)
+        put_mark(buffer, header, Mark(rows, num_bytes, cut.scalars), cut.taken)
+        sealed = Sealed(self._submit(buffer), rows, num_bytes)
         failpoint("mark.submitted")
         if self._oracle is None:
             cut.seal.close(sealed)

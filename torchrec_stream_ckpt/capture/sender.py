@@ -1,0 +1,114 @@
+"""From rows to the ring: the frames that one rank sends, each within what its drain may take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from torchrec_stream_ckpt.adapter import FusedKernel
+from torchrec_stream_ckpt.capture.kernel_rows import KernelRows
+from torchrec_stream_ckpt.capture.staging import RowStager, StreamIdentity
+from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """One drain: what its frames carry, and how much of the ring it may take."""
+
+    step: int
+    marker: int
+    """The marker to which the rows will belong."""
+    extra: bool = False
+    """Whether it may take from the marker's budget when the ring is full."""
+    saving: bool = False
+    """Whether it sends rows in front of a write: into frames of just their size, from the marker's budget first."""
+    deadline_s: float | None = None
+    """Until when, on the monotonic clock, it may wait for space; None: it never waits."""
+
+    @property
+    def wait_s(self) -> float:
+        """How long it may still wait."""
+        return max(0.0, self.deadline_s - time.monotonic()) if self.deadline_s is not None else 0.0
+
+
+class Sender:
+    """Gathers rows into frames and submits them.
+
+    Args:
+        kernels: All of this rank.
+        tables: Name -> id of each table of the job.
+    """
+
+    def __init__(self, kernels: Sequence[FusedKernel], tables: Mapping[str, int]) -> None:
+        self._kernels = kernels
+        self._tables = tables
+        self.stagers: list[list[RowStager]] = []
+        """By kernel and shard, once a generation is open."""
+        self.ring: FrameRing | None = None
+        self.submit: Callable[[FrameBuffer], int] | None = None
+        self._begun: Drain | None = None
+        self._quota = 0
+        """Frames that the drain in progress may still fill: acknowledgements that come meanwhile do not prolong it."""
+
+    def open(self, identity: StreamIdentity, ring: FrameRing, submit: Callable[[FrameBuffer], int]) -> None:
+        """Start a generation: frames carry ``identity``."""
+        self.ring, self.submit = ring, submit
+        self.stagers = [
+            [RowStager(shard, self._tables[shard.table.name], identity) for shard in kernel.shards]
+            for kernel in self._kernels
+        ]
+
+    def row_bytes(self, position: int) -> int:
+        """What a row of this kernel takes in a frame, at most."""
+        return max((stager.row_bytes for stager in self.stagers[position]), default=1)
+
+    def may_send(self, drain: Drain) -> bool:
+        """A drain begins or goes on: whether a look at the masks is worth it. While the log takes nothing it is not."""
+        assert self.ring is not None
+        if drain is not self._begun:
+            self._begun, self._quota = drain, self.ring.capacity
+        return drain.extra or drain.wait_s > 0 or self.ring.has_room
+
+    @torch.no_grad()
+    def send(self, position: int, found: KernelRows, drain: Drain) -> int:
+        """Gather and submit rows of one kernel; how many of them found space, from the first on."""
+        rows, cuts = found
+        if not rows.numel():
+            return 0
+        assert self.submit is not None
+        kernel = self._kernels[position]
+        if cuts is None:
+            cuts = torch.searchsorted(rows, torch.tensor(kernel.bases, device=rows.device)).tolist()
+        weights, states = kernel.weights(), kernel.states()
+        for shard, stager in enumerate(self.stagers[position]):
+            for begin in range(cuts[shard], cuts[shard + 1], stager.max_rows):
+                local = rows[begin : min(begin + stager.max_rows, cuts[shard + 1])] - kernel.bases[shard]
+                buffer = self._buffer(drain, stager.frame_bytes(local.numel()))
+                if buffer is None:
+                    return begin
+                stager.fill(
+                    buffer,
+                    local,
+                    weights[shard],
+                    states[shard],
+                    newest=partial(kernel.newest, shard),
+                    step=drain.step,
+                    marker=drain.marker,
+                )
+                self.submit(buffer)
+        return rows.numel()
+
+    def _buffer(self, drain: Drain, num_bytes: int) -> FrameBuffer | None:
+        """Memory for a frame, or None when there is none for this drain."""
+        assert self.ring is not None
+        if drain.saving:
+            return self.ring.borrow(num_bytes)
+        if not drain.extra:
+            if not self._quota:
+                return None
+            self._quota -= 1
+        return self.ring.acquire(extra=drain.extra, wait_s=drain.wait_s)

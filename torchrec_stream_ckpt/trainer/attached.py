@@ -1,0 +1,101 @@
+"""A model with our hooks on it: the rows that this rank holds, and the capture of what changes in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+
+import torch
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from torchrec_stream_ckpt.adapter import (
+    ReplicatedTables,
+    Standing,
+    check_free,
+    claim,
+    dense_optimizers,
+    fused_kernels,
+    watch_outside_writes,
+)
+from torchrec_stream_ckpt.capture.hook import Capture
+from torchrec_stream_ckpt.capture.oracle import Oracle
+from torchrec_stream_ckpt.capture.shards import check_rows_fit, local_shards, local_tables, merge_schema
+from torchrec_stream_ckpt.commit.collective import Team
+from torchrec_stream_ckpt.format.rank_shards import RankShards
+
+
+class Attached:
+    """What one rank trains. It is read when this is made, and hooked by :meth:`hook`; both again after a reshard.
+
+    Args:
+        dmp: The sharded model.
+        optimizer: What the job steps.
+        team: All ranks.
+        paranoid: Whether an oracle follows the stream.
+    """
+
+    def __init__(
+        self, dmp: DistributedModelParallel, optimizer: torch.optim.Optimizer | None, team: Team, *, paranoid: bool
+    ) -> None:
+        self._dmp = dmp
+        self._optimizer = optimizer
+        self._team = team
+        self._paranoid = paranoid
+        self.describe()
+
+    def describe(self) -> None:
+        """(all ranks) Learn which rows this rank holds, and the schema of all ranks."""
+        self.kernels = self._team.together(lambda: fused_kernels(self._dmp))
+        self._team.together(lambda: check_rows_fit(self.kernels))
+        self.schema = merge_schema(self._team.gather(local_tables(self.kernels)))
+        self.shards = local_shards(self.kernels, self.schema)
+        shards = self._team.gather(self.shards)
+        self.layout = RankShards.of(shards) if self._team.rank == 0 else None
+        """(rank 0) Which shards each rank holds."""
+
+    def hook(self, reshard: Callable[[Callable[[], float]], float]) -> None:
+        """(all ranks) Hook the kernels as they are now, and what changes rows beside them.
+
+        Args:
+            reshard: Takes the place of ``dmp.reshard()``; what it is given moves the rows.
+        """
+        self._team.together(lambda: check_free(self.kernels))
+        self.standing = Standing(self._dmp)
+        self.capture = Capture(self.kernels, self.schema)
+        self.oracle = Oracle(self.kernels, self.schema) if self._paranoid else None
+        self._unwatch = watch_outside_writes(self._dmp, self._optimizer, self.capture.before_load, reshard)
+        self._free_kernels = claim(self.kernels)
+
+    def unhook(self) -> None:
+        """Leave nothing on the model and on the optimizers."""
+        self._unwatch()
+        self.capture.close()
+        self._free_kernels()
+
+    def begin(self, swept: Collection[int]) -> None:
+        """(all ranks) The next generation stands on what the tables hold now; those in ``swept`` it sends whole."""
+        self.capture.begin()
+        if self.oracle is not None:
+            self._team.together(partial(self.oracle.begin, swept))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables are."""
+        return self.kernels[0].device if self.kernels else torch.device("cpu")
+
+    @property
+    def tables(self) -> range:
+        """The ids of all tables."""
+        return range(len(self.schema.tables))
+
+    def replicated(self) -> ReplicatedTables:
+        """The tables that every rank has whole."""
+        return ReplicatedTables(self._dmp, dense_optimizers(self._optimizer))
+
+    def column_splits(self) -> dict[int, set[tuple[int, int]]]:
+        """(all ranks) Table -> the column ranges of its shards on all ranks."""
+        splits: dict[int, set[tuple[int, int]]] = {}
+        for shards in self._team.gather(self.shards):
+            for shard in shards:
+                splits.setdefault(shard.table, set()).add((shard.col0, shard.cols))
+        return splits

@@ -1,0 +1,117 @@
+"""Rank 0's word on generations: whether this run may open one, on which marker, and the claim itself."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from torchrec_stream_ckpt.commit.generation import claim_generation, newest_held
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.errors import (
+    CommitUnknownError,
+    ConfigError,
+    FencedError,
+    LogUnavailableError,
+    StoreUnavailableError,
+    StreamLostError,
+)
+from torchrec_stream_ckpt.format.control import Claim
+from torchrec_stream_ckpt.restore.plan import check_schema
+from torchrec_stream_ckpt.route.job import Tier
+from torchrec_stream_ckpt.tiers.job import Tiered
+from torchrec_stream_ckpt.trainer.attached import Attached
+from torchrec_stream_ckpt.types import MarkerId
+
+log = logging.getLogger(__name__)
+
+_REOPEN_S = 30.0
+"""A log that has lost a stream, and does not answer now, is asked again after so long."""
+
+
+class Claims:
+    """Claims the generations of one job. All methods run on rank 0 alone.
+
+    Args:
+        tier: What the job writes to.
+        tiers: Both tiers, if there are two.
+        attached: The tables.
+        world: Ranks.
+    """
+
+    def __init__(self, tier: Tier, tiers: Tiered | None, attached: Attached, world: int) -> None:
+        self._tier = tier
+        self._tiers = tiers
+        self._attached = attached
+        self._world = world
+        self._reopen_s = 0.0
+        """When to try next to go on after a loss, on the monotonic clock."""
+
+    @property
+    def _control(self) -> Control:
+        """The control partition that decides."""
+        return self._tier.control if self._tiers is None else self._tiers.control
+
+    def check_schema(self) -> None:
+        """A job that restores nothing must still be of the log's kind."""
+        claims = self._control.refresh().claims
+        if claims:
+            check_schema(claims[max(claims)].schema, self._attached.schema)
+
+    def check_restored(self) -> None:
+        """Markers of a run that forgot ``restore()`` would be newer than all that the log holds.
+
+        Raises:
+            ConfigError: it holds some, and nobody has said that this is meant.
+        """
+        newest = self._control.refresh().newest
+        if newest is not None and not self._tier.config.fresh:
+            raise ConfigError(
+                f"the log holds markers, the newest is {newest.id}, and this run has restored none",
+                hint="add the line `checkpointer.restore()` before the first step(); to start from nothing, set "
+                "StreamConfig(..., fresh=True), in the recipes --restore none",
+                uri=self._tier.config.uris[0],
+            )
+
+    def claim(self, parent: MarkerId | None, swept: Sequence[int]) -> Claim:
+        """Own the next generation, which stands on ``parent`` and sends the tables in ``swept`` whole."""
+        tier, attached = self._tier, self._attached
+        schema, layout, whole = attached.schema, attached.layout, tuple(swept)
+        if self._tiers is not None:
+            return self._tiers.claim(schema, self._world, parent, whole, layout)
+        log_, control, dense, objects = tier.log, tier.control, tier.dense, tier.objects
+        return claim_generation(
+            log_, control, dense, objects, tier.config, schema, self._world, parent, whole, layout=layout
+        )
+
+    def claim_after_loss(self, lost: Claim, why: StreamLostError) -> tuple[Claim, int] | tuple[()] | None:
+        """The next generation, on the newest marker that the log holds, and the step of that.
+
+        Args:
+            lost: The generation of which the log has lost a stream.
+            why: What it has lost.
+
+        Returns:
+            () when not now, None when never.
+        """
+        if time.monotonic() < self._reopen_s:
+            return ()
+        self._reopen_s = time.monotonic() + _REOPEN_S
+        tier = self._tier
+        try:
+            now = tier.log.incarnation()
+            if self._tiers is not None or now is None or now.id != lost.incarnation:
+                log.error("no marker commits any more, start the job anew: %s", why.headline)
+                return None
+            newest = tier.control.refresh().newest_generation
+            if newest != lost.generation:
+                raise FencedError(f"generation {newest} has taken over this job", hint="stop this one")
+            parent = newest_held(tier.log, tier.control, lost.generation)
+            mine = self.claim(parent, self._attached.tables)
+        except (LogUnavailableError, StoreUnavailableError, CommitUnknownError) as error:
+            log.warning("no marker commits until the log answers: %s", error.headline)
+            return ()
+        log.warning(
+            "generation %d goes on from marker %s, every table is sent whole: %s", mine.generation, parent, why.headline
+        )
+        return mine, tier.control.lineage.find(parent).step if parent is not None else 0

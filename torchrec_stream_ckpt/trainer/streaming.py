@@ -1,0 +1,285 @@
+"""The write side of a checkpointer: step boundaries, markers, and the generations that they belong to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from functools import partial
+
+from torchrec_stream_ckpt.capture.prover import Load, Prover, Replicated, window_width
+from torchrec_stream_ckpt.capture.sender import Drain
+from torchrec_stream_ckpt.commit.cadence import NOTHING, Cadence, StepVote
+from torchrec_stream_ckpt.commit.generation import check_same_log
+from torchrec_stream_ckpt.commit.pace import Pace
+from torchrec_stream_ckpt.commit.roll import Roll
+from torchrec_stream_ckpt.config import StreamConfig
+from torchrec_stream_ckpt.errors import MarkerFailedError, UnsupportedError
+from torchrec_stream_ckpt.format.control import Claim
+from torchrec_stream_ckpt.format.proof import Window
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.tiers.job import Tiered
+from torchrec_stream_ckpt.trainer.claims import Claims
+from torchrec_stream_ckpt.trainer.drains import Drains
+from torchrec_stream_ckpt.trainer.stream import JOIN_S, Stream, StreamParts, open_stream, say_hello
+from torchrec_stream_ckpt.trainer.telemetry import Telemetry
+from torchrec_stream_ckpt.types import Committed, MarkerId
+
+PEERS_S = 20.0
+"""Other ranks are waited for so much longer than for the log."""
+
+
+class Streaming:
+    """Streams one job, from one generation to the next. Runs on the training thread, on all ranks alike.
+
+    Args:
+        config: The job's.
+        parts: What each stream uses.
+        tiers: Both tiers, if there are two.
+        cadence: Says when to cut.
+        pace: Says what drains and markers may cost.
+        roll: Says how long other ranks may wait for this one.
+        telemetry: Hears what was done.
+    """
+
+    def __init__(
+        self,
+        config: StreamConfig,
+        parts: StreamParts,
+        tiers: Tiered | None,
+        cadence: Cadence,
+        pace: Pace,
+        roll: Roll,
+        telemetry: Telemetry,
+    ) -> None:
+        self._config = config
+        self._parts = parts
+        self._attached, self._team = parts.attached, parts.team
+        self._tiers = tiers
+        self._cadence = cadence
+        self._pace = pace
+        self._roll = roll
+        self._telemetry = telemetry
+        self._claims = Claims(parts.tier, tiers, parts.attached, parts.team.world)
+        self._drains = Drains(parts.ring, pace, config.sweep_bytes, telemetry.drain, parts.team.rank)
+        self.stream: Stream | None = None
+        """What this rank has open; None until a generation is."""
+        self.steps = 0
+        """Of the job, those before a restored marker counted."""
+        self._next_marker = 1
+        self._proved_up_to = 0
+        """Where the window of the next marker begins: after that of the restored one."""
+        self._ended = False
+        """The log has lost this generation's stream, and no other one can be opened in this process."""
+
+    @property
+    def _opened(self) -> Stream:
+        assert self.stream is not None
+        return self.stream
+
+    def check(self) -> None:
+        """Refuse to go on where a marker differed from the tables, or kernels were replaced.
+
+        Raises:
+            CaptureMismatchError: what the oracle has found.
+            UnsupportedError: names the sharded module.
+        """
+        if self.stream is not None and self.stream.cuts.mismatch is not None:
+            raise self.stream.cuts.mismatch
+        self.check_kernels()
+
+    def check_kernels(self) -> None:
+        """Refuse kernels that were put in the place of those that are hooked."""
+        try:
+            self._attached.standing.check()
+        except UnsupportedError:
+            if self.stream is not None:
+                self.stream.cuts.give_up("kernels were replaced")
+            raise
+
+    # Step boundaries.
+
+    def step(self) -> None:
+        """A training step is done."""
+        self.steps += 1
+        self._pace.step(self._attached.capture.saving_s)
+        vote = self._cadence.decide()
+        stream = self._opened
+        if not vote.owner:
+            raise stream.fenced()
+        self._raise_failure(stream, vote)
+        self._send_again(stream)
+        if not vote.sound and self._go_on_after_loss(stream):
+            self._pace.stepped()
+            return
+        if not vote.holding:
+            stream.cuts.give_up("it is given up with another rank")
+        if vote.ready:
+            self._cut(stream, deadline_s=None)
+        else:
+            with self._pace.going_on() if stream.cuts.open else nullcontext():
+                stream.cuts.go_on()
+        if not (vote.ready or stream.cuts.open):
+            self._drains.drain(self._attached.capture, stream.publisher, Drain(self.steps, self._next_marker))
+        self._vote(stream)
+        self._pace.stepped()
+
+    def _raise_failure(self, stream: Stream, vote: StepVote) -> None:
+        """(``on_stream_failure="raise"``) The last marker has settled on all ranks: if it failed, all of them raise."""
+        failure = stream.coordinator.failure
+        # Without a vote a rank may know more than the others.
+        if self._config.on_stream_failure == "raise" and vote is not NOTHING and vote.settled and failure:
+            stream.coordinator.failure = None
+            raise failure
+
+    def _vote(self, stream: Stream) -> None:
+        """Say how this rank stands, for the decision at the end of the next step."""
+        sound = self._ended or stream.sound
+        self._cadence.start(self.steps, stream.vote(swept=self._attached.capture.swept, sound=sound))
+
+    def mark(self) -> Future[Committed]:
+        """Cut a marker at this step boundary, once the one in flight has settled."""
+        deadline_s = time.monotonic() + self._config.commit_timeout_s
+        self._roll.bound(self._config.commit_timeout_s + PEERS_S)
+        stream = self._opened
+        with self._pace.waiting():
+            stream.cuts.complete(deadline_s)
+            # The marker in flight was cut before this call, so it settles within its own bound.
+            if not stream.coordinator.settle(deadline_s + PEERS_S - time.monotonic()):
+                raise MarkerFailedError("the marker in flight has not settled", hint="see the log of this rank")
+        if stream.coordinator.fenced is not None:
+            raise stream.coordinator.fenced
+        if stream.coordinator.lost is not None and not self._ended:
+            self._go_on_after_loss(stream)
+        return self._cut(self._opened, deadline_s=max(deadline_s, time.monotonic() + 1.0))
+
+    def _cut(self, stream: Stream, deadline_s: float | None) -> Future[Committed]:
+        """Cut a marker at this step boundary."""
+        self._attached.standing.check_all()
+        self._send_again(stream)
+        self._cadence.cut()
+        marker, self._next_marker = self._next_marker, self._next_marker + 1
+        # A marker that the user asks for was not chosen by the cadence.
+        with self._telemetry.cut.running(), self._pace.cutting() if deadline_s is None else self._pace.waiting():
+            future = stream.cuts.begin(self.steps, marker, deadline_s, self._finish_sweep)
+        self._telemetry.follow(stream.generation.marker(marker), self.steps, future)
+        return future
+
+    def _send_again(self, stream: Stream) -> None:
+        """Mark the rows that a verdict on a marker of this generation names."""
+        if rows := stream.coordinator.take_again():
+            self._attached.capture.mark_ranges(rows)
+
+    def _finish_sweep(self, drain: Drain) -> bool:
+        while not self._attached.capture.swept:
+            if not self._attached.capture.sweep(drain, self._config.ring_bytes):
+                return False
+        return True
+
+    # Generations.
+
+    def check_restored(self) -> None:
+        """(all ranks) Refuse a run that forgot ``restore()``."""
+        self._team.on_rank0(self._claims.check_restored)
+
+    def open_root(self) -> None:
+        """Open a generation that stands on nothing: every table is sent whole."""
+        self._team.on_rank0(self._claims.check_schema)
+        tables = self._attached.tables
+        self._attached.begin(tables)
+        self._open(None, tables, parent_bytes=0)
+
+    def go_on_from(
+        self, parent: MarkerId, step: int, swept: Sequence[int], parent_bytes: int, proved_up_to: int
+    ) -> None:
+        """Open a generation on a marker that was restored.
+
+        Args:
+            parent: The marker.
+            step: Its step.
+            swept: Tables that are sent whole.
+            parent_bytes: This rank's share of what a restore of the parent reads.
+            proved_up_to: Where the window of its newest proof ends.
+        """
+        self._proved_up_to = proved_up_to
+        self.steps = step
+        self._next_marker = parent.marker + 1
+        self._open(parent, swept, parent_bytes)
+
+    def go_on_with(self, parent: MarkerId, swept: Sequence[int]) -> None:
+        """Open a generation on a marker of the one before: what the tables hold now, other kernels hold."""
+        self._attached.begin(swept)
+        self._open(parent, swept, parent_bytes=None)
+
+    def _open(self, parent: MarkerId | None, swept: Sequence[int], parent_bytes: int | None) -> None:
+        """Claim the next generation, and start this rank's stream in it.
+
+        Args:
+            parent: The marker that it stands on.
+            swept: Tables that are sent whole.
+            parent_bytes: As of ``go_on_from``; None: what this process has sent.
+        """
+        claim = self._team.on_rank0(lambda: self._claims.claim(parent, swept))
+        self._enter(claim, self.steps, parent_bytes)
+
+    def _enter(self, claim: Claim, parent_step: int, parent_bytes: int | None) -> None:
+        """Start this rank's stream in a generation that was claimed."""
+        parts, tier = self._parts, self._parts.tier
+        self._team.together(lambda: check_same_log(tier.log, tier.dense, tier.config, claim, self._team.rank))
+        prover = partial(self._open_prover, claim.schema)
+        stream = self.stream = open_stream(parts, claim, self._config.commit_timeout_s, prover)
+        say_hello(parts, stream, self.steps)
+        if self._tiers is not None:
+            self._team.on_rank0(self._tiers.start_relay)
+        strays = stream.generation.strays
+        self._telemetry.opened(claim.generation, stream.publisher, strays, claim.parent, parent_step, parent_bytes)
+        self._vote(stream)
+
+    def _open_prover(self, schema: Schema) -> Prover | None:
+        """What the markers of a generation prove, from where the last proof has ended; None: nothing."""
+        kernels = self._attached.kernels
+        replicated: Replicated = dict
+        if self._team.rank == 0:
+            replicated = self._attached.replicated().tensors
+        load = Load.of(kernels, replicated())
+        said = self._team.gather((self._config.proof_bytes, load))
+        proof_bytes, position = said[0][0], self._proved_up_to
+        if self.stream is not None and self.stream.prover is not None:
+            position = self.stream.prover.window.position
+        if not proof_bytes:
+            return None
+        width = window_width([each for _, each in said], proof_bytes)
+        return Prover(kernels, schema, replicated, Window(position, width))
+
+    def _go_on_after_loss(self, stream: Stream) -> bool:
+        """The log has lost acknowledged frames: nothing more of this generation can be restored.
+
+        Another one sends every table whole. What was not acknowledged, and a marker in flight, are given up.
+
+        Returns:
+            Whether it is open; if not, markers fail until it is.
+        """
+        coordinator = stream.coordinator
+        said = self._team.gather(stream.publisher.lost or coordinator.lost)
+        why = next((error for error in said if error is not None), None)
+        assert why is not None
+        stream.cuts.give_up(why.headline)
+        stream.publisher.discard(why, JOIN_S)
+        coordinator.settle()
+        if coordinator.fenced is not None:
+            raise coordinator.fenced
+        claimed = self._team.on_rank0(lambda: self._claims.claim_after_loss(stream.claim, why))
+        self._ended = claimed is None
+        if not claimed:
+            return False
+        coordinator.close(0.0)
+        self._cadence.close(JOIN_S)
+        self._attached.begin(self._attached.tables)
+        self._enter(*claimed, parent_bytes=0)
+        return True
+
+    def close(self, timeout_s: float) -> None:
+        """End this rank's stream, if there is one."""
+        if self.stream is not None:
+            self.stream.close(timeout_s, self._cadence.close)
