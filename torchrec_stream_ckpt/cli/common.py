@@ -62,7 +62,7 @@ def open_job(
                     hint=f"let it be put back: stream-ckpt recover {uri} --store {store or 'URL'}",
                     path=rows.place,
                 )
-        if job.incarnation is None:
+        if job.log.incarnation() is None:
             raise MarkerNotFoundError("there is no log here", hint="check the URI; a job makes its log", uri=uri)
         job.control.refresh()
         if warn:

@@ -14,7 +14,6 @@ from rich.table import Table
 
 from torchrec_stream_ckpt.cli.common import plain, print_json
 from torchrec_stream_ckpt.cli.options import JobOptions, Json
-from torchrec_stream_ckpt.cli.standing import look
 from torchrec_stream_ckpt.errors import StreamCkptError, printable
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.layout import KafkaUri, copied_log, parse_uri
@@ -22,6 +21,7 @@ from torchrec_stream_ckpt.log.api import Finding, Verdict
 from torchrec_stream_ckpt.log.disk import examine_folder
 from torchrec_stream_ckpt.reporting.now import in_words, strays_of
 from torchrec_stream_ckpt.route.job import Job
+from torchrec_stream_ckpt.route.survey import Survey
 from torchrec_stream_ckpt.store.records import Copied
 
 _MAY_LACK = 2
@@ -54,7 +54,7 @@ def _examine(job: Job) -> Iterator[Finding]:
     if newest is None:
         yield Finding("newest marker", "none was committed yet", Verdict.WARNING, "let the job run to its first marker")
     else:
-        standing = look(job, newest)
+        standing = Survey(job).look(newest)
         yield Finding.of(
             "newest marker",
             f"{newest.id}, step {newest.step}: {standing.reason or 'can be restored'}",

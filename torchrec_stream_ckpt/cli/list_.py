@@ -13,9 +13,9 @@ from rich.tree import Tree
 
 from torchrec_stream_ckpt.cli.common import plain, print_json_rows
 from torchrec_stream_ckpt.cli.options import JobOptions, Json
-from torchrec_stream_ckpt.cli.standing import look
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.route.job import Job
+from torchrec_stream_ckpt.route.survey import Survey
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.units import age, clock, size
 
@@ -39,7 +39,8 @@ def list_markers(
     """
     with options.open() as job:
         chosen = list(islice(reversed(job.lineage.commits.values()), newest))[::-1]
-        rows = [_row(job, commit) for commit in chosen]
+        survey = Survey(job)
+        rows = [_row(job, survey, commit) for commit in chosen]
         if json:
             counts = {"generations": job.lineage.newest_generation, "unsigned": job.lineage.unsigned}
             print_json_rows({"uri": options.uri, **counts}, "markers", rows)
@@ -51,9 +52,9 @@ def list_markers(
         _print_newest(job)
 
 
-def _row(job: Job, commit: Commit) -> dict[str, Any]:
+def _row(job: Job, survey: Survey, commit: Commit) -> dict[str, Any]:
     parent = job.lineage.claims[commit.generation].parent
-    standing = look(job, commit)
+    standing = survey.look(commit)
     return {
         "marker": str(commit.id),
         "generation": commit.generation,

@@ -12,11 +12,11 @@ from rich.table import Column, Table
 from torchrec_stream_ckpt.cli.common import plain, print_json
 from torchrec_stream_ckpt.cli.names import short_names
 from torchrec_stream_ckpt.cli.options import JobOptions, Json
-from torchrec_stream_ckpt.cli.standing import look
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.route.job import Job
+from torchrec_stream_ckpt.route.survey import Survey
 from torchrec_stream_ckpt.units import age, clock, size
 
 Marker = Annotated[str | None, typer.Option(help="GENERATION:MARKER (default: the newest).", metavar="MARKER")]
@@ -67,7 +67,7 @@ def _dense_files(job: Job, commit: Commit) -> tuple[DenseFile, ...]:
 
 def _standing(job: Job, commit: Commit) -> dict[str, Any]:
     """From where it can be restored, and what the store has of it."""
-    standing = look(job, commit)
+    standing = Survey(job).look(commit)
     holding = standing.holding
     pieces = holding.cover.pieces if holding is not None and holding.cover is not None else ()
     return {

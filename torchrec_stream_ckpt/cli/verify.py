@@ -20,6 +20,7 @@ from torchrec_stream_ckpt.restore.unproved import UnprovedBlock
 from torchrec_stream_ckpt.restore.verdicts import Verdict, Verifier
 from torchrec_stream_ckpt.restore.verify import CompareDense, Verified, verify_marker
 from torchrec_stream_ckpt.route.job import Job
+from torchrec_stream_ckpt.route.survey import Survey
 from torchrec_stream_ckpt.store.verdicts import leave_verdict
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.units import size
@@ -102,7 +103,8 @@ def _verdicts(job: Job, *, quiet: bool, log_alone: bool) -> Iterator[Verdict | _
         task = progress.add_task("verifying", total=None)
         objects = None if log_alone else job.objects
         verifier = Verifier(job.log, job.lineage, lambda count: progress.advance(task, count), objects, _compare())
-        given_up = {} if log_alone else {each.id: day for each in commits if (day := _given_up(job, each)) is not None}
+        survey = Survey(job)
+        given_up = {} if log_alone else {each.id: day for each in commits if (day := survey.given_up(each)) is not None}
         wanted = [commit for commit in commits if commit.id not in given_up]
         progress.update(task, total=verifier.num_bytes(wanted))
         verifier.read(wanted)
@@ -120,7 +122,7 @@ def _verdicts(job: Job, *, quiet: bool, log_alone: bool) -> Iterator[Verdict | _
 
 
 def _verify(job: Job, commit: Commit, *, quiet: bool, log_alone: bool) -> Verified:
-    holding = None if log_alone or (holdings := job.holdings()) is None else holdings.look(commit.id)
+    holding = None if log_alone or (holdings := Survey(job).holdings()) is None else holdings.look(commit.id)
     reach = holding.reach if holding is not None else None
     total = holding.cover.num_bytes if holding is not None and holding.cover is not None else 0
     total += sum(each.num_bytes for each in intervals(job.lineage, commit.id, reach))
@@ -147,14 +149,6 @@ def _compare() -> CompareDense | None:
     from torchrec_stream_ckpt.interchange.dense_proof import compare_dense
 
     return compare_dense
-
-
-def _given_up(job: Job, commit: Commit) -> str | None:
-    """When a marker was given up; None when it was not."""
-    holdings = job.holdings()
-    if holdings is None or commit.id not in holdings.catalog.dropped:
-        return None
-    return holdings.catalog.drop_of(commit.id).day
 
 
 def _record(said: Verified | Verdict | _NotRead, *, accept: bool) -> dict[str, Any]:

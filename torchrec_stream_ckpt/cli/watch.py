@@ -15,13 +15,13 @@ from rich.live import Live
 
 from torchrec_stream_ckpt.cli.common import print_json
 from torchrec_stream_ckpt.cli.options import DAY_S, JobOptions, Json
-from torchrec_stream_ckpt.cli.standing import look as look_at
 from torchrec_stream_ckpt.cli.watching import line, view
 from torchrec_stream_ckpt.errors import LogUnavailableError, MarkerNotFoundError, StoreUnavailableError, StreamCkptError
 from torchrec_stream_ckpt.layout import FileUri, KafkaUri, parse_uri
 from torchrec_stream_ckpt.reporting.now import Alert, Look, MarkerRow, look, strays_of
 from torchrec_stream_ckpt.reporting.proofs import window_width
 from torchrec_stream_ckpt.route.job import Job
+from torchrec_stream_ckpt.route.survey import Survey
 from torchrec_stream_ckpt.stats import RESTORE_BYTES_PER_S
 from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.store.identity import check_store
@@ -76,8 +76,7 @@ class Watcher:
             LogUnavailableError, StoreUnavailableError: they do not answer.
         """
         lineage = self._job.control.refresh()
-        job = replace(self._job, _holdings=[])
-        holdings, lacks, width = self._holdings(job), self._lacks(job), self._width(job)
+        holdings, lacks, width = self._holdings(self._job), self._lacks(self._job), self._width(self._job)
         strays = strays_of(lineage.newest) if self._kafka and lineage.newest is not None else None
         self._last = look(lineage, holdings, self._rate, time.time(), lacks, width, self._lost_tail(), strays)
         return self._last
@@ -134,7 +133,7 @@ class Watcher:
             return ""
         marker, when, lacks = self._gap
         if newest.id != marker or time.monotonic() - when > _GAP_EVERY_S:
-            lacks = look_at(job, newest).reason
+            lacks = Survey(job).look(newest).reason
             self._gap = (newest.id, time.monotonic(), lacks)
         return lacks
 

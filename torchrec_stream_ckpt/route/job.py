@@ -9,16 +9,14 @@ from pathlib import Path
 
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, StreamCkptError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.layout import FileUri, check_store_url, parse_uri
-from torchrec_stream_ckpt.log.api import Incarnation, Log, open_log
+from torchrec_stream_ckpt.log.api import Log, open_log
 from torchrec_stream_ckpt.options import Options
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.dense import DenseStore, dense_in
-from torchrec_stream_ckpt.store.holdings import Holdings
-from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.types import MarkerId
 
 
@@ -36,13 +34,7 @@ class Job:
     """The commit key."""
     opened: dict[str, Objects] = field(default_factory=dict)
     """Stores by URL."""
-    stands: dict[tuple[MarkerId, MarkerId | None], bool] = field(default_factory=dict)
-    """What is known of markers, each behind another one or None: whether the log has all of it."""
-    has: dict[tuple[MarkerId, MarkerId | None], bool] = field(default_factory=dict)
-    """The same of what their own generation has sent."""
     _dense: dict[str, DenseStore] = field(default_factory=dict)
-    _incarnation: Incarnation | None = None
-    _holdings: list[Holdings | StreamCkptError | None] = field(default_factory=list)
 
     @staticmethod
     def open(
@@ -76,13 +68,6 @@ class Job:
     def lineage(self) -> Lineage:
         """The control partition as it was read last."""
         return self.control.lineage
-
-    @property
-    def incarnation(self) -> Incarnation | None:
-        """Which log this is, as of the first time that this was asked; None while there is none."""
-        if self._incarnation is None:
-            self._incarnation = self.log.incarnation()
-        return self._incarnation
 
     # Where the store is.
 
@@ -149,26 +134,6 @@ class Job:
         dense = self.dense_of(commit)
         dense.verify(commit)
         return dense.local(commit)
-
-    def holdings(self) -> Holdings | None:
-        """What the store has of the job, as of the first time that this was asked; None when nobody has written there.
-
-        Raises:
-            StoreUnavailableError: it does not answer.
-        """
-        if not self._holdings:
-            try:
-                self._holdings.append(self._hold())
-            except StreamCkptError as error:  # who does not answer is not asked again for each marker
-                self._holdings.append(error)
-        (found,) = self._holdings
-        if isinstance(found, StreamCkptError):
-            raise found
-        return found
-
-    def _hold(self) -> Holdings | None:
-        objects = self.objects if self.lineage.commits else None
-        return Holdings.load(objects, self.lineage) if objects is not None and check_store(objects) else None
 
     # The control partition.
 
