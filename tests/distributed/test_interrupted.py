@@ -56,6 +56,7 @@ def _interrupt(uri: str, paranoid: bool, times: int, verify_every: int) -> tuple
     job = trainer(PLAN)
     checkpointer = _attach(job, uri, paranoid)
     checkpointer.restore()
+    _train(job)  # a first forward of TorchRec that is interrupted leaves what it makes there half made, for ever
     checkpointer.mark().result(60)
     signal.signal(signal.SIGALRM, _raise)
     draw, truths, hits, rounds, last_s = random.Random(5), {}, 0, 0, 0.02

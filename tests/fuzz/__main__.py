@@ -15,8 +15,8 @@ from tests.fuzz.targets import Target, targets
 GROWTH_BYTES = 64 * 2**20
 
 
-def fuzz(target: Target, seconds: float, seed: int) -> Counter[str]:
-    """Attempt until the time is up; how often each outcome came.
+def fuzz(target: Target, seconds: float, seed: int, attempts: int = 1) -> Counter[str]:
+    """Attempt until the time is up, but so often at least; how often each outcome came.
 
     Raises:
         AssertionError: damage was accepted, or reading it took memory without bounds; names the seed.
@@ -24,7 +24,7 @@ def fuzz(target: Target, seconds: float, seed: int) -> Counter[str]:
     """
     outcomes: Counter[str] = Counter()
     end, peak = time.monotonic() + seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    while time.monotonic() < end:
+    while time.monotonic() < end or outcomes.total() < attempts:
         number = seed + outcomes.total()
         try:
             outcome = target.attempt(random.Random(number))

@@ -19,6 +19,8 @@ SHORT = {
     "forged store object": 2.0,
     "store": 2.0,
 }
+ATTEMPTS = 100
+"""At least, however busy the machine is."""
 TOLD = os.environ.get("STREAM_CKPT_FUZZ_S")
 """``make test-all`` gives each a minute."""
 SECONDS = dict.fromkeys(SHORT, float(TOLD)) if TOLD else SHORT
@@ -27,7 +29,6 @@ SECONDS = dict.fromkeys(SHORT, float(TOLD)) if TOLD else SHORT
 @pytest.mark.parametrize("name", SECONDS)
 def test_no_damage_is_accepted_and_no_reader_crashes(name: str, tmp_path: Path) -> None:
     (target,) = (target for target in targets(tmp_path) if target.name == name)
-    outcomes = fuzz(
-        target, SECONDS[name], seed=time.time_ns() % 2**40
-    )  # other damage at every run; a failure names its seed
-    assert outcomes["refused"] > 100
+    seed = time.time_ns() % 2**40  # other damage at every run; a failure names its seed
+    outcomes = fuzz(target, SECONDS[name], seed, attempts=ATTEMPTS)
+    assert outcomes["refused"] > ATTEMPTS // 4
