@@ -1,6 +1,6 @@
 """The demo's proof: train_dlrm.py in a loop that can be looked at, the truth of each step, and a comparison.
 
-The truth owes nothing to the stream: it is gathered by plain TorchRec and torch.
+The truth does not come from the stream: it is gathered by plain TorchRec and torch.
 """
 
 from __future__ import annotations

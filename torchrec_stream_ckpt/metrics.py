@@ -56,14 +56,18 @@ TRAINER_METRICS: Mapping[str, Metric] = {
     "rows": Metric(f"{_OURS}_rows_captured_total", "Row records drained, those of the sweep among them.", "counter"),
     "num_bytes": Metric(f"{_OURS}_frames_bytes_total", "Bytes of frames handed to the publisher.", "counter"),
     "dirty_rows": Metric(
-        f"{_OURS}_dirty_rows", "Changed rows that the last look at the masks left behind for want of space."
+        f"{_OURS}_dirty_rows", "Changed rows that the last look at the masks left marked for want of space."
     ),
     "sweep_ratio": Metric(f"{_OURS}_sweep_ratio", "How much of the sweep is done, 0 to 1."),
     "ring_used_bytes": Metric(f"{_OURS}_ring_used_bytes", "Memory of frames that are not acknowledged."),
     "ring_limit_bytes": Metric(f"{_OURS}_ring_limit_bytes", "Memory of the ring, without a marker's budget."),
     "ring_waits": Metric(f"{_OURS}_ring_waits_total", "How often mark() or close() waited for space.", "counter"),
-    "unacknowledged_frames": Metric(f"{_OURS}_unacknowledged_frames", "Frames that the publisher is behind."),
-    "unacknowledged_bytes": Metric(f"{_OURS}_unacknowledged_bytes", "Bytes that the publisher is behind."),
+    "unacknowledged_frames": Metric(
+        f"{_OURS}_unacknowledged_frames", "Frames handed over that the log has not acknowledged."
+    ),
+    "unacknowledged_bytes": Metric(
+        f"{_OURS}_unacknowledged_bytes", "Bytes handed over that the log has not acknowledged."
+    ),
     "log_up": Metric(
         f"{_OURS}_log_up", "1 while the log takes frames; 0 once it fails, or has acknowledged nothing for 5 s."
     ),
