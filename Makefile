@@ -117,4 +117,4 @@ browser-tools: $(STAMP)
 
 # Where Python may not write bytecode, every process that a test starts would compile the package for itself (0.3 s).
 compiled: $(STAMP)
-	@$(PY) -m compileall -q torchrec_stream_ckpt recipes tests benchmarks
+	@$(PY) -m compileall -q torchrec_stream_ckpt recipes torchx_components tests benchmarks

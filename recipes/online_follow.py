@@ -51,7 +51,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mode", choices=("markers", "rows"), default="markers", help="rows: before their marker, too")
     parser.add_argument("--batch_size", metavar="N", type=int, default=256, help="samples that are scored at once")
     parser.add_argument("--ids_per_lookup", metavar="N", type=int, default=4, help="ids of one sample and table")
-    parser.add_argument("--markers", metavar="N", type=int, help="stop behind so many markers (default: never)")
+    parser.add_argument("--markers", metavar="N", type=int, help="stop after so many markers (default: never)")
     parser.add_argument("--idle_s", metavar="S", type=float, default=300.0, help="stop when no marker came for so long")
     parser.add_argument("--every_s", metavar="S", type=float, default=5.0, help="seconds between two lines")
     parser.add_argument("--verify", action="store_true", help="compare the tables of every marker, bit by bit")

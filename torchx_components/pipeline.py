@@ -73,7 +73,7 @@ def stream_ckpt(
     roles.check_uri(uri, "--uri")
     for flag in ("--stream_ckpt", "--store"):
         if roles.values_of(flag, recipe_args):
-            roles.refuse(f"{flag} behind --: give --uri and --store to the component, they go to all roles")
+            roles.refuse(f"{flag} after --: give --uri and --store to the component, they go to all roles")
     if materializers < 1:
         roles.refuse(f"--materializers {materializers}: at least 1; without any, use train.py:dlrm")
     files = {"store_options": store_options, "kafka_options": kafka_options, "commit_key_file": commit_key_file}

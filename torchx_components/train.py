@@ -26,7 +26,7 @@ def dlrm(
     rdzv_port: int = 29500,
     rdzv_conf: Optional[str] = None,
 ) -> specs.AppDef:
-    """Trains a recipe under torchrun. Its own flags stand behind --.
+    """Trains a recipe under torchrun. Its own flags follow --.
 
     A job that is started again, on as many ranks as there are now, goes on from the newest committed marker.
     Example: torchx run -s local_cwd torchx_components/train.py:dlrm -j 1x2 -- --synthetic small --stream_ckpt file://ckpt
