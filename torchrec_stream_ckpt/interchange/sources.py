@@ -13,8 +13,6 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from torchrec_stream_ckpt.errors import ConfigError, StoreUnavailableError
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
@@ -24,7 +22,7 @@ from torchrec_stream_ckpt.route.held import hold, load_catalog
 from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.folder import FolderObjects
-from torchrec_stream_ckpt.store.reader import Picked, load_fronts
+from torchrec_stream_ckpt.store.reader import Picked, open_segments
 from torchrec_stream_ckpt.types import MarkerId
 
 _READERS = 4
@@ -125,5 +123,5 @@ def _fold_tail(
         commit = interval.commit
         # Which shards the rank held is for those who go on folding: nobody does here.
         refs = fold_interval(log, folder, interval, (), progress)
-        for ref, front in zip(refs, load_fronts(folder, refs, commit.job, pool), strict=True):
-            yield Source(folder, Picked(ref, front, np.arange(len(front.directory))), commit.generation)
+        for picked in open_segments(folder, refs, commit.job, pool):
+            yield Source(folder, picked, commit.generation)

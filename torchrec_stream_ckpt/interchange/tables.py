@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array, RowsView
 from torchrec_stream_ckpt.format.segment import decode_chunk
 from torchrec_stream_ckpt.interchange.sources import Source, Sources
+from torchrec_stream_ckpt.store.newest import NewestFirst
 from torchrec_stream_ckpt.store.reader import Picked, read_chunks
 from torchrec_stream_ckpt.types import StateSpec, TableSpec
 
@@ -98,15 +98,14 @@ class TableReader:
             StoreUnavailableError: the store does not answer.
         """
         window = self._empty(row0, rows)
-        taken = np.zeros((len(self._cuts) - 1, rows), np.bool_)
+        newest = NewestFirst(row0, rows, len(self._cuts) - 1)
         for objects, sources in groupby(self._sources, key=lambda source: source.objects):
             picked = [_overlapping(source.picked, row0, rows) for source in sources]
             for each, entry, data in read_chunks(objects, [each for each in picked if len(each.chunks)], self._pool):
                 view = decode_chunk(entry, data, self._schema, each.ref.name)
-                self._put(window, taken, view, entry.col0, entry.cols)
-        missing = rows - int(taken.all(0).sum())
-        if missing:
-            raise CorruptionError(f"{missing} rows were never sent", table=self.spec.name, row0=str(row0))
+                self._put(window, newest, view, entry.col0, entry.cols)
+        if newest.missing:
+            raise CorruptionError(f"{newest.missing} rows were never sent", table=self.spec.name, row0=str(row0))
         return window
 
     def _empty(self, row0: int, rows: int) -> Window:
@@ -116,16 +115,12 @@ class TableReader:
         states = tuple(np.empty(shape(state), NUMPY_DTYPES[state.dtype]) for state in self.spec.states)
         return Window(row0, np.empty((rows, self.spec.dim), NUMPY_DTYPES[self.spec.dtype]), states)
 
-    def _put(self, window: Window, taken: npt.NDArray[np.bool_], view: RowsView, col0: int, cols: int) -> None:
+    def _put(self, window: Window, newest: NewestFirst, view: RowsView, col0: int, cols: int) -> None:
         """Write those rows of a chunk that no newer one has given."""
-        begin, stop = np.searchsorted(view.ids, (window.row0, window.row0 + window.rows))
-        places = view.ids[begin:stop] - window.row0
         for cut, (left, right) in enumerate(pairwise(self._cuts)):
             if not col0 <= left < col0 + cols:
                 continue
-            fresh = np.flatnonzero(~taken[cut, places])
-            rows, chosen = places[fresh], fresh + begin
-            taken[cut, rows] = True
+            rows, chosen = newest.take(view.ids, cut)
             here, there = slice(left, right), slice(left - col0, right - col0)
             window.weights[rows, here] = view.weights[chosen, there]
             for target, source in zip(window.states, view.states, strict=True):

@@ -24,7 +24,8 @@ from torchrec_stream_ckpt.materialize.fold import SEGMENT_BYTES, SegmentWriter
 from torchrec_stream_ckpt.materialize.sorter import RowSorter
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Piece
-from torchrec_stream_ckpt.store.reader import Picked, load_fronts, read_chunks
+from torchrec_stream_ckpt.store.newest import NewestFirst
+from torchrec_stream_ckpt.store.reader import Picked, open_segments, read_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +98,10 @@ def merge(
 def _open(objects: Objects, job: bytes, schema: Schema, pieces: Sequence[Piece], pool: Executor) -> list[_Source]:
     """All segments, newest first."""
     owners = [(piece, ref) for piece in pieces for ref in piece.segments]
-    fronts = load_fronts(objects, [ref for _, ref in owners], job, pool)
-    for (_, ref), front in zip(owners, fronts, strict=True):
-        check_tables(front, schema, ref.name)
-    return [
-        _Source(Picked(ref, front, np.arange(len(front.directory))), piece.end.generation)
-        for (piece, ref), front in zip(owners, fronts, strict=True)
-    ][::-1]
+    opened = open_segments(objects, [ref for _, ref in owners], job, pool)
+    for picked in opened:
+        check_tables(picked.front, schema, picked.ref.name)
+    return [_Source(picked, piece.end.generation) for (piece, _), picked in zip(owners, opened, strict=True)][::-1]
 
 
 def _windows(schema: Schema, bases: Mapping[int, int], sources: Sequence[_Source]) -> Iterator[_Window]:
@@ -138,18 +136,15 @@ def _merge_window(
     progress: Callable[[int], None],
 ) -> None:
     """Add the newest version of each row of the window: sources come newest first, and the first one counts."""
-    taken = np.zeros(window.rows, np.bool_)
+    newest = NewestFirst(window.row0, window.rows)
     picked = [
         _overlapping(source.picked, window) for source in sources if source.generation >= bases.get(window.table, 0)
     ]
     for each, entry, data in read_chunks(objects, [each for each in picked if len(each.chunks)], pool):
         view = decode_chunk(entry, data, schema, each.ref.name)
-        begin, stop = np.searchsorted(view.ids, (window.row0, window.row0 + window.rows))
-        places = view.ids[begin:stop] - window.row0
-        fresh = np.flatnonzero(~taken[places])
-        taken[places] = True
-        if len(fresh):
-            rows.add(window.table, window.col0, window.cols, _cut(view, fresh + begin, entry, window, each.ref))
+        _, chosen = newest.take(view.ids)
+        if len(chosen):
+            rows.add(window.table, window.col0, window.cols, _cut(view, chosen, entry, window, each.ref))
         progress(len(data))
 
 

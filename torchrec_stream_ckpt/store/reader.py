@@ -79,17 +79,9 @@ def load_held(objects: Objects, catalog: Catalog, cover: Cover, pool: Executor, 
         StoreUnavailableError: the store does not answer.
     """
     refs = [ref for piece in cover.pieces for ref in piece.segments]
-    fronts = iter(load_fronts(objects, refs, catalog.job, pool))
+    opened = iter(open_segments(objects, refs, catalog.job, pool))
     pieces = tuple(
-        HeldPiece(
-            piece.end.generation,
-            piece.end,
-            tuple(
-                Picked(ref, front, np.arange(len(front.directory)))
-                for ref, front in zip(piece.segments, islice(fronts, len(piece.segments)), strict=True)
-            ),
-        )
-        for piece in cover.pieces
+        HeldPiece(piece.end.generation, piece.end, tuple(islice(opened, len(piece.segments)))) for piece in cover.pieces
     )
     notes = load_notes(objects, catalog, cover.reach, pool)
     scalars = tuple(record for each in notes for record in each.mark.scalars)
@@ -160,6 +152,12 @@ def load_front(objects: Objects, ref: SegmentRef, job: bytes) -> Front:
 def load_fronts(objects: Objects, refs: Sequence[SegmentRef], job: bytes, pool: Executor) -> list[Front]:
     """:func:`load_front` of several, side by side."""
     return list(pool.map(lambda ref: load_front(objects, ref, job), refs))
+
+
+def open_segments(objects: Objects, refs: Sequence[SegmentRef], job: bytes, pool: Executor) -> list[Picked]:
+    """All chunks of each segment, their directories read side by side; raises as :func:`load_front`."""
+    fronts = load_fronts(objects, refs, job, pool)
+    return [Picked(ref, front, np.arange(len(front.directory))) for ref, front in zip(refs, fronts, strict=True)]
 
 
 def read_chunks(
