@@ -147,6 +147,14 @@ def test_a_relay_that_is_killed_is_finished_by_the_next(
         assert image_of_log(job.tiers.outer.log, outer, marker) == job.truth(marker)
 
 
+def test_a_relay_whose_trainer_died_before_it_had_started_copies_what_there_is(job: TieredJob) -> None:
+    order = {"config": {"uri": job.settings.uris, "outer_every": 4}, "parent": 0, "linger_s": 60.0, "poll_s": 0.1}
+    command = [sys.executable, "-m", "torchrec_stream_ckpt.tiers.child"]
+    done = subprocess.run(command, input=json.dumps(order), text=True, capture_output=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert TierState.read(job.tiers).outer.newest.id == MarkerId(1, 3)  # type: ignore[union-attr]
+
+
 def test_damage_is_not_copied(job: TieredJob) -> None:
     relay(job.tiers)
     job.markers(1)

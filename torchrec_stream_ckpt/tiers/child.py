@@ -27,14 +27,11 @@ log = logging.getLogger("torchrec_stream_ckpt.relay")
 
 def main() -> int:
     """Run until the trainer is gone and all is copied; 0 then, ``FENCED``, or 1 if something is wrong."""
-    parent = os.getppid()
     said: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
-    if said["parent"] != parent:
-        return 0
     try:
         tiers = open_tiers(StreamConfig(**said["config"]))
-        service = RelayService(tiers, _report, _gone(parent), said["linger_s"])
+        service = RelayService(tiers, _report, _gone(said["parent"]), said["linger_s"])
         with contextlib.closing(tiers.inner), contextlib.closing(tiers.outer):
             done = service.run(poll_s=said["poll_s"])
     except FencedError as error:
