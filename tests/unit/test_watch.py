@@ -16,7 +16,10 @@ from typer.testing import CliRunner
 
 from tests.builders import claim
 from tests.jobs_on_paper import EVIL, PaperJob, tables
+from tests.stores import lose_rows
+from torchrec_stream_ckpt.cli.common import open_job
 from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.cli.watch import Watcher
 from torchrec_stream_ckpt.cli.watching import line, view
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.format.proof import Window
@@ -89,6 +92,15 @@ def test_a_fence_a_silent_start_and_a_gap_alarm(job: PaperJob) -> None:
     assert kinds(seen(job, since_s=601.0)) == ["first"]
     job.log.append_control(claim(4, parent=MarkerId(2, 9), schema=job.schema, world=0).to_frame())
     assert kinds(seen(job)) == ["fenced"]
+
+
+def test_rows_that_are_lost_between_two_looks_alarm(job: PaperJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchrec_stream_ckpt.cli.watch._GAP_EVERY_S", -1.0)
+    with open_job(f"file://{job.root}", None, None, None, warn=False) as opened:
+        watcher = Watcher(opened, 1e9)
+        assert "gap" not in kinds(watcher.look())
+        lose_rows(job.root)
+        assert "gap" in kinds(watcher.look())
 
 
 def test_the_store_that_the_materializer_writes_is_taken_into_account(job: PaperJob) -> None:
