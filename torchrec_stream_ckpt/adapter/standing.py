@@ -84,7 +84,7 @@ def _kernels(dmp: DistributedModelParallel) -> Iterator[tuple[str, object]]:
 def _way(root: nn.Module, path: str, module: Any) -> Iterator[_Place]:
     """From the wrapped model to each fused kernel of one sharded module."""
     owner = root
-    for name in path.split("."):
+    for name in path.split(".") if path else ():  # the model itself may be the sharded module
         child = owner.get_submodule(name)
         yield _place(path, owner, child)
         owner = child
