@@ -15,7 +15,7 @@ from tests.inside import inside
 from tests.model import Trainer, trainer
 from torchrec_stream_ckpt import StreamCheckpointer
 from torchrec_stream_ckpt.log.api import Ack
-from torchrec_stream_ckpt.log.files import FileWriter
+from torchrec_stream_ckpt.log.file_writer import FileWriter
 
 ROWS = 40_000
 RING_BYTES = 2_000_000

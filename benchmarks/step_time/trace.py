@@ -70,7 +70,7 @@ def step(job: run.Job, batch: Any) -> None:
 def traced(args: argparse.Namespace, folder: str) -> list[tuple[str, float, float]]:
     """(label, begin, end) of three steps, in ms after the first one began."""
     from torchrec_stream_ckpt.capture.touched import TouchedRows
-    from torchrec_stream_ckpt.log import files
+    from torchrec_stream_ckpt.log import file_writer
     from torchrec_stream_ckpt.log.publisher import Publisher
     from torchrec_stream_ckpt.recipes import train_dlrm as recipe
 
@@ -80,7 +80,7 @@ def traced(args: argparse.Namespace, folder: str) -> list[tuple[str, float, floa
     with ExitStack() as labels:
         labels.enter_context(labelled(TouchedRows, "mark", "mark"))
         labels.enter_context(labelled(Publisher, "_seal", "checksum"))
-        labels.enter_context(labelled(files, "_write_all", "write"))
+        labels.enter_context(labelled(file_writer, "write_all", "write"))
         labels.enter_context(labelled(os, "fdatasync", "sync"))
         job = run._job(recipe, flags, loader, {"drain_every": args.drain_every}, folder, "traced", torch.device("cpu"))
         for number in range(6):

@@ -15,7 +15,7 @@ import pytest
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StreamCkptError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, MAX_FRAME_BYTES, Header, Kind, parse_header, payload_of, seal
-from torchrec_stream_ckpt.log import files
+from torchrec_stream_ckpt.log import file_writer
 from torchrec_stream_ckpt.log.api import Ack, DataWriter, Freed, Log, TrimRange, open_log
 from torchrec_stream_ckpt.types import LogSpan
 
@@ -210,7 +210,7 @@ def cut(gone: Sequence[LogSpan] = (), kept: Sequence[LogSpan] = (), dead: Sequen
 @pytest.fixture
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each frame of ``write_apart`` has a segment of its own, where a log has segments."""
-    monkeypatch.setattr(files, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(file_writer, "SEGMENT_BYTES", 1)
 
 
 def write_apart(log: Log, count: int, *, generation: int = 1, partition: int = 0) -> list[Ack]:

@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError, StoreUna
 from torchrec_stream_ckpt.format.control import parse_control
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import open_log
-from torchrec_stream_ckpt.log.files import FileWriter
+from torchrec_stream_ckpt.log.file_writer import FileWriter
 
 pytestmark = pytest.mark.distributed
 

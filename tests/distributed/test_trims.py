@@ -21,7 +21,7 @@ from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.control.trim import trim_log
 from torchrec_stream_ckpt.errors import TrimmedError
 from torchrec_stream_ckpt.format.control import Commit, Trim, parse_control
-from torchrec_stream_ckpt.log import files
+from torchrec_stream_ckpt.log import file_writer
 from torchrec_stream_ckpt.log.api import open_log
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -97,7 +97,7 @@ def _refused(checkpointer: StreamCheckpointer, root: Path, kept: Path) -> str:
 
 def _train(root: Path, kept: Path, markers: int) -> tuple[str, str, Truth, dict[str, Truth]]:
     """Restore the newest marker if there is one, then commit so many more while rank 0's process trims."""
-    files.SEGMENT_BYTES = 1  # of this process: what is acknowledged at once has a segment of its own
+    file_writer.SEGMENT_BYTES = 1  # of this process: what is acknowledged at once has a segment of its own
     job = trainer(PLAN_3 if dist.get_world_size() == 3 else PLAN_2)
     checkpointer = attach(job, StreamConfig(uri=f"file://{root}", marker_every=None))
     refused = _refused(checkpointer, root, kept) if dist.get_world_size() == 3 else ""

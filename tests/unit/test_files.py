@@ -23,8 +23,9 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.format.control import parse_control
 from torchrec_stream_ckpt.layout import MAX_PARTITIONS, segment_name
-from torchrec_stream_ckpt.log import files
-from torchrec_stream_ckpt.log.files import FileLog, FileWriter
+from torchrec_stream_ckpt.log import file_writer, files
+from torchrec_stream_ckpt.log.file_writer import FileWriter
+from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.types import LogSpan
 
 RECORDS = [claim(1).to_frame(), commit(1, 1).to_frame(), commit(1, 2).to_frame()]
@@ -275,7 +276,7 @@ def test_a_lock_that_is_never_given_back_ends_the_wait(
 def test_segments_roll_and_read_as_one(
     log: FileLog, tmp_path: Path, frames: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "SEGMENT_BYTES", 600)
+    monkeypatch.setattr(file_writer, "SEGMENT_BYTES", 600)
     writer = log.open_writer(1, 0, 0)
     for frame in frames:
         writer.send(memoryview(frame))
@@ -291,7 +292,7 @@ def test_segments_roll_and_read_as_one(
 def test_a_missing_segment_in_the_middle_is_refused(
     log: FileLog, tmp_path: Path, frames: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(file_writer, "SEGMENT_BYTES", 1)
     writer = log.open_writer(1, 0, 0)
     for frame in frames:
         writer.send(memoryview(frame))
@@ -469,7 +470,7 @@ def test_a_writer_does_not_go_on_behind_acknowledged_bytes_that_are_gone(
 def test_a_writer_does_not_go_on_behind_a_hole_in_the_middle(
     log: FileLog, tmp_path: Path, frames: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(file_writer, "SEGMENT_BYTES", 1)
     writer = log.open_writer(1, 0, 0)
     for frame in frames[:3]:
         writer.send(memoryview(frame))
@@ -502,7 +503,7 @@ def test_a_writer_that_cannot_be_opened_keeps_no_file_open(log: FileLog, monkeyp
     def fail(path: Path) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(files, "fsync_dir", fail)
+    monkeypatch.setattr(file_writer, "fsync_dir", fail)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         with pytest.raises(LogUnavailableError, match="cannot open a segment: Input/output error"):

@@ -130,7 +130,7 @@ def test_a_relay_that_is_killed_is_finished_by_the_next(
 ) -> None:
     """SIGKILL at each step; segments of the outer log are small, so that some lie beyond what was committed."""
     program = (
-        "import sys; from torchrec_stream_ckpt.log import files; files.SEGMENT_BYTES = 20_000;"
+        "import sys; from torchrec_stream_ckpt.log import file_writer; file_writer.SEGMENT_BYTES = 20_000;"
         "from torchrec_stream_ckpt.cli.main import main; main()"
     )
     environment = os.environ | {"STREAM_CKPT_FAILPOINTS": f"{point}=kill@{nth}"}
@@ -138,7 +138,7 @@ def test_a_relay_that_is_killed_is_finished_by_the_next(
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     passes = {"relay.dense": 6, "relay.commit": 3, "relay.committed": 3}.get(point, 99)
     assert done.returncode == (-signal.SIGKILL if nth <= passes else 0), done.stderr
-    monkeypatch.setattr("torchrec_stream_ckpt.log.files.SEGMENT_BYTES", 9_000)
+    monkeypatch.setattr("torchrec_stream_ckpt.log.file_writer.SEGMENT_BYTES", 9_000)
     there = list(TierState.read(job.tiers).outer.commits)
     copied = relay(job.tiers)
     assert [str(marker) for marker in there] + copied == ["1:1", "1:2", "1:3"]

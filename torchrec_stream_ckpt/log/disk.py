@@ -1,8 +1,9 @@
-"""What the safety of a folder rests on: its rights, its file system, its room, and what a sync costs."""
+"""What the safety of a folder rests on: its rights, its file system, its room, what a sync costs; and its errors."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import statistics
@@ -11,6 +12,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from torchrec_stream_ckpt.errors import LogUnavailableError
 from torchrec_stream_ckpt.log.api import Finding, Verdict
 
 _VOLATILE = ("tmpfs", "ramfs", "overlay")
@@ -103,3 +105,27 @@ def _sync(what: str, folder: Path) -> Finding:
         well=median < _SLOW_SYNC_S,
         hint="use a faster disk: every marker waits for some syncs",
     )
+
+
+def unavailable(what: str, path: Path, error: OSError) -> LogUnavailableError:
+    """The error for what the operating system says of a log in a folder."""
+    hints = {
+        errno.ENOSPC: "free space on that file system",
+        errno.EACCES: "run as the owner of the folder and of its lock file, or check their modes",
+        errno.EROFS: "the file system is read-only: mount it writable, or choose another folder",
+        errno.ENOENT: "check the path; nothing was written there yet, or it was deleted",
+        errno.ETIMEDOUT: "another trainer holds the lock: if it is stopped or hangs, end it",
+    }
+    hint = hints.get(error.errno or 0, "check the disk and the path")
+    if error.errno == errno.ENOSPC and not files_left(path):
+        return LogUnavailableError(
+            f"{what}: no inodes are left",
+            hint="delete files on that file system: it has bytes, and no inodes",
+            path=path,
+        )
+    if error.errno == errno.EEXIST and path.is_symlink() and not path.exists():
+        where = os.readlink(path)
+        return LogUnavailableError(
+            f"{what}: it is a link to {where}, which is not there", hint=f"make {where}", path=path
+        )
+    return LogUnavailableError(f"{what}: {error.strerror}", hint=hint, path=path)

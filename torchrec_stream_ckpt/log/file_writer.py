@@ -1,0 +1,170 @@
+"""What one rank appends to a folder: segments of its own, made durable by a thread of their own."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future, wait
+from pathlib import Path
+
+from torchrec_stream_ckpt.durable import fsync_dir, write_all
+from torchrec_stream_ckpt.errors import LogUnavailableError, StreamLostError
+from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.layout import segment_name
+from torchrec_stream_ckpt.log.api import Ack
+from torchrec_stream_ckpt.log.disk import unavailable
+from torchrec_stream_ckpt.log.segments import segments
+from torchrec_stream_ckpt.log.worker import Worker
+
+SEGMENT_BYTES = 256 * 2**20
+
+
+class FileWriter:
+    """Appends frames to one rank's segments, and makes them durable while the next ones are written.
+
+    One sync runs at a time, on a thread of its own; the next one covers all that was written meanwhile.
+    """
+
+    def __init__(self, folder: Path, generation: int, resume_at: int, *, again: bool) -> None:
+        self._folder = folder
+        self._generation = generation
+        self._end = resume_at
+        self._base = resume_at
+        """First byte of the segment that is open."""
+        self._sent: list[memoryview] = []
+        self._written: list[Ack] = []
+        """Frames that no sync covers yet."""
+        self._syncing: tuple[Future[None], list[Ack]] | None = None
+        self._fd = -1
+        self._room = 0
+        if again:
+            self._forget_beyond()
+        self._roll(os.O_TRUNC if again else os.O_EXCL)
+        self._syncer = Worker("stream-ckpt-sync")  # last: no thread is left where there is no writer
+
+    def _forget_beyond(self) -> None:
+        """A relay goes on after what was committed: a segment further on would hide what is sent again before it.
+
+        Newest first: a kill in between leaves no hole.
+        """
+        if not self._folder.is_dir():
+            return
+        try:
+            beyond = [path for path, base, _ in segments(self._folder, self._generation) if base > self._end]
+            for path in reversed(beyond):
+                path.unlink()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise unavailable("cannot clear a partition", self._folder, error) from None
+
+    def _roll(self, how: int = os.O_EXCL) -> None:
+        """Begin a segment. One that is there already is not touched, unless this stream goes on before it: then it
+        holds only what its writer could not acknowledge, and that is sent again."""
+        path = self._folder / segment_name(self._generation, self._end)
+        self._close_segment()
+        try:
+            self._folder.mkdir(exist_ok=True)
+            self._check_acknowledged()
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | how | os.O_CLOEXEC, 0o666)
+            fsync_dir(self._folder)
+        except FileExistsError:
+            raise StreamLostError(
+                f"a segment of generation {self._generation} is there already: it is another writer's, and stays",
+                hint="only one trainer may run a job; stop one, or give it another URI",
+                path=path,
+            ) from None
+        except OSError as error:
+            self._close_segment()
+            raise unavailable("cannot open a segment", path, error) from None
+        self._base, self._room = self._end, SEGMENT_BYTES
+
+    def _check_acknowledged(self) -> None:
+        """What was acknowledged before must still be there: otherwise no later marker can be restored.
+
+        Segments at the front may have been trimmed; a commit asks whether they were.
+        """
+        mine = list(segments(self._folder, self._generation))
+        reach = mine[0][1] if mine else 0
+        for _, base, end in mine:
+            reach = max(reach, end) if base <= reach else reach
+        if reach < self._end:
+            # Without any segment, it is the folder that is away: it may come back.
+            raise (StreamLostError if mine else LogUnavailableError)(
+                f"acknowledged bytes [{reach}, {self._end}) of this generation are gone",
+                hint="they were deleted under a running job: bring them back, or start a new job",
+                path=self._folder,
+            )
+
+    def send(self, frame: memoryview) -> None:
+        self._sent.append(frame)
+
+    def poll(self, timeout_s: float) -> list[Ack]:
+        try:
+            acks = self._write() if self._sent else []
+            self._sync()
+            acks += self._synced(0.0 if acks else timeout_s)
+            self._sync()
+        except OSError as error:
+            raise unavailable("cannot write the stream", self._folder, error) from None
+        return acks
+
+    def _write(self) -> list[Ack]:
+        """Append what was sent; returns what became durable at the end of a segment."""
+        acks = []
+        if self._room <= 0:
+            while self._written or self._syncing:
+                self._sync()
+                acks += self._synced(None)
+            self._roll()
+        self._check_length()
+        write_all(self._fd, self._sent)
+        failpoint("segment.written")
+        for frame in self._sent:
+            self._written.append(Ack(self._end, self._end + len(frame)))
+            self._end += len(frame)
+            self._room -= len(frame)
+        self._sent.clear()
+        return acks
+
+    def _check_length(self) -> None:
+        """What was written is still there: to write on after it would leave a hole that reads as zeros."""
+        size = os.fstat(self._fd).st_size
+        if size < self._end - self._base:
+            raise StreamLostError(
+                f"the segment was cut to {size} bytes under its writer, which had written {self._end - self._base}",
+                hint="find out what else writes to the log's folder",
+                path=self._folder / segment_name(self._generation, self._base),
+            )
+
+    def _sync(self) -> None:
+        """Begin to make durable what was written, unless a sync is under way."""
+        if self._written and self._syncing is None:
+            self._syncing = self._syncer.submit(os.fdatasync, self._fd), self._written
+            self._written = []
+
+    def _synced(self, timeout_s: float | None) -> list[Ack]:
+        """What the sync under way has made durable; waits so long for it, None: until it is over."""
+        if self._syncing is None:
+            return []
+        future, acks = self._syncing
+        if not wait([future], timeout_s).done:
+            return []
+        self._syncing = None
+        future.result()
+        if os.fstat(self._fd).st_nlink == 0:
+            raise LogUnavailableError("the segment was deleted under its writer", path=self._folder)
+        return acks
+
+    def waits_for(self) -> str:
+        return f"the disk of {self._folder}"
+
+    def close(self) -> None:
+        if self._syncing is not None:
+            wait([self._syncing[0]])  # the descriptor may be another file's as soon as it is closed
+        self._syncer.close()
+        self._close_segment()
+
+    def _close_segment(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

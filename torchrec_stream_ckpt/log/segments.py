@@ -1,0 +1,91 @@
+"""The segment files of one partition: which there are, the frames in them, and those that a trim may take."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Collection, Iterator, Mapping
+from itertools import pairwise, zip_longest
+from pathlib import Path
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, parse_header
+from torchrec_stream_ckpt.layout import parse_segment
+from torchrec_stream_ckpt.log.disk import unavailable
+
+
+def segments(folder: Path, generation: int) -> Iterator[tuple[Path, int, int]]:
+    """(path, first byte, end) of a generation's segments, in order; each ends where the next one begins."""
+    try:
+        names = [(parsed[1], name) for name in os.listdir(folder) if (parsed := parse_segment(name))]
+        mine = [
+            (base, folder / name, size)
+            for base, name in sorted(names)
+            if parse_segment(name) == (generation, base) and (size := size_of(folder / name)) is not None
+        ]
+    except OSError as error:
+        raise unavailable("cannot read a partition", folder, error) from None
+    following = [base for base, _, _ in mine[1:]]
+    for (base, path, size), limit in zip_longest(mine, following):
+        yield path, base, base + size if limit is None else min(base + size, limit)
+
+
+def size_of(path: Path) -> int | None:
+    """Size in bytes; None when a trim has just taken the file away."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
+def before(folder: Path, ends: Mapping[tuple[int, int], int], dead: Collection[int]) -> Iterator[Path]:
+    """The segments of one partition that nobody needs, oldest first.
+
+    The last one of a generation that lives stays: its writer may be appending to it.
+    """
+    partition = int(folder.name[1:])
+    generations = {parsed[0] for name in os.listdir(folder) if (parsed := parse_segment(name))}
+    for generation in sorted(generations):
+        mine = list(segments(folder, generation))
+        if generation in dead:
+            yield from (path for path, _, _ in mine)
+        else:
+            end = ends.get((generation, partition), 0)
+            yield from (path for (path, _, _), (_, limit, _) in pairwise(mine) if limit <= end)
+
+
+def unlink(path: Path, *, dry_run: bool) -> int | None:
+    """Size of the file that was, or would be, deleted; None when another trim was first."""
+    size = size_of(path)
+    if size is None or dry_run:
+        return size
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return None
+    failpoint("trim.deleted")
+    return size
+
+
+def frames(path: Path, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
+    """(position, frame) of the frames in bytes [begin, end) of one segment."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            view = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)) if size else memoryview(b"")
+    except OSError as error:
+        raise unavailable("cannot read a segment", path, error) from None
+    position = begin
+    while position < end:
+        try:
+            header = parse_header(view[position : position + HEADER_LEN])
+        except CorruptionError as error:
+            raise CorruptionError(error.message, hint=error.hint, path=path, offset=position) from None
+        stop = position + HEADER_LEN + header.payload_len
+        if stop > min(size, end):
+            raise CorruptionError(
+                f"segment of {size} bytes ends inside a frame", path=path, offset=position, **header.place()
+            )
+        yield position, view[position:stop]
+        position = stop
