@@ -38,12 +38,12 @@ table = EmbeddingBagConfig(name="t_item", num_embeddings=1000, embedding_dim=16,
 ebc = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))
 apply_optimizer_in_backward(Adagrad, ebc.parameters(), {"lr": 0.1})  # fused into the backward pass
 model = DistributedModelParallel(torch.nn.Sequential(ebc), device=torch.device("cpu"))
-loader = TrackedLoader(GlobalBatches(make_batch, samples=64_000, batch_size=64, rank=rank, world=world))
+loader = TrackedLoader(GlobalBatches(make_batch, samples=60_000, batch_size=60, rank=rank, world=world))
 
 uri = sys.argv[1] if len(sys.argv) > 1 else "file://quickstart-ckpt"
 config = StreamConfig(uri=uri, marker_every=150)
 ckpt = StreamCheckpointer(model, model.fused_optimizer, config=config, stateful={"loader": loader})
-ckpt.restore()  # the newest marker, if there is one
+ckpt.restore()  # the newest whole marker, if there is one
 for batch in loader:  # what is left of the epoch
     loss = (model(batch)["item"] - 1).square().mean()
     loss.backward()  # updates the table, too

@@ -18,6 +18,8 @@ from typer.testing import CliRunner, Result
 
 from tests.forks import ROOT, Torchrun
 from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.log.files import FileLog
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -122,12 +124,15 @@ def here(job: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def put_in(page: str, here: Path) -> dict[str, str]:
-    """What the capitals of a page stand for."""
+    """What the capitals and the markers of a page stand for: a busy machine commits fewer of them."""
+    newest = str(Control(FileLog(here / "ckpt")).refresh().newest_of(1))
     found = {
         "URL": f"file://{here}/{'ckpt' if page == 'store' else 'folded'}",
         "URI": f"file://{here}/ckpt",
-        "G:M": "1:2",
-        "2:7": "1:7",
+        "G:M": newest,
+        "1:3": "1:1",
+        "1:9": newest,
+        "2:7": newest,
         "file://quickstart-ckpt": f"file://{here}/ckpt",
         "file:///ckpt/job": f"file://{here}/ckpt",
         "file:///mnt/serving/ckpt": f"file://{here}/served",
