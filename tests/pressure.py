@@ -57,7 +57,7 @@ def touch_everything(job: Trainer) -> None:
 
 def cut(checkpointer: StreamCheckpointer) -> Future[Any]:
     """As the cadence does: at this boundary, without waiting for space."""
-    inside(checkpointer).coordinator.settle(WAIT_S)  # the thread of the last marker ends a moment behind its future
+    inside(checkpointer).coordinator.settle(WAIT_S)  # the thread of the last marker ends a moment after its future
     return inside(checkpointer).cut()
 
 

@@ -11,7 +11,7 @@ _MOST_PARTS = 512
 
 
 def make_dirs(path: Path) -> None:
-    """Make a folder and the ones above it that are missing; behind it, their names are durable."""
+    """Make a folder and the ones above it that are missing; their names are durable then."""
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in made:

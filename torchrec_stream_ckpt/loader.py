@@ -268,7 +268,7 @@ class GlobalBatches(Generic[T]):
         """Go to a saved position.
 
         Raises:
-            ConfigError: it is a position in data of another name, or this data has not so many samples.
+            ConfigError: it is a position in data of another name, or this data has fewer samples.
         """
         held = state_dict.get("data_name")
         if None not in (held, self._data_name) and held != self._data_name:

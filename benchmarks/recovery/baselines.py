@@ -15,9 +15,11 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from files import Buffer, Gather, Image, Piece, copy_pieces, place_pieces, publish, sync_folder, write_file
+from files import Buffer, Gather, Image, Piece, copy_pieces, place_pieces, publish, write_file
 from stream import Trainer, linear_ids, read_rows
 from workload import Ids, Tables
+
+from torchrec_stream_ckpt.durable import fsync_dir
 
 
 class UnavailableError(Exception):
@@ -137,7 +139,7 @@ class _Chain:
 
     def _add_base(self, interval: int, parts: Iterable[tuple[int, Buffer]]) -> None:
         self.bases[interval] = Image(self.folder / f"base-{interval:04d}", parts)
-        sync_folder(self.folder)
+        fsync_dir(self.folder)
         self.ledger.add(self.bases[interval].num_bytes)
 
     def _interval_parts(self, interval: int) -> tuple[Ids, list[Buffer]]:

@@ -1,6 +1,6 @@
-"""Row files of the baselines: raw sections behind one another, checksums kept aside, written once.
+"""Row files of the baselines: raw sections after one another, checksums kept aside, written once.
 
-A piece is ids (int64, linear, ascending), weights and states of some rows, one section behind the other. Where pieces
+A piece is ids (int64, linear, ascending), weights and states of some rows, one section after the other. Where pieces
 lie and what their checksums are stays in memory: no baseline pays for reading a manifest, ours does.
 """
 
@@ -20,10 +20,11 @@ import torch
 from crc32c import crc32c
 from workload import Ids, Tables
 
+from torchrec_stream_ckpt.durable import fsync_dir, write_all
+
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Rows: TypeAlias = npt.NDArray[Any]
 
-_IOV_MAX = 512
 _CHECK_BYTES = 4 << 20
 _WINDOW_BYTES = 256 << 20
 _WINDOW_PIECE_ROWS = 2048
@@ -50,7 +51,7 @@ def write_file(path: Path, pieces: Iterable[Sequence[Buffer]]) -> list[tuple[int
             length = crc = 0
             for part in parts:
                 crc, length = crc32c(part, crc), length + memoryview(part).nbytes
-            _write_all(fd, [memoryview(part).cast("B") for part in parts])
+            write_all(fd, [memoryview(part).cast("B") for part in parts])
             places.append((offset, length, crc))
             offset += length
     finally:
@@ -68,29 +69,11 @@ def publish(folder: Path, paths: Sequence[Path]) -> None:
             os.close(fd)
     for path in paths:
         _unpublished(path).rename(path)
-    sync_folder(folder)
+    fsync_dir(folder)
 
 
 def _unpublished(path: Path) -> Path:
     return path.with_name(path.name + ".new")
-
-
-def sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _write_all(fd: int, pending: list[memoryview]) -> None:
-    pending = [part for part in pending if part.nbytes]
-    while pending:
-        written = os.writev(fd, pending[:_IOV_MAX])
-        while pending and written >= pending[0].nbytes:
-            written -= pending.pop(0).nbytes
-        if written:
-            pending[0] = pending[0][written:]
 
 
 class Maps:

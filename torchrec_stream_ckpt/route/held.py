@@ -68,8 +68,8 @@ def hold(
         catalog: What the store holds, if it holds anything.
         lineage: The control partition.
         marker: What shall be restored.
-        since: Only what is behind this marker on its path.
-        head: A HEAD on its path: only what is behind it comes from the store.
+        since: Only what is newer than this marker on its path.
+        head: A HEAD on its path: only what is newer comes from the store.
         damaged: Segments that are known to be damaged.
 
     Raises:

@@ -115,7 +115,7 @@ class TierState:
             marker = parent
 
     def mixed(self, outer_upto: int) -> Lineage:
-        """The outer log's generations up to ``outer_upto`` and the inner one's behind it, as one lineage."""
+        """The outer log's generations up to ``outer_upto`` and the inner one's after it, as one lineage."""
         pairs = [(self.outer, range(outer_upto + 1), self.outer_id)]
         pairs += [(self.inner, range(outer_upto + 1, self.generation + 1), self.inner_id)]
         claims: dict[int, Claim] = {}

@@ -82,7 +82,7 @@ class Cuts:
         ring: Memory for frames.
         dense: Copies the dense state at the boundary.
         team: Small agreements; used for the oracle alone.
-        submit: Where its MARKs go, behind their rows.
+        submit: Where its MARKs go, after their rows.
         prover: Takes the rows that each marker proves; None: markers have no proof.
     """
 

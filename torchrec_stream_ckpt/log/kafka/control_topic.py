@@ -50,7 +50,7 @@ class ControlTopic:
             try:
                 return append(self._sender, record)
             except BaseException:
-                # A producer with a failure behind it may be fatally ill: the next append takes another.
+                # A producer that has failed once may be fatally ill: the next append takes another.
                 self._drop_sender()
                 self._doubtful = True
                 raise

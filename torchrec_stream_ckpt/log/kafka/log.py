@@ -113,8 +113,8 @@ class KafkaLog:
     def trim(self, range_: TrimRange, *, dry_run: bool = False) -> Freed:
         """Kafka deletes from the front of a partition alone: up to the first offset there that anybody needs.
 
-        What a dead generation sent goes as far as it lies in front of that. A generation that has committed nothing
-        lies behind all that was committed when it was claimed, so never in front of the end of what is gone.
+        What a dead generation sent goes as far as it lies before that. A generation that has committed nothing
+        lies after all that was committed when it was claimed, so never before the end of what is gone.
         """
         topic = self._data_topic
         self._brokers.require(topic, 0, "trim", LogUnavailableError)

@@ -40,7 +40,7 @@ _PRODUCER_FIXED = {
     # A producer may else make a deleted topic anew, with the broker's retention.
     "allow.auto.create.topics": "false",
 }
-# A finite timeout would drop a frame and go on behind it.
+# A finite timeout would drop a frame and go on after it.
 _DATA_FIXED = {"message.timeout.ms": "0"}
 _CONTROL_FIXED = {"message.timeout.ms": str(int(CONTROL_TIMEOUT_S * 1000))}
 _CONSUMER_FIXED = {
