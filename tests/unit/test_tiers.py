@@ -436,6 +436,33 @@ def test_an_inner_log_that_stands_on_the_outer_one_is_listed(job: TieredJob) -> 
     assert all(each["restorable"] for each in call("list", job.settings.uris[1])["markers"])
 
 
+def test_markers_that_the_inner_log_took_over_are_elsewhere_and_not_damaged(job: TieredJob) -> None:
+    relay(job.tiers)
+    node = another_node(job, "second")
+    node.begin("1:3")
+    node.markers(1)
+    inner, outer = node.settings.uris
+    said = call("verify", inner, "--all")
+    assert [each["marker"] for each in said] == ["2:4", "1:3", "1:2", "1:1"]
+    assert {(each["verdict"], each.get("trimmed")) for each in said} == {("not read", outer)}
+    listed = call("list", inner)["markers"]
+    assert {each["trimmed"] for each in listed} == {outer}
+    with pytest.raises(TrimmedError, match="if it is the outer tier of this job"):
+        call("verify", inner, "--marker", "1:3")
+    # A bit of its own dense state is damage, wherever the rows are.
+    dense = next(node.tiers.folder.glob("dense/*/*/__0_0.distcp"))
+    dense.write_bytes(bytes(1000))
+    (own, *others), status = verdicts(inner)
+    assert (own["marker"], own["verdict"], status) == ("2:4", "damaged", 1)
+    assert {each["verdict"] for each in others} == {"not read"}
+
+
+def verdicts(uri: str) -> tuple[list[dict[str, Any]], int]:
+    """Of all markers, and the exit status."""
+    done = CliRunner().invoke(app, ["verify", uri, "--all", "--json"], catch_exceptions=False)
+    return json.loads(done.stdout), done.exit_code
+
+
 FORMS = [
     (("kafka://h:1/a", "kafka://h:1/b"), {}, "nearest tier must be a folder"),
     (("kafka://h:1/a", "file:///b"), {}, "nearest tier must be a folder"),

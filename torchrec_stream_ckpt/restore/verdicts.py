@@ -173,12 +173,14 @@ class Verifier:
             TrimmedError: the log was trimmed, and the marker needs what is gone.
         """
         marker = commit.id
+        refused = self._refused.get(marker)
+        if isinstance(refused, TrimmedError) and not Route(self._lineage, commit).wrote_to(self._log.incarnation()):
+            raise refused  # its dense state is where its rows are
         damage: list[CorruptionError] = []
         try:
             dense.verify(commit)
         except CorruptionError as error:
             damage.append(type(error)(error.message, hint=error.hint, **{"marker": str(marker), **error.where}))
-        refused = self._refused.get(marker)
         if isinstance(refused, TrimmedError):
             if not damage:
                 raise refused

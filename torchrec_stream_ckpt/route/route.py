@@ -13,7 +13,7 @@ from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.interval import Interval, generations, intervals, intervals_of
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.log.api import LogReader
+from torchrec_stream_ckpt.log.api import Incarnation, LogReader
 from torchrec_stream_ckpt.log.stream import held_by
 from torchrec_stream_ckpt.route.path import Path
 from torchrec_stream_ckpt.store.reader import Held
@@ -130,6 +130,10 @@ class Route:
                 marker=self.marker,
                 store=last.store,
             ) from None
+
+    def wrote_to(self, now: Incarnation | None) -> bool:
+        """Whether the marker's own generation wrote to this very log; an inner tier takes over markers that did not."""
+        return now is not None and now.holds_rows_of(self.claim.incarnation)
 
     def _check_incarnation(self, log: LogReader) -> None:
         """The log must be the very one that was written to."""

@@ -92,6 +92,8 @@ class Survey:
         in_log = self._is_there(commit.id, None)
         is_there = in_log if reach is None else self._is_there(commit.id, reach)
         lacks, trimmed = ("", "") if is_there else self._lacks(commit, reach)
+        if trimmed and not Route(self._job.lineage, commit).wrote_to(self._incarnation):
+            reason = ""  # its dense state is where its rows are
         if reason or lacks:
             return Standing(reason or lacks, "" if reason else trimmed, None, in_log, None, holding)
         return Standing("", "", source_of(commit.id, reach), in_log, None, holding)
