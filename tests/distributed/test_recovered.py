@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tests import jobs, ranks, stores
-from tests.model import PLAN_2, PLAN_3, differences
+from tests.model import PLAN_2, PLAN_3, Spec, differences, trainer, truth
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.layout import CONTROL_FILE, RECORDS_DIR
+from torchrec_stream_ckpt.log import file_writer
 
 pytestmark = pytest.mark.distributed
 
@@ -35,3 +39,41 @@ def test_a_job_restores_and_goes_on_after_its_log_was_lost(tmp_path: Path) -> No
     for rank, (state, step, _, _) in enumerate(again):
         assert step == 8
         assert differences(restored[0][3][8], state, rng=rank == 0) == []
+
+
+def _train(spec: Spec, settings: StreamConfig) -> dict[str, torch.Tensor]:
+    """A job whose log is deleted frame by frame; the truth at its newest marker."""
+    file_writer.SEGMENT_BYTES = 1
+    return jobs.train_with(spec, settings, 4, {})[1][4]
+
+
+def _go_on(spec: Spec, settings: StreamConfig) -> tuple[dict[str, torch.Tensor], str]:
+    """Restore the newest marker and commit another one, under the oracle."""
+    job = trainer(spec)
+    job.step()
+    checkpointer = jobs.attach(job, settings, paranoid=True)
+    assert checkpointer.restore() is not None
+    state = truth(job)
+    job.step()
+    checkpointer.step()
+    committed = checkpointer.mark().result(60)
+    checkpointer.close()
+    return state, str(committed.id)
+
+
+def test_a_job_commits_on_after_the_record_of_a_trim_was_lost_with_its_control_log(tmp_path: Path) -> None:
+    settings = StreamConfig(uri=f"file://{tmp_path}", marker_every=2)
+    (trained, *_) = ranks.run(2, _train, PLAN_2, settings)
+    stores.fold(tmp_path)
+    cli("trim", str(settings.uri), "--store", str(tmp_path))
+    (tmp_path / CONTROL_FILE).unlink()
+    shutil.rmtree(tmp_path / RECORDS_DIR)
+    cli("recover", str(settings.uri), "--store", str(tmp_path))
+    for rank, (state, committed) in enumerate(ranks.run(2, _go_on, PLAN_2, settings)):
+        assert differences(trained, state, rng=rank == 0) == []
+        assert committed == "3:4"
+
+
+def cli(*arguments: str) -> None:
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output

@@ -20,7 +20,8 @@ from torchrec_stream_ckpt.control.lost import check_not_lost
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, UnsupportedError
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.layout import CONTROL_FILE, STORE_FILE, claim_name, dense_name, parse_uri
+from torchrec_stream_ckpt.layout import CONTROL_FILE, RECORDS_DIR, STORE_FILE, claim_name, dense_name, parse_uri
+from torchrec_stream_ckpt.log import file_writer
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.identity import prepare_store
@@ -177,3 +178,36 @@ def test_the_format_of_the_store_is_looked_at_whoever_names_the_job(lost: Path) 
 
 def test_a_job_may_be_named_in_upper_case(lost: Path) -> None:
     assert run("recover", f"file://{lost}", "--store", lost, "--job", JOB.hex().upper())["job"] == JOB.hex()
+
+
+def test_a_lost_trim_is_put_back_for_rows_that_the_store_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_writer, "SEGMENT_BYTES", 1)
+    history = stores.History(tmp_path / "job")
+    history.generation(1, [1, 2, 3])
+    stores.fold(history.root, upto=MarkerId(1, 2))
+    uri, control = f"file://{history.root}", history.root / CONTROL_FILE
+    before = control.read_bytes()
+    run("trim", uri, "--store", history.root, "--upto", "1:2")
+    control.write_bytes(before)
+    shutil.rmtree(history.root / RECORDS_DIR)
+    assert history.lineage.trims == []
+    assert run("recover", uri, "--store", history.root)["appended"] == 1
+    (trim,) = history.lineage.trims
+    assert (trim.markers, trim.store) == ((MarkerId(1, 2),), uri)
+    history.log.check_there(history.lineage.spans(1, history.lineage.find(MarkerId(1, 3)).ranks))
+    assert run("recover", uri, "--store", history.root)["appended"] == 0
+
+
+def test_rows_that_only_the_log_had_are_not_said_to_be_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_writer, "SEGMENT_BYTES", 1)
+    history = stores.History(tmp_path / "job")
+    history.generation(1, [1, 2, 3])
+    stores.fold(history.root, upto=MarkerId(1, 2))
+    stores.lose_rows(history.root)
+    run("recover", f"file://{history.root}", "--store", history.root)
+    (trim,) = history.lineage.trims
+    assert trim.markers == (MarkerId(1, 2),)
+    with pytest.raises(CorruptionError, match="2944 were committed"):
+        run("verify", f"file://{history.root}", "--marker", "1:3")

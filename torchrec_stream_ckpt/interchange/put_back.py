@@ -3,7 +3,7 @@
 The records come from what is left of the control partition, from the second copy, and from the manifests of the store,
 as they were written. No COMMIT is made of anything else: rows that only MARKs speak of were never committed, as far as
 anybody can tell. A CLAIM above every generation that is named anywhere comes last: it fences whoever still writes, and
-no number is used twice.
+no number is used twice. A TRIM says where rows are that the log lacks and the store holds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchrec_stream_ckpt.control.copies import put_anew
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.failpoints import failpoint
-from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord
+from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord, Trim
 from torchrec_stream_ckpt.format.folding import Folded
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.remarks import End
@@ -36,7 +36,9 @@ from torchrec_stream_ckpt.layout import (
 from torchrec_stream_ckpt.log.api import Incarnation, Log
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.store.records import Copied, copied_logs, read_copy
+from torchrec_stream_ckpt.types import MarkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +145,46 @@ def put_back(log: Log, control: Control, objects: Objects, uri: str, known: Know
         failpoint("recover.fence")
         generation = max(used, lineage.newest_generation, control.refresh().next_generation - 1) + 1
         control.claim(_fence(lineage, generation, incarnation))
+    trim = taken_away(log, control.refresh(), objects)
+    if trim is not None:
+        failpoint("recover.trim")
+        control.trim(trim)
     copy_anew(log, control, objects, uri)
-    return len(missing) + fence
+    return len(missing) + fence + (trim is not None)
+
+
+def taken_away(log: Log, lineage: Lineage, objects: Objects) -> Trim | None:
+    """A TRIM for rows that the log lacks, no record speaks of, and the store holds; None: there are none.
+
+    The TRIM that took them may be lost with the end of the control partition. Without one, no new marker could be
+    committed: what it stands on would look lost.
+    """
+    now = log.incarnation()
+    newest = {commit.generation: commit for commit in lineage.commits.values()}
+    holdings: Holdings | None = None
+    gone: list[MarkerId] = []
+    for generation, commit in newest.items():
+        if now is None or not now.holds_rows_of(lineage.claims[generation].incarnation):
+            continue
+        try:
+            log.check_there(lineage.spans(generation, commit.ranks))
+        except CorruptionError:
+            holdings = holdings or Holdings.load(objects, lineage)
+            held = _newest_held(holdings, generation)
+            if held is not None and held > lineage.reach.get(generation, MarkerId(generation, 0)):
+                gone.append(held)
+    if not gone:
+        return None
+    last = max(gone)
+    return Trim(
+        lineage.job, last.generation, last.marker, tuple(sorted(gone)), objects.url, uuid.uuid4().hex, time.time()
+    )
+
+
+def _newest_held(holdings: Holdings, generation: int) -> MarkerId | None:
+    """The newest marker of a generation of which the store alone gives all rows."""
+    markers = (marker for marker in reversed(holdings.lineage.commits) if marker.generation == generation)
+    return next((marker for marker in markers if holdings.look(marker).reach == marker), None)
 
 
 def _fence(lineage: Lineage, generation: int, incarnation: Incarnation) -> Claim:
