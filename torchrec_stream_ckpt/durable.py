@@ -27,6 +27,14 @@ def fsync_dir(path: Path) -> None:
         os.close(fd)
 
 
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a file; its bytes are durable then, its name is not."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def write_all(fd: int, parts: Iterable[memoryview]) -> None:
     """Write all bytes of ``parts``, each one a view of bytes, one after the other; they are not synced.
 

@@ -23,7 +23,7 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.format.control import parse_control
 from torchrec_stream_ckpt.layout import MAX_PARTITIONS, segment_name
-from torchrec_stream_ckpt.log import file_writer, files
+from torchrec_stream_ckpt.log import control_file, file_writer
 from torchrec_stream_ckpt.log.file_writer import FileWriter
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.types import LogSpan
@@ -261,7 +261,7 @@ def test_appenders_take_turns(log: FileLog) -> None:
 def test_a_lock_that_is_never_given_back_ends_the_wait(
     log: FileLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "LOCK_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(control_file, "LOCK_TIMEOUT_S", 0.0)
     with open(tmp_path / "control.lock", "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(LogUnavailableError, match="cannot append to the control log: locked for 0 s") as caught:

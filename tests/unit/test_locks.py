@@ -21,7 +21,7 @@ import pytest
 from tests.builders import claim, commit
 from torchrec_stream_ckpt.layout import CONTROL_LOCK, HEAD_LOCK, RELAY_LOCK
 from torchrec_stream_ckpt.locks import held
-from torchrec_stream_ckpt.log import files
+from torchrec_stream_ckpt.log import control_file
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.store.head import HeadFolder
 from torchrec_stream_ckpt.tiers.lock import RelayLock
@@ -33,7 +33,7 @@ End = Callable[[], None]
 
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FileLog:
-    monkeypatch.setattr(files, "LOCK_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(control_file, "LOCK_TIMEOUT_S", 5.0)
     log = FileLog(tmp_path)
     log.prepare(1)
     return log

@@ -295,7 +295,7 @@ def test_a_record_that_went_into_a_file_that_is_the_log_no_more_is_not_called_du
             monkeypatch.undo()
             assert control_file.prune(log._root / CONTROL_FILE, last)
 
-    monkeypatch.setattr("torchrec_stream_ckpt.log.files.failpoint", interfere)
+    monkeypatch.setattr("torchrec_stream_ckpt.log.control_file.failpoint", interfere)
     with pytest.raises(CommitUnknownError, match="the control log was replaced"):
         log.append_control(commit(1, 5).to_frame())
 

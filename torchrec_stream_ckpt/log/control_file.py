@@ -7,6 +7,7 @@ is garbage that somebody without the key has put there, and the next whole recor
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -14,13 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from torchrec_stream_ckpt.durable import fsync_dir
-from torchrec_stream_ckpt.errors import CorruptionError, PrunedError
+from torchrec_stream_ckpt.durable import fsync_dir, write_all
+from torchrec_stream_ckpt.errors import CommitUnknownError, CorruptionError, LogUnavailableError, PrunedError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, MAGIC, MAX_FRAME_BYTES, Kind, parse_header, payload_of
 from torchrec_stream_ckpt.format.packed_commit import head_at
 from torchrec_stream_ckpt.format.snapshot import Base
+from torchrec_stream_ckpt.layout import CONTROL_FILE, CONTROL_LOCK
+from torchrec_stream_ckpt.locks import held
+from torchrec_stream_ckpt.log.disk import explained
 
+LOCK_TIMEOUT_S = 30.0
 _BUFFER_BYTES = 2**20
 
 
@@ -44,6 +49,110 @@ class Front:
     def shift(self) -> int:
         """What an offset is more than a place in the file."""
         return self.base - self.num_bytes
+
+
+class ControlFile:
+    """Appends and reads the control records of a log in a folder. For any thread.
+
+    Args:
+        root: The folder.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._path = root / CONTROL_FILE
+        self._lock = root / CONTROL_LOCK
+        self._end = 0
+        """Up to here the file has been read; whole records only grow."""
+
+    def append(self, record: bytes, *, garbage: bool = False) -> int:
+        """Append one record; see :meth:`Log.append_control`."""
+        with (
+            explained("cannot append to the control log", self._path),
+            held(self._lock, timeout_s=LOCK_TIMEOUT_S),
+            open(self._path, "ab") as file,
+        ):
+            return self._append_locked(file.fileno(), record, garbage=garbage)
+
+    def _append_locked(self, fd: int, record: bytes, *, garbage: bool) -> int:
+        if not os.fstat(fd).st_size:
+            fsync_dir(self._path.parent)
+        offset, place = self._cut_torn_tail(fd, garbage=garbage)
+        try:
+            write_all(fd, [memoryview(record)])
+            failpoint("control.written")
+            os.fdatasync(fd)
+        except OSError as error:
+            # What a failed sync leaves in the page cache can be read and may never reach the disk: take it back.
+            try:
+                os.ftruncate(fd, place)
+            except OSError:
+                raise CommitUnknownError(
+                    f"cannot append to the control log, nor take the record back: {error.strerror}",
+                    hint="mend the disk; stream-ckpt list tells which markers exist",
+                    path=self._path,
+                ) from None
+            raise
+        if not os.path.samestat(os.fstat(fd), os.stat(self._path)):
+            raise CommitUnknownError(
+                "the control log was replaced while a record was appended, although the lock was held",
+                hint="see that the file system of the log keeps flock; the record is appended again",
+                path=self._path,
+            )
+        return offset
+
+    def _cut_torn_tail(self, fd: int, *, garbage: bool) -> tuple[int, int]:
+        """Remove what an appender left that died in the middle of a record: it held the lock, so it is gone.
+
+        Returns:
+            The offset of the end, and its place in the file: they differ where the front of the log was deleted.
+        """
+        with open(self._path, "rb") as file:
+            front = read_front(file)
+        self._end = max(self._end, front.base)
+        if os.fstat(fd).st_size < self._end - front.shift:
+            raise LogUnavailableError(
+                f"the control log is shorter than the {self._end} bytes that were read from it",
+                hint="it was cut or deleted under a running job: bring it back, or start a new job",
+                path=self._path,
+            )
+        end = ControlEnd(self._end)
+        for _ in self._records(self._end, end, garbage=garbage):
+            pass
+        self._end = end.offset
+        place = self._end - front.shift
+        if os.fstat(fd).st_size != place:
+            os.ftruncate(fd, place)
+        return self._end, place
+
+    def base(self) -> int:
+        """Offset of the first record that is left; 0 while there is no file."""
+        with explained("cannot read the control log", self._path):
+            try:
+                with open(self._path, "rb") as file:
+                    return read_front(file).base
+            except FileNotFoundError:
+                return 0
+
+    def following(self, offset: int, record: bytes) -> int:
+        """Where reading goes on after a record; a piece of garbage does not say it, and is read once more."""
+        try:
+            whole = len(record) == HEADER_LEN + parse_header(record).payload_len
+        except CorruptionError:
+            whole = False
+        return offset + len(record) if whole else offset
+
+    def prune(self, base: int) -> None:
+        """A new file takes the place of the old one under the lock: an appender opens it by its name, lock in hand."""
+        with explained("cannot shorten the control log", self._path), held(self._lock, timeout_s=LOCK_TIMEOUT_S):
+            prune(self._path, base)
+
+    def read(self, start: int = 0, *, garbage: bool = False) -> Iterator[tuple[int, bytes]]:
+        """Records from ``start`` to what is the end now; none while there is no file yet."""
+        return self._records(start, ControlEnd(start), garbage=garbage)
+
+    def _records(self, start: int, end: ControlEnd, *, garbage: bool) -> Iterator[tuple[int, bytes]]:
+        with explained("cannot read the control log", self._path), contextlib.suppress(FileNotFoundError):
+            yield from records(self._path, start, end, garbage=garbage)
 
 
 def records(path: Path, start: int, end: ControlEnd, *, garbage: bool) -> Iterator[tuple[int, bytes]]:

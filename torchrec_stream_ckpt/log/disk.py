@@ -107,6 +107,15 @@ def _sync(what: str, folder: Path) -> Finding:
     )
 
 
+@contextlib.contextmanager
+def explained(what: str, path: Path) -> Iterator[None]:
+    """Raise what the operating system says of a log in a folder as :class:`LogUnavailableError`."""
+    try:
+        yield
+    except OSError as error:
+        raise unavailable(what, path, error) from None
+
+
 def unavailable(what: str, path: Path, error: OSError) -> LogUnavailableError:
     """The error for what the operating system says of a log in a folder."""
     hints = {

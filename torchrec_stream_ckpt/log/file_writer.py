@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -11,7 +12,7 @@ from torchrec_stream_ckpt.errors import LogUnavailableError, StreamLostError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.layout import segment_name
 from torchrec_stream_ckpt.log.api import Ack
-from torchrec_stream_ckpt.log.disk import unavailable
+from torchrec_stream_ckpt.log.disk import explained, unavailable
 from torchrec_stream_ckpt.log.segments import segments
 from torchrec_stream_ckpt.log.worker import Worker
 
@@ -48,14 +49,10 @@ class FileWriter:
         """
         if not self._folder.is_dir():
             return
-        try:
+        with explained("cannot clear a partition", self._folder), contextlib.suppress(FileNotFoundError):
             beyond = [path for path, base, _ in segments(self._folder, self._generation) if base > self._end]
             for path in reversed(beyond):
                 path.unlink()
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise unavailable("cannot clear a partition", self._folder, error) from None
 
     def _roll(self, how: int = os.O_EXCL) -> None:
         """Begin a segment. One that is there already is not touched, unless this stream goes on before it: then it
@@ -99,13 +96,11 @@ class FileWriter:
         self._sent.append(frame)
 
     def poll(self, timeout_s: float) -> list[Ack]:
-        try:
+        with explained("cannot write the stream", self._folder):
             acks = self._write() if self._sent else []
             self._sync()
             acks += self._synced(0.0 if acks else timeout_s)
             self._sync()
-        except OSError as error:
-            raise unavailable("cannot write the stream", self._folder, error) from None
         return acks
 
     def _write(self) -> list[Ack]:

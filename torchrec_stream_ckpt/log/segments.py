@@ -8,27 +8,83 @@ from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise, zip_longest
 from pathlib import Path
 
-from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.errors import CorruptionError, StreamLostError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, parse_header
-from torchrec_stream_ckpt.layout import parse_segment
-from torchrec_stream_ckpt.log.disk import unavailable
+from torchrec_stream_ckpt.layout import IDENTITY_FILE, parse_segment, partition_dir, segment_name
+from torchrec_stream_ckpt.log.disk import explained
+from torchrec_stream_ckpt.types import LogSpan
 
 
 def segments(folder: Path, generation: int) -> Iterator[tuple[Path, int, int]]:
     """(path, first byte, end) of a generation's segments, in order; each ends where the next one begins."""
-    try:
+    with explained("cannot read a partition", folder):
         names = [(parsed[1], name) for name in os.listdir(folder) if (parsed := parse_segment(name))]
         mine = [
             (base, folder / name, size)
             for base, name in sorted(names)
             if parse_segment(name) == (generation, base) and (size := size_of(folder / name)) is not None
         ]
-    except OSError as error:
-        raise unavailable("cannot read a partition", folder, error) from None
     following = [base for base, _, _ in mine[1:]]
     for (base, path, size), limit in zip_longest(mine, following):
         yield path, base, base + size if limit is None else min(base + size, limit)
+
+
+def pieces(root: Path, span: LogSpan) -> list[tuple[Path, int, int, int]]:
+    """(path, first byte, begin, end) of the segments that hold a span.
+
+    Raises:
+        StreamLostError: they end before the span does.
+        CorruptionError: another part of it is not there.
+        LogUnavailableError: the log of which ``root`` is the folder cannot be read.
+    """
+    folder = partition_dir(root, span.partition)
+    found = [
+        (path, base, max(base, span.begin), min(end, span.end))
+        for path, base, end in ([] if _is_lost(root, folder) else segments(folder, span.generation))
+        if base < span.end and end > span.begin
+    ]
+    position = span.begin
+    for _, _, begin, end in found:
+        position = end if begin <= position else position
+    if position < span.end:
+        cut_short = all(end < span.end for _, _, _, end in found)
+        raise (StreamLostError if cut_short else CorruptionError)(
+            f"the log ends at byte {position}, {span.end} were committed",
+            hint="restore an older marker, or bring the missing segment back",
+            generation=span.generation,
+            path=folder,
+        )
+    return found
+
+
+def _is_lost(root: Path, folder: Path) -> bool:
+    """Whether a partition is not there although its log is."""
+    try:
+        folder.stat()
+    except FileNotFoundError:
+        return (root / IDENTITY_FILE).is_file()
+    except OSError:  # the next one to look says what it is
+        pass
+    return False
+
+
+def has_in_turn(folder: str, span: LogSpan) -> bool:
+    """Whether segments hold a span from the generation's first byte on, each where the one before ends.
+
+    Asks for their names, and lists no folder: it holds those of all generations. Where the answer is no, they may
+    still be there under other names.
+    """
+    base = 0
+    while base < span.end:
+        try:
+            size = os.stat(f"{folder}/{segment_name(span.generation, base)}").st_size
+        except OSError:  # whoever lists the folder says what it is
+            return False
+        if not size:
+            return False
+        base += size
+    return True
 
 
 def size_of(path: Path) -> int | None:
@@ -70,12 +126,9 @@ def unlink(path: Path, *, dry_run: bool) -> int | None:
 
 def frames(path: Path, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
     """(position, frame) of the frames in bytes [begin, end) of one segment."""
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            view = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)) if size else memoryview(b"")
-    except OSError as error:
-        raise unavailable("cannot read a segment", path, error) from None
+    with explained("cannot read a segment", path), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        view = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)) if size else memoryview(b"")
     position = begin
     while position < end:
         try:
