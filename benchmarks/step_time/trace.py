@@ -71,7 +71,7 @@ def traced(args: argparse.Namespace, folder: str) -> list[tuple[str, float, floa
     """(label, begin, end) of three steps, in ms after the first one began."""
     from torchrec_stream_ckpt.capture.touched import TouchedRows
     from torchrec_stream_ckpt.log import file_writer
-    from torchrec_stream_ckpt.log.publisher import Publisher
+    from torchrec_stream_ckpt.log.flight import Flight
     from torchrec_stream_ckpt.recipes import train_dlrm as recipe
 
     flags = recipe.parse_args(["--sharding", "mixed", *run.CONFIGS[args.config]])
@@ -79,7 +79,7 @@ def traced(args: argparse.Namespace, folder: str) -> list[tuple[str, float, floa
     batches = [batch for batch, _ in zip(loader, range(4), strict=False)]
     with ExitStack() as labels:
         labels.enter_context(labelled(TouchedRows, "mark", "mark"))
-        labels.enter_context(labelled(Publisher, "_seal", "checksum"))
+        labels.enter_context(labelled(Flight, "_seal", "checksum"))
         labels.enter_context(labelled(file_writer, "write_all", "write"))
         labels.enter_context(labelled(os, "fdatasync", "sync"))
         job = run._job(recipe, flags, loader, {"drain_every": args.drain_every}, folder, "traced", torch.device("cpu"))

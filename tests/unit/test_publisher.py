@@ -18,7 +18,8 @@ from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES, Header, Kind, par
 from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
 from torchrec_stream_ckpt.log import publisher
 from torchrec_stream_ckpt.log.api import Ack
-from torchrec_stream_ckpt.log.publisher import Publisher, StreamEnd
+from torchrec_stream_ckpt.log.flight import StreamEnd
+from torchrec_stream_ckpt.log.publisher import Publisher
 
 WAIT_S = 20.0
 _number = itertools.count()
@@ -363,11 +364,11 @@ def test_what_lies_between_two_frames_is_to_be_looked_at(script: Script, stream:
     script.jump = 5
     submit(stream, ring, 1)
     until(lambda: stream.pending == 0)
-    (gap,) = stream.gaps
+    (gap,) = stream.flight.gaps
     assert (gap.begin, gap.end, gap.seq) == (2000, 2005, 2)
     assert gap.sent == (parse_header(script.durable[2]).header_crc,)
-    stream.looked_at([gap])
-    assert stream.gaps == ()
+    stream.flight.looked_at([gap])
+    assert stream.flight.gaps == ()
 
 
 def test_submitting_never_waits_for_the_log(script: Script, stream: Publisher, ring: FrameRing) -> None:

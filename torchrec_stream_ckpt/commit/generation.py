@@ -81,10 +81,10 @@ class Generation:
             StreamLostError: they can.
             LogUnavailableError: the log does not answer.
         """
-        gaps = self.publisher.gaps
+        gaps = self.publisher.flight.gaps
         stream = StreamName(self.claim.job, self.claim.generation, self.rank, self.partition)
         check_gaps(self.log, stream, gaps, self.strays)
-        self.publisher.looked_at(gaps)
+        self.publisher.flight.looked_at(gaps)
 
     def check_log(self, marker: int, ends: Sequence[RankEnd]) -> None:
         """:func:`check_claimed` of this generation's own marker."""

@@ -13,16 +13,15 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torchrec_stream_ckpt.errors import LogUnavailableError, StreamLostError
 from torchrec_stream_ckpt.failpoints import failpoint
-from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, seal
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind
 from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
-from torchrec_stream_ckpt.log.api import Ack, DataWriter
-from torchrec_stream_ckpt.log.gaps import Gap
+from torchrec_stream_ckpt.log.api import DataWriter
+from torchrec_stream_ckpt.log.flight import Flight, StreamEnd
 
 log = logging.getLogger(__name__)
 
@@ -37,16 +36,6 @@ _SILENT_S = 5.0
 """A log that owes acknowledgements, and has given none for so long, takes no frames: it may never say so itself."""
 _DEAF_S = 15.0
 """After so long another writer is opened: the old one may hang on a broker that is cut off and does not know it."""
-
-
-@dataclass(frozen=True, slots=True)
-class StreamEnd:
-    """Where a rank's stream stands just behind one acknowledged frame."""
-
-    frames: int
-    begin: int
-    end: int
-    chain: int
 
 
 class _Totals(NamedTuple):
@@ -72,15 +61,9 @@ class Publisher:
         """Why the log does not take frames now; None while it does."""
         self.lost: StreamLostError | None = None
         """Set once what the log had acknowledged is gone: the stream is over, and what is submitted is dropped."""
-        self._acked_bytes = 0
-        self._chain = 0
-        self._acked = StreamEnd(0, 0, 0, 0)
-        self._marks: dict[int, StreamEnd] = {}
-        self._gaps: list[Gap] = []
         self._queue: deque[tuple[FrameBuffer, _Totals]] = deque()
         self._unqueued = _Totals()
         """Of the last frame that has left the queue, or was dropped."""
-        self._flight: deque[FrameBuffer] = deque()
         self._enough = min(_ENOUGH, ring.capacity // 2)
         self._due = False
         """Whether what is queued is to be sent at once."""
@@ -90,6 +73,8 @@ class Publisher:
         self._told_s = 0.0
         """When it was last found out for whom it waits."""
         self._changed = threading.Condition()
+        self.flight = Flight(ring, self._changed)
+        """What was sent, and where the stream stands that was acknowledged."""
         self._closing = False
         self._abandoned = threading.Event()
         self._crash: BaseException | None = None
@@ -146,26 +131,17 @@ class Publisher:
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while seq not in self._marks:
+            marks = self.flight.marks
+            while seq not in marks:
                 self._check()
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     return None
                 self._changed.wait(remaining)
-            end = self._marks[seq]
-            self._marks = {later: mark for later, mark in self._marks.items() if later > seq}
+            end = marks[seq]
+            for known in [known for known in marks if known <= seq]:
+                del marks[known]
             return end
-
-    @property
-    def gaps(self) -> tuple[Gap, ...]:
-        """What others may have put between acknowledged frames, and nobody has looked at."""
-        with self._changed:
-            return tuple(self._gaps)
-
-    def looked_at(self, gaps: Collection[Gap]) -> None:
-        """These gaps hold nothing that a reader could take for a frame of the stream."""
-        with self._changed:
-            self._gaps = [gap for gap in self._gaps if gap not in gaps]
 
     def _check(self) -> None:
         if self.lost is not None:
@@ -178,14 +154,14 @@ class Publisher:
     @property
     def pending(self) -> int:
         """Frames that are not acknowledged."""
-        return self._totals().frames - self._acked.frames
+        return self._totals().frames - self.flight.acked.frames
 
     @property
     def backlog(self) -> tuple[int, int]:
         """(frames, bytes of frames) that are not acknowledged."""
         with self._changed:
             totals = self._totals()
-            return totals.frames - self._acked.frames, totals.num_bytes - self._acked_bytes
+            return totals.frames - self.flight.acked.frames, totals.num_bytes - self.flight.acked_bytes
 
     def close(self, timeout_s: float) -> bool:
         """Send what is queued, for at most ``timeout_s``; whether everything was acknowledged."""
@@ -205,10 +181,10 @@ class Publisher:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             return  # its writer still reads these buffers
-        for buffer in (*self._flight, *(buffer for buffer, _ in self._queue)):
+        for buffer in (*self.flight.buffers, *(buffer for buffer, _ in self._queue)):
             self._ring.release(buffer)
         self._unqueued = self._totals()
-        self._flight.clear()
+        self.flight.buffers.clear()
         self._queue.clear()
 
     # The publisher's own thread.
@@ -250,16 +226,14 @@ class Publisher:
         self.failure = why
 
     def _finished(self) -> bool:
-        return self._abandoned.is_set() or (self._closing and not self._queue and not self._flight)
+        return self._abandoned.is_set() or (self._closing and not self._queue and not self.flight.buffers)
 
     def _reopen(self) -> DataWriter:
         """A fresh writer that has been given again all that no writer has had acknowledged."""
-        writer = self._open_writer(self._acked.end)
+        writer = self._open_writer(self.flight.acked.end)
         self._heard_s = time.monotonic()
         try:
-            for buffer in self._flight:
-                writer.send(buffer.view())
-                failpoint("stream.resent")
+            self.flight.send_again(writer)
         except BaseException:
             writer.close()
             raise
@@ -267,24 +241,30 @@ class Publisher:
 
     def _pump(self, writer: DataWriter) -> bool:
         """Send what is queued and take in acknowledgements; whether there were any."""
-        if not self._flight:
+        if not self.flight.buffers:
             self._await_frames()
             self._heard_s = time.monotonic()
         for _ in range(min(len(self._queue), _MAX_BATCH)):
             buffer, self._unqueued = self._queue[0]
             self._queue.popleft()
-            self._seal(buffer)
-            self._flight.append(buffer)
-            writer.send(buffer.view())
-            failpoint("stream.sent")
+            self.flight.send(buffer, writer)
         acks = writer.poll(0.0 if self._queue else _POLL_S)
         if acks:
             failpoint("stream.acknowledged")
             self._heard_s = time.monotonic()
-            self._acknowledge(acks)
-        elif self._flight:
+            self.flight.acknowledge(acks)
+            self._note_answer()
+        elif self.flight.buffers:
             self._note_silence(writer)
         return bool(acks)
+
+    def _note_answer(self) -> None:
+        """The log has acknowledged frames."""
+        if self.failure is not None:
+            log.warning("the log takes frames again")
+            self.failure = None
+        with self._changed:
+            self._changed.notify_all()
 
     def _note_silence(self, writer: DataWriter) -> None:
         now = time.monotonic()
@@ -305,47 +285,3 @@ class Publisher:
                     break
                 self._changed.wait(pause)
             self._due = False
-
-    def _seal(self, buffer: FrameBuffer) -> None:
-        header = buffer.header
-        assert header is not None
-        if buffer.ready is not None:
-            buffer.ready()
-        header.chain = self._chain
-        seal(header, buffer.array.data)
-        self._chain = header.header_crc
-
-    def _acknowledge(self, acks: list[Ack]) -> None:
-        for ack in acks:
-            self._compare(ack)
-            buffer = self._flight.popleft()
-            header = buffer.header
-            assert header is not None
-            begin = ack.offset if header.seq == 0 else self._acked.begin
-            with self._changed:
-                self._acked = StreamEnd(header.seq + 1, begin, ack.end, header.header_crc)
-                self._acked_bytes += HEADER_LEN + header.payload_len
-                if header.kind is Kind.MARK:
-                    self._marks[header.seq] = self._acked
-            self._ring.release(buffer)
-        if self.failure is not None:
-            log.warning("the log takes frames again")
-            self.failure = None
-        with self._changed:
-            self._changed.notify_all()
-
-    def _compare(self, ack: Ack) -> None:
-        """The oldest frame in flight is durable at ``ack``: the stream's end never goes back."""
-        acked = self._acked
-        if not acked.frames or ack.offset == acked.end:
-            return
-        if ack.offset < acked.end:
-            raise StreamLostError(
-                f"the log had acknowledged frames up to offset {acked.end}, and takes the next one at {ack.offset}: "
-                "its tail was lost",
-                hint="see the brokers' logs: a disk or machine failed, or an unclean leader was elected",
-                seq=acked.frames,
-            )
-        sent = [buffer.header.header_crc for buffer in self._flight if buffer.header is not None]
-        with self._changed:
-            self._gaps.append(Gap(acked.end, ack.offset, acked.frames, tuple(sent)))

@@ -1,0 +1,115 @@
+"""Frames in flight: sealed, sent, and kept until the log acknowledges them; and where the stream stands by then."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from torchrec_stream_ckpt.errors import StreamLostError
+from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, seal
+from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
+from torchrec_stream_ckpt.log.api import Ack, DataWriter
+from torchrec_stream_ckpt.log.gaps import Gap
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnd:
+    """Where a rank's stream stands just after one acknowledged frame."""
+
+    frames: int
+    begin: int
+    end: int
+    chain: int
+
+
+class Flight:
+    """The frames of one stream that were sent and not acknowledged, in order. For the publisher's thread.
+
+    Other threads may look at what was acknowledged, with ``changed`` in hand.
+
+    Args:
+        ring: Where buffers go back to.
+        changed: Held while what was acknowledged changes; the publisher's threads wait for it.
+    """
+
+    def __init__(self, ring: FrameRing, changed: threading.Condition) -> None:
+        self._ring = ring
+        self._changed = changed
+        self._chain = 0
+        self.buffers: deque[FrameBuffer] = deque()
+        self.acked = StreamEnd(0, 0, 0, 0)
+        self.acked_bytes = 0
+        self.marks: dict[int, StreamEnd] = {}
+        """Where the stream ends at each acknowledged MARK that nobody has asked for, by its seq."""
+        self._gaps: list[Gap] = []
+
+    @property
+    def gaps(self) -> tuple[Gap, ...]:
+        """(any thread) What others may have put between acknowledged frames, and nobody has looked at."""
+        with self._changed:
+            return tuple(self._gaps)
+
+    def looked_at(self, gaps: Collection[Gap]) -> None:
+        """(any thread) These gaps hold nothing that a reader could take for a frame of the stream."""
+        with self._changed:
+            self._gaps = [gap for gap in self._gaps if gap not in gaps]
+
+    def send(self, buffer: FrameBuffer, writer: DataWriter) -> None:
+        """Chain, checksum and send the stream's next frame."""
+        self._seal(buffer)
+        self.buffers.append(buffer)
+        writer.send(buffer.view())
+        failpoint("stream.sent")
+
+    def send_again(self, writer: DataWriter) -> None:
+        """Give a fresh writer all that no writer has had acknowledged."""
+        for buffer in self.buffers:
+            writer.send(buffer.view())
+            failpoint("stream.resent")
+
+    def acknowledge(self, acks: Iterable[Ack]) -> None:
+        """The oldest frames are durable.
+
+        Raises:
+            StreamLostError: the log has lost what it had acknowledged before.
+        """
+        for ack in acks:
+            self._compare(ack)
+            buffer = self.buffers.popleft()
+            header = buffer.header
+            assert header is not None
+            begin = ack.offset if header.seq == 0 else self.acked.begin
+            with self._changed:
+                self.acked = StreamEnd(header.seq + 1, begin, ack.end, header.header_crc)
+                self.acked_bytes += HEADER_LEN + header.payload_len
+                if header.kind is Kind.MARK:
+                    self.marks[header.seq] = self.acked
+            self._ring.release(buffer)
+
+    def _seal(self, buffer: FrameBuffer) -> None:
+        header = buffer.header
+        assert header is not None
+        if buffer.ready is not None:
+            buffer.ready()
+        header.chain = self._chain
+        seal(header, buffer.array.data)
+        self._chain = header.header_crc
+
+    def _compare(self, ack: Ack) -> None:
+        """The oldest frame in flight is durable at ``ack``: the stream's end never goes back."""
+        acked = self.acked
+        if not acked.frames or ack.offset == acked.end:
+            return
+        if ack.offset < acked.end:
+            raise StreamLostError(
+                f"the log had acknowledged frames up to offset {acked.end}, and takes the next one at {ack.offset}: "
+                "its tail was lost",
+                hint="see the brokers' logs: a disk or machine failed, or an unclean leader was elected",
+                seq=acked.frames,
+            )
+        sent = [buffer.header.header_crc for buffer in self.buffers if buffer.header is not None]
+        with self._changed:
+            self._gaps.append(Gap(acked.end, ack.offset, acked.frames, tuple(sent)))
