@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.layout import FileUri, KafkaUri, check_store_url, parse_uri
 from torchrec_stream_ckpt.options import Options
 from torchrec_stream_ckpt.stats import RESTORE_BYTES_PER_S
+from torchrec_stream_ckpt.uris import FileUri, KafkaUri, check_store_url, parse_uri
 
 _MARKER_EVERY = 100
 PROOF_BYTES = 4 * 2**20

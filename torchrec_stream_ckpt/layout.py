@@ -1,4 +1,4 @@
-"""Every path, topic and key name, made and parsed in this one place.
+"""Every path and key name, made and parsed in this one place.
 
 File log, under its folder DIR::
 
@@ -44,8 +44,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
+from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.uris import FileUri, KafkaUri
 
 IDENTITY_FILE = "LOG"
 CONTROL_FILE = "control.log"
@@ -70,11 +71,8 @@ HEAD_FILE = "HEAD"
 HEAD_LOCK = "lock"
 MAX_PARTITIONS = 65_536
 MAX_GENERATION = 99_999_999
-_MAX_PORT = 65_535
 
 _SEGMENT = re.compile(r"g(\d{8})-(\d{20})\.seg")
-_BROKER = re.compile(r"(?:[^\s:/@]+|\[[0-9a-fA-F:]+\]):(\d{1,5})")
-_LOGIN_HINT = "write kafka://HOST:PORT/JOB; a login goes into the client options"
 _MARKER = r"g([0-9]{8,20})-m([0-9]{8,20})"
 _JOB = r"([0-9a-f]{32})"
 _STORE_SEGMENT = re.compile(
@@ -94,109 +92,6 @@ _DENSE_FILE = re.compile(rf"{DENSE_DIR}/{_JOB}/{_MARKER}/([^/]+)")
 _HEAD_SLICE = re.compile(r"t([0-9]{5,9})-c([0-9]{8,10})")
 _OBJECT_PART = re.compile(rf"(?!\.{{1,2}}$)(?!{re.escape(TEMPORARY_PREFIX)})[A-Za-z0-9._-]{{1,200}}")
 _MAX_OBJECT_NAME = 800
-_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
-_STORE_HINT = "use file://DIR or s3://BUCKET/PREFIX"
-_URI_HINT = "use file://DIR for a directory or kafka://BROKERS/JOB for Kafka"
-
-
-@dataclass(frozen=True, slots=True)
-class FileUri:
-    directory: Path
-
-    def __str__(self) -> str:
-        return f"file://{self.directory}"
-
-
-@dataclass(frozen=True, slots=True)
-class KafkaUri:
-    brokers: str
-    job: str
-
-    def __str__(self) -> str:
-        return f"kafka://{self.brokers}/{self.job}"
-
-    @property
-    def data_topic(self) -> str:
-        return f"{self.job}.data"
-
-    @property
-    def control_topic(self) -> str:
-        return f"{self.job}.control"
-
-
-def without_login(uri: str) -> str:
-    """``uri`` as it may be shown: with stars for what stands before an ``@``, unless it is a path."""
-    scheme, separator, rest = uri.partition("://")
-    if not separator or scheme == "file" or "@" not in rest:
-        return uri
-    return f"{scheme}://***@{rest.rpartition('@')[2]}"
-
-
-def parse_uri(uri: str) -> FileUri | KafkaUri:
-    """Read ``file://DIR`` (relative or absolute) or ``kafka://HOST:PORT[,HOST:PORT...]/JOB``."""
-    scheme, separator, rest = uri.partition("://")
-    shown = without_login(uri)
-    if not separator or scheme not in ("file", "kafka"):
-        raise ConfigError(f"'{shown}' is not a log that we know", hint=_URI_HINT)
-    if scheme == "file":
-        if not rest:
-            raise ConfigError(f"'{shown}' names no directory", hint=_URI_HINT)
-        if "\0" in rest:
-            raise ConfigError(f"{uri!r} is not a path: it has a NUL", hint="take it out")
-        return FileUri(Path(rest).absolute())
-    if "@" in rest:
-        raise ConfigError(f"'{shown}' holds a login", hint=_LOGIN_HINT)
-    brokers, _, job = rest.partition("/")
-    for broker in brokers.split(","):
-        match = _BROKER.fullmatch(broker)
-        if match is None:
-            raise ConfigError(f"'{uri}' names no broker as HOST:PORT", hint=_URI_HINT)
-        if not 0 < int(match[1]) <= _MAX_PORT:
-            raise ConfigError(f"'{broker}' has no port: {match[1]}", hint=f"give one from 1 to {_MAX_PORT}")
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", job):
-        raise ConfigError(f"'{job}' is not a job name", hint="letters, digits, '.', '_' and '-', at most 200 of them")
-    return KafkaUri(brokers, job)
-
-
-@dataclass(frozen=True, slots=True)
-class StoreUrl:
-    """Where a store is: a folder, or a place that fsspec knows by its scheme."""
-
-    scheme: str
-    """``file`` for a folder."""
-    place: str
-    """An absolute path for a folder, else what stands behind ``://``, without a slash at its end."""
-
-    @property
-    def folder(self) -> Path | None:
-        return Path(self.place) if self.scheme == "file" else None
-
-    def __str__(self) -> str:
-        return f"{self.scheme}://{self.place}"
-
-
-def check_store_url(store: str) -> StoreUrl:
-    """Read the URL of a store: ``file://DIR``, a plain path, or ``SCHEME://PLACE`` of what fsspec knows.
-
-    Raises:
-        ConfigError: it is none, or holds a secret: it is written into the log, for all to read.
-    """
-    if not store.isprintable():
-        raise ConfigError(f"{without_login(store)!r} is not a store: it has control characters", hint=_STORE_HINT)
-    scheme, separator, rest = store.partition("://")
-    if not separator or scheme == "file":
-        if not rest and (separator or not store):
-            raise ConfigError(f"'{store}' names no folder for a store", hint=_STORE_HINT)
-        return StoreUrl("file", str(Path(rest if separator else store).absolute()))
-    place = rest.rstrip("/")
-    if ":" in place.partition("/")[0].rpartition("@")[0]:
-        raise ConfigError(
-            "a store's URL must not hold a password: it stands in the log", hint="give it as one of the store's options"
-        )
-    parts = place.split("/")
-    if not _SCHEME.fullmatch(scheme) or scheme == "kafka" or "::" in place or not {"", ".", ".."}.isdisjoint(parts):
-        raise ConfigError(f"'{without_login(store)}' is not a store", hint=_STORE_HINT)
-    return StoreUrl(scheme, place)
 
 
 def check_object_name(name: str) -> str:

@@ -152,8 +152,8 @@ def kafka(args: Any, count: int, frames: list[Any]) -> Any:
         import confluent_kafka
         from confluent_kafka.admin import AdminClient, NewTopic
 
-        from torchrec_stream_ckpt.layout import parse_uri
         from torchrec_stream_ckpt.log.kafka.settings import data_settings
+        from torchrec_stream_ckpt.uris import parse_uri
 
         uri = f"kafka://{bootstrap}/bench"
         stream = Stream(open_log(uri), 1)

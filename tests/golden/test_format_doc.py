@@ -16,6 +16,7 @@ from torchrec_stream_ckpt.format import control, dense_files, frame, manifest, r
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Proof, ReplicatedProof
 from torchrec_stream_ckpt.materialize.fold import SEGMENT_BYTES
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
+from torchrec_stream_ckpt.uris import KafkaUri
 
 DOC = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 
@@ -150,7 +151,7 @@ def test_names_of_a_store_are_those_that_the_code_makes() -> None:
         layout.worker_name(make.JOB, "5f" * 8, 42),
         layout.dense_file_name(make.JOB, marker, "NAME"),
         layout.CopyName(make.JOB, "0a1b2c3d", 2, 128, 4096, 0x1A).name,
-        layout.place_name(layout.KafkaUri("broker:9092", "NAME"), make.JOB),
+        layout.place_name(KafkaUri("broker:9092", "NAME"), make.JOB),
     ]
     numbers = {"gG-mM1": "g00000002-m00000032", "JOB": make.JOB.hex(), "gG": "g00000003", "mM": "m00000048"}
     numbers |= {

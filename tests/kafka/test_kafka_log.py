@@ -16,11 +16,11 @@ import pytest
 
 from torchrec_stream_ckpt.broker.kraft import Broker
 from torchrec_stream_ckpt.errors import CommitUnknownError, ConfigError, CorruptionError, LogUnavailableError
-from torchrec_stream_ckpt.layout import KafkaUri
 from torchrec_stream_ckpt.log.api import Log, open_log
 from torchrec_stream_ckpt.log.kafka import brokers as kafka_brokers
 from torchrec_stream_ckpt.log.kafka.reasons import Reasons
 from torchrec_stream_ckpt.types import LogSpan
+from torchrec_stream_ckpt.uris import KafkaUri
 
 UNREACHABLE = "kafka://127.0.0.1:1/job"
 

@@ -29,9 +29,9 @@ from torchrec_stream_ckpt.control.older import Older
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import StreamLostError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, parse_header, seal
-from torchrec_stream_ckpt.layout import KafkaUri, parse_uri
 from torchrec_stream_ckpt.log.api import open_log
 from torchrec_stream_ckpt.types import LogSpan, MarkerId
+from torchrec_stream_ckpt.uris import KafkaUri, parse_uri
 
 pytestmark = [pytest.mark.kafka, pytest.mark.distributed]
 

@@ -24,8 +24,8 @@ from torchrec_stream_ckpt.broker.kraft import Broker
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
-from torchrec_stream_ckpt.layout import KafkaUri, parse_uri
 from torchrec_stream_ckpt.log.api import open_log
+from torchrec_stream_ckpt.uris import KafkaUri, parse_uri
 
 pytestmark = pytest.mark.kafka
 

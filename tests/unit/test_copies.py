@@ -33,12 +33,13 @@ from torchrec_stream_ckpt.errors import (
     StreamLostError,
 )
 from torchrec_stream_ckpt.format.frame import Buffer
-from torchrec_stream_ckpt.layout import copied_log, dense_name, parse_uri, partition_dir, segment_name
+from torchrec_stream_ckpt.layout import copied_log, dense_name, partition_dir, segment_name
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.store.api import Entry, Objects, open_store
 from torchrec_stream_ckpt.store.folder import FolderObjects
 from torchrec_stream_ckpt.store.records import Copied, put_copy, read_copy
 from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.uris import parse_uri
 
 POINTS = ("copy.put", "copy.stored", "recover.put", "recover.fence", "recover.copy")
 LAST = MarkerId(2, 3)

@@ -12,13 +12,13 @@ from tests.builders import claim
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import CorruptionError, LogUnavailableError, StreamLostError
 from torchrec_stream_ckpt.format.frame import parse_header
-from torchrec_stream_ckpt.layout import KafkaUri
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.log.kafka import brokers as kafka_brokers
 from torchrec_stream_ckpt.log.kafka.brokers import Brokers, Edge
 from torchrec_stream_ckpt.log.kafka.log import KafkaLog
 from torchrec_stream_ckpt.log.kafka.reader import Reader
 from torchrec_stream_ckpt.types import LogSpan, MarkPlace
+from torchrec_stream_ckpt.uris import KafkaUri
 
 OLD, NEW, AWAY = "old:9092", "new:9092", "away:9092"
 

@@ -11,11 +11,8 @@ from hypothesis import strategies as st
 from torchrec_stream_ckpt.durable import fsync_dir
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.layout import (
-    FileUri,
     FoldName,
-    KafkaUri,
     StoreSegment,
-    check_store_url,
     dense_file_name,
     dense_name,
     dropped_name,
@@ -28,11 +25,11 @@ from torchrec_stream_ckpt.layout import (
     parse_manifest_name,
     parse_segment,
     parse_store_segment,
-    parse_uri,
     partition_dir,
     segment_name,
 )
 from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.uris import FileUri, KafkaUri, check_store_url, parse_uri
 
 
 @pytest.mark.parametrize("uri", ["file:///data/log", "file:///data/with space", "file:///"])

@@ -20,12 +20,13 @@ from torchrec_stream_ckpt.control.lost import check_not_lost
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, UnsupportedError
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.layout import CONTROL_FILE, RECORDS_DIR, STORE_FILE, claim_name, dense_name, parse_uri
+from torchrec_stream_ckpt.layout import CONTROL_FILE, RECORDS_DIR, STORE_FILE, claim_name, dense_name
 from torchrec_stream_ckpt.log import file_writer
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.identity import prepare_store
 from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.uris import parse_uri
 
 
 @pytest.fixture

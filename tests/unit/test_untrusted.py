@@ -18,10 +18,10 @@ from torchrec_stream_ckpt.format.dense import dense_path, digest_files
 from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES, Kind
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.layout import check_store_url
 from torchrec_stream_ckpt.log import disk
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.types import TableShard, TableSpec
+from torchrec_stream_ckpt.uris import check_store_url
 
 EVIL = "t\x1b]0;owned\x07\x1b[2J[red]\u202e\n"
 METADATA = DenseFile(".metadata", 1, "ab" * 32)

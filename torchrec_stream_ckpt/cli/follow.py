@@ -23,8 +23,8 @@ from torchrec_stream_ckpt.errors import ConfigError, printable
 from torchrec_stream_ckpt.follower.core import Follower, follow
 from torchrec_stream_ckpt.follower.serve import ServingWriter
 from torchrec_stream_ckpt.follower.updates import Changed, Update, UpdateKind
-from torchrec_stream_ckpt.layout import parse_uri
 from torchrec_stream_ckpt.units import age, clock
+from torchrec_stream_ckpt.uris import parse_uri
 
 
 def follow_stream(

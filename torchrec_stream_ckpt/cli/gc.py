@@ -15,12 +15,12 @@ from torchrec_stream_ckpt.cli.common import parse_job, print_json
 from torchrec_stream_ckpt.cli.options import Access, Json, StoreNamed, is_verbose
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.layout import check_store_url
 from torchrec_stream_ckpt.materialize.gc import GcPlan, GcRules, collect, plan_gc, take_stock
 from torchrec_stream_ckpt.materialize.retention import Retention
 from torchrec_stream_ckpt.store.api import Entry, Objects
 from torchrec_stream_ckpt.store.jobs import some_jobs_in
 from torchrec_stream_ckpt.units import parse_duration, size
+from torchrec_stream_ckpt.uris import check_store_url
 
 _THREADS = 8
 

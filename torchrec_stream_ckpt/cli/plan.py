@@ -14,9 +14,9 @@ from torchrec_stream_ckpt.cli.common import print_json
 from torchrec_stream_ckpt.cli.options import Access, Json, Store
 from torchrec_stream_ckpt.cli.plan_input import Asked, Rates, parse_assumptions, parse_tables, workload_of_job
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.layout import FileUri, parse_uri
 from torchrec_stream_ckpt.sizing import Deployment, Plan, UnitCosts, Workload, plan
 from torchrec_stream_ckpt.units import duration, parse_duration, parse_size, size
+from torchrec_stream_ckpt.uris import FileUri, parse_uri
 
 LOGS = ("kafka", "file")
 

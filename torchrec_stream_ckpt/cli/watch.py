@@ -17,7 +17,6 @@ from torchrec_stream_ckpt.cli.common import print_json
 from torchrec_stream_ckpt.cli.options import DAY_S, JobOptions, Json
 from torchrec_stream_ckpt.cli.watching import line, view
 from torchrec_stream_ckpt.errors import LogUnavailableError, MarkerNotFoundError, StoreUnavailableError, StreamCkptError
-from torchrec_stream_ckpt.layout import FileUri, KafkaUri, parse_uri
 from torchrec_stream_ckpt.reporting.now import Alert, Look, MarkerRow, look, strays_of
 from torchrec_stream_ckpt.reporting.proofs import window_width
 from torchrec_stream_ckpt.route.job import Job
@@ -26,6 +25,7 @@ from torchrec_stream_ckpt.stats import RESTORE_BYTES_PER_S
 from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.uris import FileUri, KafkaUri, parse_uri
 
 _GAP_EVERY_S = 30.0
 _LIST_EVERY_S = 10.0

@@ -26,7 +26,7 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.referring import brief
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.layout import MAX_GENERATION, KafkaUri, parse_uri
+from torchrec_stream_ckpt.layout import MAX_GENERATION
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.gaps import StreamName, check_gaps
 from torchrec_stream_ckpt.log.publisher import Publisher
@@ -34,6 +34,7 @@ from torchrec_stream_ckpt.log.stream import Strays
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.types import LogSpan, MarkerId, MarkPlace, RankEnd
+from torchrec_stream_ckpt.uris import KafkaUri, parse_uri
 
 log = logging.getLogger(__name__)
 

@@ -18,11 +18,12 @@ from torchrec_stream_ckpt.errors import CorruptionError, PrunedError, StreamCkpt
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.folding import Folded
 from torchrec_stream_ckpt.format.frame import Kind, parse_header
-from torchrec_stream_ckpt.layout import CopyName, FileUri, KafkaUri, copied_log, parse_uri, place_name
+from torchrec_stream_ckpt.layout import CopyName, copied_log, place_name
 from torchrec_stream_ckpt.log.api import Incarnation
 from torchrec_stream_ckpt.log.worker import Worker
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.records import Copied, Entry, put_copy, read_copy
+from torchrec_stream_ckpt.uris import FileUri, KafkaUri, parse_uri
 
 log = logging.getLogger(__name__)
 

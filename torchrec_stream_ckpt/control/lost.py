@@ -13,10 +13,11 @@ from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Claim, parse_control
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.layout import DENSE_DIR, RECORDS_DIR, FileUri, KafkaUri, check_store_url, place_dir
+from torchrec_stream_ckpt.layout import DENSE_DIR, RECORDS_DIR, place_dir
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.jobs import jobs_in
+from torchrec_stream_ckpt.uris import FileUri, KafkaUri, check_store_url
 
 log = logging.getLogger(__name__)
 

@@ -21,11 +21,11 @@ from torchrec_stream_ckpt.format.frame import Header, Kind, json_frame
 from torchrec_stream_ckpt.format.rows import Array, RowLayout
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.serving import Encoding, encode, rows_frame, served_schema, to_float32
-from torchrec_stream_ckpt.layout import KafkaUri, parse_uri
 from torchrec_stream_ckpt.log.api import DataWriter
 from torchrec_stream_ckpt.options import Options
 from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.types import RankEnd, TableShard
+from torchrec_stream_ckpt.uris import KafkaUri, parse_uri
 
 ANSWER_S = 60.0
 """How long the serving log may not answer."""

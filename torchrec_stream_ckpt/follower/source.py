@@ -23,13 +23,13 @@ from torchrec_stream_ckpt.format.segment import decode_chunk
 from torchrec_stream_ckpt.format.serving import decode, decoded_table, is_served
 from torchrec_stream_ckpt.interchange.sources import Sources, open_sources
 from torchrec_stream_ckpt.interchange.tables import TableReader, Window
-from torchrec_stream_ckpt.layout import check_store_url
 from torchrec_stream_ckpt.options import Options
 from torchrec_stream_ckpt.route.held import load_catalog
 from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.reader import read_chunks
 from torchrec_stream_ckpt.types import MarkerId, TableSpec
+from torchrec_stream_ckpt.uris import check_store_url
 
 Ids = Mapping[int, npt.NDArray[np.int64]]
 """Rows by table."""

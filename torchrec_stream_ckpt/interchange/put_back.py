@@ -30,7 +30,6 @@ from torchrec_stream_ckpt.layout import (
     copied_log,
     parse_dense_file,
     parse_store_segment,
-    parse_uri,
     place_name,
 )
 from torchrec_stream_ckpt.log.api import Incarnation, Log
@@ -39,6 +38,7 @@ from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.store.records import Copied, copied_logs, read_copy
 from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.uris import parse_uri
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,13 @@ from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord, Trim, parse_control
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.interchange.put_back import Known, copy_anew, generations_in, in_order, put_back
-from torchrec_stream_ckpt.layout import RECORDS_DIR, parse_copy_name, parse_uri, place_dir
+from torchrec_stream_ckpt.layout import RECORDS_DIR, parse_copy_name, place_dir
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.jobs import jobs_in, some_jobs_in
+from torchrec_stream_ckpt.uris import parse_uri
 
 
 @dataclass(frozen=True, slots=True)

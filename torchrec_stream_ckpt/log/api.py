@@ -11,9 +11,9 @@ from enum import StrEnum
 from typing import Protocol
 
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.layout import FileUri, parse_uri
 from torchrec_stream_ckpt.options import Options, read_options
 from torchrec_stream_ckpt.types import LogSpan, MarkPlace
+from torchrec_stream_ckpt.uris import FileUri, parse_uri
 
 
 @dataclass(frozen=True, slots=True)

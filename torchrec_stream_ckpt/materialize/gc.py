@@ -32,7 +32,6 @@ from torchrec_stream_ckpt.layout import (
     SEGMENTS_DIR,
     VERDICTS_DIR,
     FoldName,
-    check_store_url,
     dropped_name,
     garbage_name,
     is_garbage_list,
@@ -54,6 +53,7 @@ from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.jobs import jobs_in
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.units import size
+from torchrec_stream_ckpt.uris import check_store_url
 
 _PHASES = (MANIFESTS_DIR, FOLDS_DIR, SEGMENTS_DIR, DENSE_DIR, VERDICTS_DIR)
 """What names others goes before what it names."""

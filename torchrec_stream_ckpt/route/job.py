@@ -12,12 +12,12 @@ from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.layout import FileUri, check_store_url, parse_uri
 from torchrec_stream_ckpt.log.api import Log, open_log
 from torchrec_stream_ckpt.options import Options
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.dense import DenseStore, dense_in
 from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.uris import FileUri, check_store_url, parse_uri
 
 
 @dataclass(slots=True, kw_only=True)

@@ -39,11 +39,12 @@ from torchrec_stream_ckpt.format.dense_files import (
     parse_list,
     whole,
 )
-from torchrec_stream_ckpt.layout import check_store_url, dense_file_name, dense_name
+from torchrec_stream_ckpt.layout import dense_file_name, dense_name
 from torchrec_stream_ckpt.options import Options
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.identity import check_store, prove_writable
 from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.uris import check_store_url
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,9 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.frame import Buffer
-from torchrec_stream_ckpt.layout import StoreUrl, check_object_name, is_object_name
+from torchrec_stream_ckpt.layout import check_object_name, is_object_name
 from torchrec_stream_ckpt.store.api import Entry
+from torchrec_stream_ckpt.uris import StoreUrl
 
 _WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"})
 """Protocols under which an upload is seen whole or not at all."""

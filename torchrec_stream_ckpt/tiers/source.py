@@ -16,7 +16,6 @@ from torchrec_stream_ckpt.errors import (
     TrimmedError,
 )
 from torchrec_stream_ckpt.format.head import HeadState
-from torchrec_stream_ckpt.layout import parse_uri
 from torchrec_stream_ckpt.log.api import Incarnation, LogReader
 from torchrec_stream_ckpt.route.find import choose
 from torchrec_stream_ckpt.route.held import NONE
@@ -27,6 +26,7 @@ from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.tiers.state import MIXED, TierState
 from torchrec_stream_ckpt.tiers.tier import Tiers
 from torchrec_stream_ckpt.types import LogSpan, MarkerId
+from torchrec_stream_ckpt.uris import parse_uri
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchrec_stream_ckpt.config import StreamConfig
-from torchrec_stream_ckpt.layout import FileUri, parse_uri
 from torchrec_stream_ckpt.route.job import Tier, open_tier
+from torchrec_stream_ckpt.uris import FileUri, parse_uri
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotF
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.layout import parse_uri
 from torchrec_stream_ckpt.restore.apply import StoreSource, apply_rows
 from torchrec_stream_ckpt.restore.located import located
 from torchrec_stream_ckpt.restore.plan import RestorePlan, plan_restore
@@ -35,6 +34,7 @@ from torchrec_stream_ckpt.tiers.source import Source
 from torchrec_stream_ckpt.trainer.attached import Attached
 from torchrec_stream_ckpt.trainer.checking import check_live, check_replicated, refuse_or_accept, say_unproved
 from torchrec_stream_ckpt.types import MarkerId, RowRange
+from torchrec_stream_ckpt.uris import parse_uri
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ import confluent_kafka as ck
 
 from torchrec_stream_ckpt.errors import CorruptionError, LogUnavailableError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, parse_header
-from torchrec_stream_ckpt.layout import KafkaUri
 from torchrec_stream_ckpt.log.api import Finding, Freed, Incarnation, Rows, TrimRange
 from torchrec_stream_ckpt.log.kafka import topics
 from torchrec_stream_ckpt.log.kafka.brokers import Brokers, Edge
@@ -27,6 +26,7 @@ from torchrec_stream_ckpt.log.kafka.producer import KafkaWriter, Sender
 from torchrec_stream_ckpt.log.kafka.reader import Reader
 from torchrec_stream_ckpt.log.kafka.settings import check_options, data_settings
 from torchrec_stream_ckpt.types import LogSpan, MarkPlace
+from torchrec_stream_ckpt.uris import KafkaUri
 
 
 class KafkaLog:

@@ -9,8 +9,8 @@ import time
 from typing import Any
 
 from torchrec_stream_ckpt.errors import LogUnavailableError
-from torchrec_stream_ckpt.layout import KafkaUri
 from torchrec_stream_ckpt.log.kafka.probe import Cause
+from torchrec_stream_ckpt.uris import KafkaUri
 
 log = logging.getLogger(__name__)
 
