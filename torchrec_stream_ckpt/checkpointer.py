@@ -30,6 +30,7 @@ from torchrec_stream_ckpt.stats import Stats
 from torchrec_stream_ckpt.tiers.job import Tiered
 from torchrec_stream_ckpt.trainer.attached import Attached
 from torchrec_stream_ckpt.trainer.calls import Calls, collective
+from torchrec_stream_ckpt.trainer.patience import Patience, at_once
 from torchrec_stream_ckpt.trainer.session import Session
 from torchrec_stream_ckpt.trainer.showing import Showing
 from torchrec_stream_ckpt.trainer.standby import Standby
@@ -225,13 +226,13 @@ class StreamCheckpointer:
             self._broken = error if spare.touched else None
             raise
         if marker is None:
-            return self._restore(None, accept_unproved=accept_unproved)
+            return self._restore(None, accept_unproved=accept_unproved, patience=spare.outlast)
         try:
-            plan, route = session.held(marker)
+            plan, route = spare.outlast(lambda: session.held(marker))
         except CorruptionError as error:  # of its dense state: an older marker may be whole
             log.warning("marker %s cannot be taken over: %s", marker, error.headline)
-            return self._restore(None, accept_unproved=accept_unproved)
-        return self._go_on_from(plan, route, spare.rows, accept_unproved=accept_unproved)
+            return self._restore(None, accept_unproved=accept_unproved, patience=spare.outlast)
+        return self._go_on_from(plan, route, spare.rows, accept_unproved=accept_unproved, patience=spare.outlast)
 
     @collective("plan()")
     def plan(self, marker: MarkerId | str | tuple[int, int] | None = None) -> RestorePlan | None:
@@ -328,7 +329,9 @@ class StreamCheckpointer:
         self._ensure_stream()
         return self._streaming.mark()
 
-    def _restore(self, wanted: MarkerId | None, *, accept_unproved: bool) -> Restored | None:
+    def _restore(
+        self, wanted: MarkerId | None, *, accept_unproved: bool, patience: Patience = at_once
+    ) -> Restored | None:
         self._check_open()
         if self._streaming.stream is not None:
             raise ConfigError(
@@ -345,7 +348,7 @@ class StreamCheckpointer:
             self._streaming.open_root()
             return None
         try:
-            found = self._session.rows(wanted)
+            found = patience(lambda: self._session.rows(wanted))
             failpoint("restore.rows")
         except BaseException as error:
             self._broken = error if self._session.touched else None
@@ -353,18 +356,20 @@ class StreamCheckpointer:
         if found is None:
             self._streaming.open_root()
             return None
-        return self._go_on_from(*found, accept_unproved=accept_unproved)
+        return self._go_on_from(*found, accept_unproved=accept_unproved, patience=patience)
 
-    def _go_on_from(self, plan: RestorePlan, route: Route, rows: int, *, accept_unproved: bool) -> Restored:
+    def _go_on_from(
+        self, plan: RestorePlan, route: Route, rows: int, *, accept_unproved: bool, patience: Patience
+    ) -> Restored:
         """(all ranks) The rows of a marker are in the live tables: load the rest, and open a generation on it."""
         try:
-            loaded = self._session.finish(plan, route, accept_unproved=accept_unproved)
+            loaded = patience(lambda: self._session.finish(plan, route, accept_unproved=accept_unproved))
         except BaseException as error:
             self._broken = error
             raise
         path = route.lineage.path(plan.marker)
         parent_bytes = sum(commit.num_bytes for commit in path) // self._team.world
-        self._streaming.go_on_from(plan.marker, plan.step, loaded.merged, parent_bytes, loaded.proved_up_to)
+        self._streaming.go_on_from(plan.marker, plan.step, loaded.merged, parent_bytes, loaded.proved_up_to, patience)
         if self._team.rank == 0:
             loaded.say(plan)
         self._attached.capture.mark_ranges(loaded.unproved)

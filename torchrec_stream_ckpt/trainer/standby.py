@@ -23,6 +23,7 @@ from torchrec_stream_ckpt.errors import (
     StoreUnavailableError,
     TrimmedError,
 )
+from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.restore.plan import RestorePlan
@@ -96,6 +97,8 @@ class Standby:
         self._pulse = _Pulse(takeover.after_s)
         self._known: Shards = {}
         self._at: MarkerId | None = None
+        self._claim: Claim | None = None
+        """(rank 0) The fence."""
         self.touched = False
         """Whether rows of the live tables have been written."""
         self.rows = 0
@@ -121,8 +124,8 @@ class Standby:
             if not why:
                 time.sleep(self._takeover.poll_s)
         begin = time.monotonic()
-        self._team.on_rank0(self._fence)
-        self._follow()  # what was committed just before the fence
+        self.outlast(lambda: self._team.on_rank0(self._fence))
+        self.outlast(self._follow)  # what was committed just before the fence
         if self._team.rank == 0:
             log.warning("taking over from marker %s: %s (ready in %.2f s)", self._at, why, time.monotonic() - begin)
         return self._at
@@ -155,10 +158,29 @@ class Standby:
         return claim.nonce, lineage.newest.id if lineage.newest else None, tuple(sorted(ends.items()))
 
     def _fence(self) -> None:
-        """(rank 0) From here on the trainer before commits nothing: the newest marker is the last one."""
+        """(rank 0) From here on the trainer before commits nothing: the newest marker is the last one.
+
+        The same CLAIM each time that it is tried: one that came late must not fence the spare itself.
+        """
         lineage = self._refresh()
         if lineage.claims and lineage.claims[lineage.newest_generation].world:
-            self._control.claim(fence_of(lineage, self._uri))
+            self._claim = self._claim or fence_of(lineage, self._uri)
+            self._control.claim(self._claim)
+
+    def outlast(self, action: Callable[[], T]) -> T:
+        """(all ranks) What ``action`` returns once log and store answer, however long that takes.
+
+        From the fence on the trainer is gone for good: a spare that ended now would end the job.
+        """
+        said = ""
+        while True:
+            try:
+                return action()
+            except (LogUnavailableError, StoreUnavailableError) as error:
+                if self._team.rank == 0 and error.headline != said:
+                    log.warning("the spare has fenced the trainer, and waits to take over: %s", error.headline)
+                said = error.headline
+                time.sleep(self._takeover.poll_s)
 
     def _outlasting(self, action: Callable[[], None]) -> None:
         """What does not answer now is asked again at the next look."""

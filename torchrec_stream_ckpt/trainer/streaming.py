@@ -22,6 +22,7 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.tiers.job import Tiered
 from torchrec_stream_ckpt.trainer.claims import Claims
 from torchrec_stream_ckpt.trainer.drains import Drains
+from torchrec_stream_ckpt.trainer.patience import Patience, at_once
 from torchrec_stream_ckpt.trainer.stream import JOIN_S, Stream, StreamParts, open_stream, say_hello
 from torchrec_stream_ckpt.trainer.telemetry import Telemetry
 from torchrec_stream_ckpt.types import Committed, MarkerId
@@ -191,7 +192,13 @@ class Streaming:
         self._open(None, tables, parent_bytes=0)
 
     def go_on_from(
-        self, parent: MarkerId, step: int, swept: Sequence[int], parent_bytes: int, proved_up_to: int
+        self,
+        parent: MarkerId,
+        step: int,
+        swept: Sequence[int],
+        parent_bytes: int,
+        proved_up_to: int,
+        patience: Patience = at_once,
     ) -> None:
         """Open a generation on a marker that was restored.
 
@@ -201,26 +208,30 @@ class Streaming:
             swept: Tables that are sent whole.
             parent_bytes: This rank's share of what a restore of the parent reads.
             proved_up_to: Where the window of its newest proof ends.
+            patience: Claims the generation, once or until it is claimed.
         """
         self._proved_up_to = proved_up_to
         self.steps = step
         self._next_marker = parent.marker + 1
-        self._open(parent, swept, parent_bytes)
+        self._open(parent, swept, parent_bytes, patience)
 
     def go_on_with(self, parent: MarkerId, swept: Sequence[int]) -> None:
         """Open a generation on a marker of the one before: what the tables hold now, other kernels hold."""
         self._attached.begin(swept)
         self._open(parent, swept, parent_bytes=None)
 
-    def _open(self, parent: MarkerId | None, swept: Sequence[int], parent_bytes: int | None) -> None:
+    def _open(
+        self, parent: MarkerId | None, swept: Sequence[int], parent_bytes: int | None, patience: Patience = at_once
+    ) -> None:
         """Claim the next generation, and start this rank's stream in it.
 
         Args:
             parent: The marker that it stands on.
             swept: Tables that are sent whole.
             parent_bytes: As of ``go_on_from``; None: what this process has sent.
+            patience: As of ``go_on_from``.
         """
-        claim = self._team.on_rank0(lambda: self._claims.claim(parent, swept))
+        claim = patience(lambda: self._team.on_rank0(lambda: self._claims.claim(parent, swept)))
         self._enter(claim, self.steps, parent_bytes)
 
     def _enter(self, claim: Claim, parent_step: int, parent_bytes: int | None) -> None:
