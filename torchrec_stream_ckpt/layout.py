@@ -22,6 +22,7 @@ Store, below its URL (``<job>`` is the job's id in 32 hex digits)::
     dropped/<job>/g00000001-m00000003                           retention gave this marker up
     workers/<job>/0123456789abcdef-00000042                     a materializer works on the job: its 42nd sign of life
     pins/<job>/g00000001-m00000003                              retention must not give this marker up
+    outer/<job>/g00000001-m00000004-e00000002                   the outer tier has marker 4, and gets every second one
     verdicts/<job>/g00000001-m00000007-1a2b3c4d.json            rows that are not as they were in the tables
     garbage/<job>/t0001771234567890-1a2b3c4d.json               what nobody needed at a time, in milliseconds
     dense/<job>/g00000001-m00000007/NAME                        dense state of a marker
@@ -62,6 +63,7 @@ FOLDS_DIR = "folds"
 DROPPED_DIR = "dropped"
 WORKERS_DIR = "workers"
 PINS_DIR = "pins"
+OUTER_DIR = "outer"
 VERDICTS_DIR = "verdicts"
 GARBAGE_DIR = "garbage"
 RECORDS_DIR = "records"
@@ -85,6 +87,7 @@ _MANIFEST = re.compile(rf"{MANIFESTS_DIR}/{_JOB}/{_MARKER}\.json")
 _DROPPED = re.compile(rf"{DROPPED_DIR}/{_JOB}/{_MARKER}")
 _WORKER = re.compile(rf"{WORKERS_DIR}/{_JOB}/([0-9a-f]{{16}})-([0-9]{{8,20}})")
 _PIN = re.compile(rf"{PINS_DIR}/{_JOB}/{_MARKER}")
+_REACHED = re.compile(rf"{OUTER_DIR}/{_JOB}/{_MARKER}-e([0-9]{{8,20}})")
 _VERDICT = re.compile(rf"{VERDICTS_DIR}/{_JOB}/{_MARKER}-([0-9a-f]{{8}})\.json")
 _GARBAGE = re.compile(rf"{GARBAGE_DIR}/{_JOB}/t([0-9]{{16}})-([0-9a-f]{{8}})\.json")
 _COPY = re.compile(rf"{RECORDS_DIR}/{_JOB}/([0-9a-f]{{8}})-e([0-9]{{4,9}})-([0-9]{{20}})-([0-9]{{20}})-([0-9a-f]{{8}})")
@@ -251,6 +254,20 @@ def parse_pin_name(name: str) -> tuple[bytes, MarkerId] | None:
     """(job, marker), or None when the name is no pin's."""
     found = _job_and_marker(_PIN.fullmatch(name))
     return found if found and pin_name(*found) == name else None
+
+
+def reached_name(job: bytes, marker: MarkerId, every: int) -> str:
+    """Name of what says how far the outer tier has come, and that it gets markers whose number is a multiple of ``every``."""
+    return f"{OUTER_DIR}/{job.hex()}/{_marker_name(marker)}-e{every:08d}"
+
+
+def parse_reached_name(name: str) -> tuple[bytes, MarkerId, int] | None:
+    """(job, marker, every), or None when :func:`reached_name` did not make the name."""
+    match = _REACHED.fullmatch(name)
+    found = _job_and_marker(match)
+    if match is None or found is None or not int(match[4]) or reached_name(*found, int(match[4])) != name:
+        return None
+    return (*found, int(match[4]))
 
 
 def verdict_name(job: bytes, marker: MarkerId, crc: int) -> str:

@@ -146,6 +146,7 @@ def test_names_of_a_store_are_those_that_the_code_makes() -> None:
         base.segment_name(1),
         layout.dropped_name(make.JOB, marker),
         layout.pin_name(make.JOB, marker),
+        layout.reached_name(make.JOB, marker, 2),
         layout.verdict_name(make.JOB, marker, 0x1A),
         layout.garbage_name(make.JOB, 5, 0x1A),
         layout.worker_name(make.JOB, "5f" * 8, 42),
@@ -163,6 +164,7 @@ def test_names_of_a_store_are_those_that_the_code_makes() -> None:
         "places/H": "places/" + hashlib.sha256(b"kafka job NAME").hexdigest()[:32],
         "-CRC": "-0000001a",
         "W-B": "5f" * 8 + "-00000042",
+        "-eN": "-e00000002",
     }
     documented = []
     for name, *_ in cells("Names"):

@@ -137,6 +137,7 @@ def _record(plan: GcPlan) -> dict[str, Any]:
         "deleted_bytes": plan.num_bytes,
         "later_bytes": _bytes(plan.later),
         "not_whole": list(plan.not_whole),
+        "awaited": [str(marker) for marker in plan.awaited],
         "elsewhere": list(plan.elsewhere),
     }
 
@@ -149,9 +150,7 @@ def _done(plan: GcPlan) -> str:
     ]
     if plan.later:
         lines.append(f"  {len(plan.later)} objects ({size(_bytes(plan.later))}) go once the grace period is over")
-    lines += [f"  marker {reason}: all that leads to it stays" for reason in plan.not_whole]
-    lines += [f"  dense state in {place} stays: it is not in this store" for place in plan.elsewhere]
-    return "\n".join(lines)
+    return "\n".join([*lines, *plan.remarks()])
 
 
 def _bytes(entries: tuple[Entry, ...]) -> int:

@@ -63,7 +63,7 @@ def relay_log(
         service = RelayService(tiers, _reporter(as_json=json))
         with stopping(service.stop):
             done = service.run(once=once, poll_s=poll_s)
-    if once and not done:
+    if once and (service.passed or not done):
         raise typer.Exit(1)
 
 
@@ -106,6 +106,7 @@ def _line(event: Event) -> str:
     fields = event.fields
     text: dict[str, Callable[[], str]] = {
         "marker": lambda: f"marker {fields['marker']}, step {fields['step']}: on the outer tier",
+        "passed": lambda: f"the outer tier does not get marker {fields['marker']}, and goes on: {fields['message']}",
         "trouble": lambda: f"{fields['message']} (it is tried again until it works)",
         "recovered": lambda: "it works again",
         "stop": lambda: f"stopped: {size(fields['frames_bytes'])} of frames copied",

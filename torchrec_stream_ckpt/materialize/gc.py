@@ -51,6 +51,7 @@ from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.jobs import jobs_in
+from torchrec_stream_ckpt.store.reached import awaited
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.units import size
 from torchrec_stream_ckpt.uris import check_store_url
@@ -89,6 +90,8 @@ class GcPlan:
     """Objects that nobody needs, and that go once the grace period is over."""
     not_whole: tuple[str, ...]
     """Kept markers that the store alone cannot bring back, each with the reason: nothing on their way goes."""
+    awaited: tuple[MarkerId, ...]
+    """Kept because the outer tier does not have them yet."""
     elsewhere: tuple[str, ...]
     """Other places that hold dense state of the markers that are given up: they keep it."""
 
@@ -113,13 +116,18 @@ class GcPlan:
             lines += [f"  merge {len(self.spans)} spans (reads {size(read)})"] if self.spans else []
             lines += [f"  delete {of_kinds(self.now)}"] if self.now else []
             lines += [f"  delete later {of_kinds(self.later)}"] if self.later else []
-        lines += [f"  marker {reason}: all that leads to it stays" for reason in self.not_whole]
-        lines += [f"  dense state in {place} stays: it is not in this store" for place in self.elsewhere]
+        lines += self.remarks()
         later = sum(entry.num_bytes for entry in self.later)
         lines.append(
             f"  {len(self.now)} objects, {size(self.num_bytes)}; later {len(self.later)} objects, {size(later)}"
         )
         return "\n".join(lines)
+
+    def remarks(self) -> list[str]:
+        """In words: what stays although the retention does not want it, and why."""
+        lines = [f"  marker {reason}: all that leads to it stays" for reason in self.not_whole]
+        lines += [_awaited(self.awaited)] if self.awaited else []
+        return lines + [f"  dense state in {place} stays: it is not in this store" for place in self.elsewhere]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +142,8 @@ class Stock:
     """Whether the log has told of all markers; else the store itself has."""
     home: bool
     """Whether the store is in the folder of a file log."""
+    awaited: frozenset[MarkerId]
+    """Markers that an outer tier is still to get."""
 
 
 def take_stock(objects: Objects, lineage: Lineage | None, job: bytes) -> Stock:
@@ -164,7 +174,8 @@ def take_stock(objects: Objects, lineage: Lineage | None, job: bytes) -> Stock:
     names = [entry.name for entry in objects.list(f"{GARBAGE_DIR}/{job.hex()}/") if is_garbage_list(entry.name)]
     lists = tuple((name, Garbage.from_bytes(objects.read(name), name)) for name in sorted(names))
     home = objects.size(IDENTITY_FILE) is not None
-    return Stock(holdings, frozenset(pins), lists, lineage is not None, home)
+    wanted = awaited(objects, holdings.lineage, catalog.markers - catalog.dropped)
+    return Stock(holdings, frozenset(pins), lists, lineage is not None, home, wanted)
 
 
 def _pass_over_newer(holdings: Holdings) -> None:
@@ -193,7 +204,7 @@ def plan_gc(stock: Stock, rules: GcRules, now_s: float) -> GcPlan:
     """
     holdings, catalog = stock.holdings, stock.holdings.catalog
     offered = sorted(catalog.markers - catalog.dropped)
-    retention = replace(rules.retention, pinned=rules.retention.pinned | stock.pins)
+    retention = replace(rules.retention, pinned=rules.retention.pinned | stock.pins | stock.awaited)
     decision = retention.plan(_candidates(holdings, offered, retention.newest or 1), now_s)
     anchors = [*decision.kept, *_links(holdings)]
     spans = tuple(plan_spans(holdings, anchors)) if rules.compact else ()
@@ -214,6 +225,7 @@ def plan_gc(stock: Stock, rules: GcRules, now_s: float) -> GcPlan:
         tuple(entry for entry in ordered if entry.name in due),
         tuple(entry for entry in ordered if entry.name not in due),
         tuple(f"{each} is not whole: {why}" for each in decision.kept if (why := holdings.look(each).problem)),
+        tuple(sorted(stock.awaited)),
         _elsewhere(stock, decision.dropped),
     )
 
@@ -417,6 +429,10 @@ def of_kinds(entries: Sequence[Entry]) -> str:
     num_bytes = sum(entry.num_bytes for entry in entries)
     named = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     return f"{len(entries)} objects ({size(num_bytes)}): {named}"
+
+
+def _awaited(markers: Sequence[MarkerId]) -> str:
+    return f"  {len(markers)} markers stay until stream-ckpt relay has copied them to the outer tier: {_names(markers)}"
 
 
 def _names(markers: Sequence[MarkerId]) -> str:

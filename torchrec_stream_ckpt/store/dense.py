@@ -187,7 +187,13 @@ def copy_dense(
         folder = source.local(commit)
         for file in files:
             going_on()
-            with open(folder / file.name, "rb") as copy:
+            try:
+                copy = open(folder / file.name, "rb")  # noqa: SIM115 (closed below)
+            except FileNotFoundError:
+                raise CorruptionError(
+                    f"dense state went while it was copied: {file.name}", marker=commit.id, path=folder
+                ) from None
+            with copy:
                 target.put(dense_file_name(commit.job, commit.id, file.name), [_view(copy)])
             yield file
     finally:

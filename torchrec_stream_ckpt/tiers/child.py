@@ -63,6 +63,8 @@ def _report(event: Event) -> None:
         log.warning("the outer tier gets nothing now, training and the inner tier go on: %s", fields["message"])
     elif event.event == "recovered":
         log.warning("the outer tier gets markers again")
+    elif event.event == "passed":
+        log.warning("the outer tier does not get marker %s, and goes on: %s", fields["marker"], fields["message"])
     elif event.event == "marker":
         log.debug("marker %s is on the outer tier", fields["marker"])
 

@@ -22,6 +22,7 @@ from torchrec_stream_ckpt.format.control import Claim, Commit, Trim
 from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.route.job import Tier
+from torchrec_stream_ckpt.store.reached import Reached, note_reached
 from torchrec_stream_ckpt.tiers.lock import RelayLock
 from torchrec_stream_ckpt.tiers.relay import LOCK_TIMEOUT_S, Relay
 from torchrec_stream_ckpt.tiers.state import TierState
@@ -80,6 +81,7 @@ def claim_both(
         rest = (schema, world, parent, tuple(swept))
         least = state.inner.next_generation
         theirs = _claim(outer, *rest, layout=layout, least=least)
+        note_reached(inner.objects, theirs.job, Reached(MarkerId(theirs.generation, 0), tiers.every))
         mine = _claim(inner, *rest, layout=layout, twin=theirs)
     return mine, theirs
 

@@ -7,6 +7,7 @@ alone, since no other one can commit anything any more.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,18 +15,29 @@ from dataclasses import dataclass, replace
 
 from torchrec_stream_ckpt.commit.generation import check_claimed
 from torchrec_stream_ckpt.control.older import Older
-from torchrec_stream_ckpt.errors import CorruptionError, FencedError, LogUnavailableError
+from torchrec_stream_ckpt.errors import (
+    CorruptionError,
+    FencedError,
+    LogUnavailableError,
+    MarkerNotFoundError,
+    StreamCkptError,
+)
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.dense_files import whole
 from torchrec_stream_ckpt.format.referring import alone
+from torchrec_stream_ckpt.layout import dropped_name
 from torchrec_stream_ckpt.log.api import DataWriter
 from torchrec_stream_ckpt.log.stream import checked_payload, read_stream
+from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import copy_dense, lacking
+from torchrec_stream_ckpt.store.reached import Reached, note_reached
 from torchrec_stream_ckpt.tiers.lock import RelayLock
 from torchrec_stream_ckpt.tiers.state import TierState
 from torchrec_stream_ckpt.tiers.tier import Tiers
 from torchrec_stream_ckpt.types import MarkerId, RankEnd
+
+log = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_S = 60.0
 PATIENCE_S = 20.0
@@ -59,17 +71,32 @@ class _Sent:
     """In the outer log."""
 
 
+def say_passed(commit: Commit, error: StreamCkptError) -> None:
+    """Log that the outer tier does not get a marker."""
+    log.warning("the outer tier does not get marker %s, and goes on: %s", commit.id, error.headline)
+
+
 class Relay:
     """Copies one inner log to its outer one.
 
     Args:
         tiers: Both logs.
         going_on: Called again and again; ends the work where it stands by raising.
+        pass_over: Called once with each marker that the outer log cannot get, and why; the ones after it can.
     """
 
-    def __init__(self, tiers: Tiers, going_on: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        tiers: Tiers,
+        going_on: Callable[[], None] = lambda: None,
+        pass_over: Callable[[Commit, StreamCkptError], None] = say_passed,
+    ) -> None:
         self._tiers = tiers
         self._going_on = going_on
+        self._pass_over = pass_over
+        self._passed: set[MarkerId] = set()
+        self._noted: MarkerId | None = None
+        """How far the inner store says that the outer log is."""
         self._lock = RelayLock(tiers.folder)
         self._generation: Claim | None = None
         """On the outer log."""
@@ -130,6 +157,9 @@ class Relay:
 
     def _catch_up(self, state: TierState, upto: MarkerId | None, *, everything: bool) -> Iterator[Commit]:
         self._tell_fenced(state)
+        if state.owns(state.generation):
+            there, beginning = state.outer.newest, MarkerId(state.generation, 0)
+            self._note(state.inner.job, there.id if there is not None and there.id > beginning else beginning)
         missing = [each for each in state.unrelayed if upto is None or each.id <= upto]
         if not missing:
             return
@@ -139,10 +169,38 @@ class Relay:
             if self._reached is None or commit.id > self._reached:
                 self._send_rows(commit)
                 self._reached = commit.id
-            if last or commit.marker % self._tiers.every == 0:
-                self._send_dense(commit)
+            if (last or commit.marker % self._tiers.every == 0) and self._has_dense(commit):
                 self._commit(commit)
+                self._note(commit.job, commit.id)
                 yield commit
+
+    def _note(self, job: bytes, reached: MarkerId) -> None:
+        """Tell a gc of the inner store how far the outer log is: what it does not have yet must stay."""
+        if reached != self._noted:
+            note_reached(self._tiers.inner.objects, job, Reached(reached, self._tiers.every))
+            self._noted = reached
+
+    def _has_dense(self, commit: Commit) -> bool:
+        """Bring the dense state of a marker to the outer store; False where it is given up, or damaged.
+
+        No later marker stands on it. So the ones after it go on, and this one is named.
+        """
+        if commit.id in self._passed:
+            return False
+        try:
+            self._check_offered(commit)
+            self._send_dense(commit)
+        except (CorruptionError, MarkerNotFoundError) as error:
+            self._passed.add(commit.id)
+            self._pass_over(commit, error)
+            return False
+        return True
+
+    def _check_offered(self, commit: Commit) -> None:
+        """Raises MarkerNotFoundError if the inner store has given the marker up."""
+        objects = self._tiers.inner.objects
+        if objects.size(dropped_name(commit.job, commit.id)) is not None:
+            Catalog.load(objects, commit.job).check_offered(commit.id)
 
     def _tell_fenced(self, state: TierState) -> None:
         """A claim of another trainer, on the outer log alone: bring it to the inner log, whose trainer looks there."""
@@ -183,11 +241,11 @@ class Relay:
 
     def _send_stream(self, commit: Commit, end: RankEnd) -> None:
         """One rank's frames up to a marker, as they are; all of them are durable on return."""
-        log, sent = self._tiers.inner.log, self._sent.get(end.rank)
+        inner, sent = self._tiers.inner.log, self._sent.get(end.rank)
         writer = self._writer(end.rank, sent.end if sent is not None else 0)
         begin, stop = (sent.begin, sent.end) if sent is not None else (-1, 0)
         waiting = 0
-        for header, frame in read_stream(log, commit, end, sent.inner if sent is not None else None):
+        for header, frame in read_stream(inner, commit, end, sent.inner if sent is not None else None):
             checked_payload(header, frame, commit, end)  # nothing damaged is copied
             writer.send(memoryview(bytes(frame)))
             failpoint("relay.sent")
@@ -218,8 +276,8 @@ class Relay:
         if rank not in self._writers:
             assert self._generation is not None
             partition = rank % self._generation.partitions
-            log = self._tiers.outer.log
-            self._writers[rank] = log.open_writer(self._generation.generation, partition, resume_at, again=True)
+            outer = self._tiers.outer.log
+            self._writers[rank] = outer.open_writer(self._generation.generation, partition, resume_at, again=True)
         return self._writers[rank]
 
     def _send_dense(self, commit: Commit) -> None:

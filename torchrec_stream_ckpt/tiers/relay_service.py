@@ -12,7 +12,9 @@ from torchrec_stream_ckpt.errors import (
     LogUnavailableError,
     MarkerNotFoundError,
     StoreUnavailableError,
+    StreamCkptError,
 )
+from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.service import Event, Service, Stopped
 from torchrec_stream_ckpt.tiers.relay import Relay
 from torchrec_stream_ckpt.tiers.state import TierState
@@ -47,7 +49,9 @@ class RelayService(Service):
         self._tiers = tiers
         self._last_call = last_call
         self._linger_s = linger_s
-        self._relay = Relay(tiers, self.going_on)
+        self.passed = 0
+        """Markers that were passed over."""
+        self._relay = Relay(tiers, self.going_on, self._pass_over)
         self._deadline: float | None = None
         self._seen: MarkerId | None = None
         self._looked_s = float("-inf")
@@ -99,6 +103,10 @@ class RelayService(Service):
             fields = {"marker": str(commit.id), "step": commit.step, "took_s": round(time.monotonic() - begin, 3)}
             self.report(Event("marker", fields | self._totals()))
             begin = time.monotonic()
+
+    def _pass_over(self, commit: Commit, error: StreamCkptError) -> None:
+        self.passed += 1
+        self.report(Event("passed", {"marker": str(commit.id), "message": error.headline, "hint": error.hint}))
 
     def _totals(self) -> dict[str, Any]:
         return {"frames_bytes": self._relay.frames_bytes, "dense_bytes": self._relay.dense_bytes}

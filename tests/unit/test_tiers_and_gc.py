@@ -1,0 +1,151 @@
+"""gc of the inner tier beside a relay: the outer tier gets all that is whole, whatever was away or damaged meanwhile."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests import stores, tiered
+from tests.synthetic import image_of_log
+from tests.tiered import TieredJob, relay
+from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.errors import StreamCkptError
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.manifest import Dropped
+from torchrec_stream_ckpt.layout import OUTER_DIR, dense_file_name, dropped_name
+from torchrec_stream_ckpt.materialize.gc import GcPlan, GcRules, collect
+from torchrec_stream_ckpt.materialize.retention import Retention
+from torchrec_stream_ckpt.tiers.relay import Relay
+from torchrec_stream_ckpt.tiers.state import TierState
+from torchrec_stream_ckpt.types import MarkerId
+
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Executor]:
+    with ThreadPoolExecutor(2) as threads:
+        yield threads
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> TieredJob:
+    """Two markers on both tiers, six more on the inner one alone."""
+    made = TieredJob(tmp_path / "inner", settings=tiered.config(tmp_path / "inner", tmp_path / "outer"))
+    made.begin()
+    made.markers(2)
+    relay(made.tiers)
+    made.markers(6)
+    return made
+
+
+def gc(job: TieredJob, pool: Executor, newest: int = 3) -> GcPlan:
+    stores.fold(job.tiers.folder)
+    lineage, objects = job.tiers.inner.control.refresh(), job.tiers.inner.objects
+    return collect(objects, lineage, lineage.job, GcRules(retention=Retention(newest=newest), grace_s=0.0), pool)
+
+
+def ids(*numbers: int) -> tuple[MarkerId, ...]:
+    return tuple(MarkerId(1, number) for number in numbers)
+
+
+def outer(job: TieredJob) -> list[str]:
+    """Markers of the outer tier; each holds what the trainer wrote."""
+    lineage = TierState.read(job.tiers).outer
+    for marker in lineage.commits:
+        assert image_of_log(job.tiers.outer.log, lineage, marker) == job.truth(marker)
+    return [str(marker) for marker in lineage.commits]
+
+
+def test_gc_leaves_what_the_outer_tier_does_not_have_yet(job: TieredJob, pool: Executor) -> None:
+    done = gc(job, pool)
+    assert (done.dropping, done.awaited) == (ids(1, 2), ids(3, 4, 5, 6, 7, 8))
+    assert "6 markers stay until stream-ckpt relay has copied them to the outer tier: 1:3, 1:4" in done.describe()
+    assert relay(job.tiers) == [f"1:{number}" for number in range(3, 9)]
+    assert outer(job) == [f"1:{number}" for number in range(1, 9)]
+    after = gc(job, pool)
+    assert (after.dropping, after.awaited) == (ids(3, 4, 5), ())
+
+
+def test_gc_leaves_only_the_markers_that_the_outer_tier_is_to_get(tmp_path: Path, pool: Executor) -> None:
+    job = TieredJob(tmp_path / "in", settings=tiered.config(tmp_path / "in", tmp_path / "out", every=3))
+    job.begin()
+    job.markers(7)
+    assert gc(job, pool, newest=1).kept == ids(3, 6, 7)
+
+
+def test_what_no_relay_will_copy_any_more_is_left_to_the_retention(job: TieredJob, pool: Executor) -> None:
+    job.begin("1:8")
+    job.markers(1)
+    done = gc(job, pool, newest=1)
+    assert (done.kept, done.awaited) == ((MarkerId(2, 1),), (MarkerId(2, 1),))
+
+
+def test_an_inner_store_that_says_nothing_of_its_relay_loses_nothing_that_it_may_need(
+    job: TieredJob, pool: Executor
+) -> None:
+    shutil.rmtree(job.tiers.folder / OUTER_DIR)  # as programs before this rule have left it
+    assert gc(job, pool).dropping == ()
+    assert relay(job.tiers)[-1] == "1:8"
+    assert gc(job, pool).dropping == ids(1, 2, 3, 4, 5)
+
+
+def give_up(job: TieredJob, number: int) -> None:
+    """As a gc did that knew of no outer tier."""
+    marker, objects = MarkerId(1, number), job.tiers.inner.objects
+    lineage = job.tiers.inner.control.refresh()
+    objects.put(
+        dropped_name(lineage.job, marker), [Dropped(lineage.find(marker), lineage.previous(marker), 1e9).to_bytes()]
+    )
+    objects.delete(dense_file_name(lineage.job, marker, "__0_0.distcp"))
+
+
+def flip(job: TieredJob, number: int) -> None:
+    path = job.tiers.folder / dense_file_name(job.claim.job, MarkerId(1, number), "__0_0.distcp")
+    data = bytearray(path.read_bytes())
+    data[5] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(("hurt", "why"), [(give_up, "given up by retention"), (flip, "altered")])
+def test_the_relay_passes_over_what_is_given_up_or_damaged_by_name_and_goes_on(
+    job: TieredJob, hurt: object, why: str
+) -> None:
+    hurt(job, 4)  # type: ignore[operator]
+    passed: list[tuple[Commit, StreamCkptError]] = []
+    one = Relay(job.tiers, pass_over=lambda commit, error: passed.append((commit, error)))
+    assert [str(commit.id) for commit in one.catch_up()] == ["1:3", "1:5", "1:6", "1:7", "1:8"]
+    sent = one.frames_bytes
+    job.markers(1)
+    assert [str(commit.id) for commit in one.catch_up()] == ["1:9"]
+    one.close()
+    ((commit, error),) = passed
+    assert commit.id == MarkerId(1, 4)
+    assert why in str(error)
+    newest = TierState.read(job.tiers).inner.commits[MarkerId(1, 9)]
+    there = TierState.read(job.tiers).inner.commits[MarkerId(1, 2)]
+    assert one.frames_bytes == newest.num_bytes - there.num_bytes > sent, "no row is sent twice"
+    assert outer(job) == ["1:1", "1:2", "1:3", "1:5", "1:6", "1:7", "1:8", "1:9"]
+
+
+def test_a_newest_marker_that_is_damaged_is_tried_once_and_said_once(job: TieredJob) -> None:
+    flip(job, 8)
+    passed: list[MarkerId] = []
+    one = Relay(job.tiers, pass_over=lambda commit, error: passed.append(commit.id))
+    assert [str(commit.id) for commit in one.catch_up()] == ["1:3", "1:4", "1:5", "1:6", "1:7"]
+    assert [list(one.catch_up()), list(one.catch_up(everything=True))] == [[], []]
+    one.close()
+    assert passed == [MarkerId(1, 8)]
+
+
+def test_the_command_names_what_it_passed_over_and_fails(job: TieredJob) -> None:
+    flip(job, 4)
+    done = CliRunner().invoke(app, ["relay", *job.settings.uris, "--once"])
+    assert done.exit_code == 1
+    assert "the outer tier does not get marker 1:4, and goes on: " in done.output
+    assert outer(job)[-1] == "1:8"
