@@ -257,7 +257,7 @@ def parse_pin_name(name: str) -> tuple[bytes, MarkerId] | None:
 
 
 def reached_name(job: bytes, marker: MarkerId, every: int) -> str:
-    """Name of what says how far the outer tier has come, and that it gets markers whose number is a multiple of ``every``."""
+    """Name of what says how far the outer tier has come; ``every``: the numbers of its markers are multiples of it."""
     return f"{OUTER_DIR}/{job.hex()}/{_marker_name(marker)}-e{every:08d}"
 
 

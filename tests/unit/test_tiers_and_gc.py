@@ -1,4 +1,4 @@
-"""gc of the inner tier beside a relay: the outer tier gets all that is whole, whatever was away or damaged meanwhile."""
+"""gc of the inner tier beside a relay: the outer tier gets all that is whole, whatever was away or damaged."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_no_relay_will_copy_any_more_is_left_to_the_retention(job: TieredJo
     job.begin("1:8")
     job.markers(1)
     done = gc(job, pool, newest=1)
-    assert (done.kept, done.awaited) == ((MarkerId(2, 1),), (MarkerId(2, 1),))
+    assert (done.kept, done.awaited) == ((MarkerId(2, 9),), (MarkerId(2, 9),))
 
 
 def test_an_inner_store_that_says_nothing_of_its_relay_loses_nothing_that_it_may_need(
