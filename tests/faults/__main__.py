@@ -109,10 +109,10 @@ that, bit for bit. Hosts that are cut off, or lose power, are network namespaces
 {run}
 | time | {board.took_s / 60:.0f} minutes |
 
-- *fired*: there was evidence that the fault happened (an exit by SIGKILL behind a line that the fail point wrote, an
+- *fired*: there was evidence that the fault happened (an exit by SIGKILL after a line that the fail point wrote, an
   error that strace injected, a refused or silent connection); a row that fired less often than it was injected fails.
-- *compared*: markers that were restored behind the fault and were bitwise the truth; for the power loss, markers that
-  were read whole from a rebuilt disk.
+- *compared*: markers that were restored after the fault and equal the truth bit for bit; for the power loss, markers
+  that were read whole from a rebuilt disk.
 - *refused*: markers whose bytes the fault itself destroyed, and whose restore was refused by name.
 - *lost*: markers that were reported as committed and could not be restored. *wrong*: restores that differ, markers
   that should not exist, ranks that did not end as they must. One of either fails the run.
@@ -125,12 +125,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--short", action="store_true", help="the form that the tests run")
     parser.add_argument(
-        "--minutes", type=float, default=0.0, help="begin again, with another seed, until so many passed"
+        "--minutes", type=float, default=0.0, help="begin again, with another seed, until this many have passed"
     )
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--only", default="", help="scenarios whose name contains this, or one of these: A,B")
     parser.add_argument("--onto", type=Path, help="rows of another part of this run, as --json wrote them")
     parser.add_argument("--json", type=Path, help="write the rows there")
+    parser.add_argument("--conditions", default="", help="what else ran meanwhile, for the page")
     parser.add_argument("--report", type=Path, help="write a page there, as docs/chaos.md is")
     arguments = parser.parse_args()
     chosen = [
@@ -147,7 +148,7 @@ def main() -> None:
         seeds.append(arguments.seed + len(seeds))
         torment(chosen, board, seeds[-1], not arguments.short, console)
     board.took_s += time.monotonic() - begin
-    board.ran(about(seeds))
+    board.ran(about(seeds) | ({"conditions": arguments.conditions} if arguments.conditions else {}))
     console.print(board.table())
     if arguments.json:
         board.save(arguments.json)

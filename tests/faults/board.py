@@ -20,7 +20,7 @@ class Row:
     fired: int = 0
     """How often there was evidence that it happened: an exit by SIGKILL, an errno, bytes that a proxy held back."""
     compared: int = 0
-    """Committed markers that came back behind it, bit for bit what the job had put aside."""
+    """Committed markers that came back after it, bit for bit what the job had put aside."""
     refused: int = 0
     """Markers whose bytes the fault itself had destroyed, and that a restore refused by name."""
     lost: int = 0
@@ -31,7 +31,7 @@ class Row:
     not_run: str = ""
     """Why the fault could not be injected on this machine; empty when it could."""
     faults: list[str] = field(default_factory=list)
-    """What is behind ``lost`` and ``wrong``."""
+    """Each fault counted in ``lost`` and ``wrong``, in words."""
 
     def lose(self, what: str) -> None:
         self.lost += 1

@@ -18,7 +18,7 @@ from tests.faults.subject import Form, Incarnation, Subject, kafka_job
 from torchrec_stream_ckpt.broker.kraft import HOST, Broker
 
 STEPS_DURING = 8
-"""Training must go on: so many steps while the fault lasts."""
+"""Training must go on: this many steps while the fault lasts."""
 
 
 class _Behind(Broker):
@@ -35,7 +35,7 @@ class _Behind(Broker):
 
 
 class Victim:
-    """A broker of our own, behind a proxy when there is one."""
+    """A broker of our own; its clients go through a proxy when there is one."""
 
     def __init__(self, directory: Path, *, proxied: bool = False, hold_s: float = 0.5) -> None:
         self._hold_s = hold_s
@@ -148,9 +148,9 @@ def slow(broker: Victim, job: Incarnation) -> bool:
 DIRECT: dict[str, Fault] = {"broker SIGKILL and restart": killed_and_restarted, "broker SIGSTOP": stopped}
 BY_PROXY: dict[str, Fault] = {
     "broker unreachable (connections refused)": unreachable,
-    "way to the broker blackholed": blackholed,
+    "network path to the broker blackholed": blackholed,
     "connections to the broker reset": reset,
-    "way to the broker at 20 MB/s": slow,
+    "network path to the broker at 20 MB/s": slow,
 }
 
 AT_START = "broker unreachable when the job starts"
@@ -158,7 +158,7 @@ AT_START = "broker unreachable when the job starts"
 
 def catch_up(form: Form) -> None:
     """The trainer dies while it sends what an outage has held back."""
-    row = form.board.row("SIGKILL in the catch-up behind a broker's death, kafka")
+    row = form.board.row("SIGKILL in the catch-up after a broker's death, kafka")
     draw = form.draw("catch-up")
     with victim(form) as broker:
         subject = kafka_job(form, "catch-up", broker.bootstrap)
@@ -176,7 +176,7 @@ def catch_up(form: Form) -> None:
 
 
 def broker_and_network_fail(form: Form) -> None:
-    """A broker of our own, with Toxiproxy in front of it where it can be built, fails under one job that trains on."""
+    """A broker of our own, with Toxiproxy between where it can be built, fails under one job that trains on."""
     faults, times = DIRECT | BY_PROXY, {"broker SIGKILL and restart": 10, "broker SIGSTOP": 5}
     try:
         broker = Victim(form.folder("victim"), proxied=True, hold_s=_hold_s(form))
@@ -194,7 +194,7 @@ def broker_and_network_fail(form: Form) -> None:
 
 
 def _suffer(form: Form, broker: Victim, subject: Subject, faults: dict[str, Fault], times: dict[str, int]) -> None:
-    """One job lives through all of ``faults``, and commits new markers behind each of them."""
+    """One job lives through all of ``faults``, and commits new markers after each of them."""
     since: list[tuple[int, Row]] = []
     subject.settings.commit_timeout_s = 30.0
     order = [name for name in faults for _ in range(times.get(name, 1))]
@@ -238,7 +238,7 @@ def _unreachable_at_start(form: Form, broker: Victim, subject: Subject) -> None:
 
 def network_slower_than_training(form: Form) -> None:
     """More rows change in a step than 20 MB/s take: markers become coarser, and stay exact."""
-    row = form.board.row("way at 20 MB/s, each step changes more than it takes")
+    row = form.board.row("network path at 20 MB/s, each step changes more than it carries")
     try:
         broker = Victim(form.folder("victim"), proxied=True)
     except NoToxiproxy as error:

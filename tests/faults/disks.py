@@ -28,7 +28,7 @@ class CannotMount(Exception):  # noqa: N818
 
 @contextlib.contextmanager
 def small_disk(folder: Path, num_bytes: int) -> Iterator[None]:
-    """A file system of so many bytes at ``folder``."""
+    """A file system of the given size at ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
     try:
@@ -44,7 +44,7 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[None]:
 
 
 def fill(folder: Path, leave_bytes: int) -> Path:
-    """Take all but so many bytes of a file system."""
+    """Fill a file system up to the given rest."""
     ballast = folder / "ballast"
     with open(ballast, "wb") as file:
         while (free := shutil.disk_usage(folder).free) > leave_bytes:

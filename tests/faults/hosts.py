@@ -129,7 +129,7 @@ class Network:
             self.heal(one, other)
 
     def close(self) -> None:
-        """Take all hosts away; what still runs there stays behind without a link."""
+        """Take all hosts away; what still runs there is left without a link."""
         for host in self._hosts:
             host.close()
 

@@ -32,7 +32,7 @@ def _before(nth: int) -> range:
     return range(nth - 1, nth)
 
 
-def _behind(nth: int) -> range:
+def _after(nth: int) -> range:
     """It is."""
     return range(nth, nth + 1)
 
@@ -59,8 +59,8 @@ POINTS: dict[str, Point] = {
     "mark.durable": Point(1, _before),
     "votes.gathered": Point(0, _before),
     "commit.append": Point(0, _before),
-    "commit.appended": Point(0, _behind),
-    "commit.told": Point(1, _behind),
+    "commit.appended": Point(0, _after),
+    "commit.told": Point(1, _after),
     "stream.sent": Point(1),
     "stream.acknowledged": Point(0),
     "stream.resent": Point(1, files_only=True),

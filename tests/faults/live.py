@@ -38,7 +38,7 @@ class Orders:
     fuse: str = ""
     fuse_rank: int = 0
     scale: int = 1
-    """Tables have so many times the rows, and batches so many times the samples."""
+    """How many times the rows of tables and the samples of batches."""
     wild_clock: bool = False
     pause_s: float = 0.0
     """Between two steps: others need the machine, too."""
@@ -47,7 +47,7 @@ class Orders:
 
     @property
     def memory(self) -> int:
-        """How many steps the truth of a step is kept at which no marker has been cut yet."""
+        """How many steps the truth of a step is kept at which no marker has been cut."""
         return 50 if self.scale == 1 else 8
 
 

@@ -1,7 +1,7 @@
 """Power loss: everything that a disk may hold at any moment of a small file log, rebuilt and read.
 
 A job of one rank runs with the calls that order a disk's content under a recorder: fsync, fdatasync, rename, link,
-unlink, mkdir and ftruncate. Before and behind each of them the recorder notes, for every name, what a machine that
+unlink, mkdir and ftruncate. Before and after each of them the recorder notes, for every name, what a machine that
 loses power may keep of it. A file has its synced content, or all of it, or half of what was not synced, or zeros in
 its place. A name that was made, moved or taken away counts as durable once its folder has been synced, and may or may
 not be there before.
@@ -38,7 +38,7 @@ from torchrec_stream_ckpt.restore.verify import verify_marker
 from torchrec_stream_ckpt.store.dense import DenseFolder
 
 MOST = 256
-"""Above so many combinations at one moment, a drawn part of them is looked at."""
+"""Above this many combinations at one moment, a drawn part of them is looked at."""
 STEPS, EVERY = 7, 2
 
 
@@ -93,7 +93,7 @@ class Recorder:
                 result = real(*args, **kwargs)
                 if name in ("fsync", "fdatasync"):
                     self._make_durable(args[0], str(place))
-                self._note(f"behind {name}")
+                self._note(f"after {name}")
             return result
 
         return call

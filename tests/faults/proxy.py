@@ -1,4 +1,4 @@
-"""A network that misbehaves: Toxiproxy in front of a broker of our own, and a client that sees what it does."""
+"""A network that misbehaves: Toxiproxy between clients and a broker of our own, and a client that sees what it does."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def free_port() -> int:
 
 
 class Proxy:
-    """One listening port in front of another one. Ends with this process.
+    """A listening port that forwards to another one. Ends with this process.
 
     Args:
         listen: Where clients connect.

@@ -98,7 +98,7 @@ class Site:
 
 @contextmanager
 def site(directory: Path) -> Iterator[Site]:
-    """A running cluster; everything is gone behind the block."""
+    """A running cluster; everything is gone after the block."""
     network = Network(*HOSTS)
     try:
         with network["operator"].entered():

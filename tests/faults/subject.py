@@ -86,7 +86,7 @@ class Incarnation:
         return found
 
     def await_reports(self, more: int) -> None:
-        """Until so many more markers have been reported."""
+        """Wait for this many more reported markers."""
         wanted = len(self.reported()) + more
         self.wait(f"{more} more markers", lambda: len(self.reported()) >= wanted)
 
@@ -123,11 +123,11 @@ class Subject:
     """Every marker that was reported as committed or seen so, and the row that it counts for."""
     compared: set[MarkerId] = field(default_factory=set)
     _last: Row | None = None
-    """The fault behind which the next incarnation restores."""
+    """The fault after which the next incarnation restores."""
 
     @contextmanager
     def living(self, row: Row, fuse: str = "", fuse_rank: int = 0, **how: Any) -> Iterator[Incarnation]:
-        """Start the job; behind the block it is dead, and what it left is examined."""
+        """Start the job; after the block it is dead, and what it left is examined."""
         incarnation = self.start(fuse, fuse_rank, **how)
         try:
             yield incarnation

@@ -124,7 +124,7 @@ def _operate(form: Form, subject: Subject, where: str, cuts: tuple[Cut, ...], ur
             row = form.board.row(f"frames {cut.__name__.replace('_', ' ')}, {where}")
             row.injected += 1
             place = _place(lineage, draw, number)
-            harmed = set() if cut in HARMLESS else _behind(lineage, place, cut)
+            harmed = set() if cut in HARMLESS else _later(lineage, place, cut)
             target = replace(subject.settings, uri=uri(f"{cut.__name__}-{number}"))
             before, after = rebuild(subject.settings, target, lambda streams, c=cut, p=place: c(streams, p))
             row.fired += before != after
@@ -134,7 +134,7 @@ def _operate(form: Form, subject: Subject, where: str, cuts: tuple[Cut, ...], ur
 
 def _two_generations(form: Form, subject: Subject) -> Lineage:
     """A log with two markers and more in each of two generations, the second on the newest of the first."""
-    row = form.board.row("logs that were tampered with: as they were before")
+    row = form.board.row("logs that are tampered with below, unchanged")
     for team in ((2, PLAN_2), (3, PLAN_3)):
         row.injected += 1
         with subject.living(row, team=team) as incarnation:
@@ -144,13 +144,13 @@ def _two_generations(form: Form, subject: Subject) -> Lineage:
 
 
 def _place(lineage: Lineage, draw: random.Random, number: int) -> Place:
-    """A frame behind the first marker of a generation and in front of its last one, and behind two frames more."""
+    """A frame between the first and the last marker of a generation, at least two frames after the first."""
     generation, rank = (1, 2)[number % 2], draw.randrange(2)
     ends = [commit.ranks[rank].frames for id_, commit in lineage.commits.items() if id_.generation == generation]
     return Place(generation, rank, draw.randrange(min(ends) + 1, max(ends) - 1))
 
 
-def _behind(lineage: Lineage, place: Place, cut: Cut) -> set[MarkerId]:
+def _later(lineage: Lineage, place: Place, cut: Cut) -> set[MarkerId]:
     """Markers that read a stream beyond what was changed in it."""
     changed = {place.rank: place.seq - 1 if cut is reordered else place.seq}
     if cut is swapped_with_another_rank:
@@ -301,17 +301,19 @@ def files_tampered_with(form: Form) -> None:
     is_claim = [isinstance(record, Claim) for record in map(parse_control, _records(subject.directory / "log"))]
     second = len(is_claim) - 1 - is_claim[::-1].index(True)
     case(
-        "control records twice there", set(), control(lambda all_: [record for each in all_ for record in (each, each)])
+        "control records duplicated", set(), control(lambda all_: [record for each in all_ for record in (each, each)])
     )
     case("COMMIT of the newest marker dropped", {newest}, control(lambda all_: all_[:-1]))
     case("torn tail of the control log", {newest}, control(lambda all_: [*all_[:-1], all_[-1][:-7]]))
     case(
-        "COMMIT late, behind the next CLAIM",
+        "COMMIT late, after the next CLAIM",
         {parent} | children,
         control(lambda all_: [*all_[: second - 1], all_[second], all_[second - 1], *all_[second + 1 :]]),
     )
     case("segment of one rank missing", children, lambda copy: next(copy.glob("data/p00002/g00000002-*")).unlink())
-    case("retention ate the first generation", everything, lambda copy: _unlink_all(copy.glob("data/*/g00000001-*")))
+    case(
+        "retention deleted the first generation", everything, lambda copy: _unlink_all(copy.glob("data/*/g00000001-*"))
+    )
     for kind in ("missing", "torn", "emptied", "without its metadata"):
         for _ in range(3 if form.full else 1):
             case(f"dense state {kind}", {newest}, lambda copy, k=kind: _harm_dense(copy, newest, k, draw))

@@ -115,14 +115,14 @@ def zombies_on_kafka(form: Form) -> None:
 
 
 def _zombies(form: Form, subject: Subject, where: str, times: int) -> None:
-    """Rank 0 of the old trainer is stopped in front of its COMMIT: it has looked, nobody had taken over yet."""
-    row = form.board.row(f"zombie: SIGSTOP in front of COMMIT, new trainer, SIGCONT, {where}")
+    """Rank 0 of the old trainer is stopped before its COMMIT: it has looked, and nobody had taken over."""
+    row = form.board.row(f"zombie: SIGSTOP before COMMIT, new trainer, SIGCONT, {where}")
     draw, stale = form.draw("zombie"), 0
     for _ in range(times):
         row.injected += 1
         old = subject.start("commit.append=stop@2", 0, team=(2, PLAN_2))
         try:
-            old.wait("the stop in front of COMMIT", lambda old=old: old.lines("fired"))
+            old.wait("the stop before COMMIT", lambda old=old: old.lines("fired"))
             old.wait("rank 0 to stand still", lambda old=old: _stopped(old.pid(0)))
             old.job.signal(signal.SIGSTOP)
             reported, generation = old.reported(), subject.lineage().newest_generation

@@ -72,9 +72,9 @@ def _signal(pid: int, number: int) -> None:
 
 
 def _outage(settings: StreamConfig, pid: int, outage_s: float) -> tuple[dict[int, State], dict[str, float], str]:
-    """The truth at each cut, by number; what was counted; the marker behind the outage.
+    """The truth at each cut, by number; what was counted; the marker after the outage.
 
-    The broker stands still until so many steps were made: a step that waits for it would never end.
+    The broker stands still until this many steps were made: a step that waits for it would never end.
     """
     job, truths = large(PLAN_2), {}
     checkpointer = StreamCheckpointer(job.dmp, job.optimizer, config=settings, stateful={"loader": job})

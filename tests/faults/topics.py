@@ -1,4 +1,4 @@
-"""Topics that change under a job, or behind its back: retention, partitions, and one that is made again."""
+"""Topics that somebody changes while a job runs: retention, partitions, and one that is made again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _partitions_added(form: Form, admin: Any, subject: Subject) -> None:
     """By somebody else, while the job runs: each rank keeps its own partition."""
     from confluent_kafka.admin import NewPartitions
 
-    row = form.board.row("partitions added behind the job's back, kafka")
+    row = form.board.row("partitions added while the job runs, kafka")
     for team in ((2, PLAN_2), (3, PLAN_3)):
         row.injected += 1
         with subject.living(row, team=team) as incarnation:
@@ -49,10 +49,10 @@ def _partitions_added(form: Form, admin: Any, subject: Subject) -> None:
 
 
 def _records_deleted(form: Form, admin: Any, subject: Subject) -> None:
-    """Retention eats the beginning of one rank's partition in the second generation: the first one stays whole."""
+    """Retention deletes the beginning of one rank's partition in the second generation: the first one stays whole."""
     from confluent_kafka import TopicPartition
 
-    row = form.board.row("retention ate the beginning of a partition, kafka")
+    row = form.board.row("retention deleted the beginning of a partition, kafka")
     row.injected += 1
     lineage = subject.lineage()
     children = {marker for marker in lineage.commits if marker.generation == 2}
