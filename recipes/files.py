@@ -7,7 +7,6 @@ Text is read into memory, by every rank. Convert large text of Criteo once, to a
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import logging
 import re
@@ -21,7 +20,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from torchrec_stream_ckpt.flags import whole
+from torchrec_stream_ckpt.flags import FlagParser, whole
 
 log = logging.getLogger("files")
 
@@ -77,8 +76,12 @@ class TextFormat:
 
 
 def show(field: bytes) -> str:
-    text = field[:40].decode("utf-8", "backslashreplace")
-    return f"'{text}'" + ("..." if len(field) > 40 else "")
+    """A field for a message: text alone, no bytes that a terminal would obey."""
+    try:
+        text = field.decode()
+    except UnicodeDecodeError:
+        return "(not text)"
+    return f"'{text[:40]}'" + ("..." if len(text) > 40 else "") if text.isprintable() else "(not text)"
 
 
 def find_criteo(path: Path) -> tuple[list[Path], list[Path]]:
@@ -201,8 +204,7 @@ def text_format(path: Path) -> TextFormat:
     if {"label", "i1", "c1"} & set(columns):
         raise UserError(f"{path}:1: the header must be [Id,]Label,I1..I13,C1..C26; it is {show(first)}")
     raise UserError(
-        f"{path}: not Criteo data: its first line has no tabs and is no header Id,Label,I1..I13,C1..C26; "
-        f"it starts with {show(first)}"
+        f"{path}:1: not Criteo data: no tabs, and not a header [Id,]Label,I1..I13,C1..C26; the line is {show(first)}"
     )
 
 
@@ -258,7 +260,7 @@ def convert(path: Path, out: Path, skip_bad_lines: int = 0) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="python -m torchrec_stream_ckpt.recipes.files", description="Convert text of Criteo for --data."
     )
     parser.add_argument("path", metavar="PATH", type=Path, help="a file, or a folder of files")

@@ -31,6 +31,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_stream_ckpt import FollowedTables, StreamCkptError, follow
+from torchrec_stream_ckpt.flags import FlagParser
 from torchrec_stream_ckpt.follower.tables import Served, load_dense
 
 log = logging.getLogger("online_follow")
@@ -42,7 +43,7 @@ STORAGE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bflo
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="online_follow.py", description=(__doc__ or "").split("\n")[0])
+    parser = FlagParser(prog="online_follow.py", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--stream_ckpt", metavar="URI", required=True, help="the trainer's: file://DIR or kafka://...")
     parser.add_argument("--store", metavar="URL", help="the trainer's store; required with kafka://")
     parser.add_argument("--store_options", metavar="FILE", type=Path)

@@ -16,7 +16,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import Adagrad
 
-from torchrec_stream_ckpt import GlobalBatches, StreamCheckpointer, StreamConfig, TrackedLoader
+from torchrec_stream_ckpt import GlobalBatches, StreamCheckpointer, StreamCkptError, StreamConfig, TrackedLoader
+from torchrec_stream_ckpt.flags import FlagParser
 
 
 def make_batch(epoch: int, rows: range, size: int) -> KeyedJaggedTensor:
@@ -24,6 +25,10 @@ def make_batch(epoch: int, rows: range, size: int) -> KeyedJaggedTensor:
     lengths = torch.tensor([1] * len(rows) + [0] * (size - len(rows)))
     return KeyedJaggedTensor(["item"], torch.tensor([7 * row % 1000 for row in rows]), lengths=lengths)
 
+
+parser = FlagParser(description=__doc__.split("\n")[0])
+parser.add_argument("uri", nargs="?", default="file://quickstart-ckpt", help="file://DIR (default: %(default)s)")
+uri = parser.parse_args().uri
 
 if "RANK" not in os.environ:  # torchrun has not started this: be the only rank
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -40,15 +45,17 @@ apply_optimizer_in_backward(Adagrad, ebc.parameters(), {"lr": 0.1})  # fused int
 model = DistributedModelParallel(torch.nn.Sequential(ebc), device=torch.device("cpu"))
 loader = TrackedLoader(GlobalBatches(make_batch, samples=60_000, batch_size=60, rank=rank, world=world))
 
-uri = sys.argv[1] if len(sys.argv) > 1 else "file://quickstart-ckpt"
-config = StreamConfig(uri=uri, marker_every=150)
-ckpt = StreamCheckpointer(model, model.fused_optimizer, config=config, stateful={"loader": loader})
-ckpt.restore()  # the newest whole marker, if there is one
-for batch in loader:  # what is left of the epoch
-    loss = (model(batch)["item"] - 1).square().mean()
-    loss.backward()  # updates the table, too
-    ckpt.step()
-ckpt.mark().result()
-ckpt.close()
+try:
+    config = StreamConfig(uri=uri, marker_every=150)
+    ckpt = StreamCheckpointer(model, model.fused_optimizer, config=config, stateful={"loader": loader})
+    ckpt.restore()  # the newest whole marker, if there is one
+    for batch in loader:  # what is left of the epoch
+        loss = (model(batch)["item"] - 1).square().mean()
+        loss.backward()  # updates the table, too
+        ckpt.step()
+    ckpt.mark().result()
+    ckpt.close()
+except StreamCkptError as error:
+    sys.exit(f"Error: {error}")
 print(f"rank {rank}: step {ckpt.steps}, loss {loss.item():.6f}")
 dist.destroy_process_group()

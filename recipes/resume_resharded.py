@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from torchrec_stream_ckpt import Restored, StreamCkptError
-from torchrec_stream_ckpt.flags import restore_from
+from torchrec_stream_ckpt.flags import FlagParser, restore_from
 
 State = dict[str, torch.Tensor]
 PARTS = {
@@ -211,7 +211,7 @@ def fail(message: str) -> NoReturn:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one rank of the job."""
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="resume_resharded.py",
         description="Restore a marker under a new plan and prove it; all other flags are the recipe's.",
         allow_abbrev=False,

@@ -46,7 +46,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
-from torchrec_stream_ckpt.flags import add_flags, config_from, positive, restore_from, whole
+from torchrec_stream_ckpt.flags import FlagParser, add_flags, config_from, positive, restore_from, whole
 from torchrec_stream_ckpt.loader import GlobalBatches
 from torchrec_stream_ckpt.recipes.data import IGNORED, add_data_flags, make_batches, open_clicks
 from torchrec_stream_ckpt.recipes.files import COUNTS, HASHES, UserError
@@ -112,8 +112,8 @@ def sharding(text: str) -> str:
     return text
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> FlagParser:
+    parser = FlagParser(
         prog="train_dlrm.py",
         description="Train DLRM with TorchRec, with streaming checkpoints if --stream_ckpt is given.",
     )

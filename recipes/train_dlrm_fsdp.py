@@ -41,7 +41,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_stream_ckpt import StreamCkptError, TrackedLoader
-from torchrec_stream_ckpt.flags import add_flags, config_from, positive, restore_from, whole
+from torchrec_stream_ckpt.flags import FlagParser, add_flags, config_from, positive, restore_from, whole
 from torchrec_stream_ckpt.recipes.data import IGNORED, add_data_flags, make_batches, open_clicks
 from torchrec_stream_ckpt.recipes.files import COUNTS, HASHES, UserError
 
@@ -52,9 +52,7 @@ FEATURES = [f"cat_{i}" for i in range(HASHES)]
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="train_dlrm_fsdp.py", description="Train DLRM with its dense part under FSDP2."
-    )
+    parser = FlagParser(prog="train_dlrm_fsdp.py", description="Train DLRM with its dense part under FSDP2.")
     add_data_flags(parser, "files of Criteo", batch_size=256)
     add_flags(parser)
     model = parser.add_argument_group("model")

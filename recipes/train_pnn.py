@@ -38,7 +38,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_stream_ckpt import StreamCkptError, TrackedLoader
-from torchrec_stream_ckpt.flags import add_flags, config_from, positive, restore_from, whole
+from torchrec_stream_ckpt.flags import FlagParser, add_flags, config_from, positive, restore_from, whole
 from torchrec_stream_ckpt.recipes.data import IGNORED, add_data_flags, make_batches, open_clicks
 from torchrec_stream_ckpt.recipes.files import COUNTS, HASHES, UserError
 
@@ -49,7 +49,7 @@ FEATURES = [f"cat_{i}" for i in range(HASHES)]
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="train_pnn.py", description="Train PNN.")
+    parser = FlagParser(prog="train_pnn.py", description="Train PNN.")
     add_data_flags(parser, "files of Criteo", batch_size=256)
     add_flags(parser)
     model = parser.add_argument_group("model")

@@ -39,7 +39,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_stream_ckpt import StreamCkptError, TrackedLoader
-from torchrec_stream_ckpt.flags import add_flags, config_from, positive, restore_from, whole
+from torchrec_stream_ckpt.flags import FlagParser, add_flags, config_from, positive, restore_from, whole
 from torchrec_stream_ckpt.recipes.data import add_data_flags, make_batches
 from torchrec_stream_ckpt.recipes.files import UserError, read_ratings
 
@@ -51,7 +51,7 @@ LIKED = 4.0
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="train_two_tower.py", description="Train a two-tower retrieval model.")
+    parser = FlagParser(prog="train_two_tower.py", description="Train a two-tower retrieval model.")
     add_data_flags(parser, "ratings: USER::ITEM::RATING::TIME, or split by commas or tabs", batch_size=256)
     add_flags(parser)
     model = parser.add_argument_group("model")

@@ -1,6 +1,6 @@
 """The flags of a training script: the same few in every recipe, and in a script of yours.
 
-    parser = argparse.ArgumentParser()
+    parser = FlagParser()
     add_flags(parser)
     args = parser.parse_args()
     config = config_from(args)  # None without --stream_ckpt
@@ -13,10 +13,11 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from torchrec_stream_ckpt.config import PROOF_BYTES, StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import ConfigError
@@ -91,6 +92,15 @@ def marker(text: str) -> str:
     return text
 
 
+class FlagParser(argparse.ArgumentParser):
+    """An argparse parser whose error is one line and what to try, said once on each node, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with status 2."""
+        text = f"{self.prog}: error: {message}\n" + ("" if "Try: " in message else f"Try: {self.prog} --help\n")
+        self.exit(2, text if int(os.environ.get("LOCAL_RANK", 0)) == 0 else None)
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the group "streaming checkpoints": ``--stream_ckpt URI`` and what belongs to it."""
     group = parser.add_argument_group("streaming checkpoints")
@@ -122,11 +132,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         type=positive,
         help="be a hot spare of the job at --stream_ckpt, instead of training: keep its newest marker loaded, and take "
-        "over once its trainer has shown no sign of life for so long",
+        "over once its trainer has shown no sign of life for this time",
     )
     group.add_argument("--drain_every", metavar="STEPS", type=steps_or_auto, help="or 'auto' (default: 1)")
     group.add_argument("--marker_every", metavar="STEPS", type=whole(1), help="default: 100")
-    group.add_argument("--marker_every_s", metavar="SECONDS", type=positive, help="also a marker every so many seconds")
+    group.add_argument(
+        "--marker_every_s", metavar="SECONDS", type=positive, help="also a marker after this many seconds"
+    )
     group.add_argument(
         "--max_overhead",
         metavar="SHARE",
@@ -198,7 +210,7 @@ def _wrong_together(args: argparse.Namespace) -> str | None:
     if args.store_options is not None and "://" not in (args.store or ""):
         return "--store_options needs --store s3://..."
     if args.standby is not None and args.restore is not None:
-        return "--standby takes over from the newest marker: leave --restore away"
+        return "--standby takes over from the newest marker: leave out --restore"
     if args.accept_unproved and args.restore == "none":
         return "--accept_unproved is about what is restored: leave it out with --restore none"
     for flag in ("kafka_options", "store_options", "commit_key_file"):
@@ -230,10 +242,10 @@ class Restorable(Protocol):
 
 
 def restore_from(args: argparse.Namespace, checkpointer: Restorable) -> Restored | None:
-    """Restore what ``--restore`` asks for, or stand by for it; all ranks call it, in front of the first step.
+    """Restore what ``--restore`` asks for, or stand by for it; all ranks call it, before the first step.
 
     Returns:
-        What was restored, or taken over; None for ``--restore none``, and where nothing was committed yet.
+        What was restored, or taken over; None for ``--restore none``, and where nothing was committed.
 
     Raises:
         StreamCkptError: as ``StreamCheckpointer.restore()``.

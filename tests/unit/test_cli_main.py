@@ -78,6 +78,28 @@ def test_a_verb_and_an_option_that_are_misspelt_name_those_that_are_near() -> No
     assert "--store" in run("list", "file:///nowhere", "--stor", "x").output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said", "tried"),
+    [
+        (("list", "file:///x", "--newest", "many"), "Invalid value for '--newest'", "stream-ckpt list --help"),
+        (("list",), "Missing argument 'URI'", "stream-ckpt list --help"),
+        (("broker", "start", "--nodes"), "No such option: --nodes", "stream-ckpt broker start --help"),
+        (("--sore",), "No such option: --sore", "stream-ckpt --help"),
+    ],
+)
+def test_a_wrong_call_is_one_line_and_what_to_try(arguments: tuple[str, ...], said: str, tried: str) -> None:
+    done = runner.invoke(app, arguments, prog_name="stream-ckpt")
+    first, second = done.stderr.splitlines()
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert first.startswith(f"Error: {said}")
+    assert second == f"Try: {tried}"
+
+
+@pytest.mark.parametrize("arguments", [(), ("broker",)])
+def test_no_arguments_show_the_help(arguments: tuple[str, ...]) -> None:
+    assert "Usage:" in runner.invoke(app, arguments).output
+
+
 def test_completion_can_be_installed() -> None:
     assert "--install-completion" in run("--help").output
     assert "--install-completion" not in run("list", "--help").output

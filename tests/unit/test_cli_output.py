@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +19,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.jobs_on_paper import PaperJob, tables
+from tests.stores import History
+from torchrec_stream_ckpt.cli.events import line
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.cli.names import short_names
-from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.service import Event
 from torchrec_stream_ckpt.units import clock
 
 PREFIX = "model.sparse_arch.embedding_bag_collection.t_category_"
@@ -85,15 +93,84 @@ def test_a_reason_that_many_markers_share_is_said_once(job: PaperJob, monkeypatc
     assert said.count("no, see (1) below") == 3
 
 
+@pytest.fixture
+def kept(tmp_path: Path) -> History:
+    """Three markers with dense state, in a log that is its own store."""
+    made = History(tmp_path / "kept")
+    made.generation(1, [1, 2, 3])
+    return made
+
+
+@pytest.mark.parametrize("arguments", [("list",), ("list", "--json"), ("list", "--tree"), ("show",)])
+def test_a_store_that_holds_nothing_of_the_job_is_said_once(
+    kept: History, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    verb, *rest = arguments
+    (tmp_path / "other").mkdir()
+    for wrong in (tmp_path / "other", tmp_path / "nowhere"):
+        with pytest.raises(MarkerNotFoundError, match="the store holds nothing of this job") as error:
+            run(verb, f"file://{kept.root}", "--store", wrong, *rest)
+        assert str(wrong) in error.value.headline
+        assert f"the job keeps its markers in file://{kept.root}" in error.value.hint
+
+
+def test_a_store_that_has_lost_dense_state_alone_is_not_called_another_jobs(kept: History, tmp_path: Path) -> None:
+    uri, store = f"file://{kept.root}", tmp_path / "store"
+    run("materialize", uri, "--store", store, "--once")
+    shutil.rmtree(store / "dense")
+    rows = json.loads(run("list", uri, "--store", store, "--json"))["markers"]
+    assert [row["restorable"] for row in rows] == [False] * 3
+    assert all("dense state" in row["reason"] for row in rows)
+
+
+@pytest.mark.parametrize("verb", ["show", "verify"])
+def test_a_marker_is_named_after_the_uri_or_by_its_option(kept: History, verb: str) -> None:
+    uri = f"file://{kept.root}"
+    named, by_option, newest = (
+        run(verb, uri, *rest, "--json") for rest in (("1:2",), ("--marker", "1:2"), ("latest",))
+    )
+    assert named == by_option != newest
+    assert newest == run(verb, uri, "--json")
+    with pytest.raises(ConfigError, match="MARKER was given twice"):
+        run(verb, uri, "1:2", "--marker", "1:2")
+
+
+def test_nothing_is_cut_in_a_pipe(tmp_path: Path) -> None:
+    optimizer = "exact_adagrad_with_a_name_that_is_longer_than_its_column"
+    schema = Schema(tuple(replace(each, optimizer=optimizer) for each in tables(*NAMES).tables))
+    made = PaperJob(tmp_path / "log", schema)
+    made.run(1)
+    command = [sys.executable, "-m", "torchrec_stream_ckpt", "show", f"file://{made.root}"]
+    environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.count(optimizer) == len(NAMES)
+    assert all(name in done.stdout for name in NAMES)
+    narrow = run("show", f"file://{made.root}", columns=60)
+    assert "…" not in narrow  # the cell goes on in the next line
+
+
+def test_markers_that_a_stopped_materializer_leaves_are_not_missing() -> None:
+    said = line(Event("stop", {"markers": 3, "lag_markers": 2}))
+    assert said == "stopped: 3 markers folded, 2 not yet folded"
+
+
+def test_a_relay_without_an_outer_log_says_what_makes_one(job: PaperJob, tmp_path: Path) -> None:
+    with pytest.raises(MarkerNotFoundError, match="there is no log at OUTER") as error:
+        run("relay", f"file://{job.root}", f"file://{tmp_path}/outer", "--once")
+    assert "--stream_ckpt INNER --stream_ckpt OUTER" in error.value.hint
+
+
 def test_no_bar_is_drawn_where_stderr_is_no_terminal(job: PaperJob) -> None:
     done = invoke("report", f"file://{job.root}", "--out", job.root / "page.html")
     assert (done.exit_code, done.stderr) == (0, "")
 
 
-def test_a_fence_without_a_terminal_names_yes(job: PaperJob) -> None:
-    with pytest.raises(ConfigError, match="no terminal to ask at") as error:
-        run("fence", f"file://{job.root}")
-    assert "--yes" in error.value.hint
+def test_a_fence_without_a_terminal_names_yes_and_asks_nothing(job: PaperJob) -> None:
+    done = CliRunner().invoke(app, ["fence", f"file://{job.root}"], input="y\n")
+    assert isinstance(done.exception, ConfigError)
+    assert "no terminal to ask at" in done.exception.message
+    assert "--yes" in done.exception.hint
+    assert done.output == ""
     assert "generation 1 is fenced by generation 2" in run("fence", f"file://{job.root}", "--yes")
 
 

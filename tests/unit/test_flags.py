@@ -169,7 +169,7 @@ def test_a_spare_stands_by_instead_of_restoring() -> None:
 
 
 def test_a_spare_takes_no_other_marker_and_needs_a_stream() -> None:
-    with pytest.raises(ConfigError, match="leave --restore away"):
+    with pytest.raises(ConfigError, match="leave out --restore"):
         config_from(parse("--stream_ckpt", "file://x", "--standby", "7.5", "--restore", "1:2"))
     with pytest.raises(ConfigError, match="--standby needs --stream_ckpt"):
         config_from(parse("--standby", "7.5"))

@@ -275,6 +275,19 @@ def test_a_malformed_line_is_named_by_file_and_line(
     assert "--skip_bad_lines 1" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "junk", [b"\x1b[2J\xff\x9f\x00", b"\x07\t" * 20, b"\x1b]0;x\x07" + b"\t" * 39, b"1\xff\t" * 40]
+)
+def test_bytes_that_are_not_text_are_not_printed(tmp_path: Path, junk: bytes) -> None:
+    path = tmp_path / "day_0.gz"
+    path.write_bytes(gzip.compress(junk + b"\n"))
+    with pytest.raises(files.UserError) as error:
+        open_loader(path)
+    assert f"{path}:1: " in str(error.value)
+    assert all(sign.isprintable() or sign == "\n" for sign in str(error.value))
+    assert "\\x" not in str(error.value)
+
+
 def test_a_test_set_without_labels_is_recognized(tmp_path: Path) -> None:
     (tmp_path / "test.txt").write_text(tsv([line[1:] for line in FIELDS]))
     with pytest.raises(

@@ -90,6 +90,19 @@ def test_a_mistake_prints_one_message_and_exits_with_2(
     printed = capsys.readouterr().err
     assert message in printed
     assert "Traceback" not in printed
+    assert "usage:" not in printed
+
+
+def test_a_mistake_is_one_line_and_what_to_try_said_once_on_each_node(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in range(2):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        with pytest.raises(SystemExit):
+            recipe.parse_args(["--epochs", "0"])
+    assert capsys.readouterr().err == (
+        "train_dlrm.py: error: argument --epochs: 0 is below 1\nTry: train_dlrm.py --help\n"
+    )
 
 
 def test_the_oracle_is_off_unless_it_is_asked_for() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -13,10 +14,12 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Column, Table
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, StreamCkptError, printable
-from torchrec_stream_ckpt.route.job import Job, options_of
+from torchrec_stream_ckpt.route.job import Job, kept_store, options_of
 from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.store.jobs import has_job
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
@@ -77,6 +80,28 @@ def _warn(job: Job) -> None:
             typer.echo(f"Warning: {lost.headline}\nTry: {lost.hint}", err=True)
 
 
+def check_named_store(job: Job) -> None:
+    """See that a store which the caller has named holds something of the job; one that does not answer is passed over.
+
+    Raises:
+        MarkerNotFoundError: it holds nothing of it.
+    """
+    if job.store is None:
+        return
+    held, newest, kept = True, job.lineage.newest, "another store"
+    with contextlib.suppress(StreamCkptError):
+        held = has_job(job.objects, job.lineage.job)
+    with contextlib.suppress(ConfigError):
+        kept = kept_store(job.uri, newest)
+    if not held:
+        raise MarkerNotFoundError(
+            "the store holds nothing of this job",
+            hint=f"check --store, or leave it out: the job keeps its markers in {printable(kept)}",
+            store=job.objects.url,
+            job=job.lineage.job.hex(),
+        )
+
+
 def progress_bar(last: ProgressColumn | None = None, *, quiet: bool) -> Progress:
     """A bar of bytes on stderr, and how fast they come; nothing where stderr is no terminal.
 
@@ -95,11 +120,28 @@ def parse_job(text: str) -> bytes:
     """A job's id from its 32 hex digits, upper or lower case.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not a job's id.
     """
     if not re.fullmatch(r"[0-9a-fA-F]{32}", text):
-        raise ConfigError(f"{text!r} is no job", hint="give its 32 hex digits, as stream-ckpt show prints them")
+        raise ConfigError(f"{text!r} is not a job's id", hint="give its 32 hex digits, as stream-ckpt show prints them")
     return bytes.fromhex(text)
+
+
+def console(pipe: int = 10_000) -> Console:
+    """Stdout. Where it is not a terminal, lines are up to ``pipe`` columns wide, so that nothing is cut or wrapped."""
+    made = Console()
+    if not made.is_terminal and "COLUMNS" not in os.environ:
+        made.width = pipe
+    return made
+
+
+def table(*headers: str | Column, title: str | None = None) -> Table:
+    """A table that continues long cells on the next line instead of cutting them."""
+    columns = (Column(each) if isinstance(each, str) else each for each in headers)
+    made = Table(*columns, title=title, title_justify="left")
+    for column in made.columns:
+        column.overflow = "fold"
+    return made
 
 
 def print_json(value: object) -> None:

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Column, Table
 
-from torchrec_stream_ckpt.cli.common import plain, print_json, progress_bar
+from torchrec_stream_ckpt.cli.common import console, plain, print_json, progress_bar, table
 from torchrec_stream_ckpt.cli.names import short_names
 from torchrec_stream_ckpt.cli.options import Globs, JobOptions, Json
 from torchrec_stream_ckpt.format.control import Commit
@@ -64,7 +62,7 @@ def diff_markers(
 
 
 def _sent(job: Job, pair: tuple[Commit, Commit], chosen: list[int], folder: Path) -> dict[str, int]:
-    """Rows that were sent behind the first marker, up to the second, by table."""
+    """Rows that were sent after the first marker, up to the second, by table."""
     objects = job.objects_of(pair[1])
     with open_sources(job.log, job.lineage, pair[1].id, objects, folder, since=pair[0].id) as sources:
         return {sources.schema.tables[index].name: rows_sent(sources, index) for index in chosen}
@@ -74,11 +72,11 @@ def _print_sent(uri: str, pair: tuple[Commit, Commit], counts: dict[str, int], *
     if json:
         print_json({"uri": uri, "first": str(pair[0].id), "second": str(pair[1].id), "sent": counts})
         return
-    console = Console()
-    table = Table(Column("table", overflow="fold"), "rows sent")
-    for name, rows in zip(short_names(console, list(counts)), counts.values(), strict=True):
-        table.add_row(name, f"{rows:,}")
-    console.print(table)
+    out = console()
+    shown = table("table", "rows sent")
+    for name, rows in zip(short_names(out, list(counts)), counts.values(), strict=True):
+        shown.add_row(name, f"{rows:,}")
+    out.print(shown)
 
 
 def _record(uri: str, pair: tuple[Commit, Commit], found: list[TableDiff], dense: DenseDiff | None) -> dict[str, Any]:
@@ -92,25 +90,25 @@ def _record(uri: str, pair: tuple[Commit, Commit], found: list[TableDiff], dense
 
 
 def _print(pair: tuple[Commit, Commit], found: list[TableDiff], dense: DenseDiff | None) -> None:
-    console = Console()
-    console.print(
+    out = console()
+    out.print(
         f"rows that differ between markers {pair[0].id} (step {pair[0].step}) and {pair[1].id} (step {pair[1].step})"
     )
-    names = short_names(console, [each.table for each in found])
-    table = Table(Column("table", overflow="fold"), "rows", "changed", "weights", "states")
+    names = short_names(out, [each.table for each in found])
+    shown = table("table", "rows", "changed", "weights", "states")
     for name, each in zip(names, found, strict=True):
         states = ", ".join(
             f"{plain(state)} {'under two column splits' if rows is None else f'{rows:,}'}"
             for state, rows in each.states.items()
         )
         cells = (f"{each.rows:,}", f"{each.changed:,}", f"{each.weights:,}")
-        table.add_row(name, *cells, states or "-")
-    console.print(table)
+        shown.add_row(name, *cells, states or "-")
+    out.print(shown)
     if dense is None:
-        console.print("dense state differs; without torch it cannot be said in what")
+        out.print("dense state differs; without torch it cannot be said in what")
         return
-    console.print(f"dense state: {len(dense.changed)} entries differ, {dense.same} do not")
+    out.print(f"dense state: {len(dense.changed)} entries differ, {dense.same} do not")
     for name in dense.changed:
-        console.print(f"  {plain(name)}")
+        out.print(f"  {plain(name)}")
     for name in dense.only:
-        console.print(f"  {plain(name)}: in one of them only")
+        out.print(f"  {plain(name)}: in one of them only")

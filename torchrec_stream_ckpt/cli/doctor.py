@@ -9,10 +9,8 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from torchrec_stream_ckpt.cli.common import plain, print_json
+from torchrec_stream_ckpt.cli.common import console, plain, print_json, table
 from torchrec_stream_ckpt.cli.options import JobOptions, Json
 from torchrec_stream_ckpt.errors import StreamCkptError, printable
 from torchrec_stream_ckpt.format.control import Commit
@@ -53,7 +51,7 @@ def _examine(job: Job) -> Iterator[Finding]:
     yield from job.log.examine()
     newest = job.lineage.newest
     if newest is None:
-        yield Finding("newest marker", "none was committed yet", Verdict.WARNING, "let the job run to its first marker")
+        yield Finding("newest marker", "none was committed", Verdict.WARNING, "let the job run to its first marker")
     else:
         standing = Survey(job).look(newest)
         yield Finding.of(
@@ -83,7 +81,7 @@ def _strays(newest: Commit) -> Finding:
         if others
         else f"nothing among the frames of {newest.id}",
         well=not others,
-        hint="readers pass them over, stream-ckpt verify says whose they are: let nobody else write to the topics",
+        hint="let only this job write to the topics; readers pass others over, and stream-ckpt verify names them",
     )
 
 
@@ -132,12 +130,12 @@ def _versions() -> Iterator[str]:
 
 
 def _print(findings: list[Finding]) -> None:
-    table = Table("check", "found", "verdict")
+    shown = table("check", "found", "verdict")
     for each in findings:
-        table.add_row(plain(each.check), plain(each.found), f"[{_STYLES[each.verdict]}]{each.verdict}")
-    console = Console()
-    console.print(table)
+        shown.add_row(plain(each.check), plain(each.found), f"[{_STYLES[each.verdict]}]{each.verdict}")
+    out = console()
+    out.print(shown)
     for each in findings:
         if each.hint:
             text = f"{printable(f'{each.check}: {each.found}')}\n  Try: {printable(each.hint)}"
-            console.print(text, soft_wrap=True, highlight=False, markup=False)
+            out.print(text, soft_wrap=True, highlight=False, markup=False)

@@ -32,7 +32,7 @@ def reporter(
     Args:
         service: What the live table is about.
         where: The store's URL; empty while it is not known.
-        as_json: Print JSON lines to stdout; else text goes to stderr, with the table if that is a terminal.
+        as_json: Print JSON lines to stdout; otherwise text goes to stderr, with the table if that is a terminal.
     """
     console = Console(stderr=True)
     if as_json:
@@ -57,7 +57,7 @@ class Panel:
     def render(self) -> Table:
         status, counts = self._service.status, self._service.counts
         table = Table.grid(padding=(0, 2))
-        table.add_row("store", plain(self._where() or "not known yet"))
+        table.add_row("store", plain(self._where() or "not known"))
         table.add_row("now", plain(self._service.doing))
         table.add_row("newest", str(status.newest or "none"))
         table.add_row("folded", f"{counts.markers} markers from {size(counts.frames_bytes)}")
@@ -85,14 +85,14 @@ def line(event: Event) -> str:
         "trouble": lambda: f"{fields['message']}\n  Try: {fields['hint']}\n  It is tried again until it works.",
         "recovered": lambda: "it works again",
         "passed_over": lambda: f"marker {fields['marker']} is passed over: {fields['reason']}",
-        "stop": lambda: f"stopped: {fields['markers']} markers folded, {fields['lag_markers']} missing",
+        "stop": lambda: f"stopped: {fields['markers']} markers folded, {fields['lag_markers']} not yet folded",
     }
     return "\n".join(printable(each) for each in text[event.event]().splitlines())
 
 
 def _marker(fields: Mapping[str, Any]) -> str:
-    behind = f"{fields['lag_markers']} behind" if fields["lag_markers"] else "up to date"
-    return f"marker {fields['marker']}, step {fields['step']}: in the store after {fields['took_s']:.1f} s, {behind}"
+    left = f"{fields['lag_markers']} to fold" if fields["lag_markers"] else "up to date"
+    return f"marker {fields['marker']}, step {fields['step']}: in the store after {fields['took_s']:.1f} s, {left}"
 
 
 def _head(fields: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""``stream-ckpt export``: a marker for those who do not have this project."""
+"""``stream-ckpt export``: a marker for programs without this project."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from torchrec_stream_ckpt.cli.common import print_json, progress_bar
-from torchrec_stream_ckpt.cli.options import Globs, JobOptions, Json
-from torchrec_stream_ckpt.cli.show import Marker
+from torchrec_stream_ckpt.cli.options import Globs, Json, MarkerOptions
 from torchrec_stream_ckpt.interchange.export import ExportOptions, chosen_tables, export
 from torchrec_stream_ckpt.interchange.sources import open_sources
 from torchrec_stream_ckpt.interchange.tables import table_bytes
@@ -18,14 +17,13 @@ from torchrec_stream_ckpt.interchange.target import check_free, parse_target
 from torchrec_stream_ckpt.units import parse_size, size
 
 Scratch = Annotated[
-    Path | None, typer.Option(help="A folder with room for what only the log has (default: beside the target).")
+    Path | None, typer.Option(help="A folder with room for what only the log has (default: the target's folder).")
 ]
 
 
 def export_marker(
-    options: JobOptions,
+    options: MarkerOptions,
     to: Annotated[str, typer.Option("--to", help="dcp://DIR, safetensors://DIR or parquet://DIR.", metavar="URL")],
-    marker: Marker = None,
     tables: Globs = None,
     states: Annotated[
         bool | None, typer.Option("--states/--no-states", help="Optimizer states (default: not to Parquet).")
@@ -56,7 +54,7 @@ def export_marker(
     )
     check_free(target.folder, force=force)
     with options.open() as job:
-        commit = job.find(marker)
+        commit = job.find(options.chosen)
         schema = job.lineage.claims[commit.generation].schema
         total = sum(table_bytes(schema.tables[index]) for index in chosen_tables(schema, wanted.tables))
         with progress_bar(quiet=json) as progress:

@@ -30,6 +30,11 @@ def fence_trainer(
     next job restores them as usual. The fence is copied into the store as all control records are; a store that does
     not answer keeps no trainer from being fenced. Asks before it does so, unless --yes is given.
     """
+    if not yes and not sys.stdin.isatty():
+        raise ConfigError(
+            "a fence asks before it ends a trainer, and there is no terminal to ask at: nothing was fenced",
+            hint="give --yes, which asks nothing",
+        )
     with options.open(warn=False) as job:
         job.log.preflight()
         claim = fence_of(job.lineage, options.uri)
@@ -40,8 +45,8 @@ def fence_trainer(
                 hint="give it with --commit-key-file",
             )
         answers = _check_end(job)
-        if not yes and not _confirmed(f"End the trainer of generation {fenced} of {options.uri}?"):
-            raise typer.Abort
+        if not yes:
+            typer.confirm(f"End the trainer of generation {fenced} of {options.uri}?", abort=True, err=True)
         copied = _claim(job, claim, copy=answers)
     if json:
         restores = str(claim.parent or "")
@@ -61,23 +66,6 @@ def fence_trainer(
     )
     if not copied:
         typer.echo("the fence is not in the second copy of the control records: the next trainer makes up for it")
-
-
-def _confirmed(question: str) -> bool:
-    """The answer of whoever sits at the terminal.
-
-    Raises:
-        ConfigError: nobody does.
-    """
-    try:
-        return typer.confirm(question, err=True)
-    except typer.Abort:
-        if sys.stdin.isatty():
-            raise
-        raise ConfigError(
-            "a fence wants a yes, and there is no terminal to ask at: nothing was fenced",
-            hint="give --yes, which asks nothing",
-        ) from None
 
 
 def _check_end(job: Job) -> bool:

@@ -31,13 +31,13 @@ def follow_stream(
     options: JobOptions,
     mode: Annotated[
         Literal["markers", "rows"],
-        typer.Option(help="rows: also those that no marker has yet, and that may never be in one."),
+        typer.Option(help="rows: also those that no marker has, and that may never be in one."),
     ] = "markers",
     tables: Globs = None,
     once: Annotated[bool, typer.Option("--once", help="End when all that is there now has been read.")] = False,
     poll_s: Annotated[float, typer.Option(min=0.01, max=DAY_S, help="Seconds between two looks at the log.")] = 0.5,
     outage_s: Annotated[
-        float, typer.Option(min=0.0, help="Give up when log or store has not answered for so many seconds.")
+        float, typer.Option(min=0.0, help="Give up when log or store has not answered for this many seconds.")
     ] = 300.0,
     serve: Annotated[
         str | None,
@@ -61,7 +61,7 @@ def follow_stream(
     Reads as an inference replica does (torchrec_stream_ckpt.follow), and changes nothing. Needs no torch.
     """
     if serve is not None and mode != "markers":
-        raise ConfigError("a serving stream is made of markers", hint="leave --mode away")
+        raise ConfigError("a serving stream is made of markers", hint="leave out --mode")
     if serve is not None and str(parse_uri(serve)) == str(parse_uri(options.uri)):
         raise ConfigError("the trainer's own log cannot be served to", hint="give --serve another URI")
     follower = follow(
@@ -136,15 +136,15 @@ def _now(follower: Follower) -> Text:
     stats = follower.stats
     if stats.marker is None:
         return Text("waiting for the first marker")
-    behind = "" if stats.newest in (None, stats.marker) else f", {stats.newest} is committed"
-    return Text(f"at marker {stats.marker}, {stats.age_s:.0f} s old{behind}; {stats.rows_per_s:,.0f} rows/s")
+    newer = "" if stats.newest in (None, stats.marker) else f", {stats.newest} is committed"
+    return Text(f"at marker {stats.marker}, {stats.age_s:.0f} s old{newer}; {stats.rows_per_s:,.0f} rows/s")
 
 
 def _line(record: dict[str, Any]) -> str:
     said = {
         UpdateKind.LOAD.value: f"loaded marker {record['marker']} ({record['why']})",
         UpdateKind.MARKER.value: f"marker {record['marker']}",
-        UpdateKind.ROWS.value: f"rows behind marker {record['marker']}",
+        UpdateKind.ROWS.value: f"rows after marker {record['marker']}",
         UpdateKind.ROLLBACK.value: f"back to marker {record['marker']} ({record['why']})",
     }[record["kind"]]
     tables = ", ".join(f"{name} {rows:,}" for name, rows in record["tables"].items())

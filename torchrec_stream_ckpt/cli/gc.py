@@ -38,17 +38,17 @@ def collect_garbage(
     ] = False,
     job: Annotated[str | None, typer.Option(help="Only this job of the store.", metavar="HEX")] = None,
     keep_all_for: Annotated[
-        str | None, typer.Option(help="Keep every marker so long: 24h, 7d.", metavar="TIME")
+        str | None, typer.Option(help="Keep every marker for this time: 24h, 7d.", metavar="TIME")
     ] = None,
     then_every: Annotated[
         str | None,
         typer.Option(help="Of older ones keep every Nth (10), or the first of each stretch (1d).", metavar="N|TIME"),
     ] = None,
     newest: Annotated[
-        int | None, typer.Option(help="Keep at least so many of the newest that can be restored.", metavar="N")
+        int | None, typer.Option(help="Keep at least the newest N that can be restored.", metavar="N")
     ] = None,
     grace: Annotated[
-        str, typer.Option(help="Delete what has not been needed for so long: longer than a restore.", metavar="TIME")
+        str, typer.Option(help="Delete what has not been needed for this time: longer than a restore.", metavar="TIME")
     ] = "1h",
     compact: Annotated[
         bool, typer.Option("--compact", help="Merge what lies between kept markers, so that more can go.")
@@ -63,7 +63,7 @@ def collect_garbage(
     Pinned markers (stream-ckpt pin) are kept. What is found not to be needed is deleted by a run that comes after the
     grace period: run it regularly. Without --keep-all-for, --then-every or --newest, nothing is deleted.
 
-    URI is needed: only the log knows on which marker a generation stands that has begun and has no marker yet.
+    URI is needed: only the log knows on which marker a generation stands that has begun and has no marker.
     """
     _check_log(uri, no_log=no_log)
     rules = GcRules(
@@ -92,7 +92,7 @@ def _check_log(uri: str | None, *, no_log: bool) -> None:
             hint="give the log's URI; --no-log only if the log is gone and no trainer runs on this job",
         )
     if uri is not None and no_log:
-        raise ConfigError("both a log and --no-log are given", hint="leave --no-log away as long as there is a log")
+        raise ConfigError("both a log and --no-log are given", hint="leave out --no-log as long as there is a log")
 
 
 def _run(objects: Objects, lineage: Lineage | None, job: bytes, rules: GcRules, *, dry_run: bool) -> GcPlan:
@@ -115,7 +115,7 @@ def _jobs(objects: Objects, lineage: Lineage | None, job: str | None) -> list[by
     """Whose objects to look at."""
     if lineage is not None and lineage.claims:
         if job is not None and parse_job(job) != lineage.job:
-            raise ConfigError(f"--job is {job}, the log is of job {lineage.job.hex()}", hint="leave one of them away")
+            raise ConfigError(f"--job is {job}, the log is of job {lineage.job.hex()}", hint="leave out one of them")
         return [lineage.job]
     if job is None:
         return some_jobs_in(objects)

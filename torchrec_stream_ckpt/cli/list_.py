@@ -7,11 +7,9 @@ from itertools import islice
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 from rich.tree import Tree
 
-from torchrec_stream_ckpt.cli.common import plain, print_json_rows
+from torchrec_stream_ckpt.cli.common import check_named_store, console, plain, print_json_rows, table
 from torchrec_stream_ckpt.cli.options import JobOptions, Json
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.route.job import Job
@@ -27,9 +25,7 @@ _SHORT = 30
 
 def list_markers(
     options: JobOptions,
-    newest: Annotated[
-        int | None, typer.Option("--newest", min=1, help="Only so many, the newest ones.", metavar="N")
-    ] = None,
+    newest: Annotated[int | None, typer.Option("--newest", min=1, help="Only the newest N.", metavar="N")] = None,
     tree: Annotated[bool, typer.Option("--tree", help="Show which generation stands on which marker.")] = False,
     json: Json = False,
 ) -> None:
@@ -41,6 +37,8 @@ def list_markers(
         chosen = list(islice(reversed(job.lineage.commits.values()), newest))[::-1]
         survey = Survey(job)
         rows = [_row(job, survey, commit) for commit in chosen]
+        if rows and not any(row["restorable"] or row["dropped"] for row in rows):
+            check_named_store(job)
         if json:
             counts = {"generations": job.lineage.newest_generation, "unsigned": job.lineage.unsigned}
             print_json_rows({"uri": options.uri, **counts}, "markers", rows)
@@ -75,15 +73,15 @@ def _row(job: Job, survey: Survey, commit: Commit) -> dict[str, Any]:
 
 
 def _print(job: Job, rows: list[dict[str, Any]]) -> None:
-    console = Console()
-    wide = console.width >= _WIDE
-    table = Table("marker", "step", *(["committed"] * wide), "age", "ranks", "rows", "bytes", "parent", "restorable")
+    out = console()
+    wide = out.width >= _WIDE
+    shown = table("marker", "step", *(["committed"] * wide), "age", "ranks", "rows", "bytes", "parent", "restorable")
     said = Counter(_why_not(row, "no") for row in rows if not row["restorable"])
     notes = [why for why, count in said.items() if count > 1 and len(why) > _SHORT]
     for row in rows:
         why = _why_not(row, "no")
         why = f"no, see ({notes.index(why) + 1}) below" if why in notes else why
-        table.add_row(
+        shown.add_row(
             row["marker"],
             str(row["step"]),
             *([clock(row["time_s"])] * wide),
@@ -94,9 +92,9 @@ def _print(job: Job, rows: list[dict[str, Any]]) -> None:
             row["parent"] or "-",
             f"from {row['from']}" if row["restorable"] else plain(why),
         )
-    console.print(table, "rows and bytes: sent by the marker's generation up to it, all ranks together")
+    out.print(shown, "rows and bytes: sent by the marker's generation up to it, all ranks together")
     for number, why in enumerate(notes, 1):
-        console.print(f"({number}) {plain(why)}", soft_wrap=True)
+        out.print(f"({number}) {plain(why)}", soft_wrap=True)
 
 
 def _why_not(row: dict[str, Any], no: str) -> str:
@@ -106,14 +104,14 @@ def _why_not(row: dict[str, Any], no: str) -> str:
 def _print_newest(job: Job) -> None:
     """What the list of markers does not show of the newest generation."""
     if job.lineage.unsigned:
-        Console().print(f"{job.lineage.unsigned} records are not signed with the commit key, and count for nothing")
+        console().print(f"{job.lineage.unsigned} records are not signed with the commit key, and count for nothing")
     newest = job.lineage.newest_generation
     if any(commit.generation == newest for commit in job.lineage.commits.values()) or not newest:
         return
     if job.lineage.claims[newest].world:
-        Console().print(f"generation {newest} has committed no marker yet")
+        console().print(f"generation {newest} has committed no marker")
     else:
-        Console().print(f"generation {newest} is a fence: an operator has ended the trainer of the one before")
+        console().print(f"generation {newest} is a fence: an operator has ended the trainer of the one before")
 
 
 def _print_tree(job: Job, rows: dict[str, dict[str, Any]]) -> None:
@@ -129,4 +127,4 @@ def _print_tree(job: Job, rows: dict[str, dict[str, Any]]) -> None:
                 continue
             state = "" if row["restorable"] else f", {plain(_why_not(row, 'not restorable'))}"
             markers[marker] = branch.add(f"marker {marker}, step {row['step']}, {age(row['time_s'])} ago{state}")
-    Console().print(roots)
+    console().print(roots)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -94,6 +95,22 @@ class _Lazy(MutableMapping[str, Any]):
         return len(VERBS)
 
 
+_UsageError: Any = typer.BadParameter.mro()[1]
+
+
+@contextmanager
+def _as_one_line() -> Iterator[None]:
+    """A call that is wrong ends with one line that says why, and what to try; status 2."""
+    try:
+        yield
+    except _UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # shows the help
+            raise
+        typer.echo(f"Error: {error.format_message()}", err=True)
+        typer.echo(f"Try: {error.ctx.command_path if error.ctx else 'stream-ckpt'} --help", err=True)
+        raise typer.Exit(error.exit_code) from None
+
+
 class _Group(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings | {"commands": None})
@@ -101,6 +118,14 @@ class _Group(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(VERBS)
+
+    def make_context(self, *args: Any, **settings: Any) -> Any:
+        with _as_one_line():
+            return super().make_context(*args, **settings)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _as_one_line():
+            return super().invoke(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in VERBS and args[0] in ALSO_CALLED:

@@ -16,11 +16,10 @@ from torchrec_stream_ckpt.cli.events import reporter
 from torchrec_stream_ckpt.cli.options import DAY_S, Access, Json, Uri
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.crew import Crew
 from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.materialize_service import MaterializeService
-from torchrec_stream_ckpt.materialize.materializer import Materializer
+from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
 from torchrec_stream_ckpt.metrics import serve_metrics
 from torchrec_stream_ckpt.route.job import Job, kept_store, options_of
 from torchrec_stream_ckpt.service import Event
@@ -45,22 +44,24 @@ Poll = Annotated[float, typer.Option(min=0.01, max=DAY_S, help="Seconds between 
 Rebase = Annotated[
     float,
     typer.Option(
-        min=0.0, help="Write a new base once the rows since the last one take so many times its bytes; 0: never."
+        min=0.0, help="Write a new base once the rows since the last one take this many times its bytes; 0: never."
     ),
 ]
 Compact = Annotated[
     Literal["none", "span16"],
-    typer.Option(help="span16: write the newest rows of every 16 markers once more, for old markers on slow disks."),
+    typer.Option(
+        help="span16: write the newest rows of every 16 markers a second time, for old markers on slow disks."
+    ),
 ]
 Lease = Annotated[
     float,
-    typer.Option(min=0.1, max=DAY_S, help="Several may run: one that was not heard of for so long is taken for dead."),
+    typer.Option(
+        min=0.1, max=DAY_S, help="Several may run: one that was not heard of for this many seconds is taken for dead."
+    ),
 ]
 PassOverLost = Annotated[
     bool,
-    typer.Option(
-        "--pass-over-lost", help="Go on behind markers whose log or dense data is gone: they stay lost for good."
-    ),
+    typer.Option("--pass-over-lost", help="Skip markers whose log or dense data is gone: they stay lost for good."),
 ]
 Head = Annotated[
     str | None,
@@ -128,7 +129,7 @@ class _Setup:
 
     def _sign_off(self) -> None:
         assert self.crew is not None
-        with contextlib.suppress(StreamCkptError):  # what is left behind counts for nothing
+        with contextlib.suppress(StreamCkptError):  # what is left counts for nothing
             self.crew.close()
 
 
@@ -175,7 +176,7 @@ def materialize_log(
         service.report(Event("start", {"uri": uri, "store": store, "once": once}))
         with stopping(service.stop):
             ended = service.run(once=once, poll_s=poll_s)
-    if once and not ended:  # by a signal: whoever waits for the store must not take it for complete
+    if once and not ended:  # by a signal: a script that waits for the store must not take it for complete
         raise typer.Exit(1)
 
 

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from torchrec_stream_ckpt.errors import ConfigError
+
 if TYPE_CHECKING:
     from torchrec_stream_ckpt.route.job import Job
     from torchrec_stream_ckpt.store.api import Objects
@@ -30,14 +32,16 @@ Store = Annotated[
 ]
 StoreNamed = Annotated[str, typer.Option("--store", help="The store: file://DIR or s3://BUCKET/PREFIX.", metavar="URL")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more, and what the library logs, on stderr.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Print what the library logs, on stderr; gc also names each object.")
+]
 Globs = Annotated[list[str] | None, typer.Option(help="Only tables of this name.", metavar="GLOB")]
 DAY_S = 86_400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """What opening a log or a store takes beside its name."""
+    """What opening a log or a store takes besides its name."""
 
     store_options: Annotated[
         str | None,
@@ -86,6 +90,27 @@ class JobOptions(Access):
     def open(self, *, warn: bool = True) -> AbstractContextManager[Job]:
         """The job's log, read as of now."""
         return self.open_job(self.uri, self.store, warn=warn)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkerOptions(JobOptions):
+    """A job, and one of its markers: named after the URI, or by ``--marker``."""
+
+    place: Annotated[
+        str | None, typer.Argument(help="GENERATION:MARKER, or latest (default: the newest).", metavar="[MARKER]")
+    ] = None
+    marker: Annotated[str | None, typer.Option(help="The same as MARKER.", metavar="MARKER")] = None
+
+    @property
+    def chosen(self) -> str | None:
+        """The marker as it was given; None: the newest.
+
+        Raises:
+            ConfigError: it was given twice.
+        """
+        if self.place is not None and self.marker is not None:
+            raise ConfigError("MARKER was given twice", hint="leave out --marker", marker=self.marker)
+        return self.marker if self.place is None else self.place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,8 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from torchrec_stream_ckpt.cli.common import print_json
+from torchrec_stream_ckpt.cli.common import console, print_json, table
 from torchrec_stream_ckpt.cli.options import Access, Json, Store
 from torchrec_stream_ckpt.cli.plan_input import Asked, Rates, parse_assumptions, parse_tables, workload_of_job
 from torchrec_stream_ckpt.errors import ConfigError
@@ -159,23 +157,23 @@ def _record(work: Workload) -> dict[str, Any]:
 
 
 def _print(work: Workload, where: Deployment, costs: UnitCosts, result: Plan) -> None:
-    console = Console()
+    out = console()
     drains = "step" if work.drain_every == 1 else f"{work.drain_every} steps"
-    console.print(
+    out.print(
         f"{len(work.tables)} tables, {work.rows:,} rows, {size(round(work.table_bytes))} with states and ids; "
         f"{work.ranks} ranks, {work.steps_per_s:g} steps a second, a drain every {drains}, "
         f"a marker every {duration(work.marker_s)}",
         soft_wrap=True,
     )
-    table = Table("", "needs", "how", title="plan: a model, not a measurement", title_justify="left")
+    shown = table("", "needs", "how", title="plan: a model, not a measurement")
     for section, rows in _sections(work, where, costs, result).items():
-        table.add_section()
+        shown.add_section()
         for name, value, how in rows:
-            table.add_row(f"{section}: {name}", value, how)
-    console.print(table)
-    console.print("assumptions (another value: --assume NAME=X; those marked m are measured by benchmarks/scale):")
+            shown.add_row(f"{section}: {name}", value, how)
+    out.print(shown)
+    out.print("assumptions (another value: --assume NAME=X; those marked m are measured by benchmarks/scale):")
     for field in dataclasses.fields(costs):
-        console.print(f"  {field.name}={getattr(costs, field.name):g}", highlight=False)
+        out.print(f"  {field.name}={getattr(costs, field.name):g}", highlight=False)
 
 
 Rows = list[tuple[str, str, str]]
@@ -261,7 +259,7 @@ def _rank(work: Workload, result: Plan) -> Rows:
     memory = result.memory
     ring = "frames that are not acknowledged"
     return [
-        ("memory", size(round(memory.rank_bytes)), "beside training: the four below"),
+        ("memory", size(round(memory.rank_bytes)), "on top of training: the four below"),
         ("ring", size(round(memory.ring_bytes)), ring),
         ("masks", size(round(memory.mask_bytes)), "3 bytes a row, on the tables' device"),
         ("dense copy", size(round(memory.dense_bytes)), "its part, copied at each marker"),

@@ -50,7 +50,7 @@ class PlannedTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """How fast rows change: so many a second, or ids that are drawn."""
+    """How fast rows change: rows a second, or ids that are drawn."""
 
     touched_rows_per_s: float | None = None
     growth: float = 1.0
@@ -119,7 +119,7 @@ def spread(tables: Sequence[PlannedTable], rows_per_s: float, drain_s: float, gr
 
 def workload_of_job(job: Job, asked: Asked) -> Workload:
     """Tables of the newest generation with two committed markers, and its rates between the first and the last one:
-    the sweep is in front of the first.
+    the sweep is before the first.
 
     Raises:
         ConfigError: no generation has committed two markers, or they bear the same time.
@@ -156,14 +156,14 @@ def workload_of_job(job: Job, asked: Asked) -> Workload:
 def parse_tables(
     tables: str | None, rows: float | None, dim: int | None, dtype: str, optimizer: str
 ) -> list[PlannedTable]:
-    """Like tables, so many, or those of a JSON file.
+    """A number of like tables, or those of a JSON file.
 
     Raises:
         ConfigError: it is neither, with the right form.
     """
     if tables is not None and not tables.isdigit():
         if rows is not None or dim is not None:
-            raise ConfigError("the file says rows and dim of each table", hint="leave --rows and --dim away")
+            raise ConfigError("the file says rows and dim of each table", hint="leave out --rows and --dim")
         return _read_tables(Path(tables), dtype, optimizer)
     if rows is None or dim is None:
         raise ConfigError(

@@ -28,7 +28,7 @@ def relay_log(
     inner: Annotated[str, typer.Argument(help="The log that the trainer writes: file://DIR", metavar="INNER")],
     outer: Annotated[str, typer.Argument(help="Where to: kafka://HOST:PORT/JOB or file://DIR", metavar="OUTER")],
     once: Annotated[bool, typer.Option("--once", help="End when all that is there now is on the outer tier.")] = False,
-    status: Annotated[bool, typer.Option("--status", help="Only say how far behind the outer tier is.")] = False,
+    status: Annotated[bool, typer.Option("--status", help="Only say how many markers the outer tier lacks.")] = False,
     every: Annotated[
         int, typer.Option(min=1, help="Copy only markers whose number is a multiple of N, and the newest at the end.")
     ] = 1,
@@ -41,7 +41,7 @@ def relay_log(
 ) -> None:
     """Copy what a job has committed to its inner tier to the outer one: frames as they are, dense state, then COMMIT.
 
-    The trainer runs one by itself; this is for when it is gone. May be killed at any time, and run beside another one.
+    The trainer runs one by itself; this is for when it is gone. May be killed at any time, and several may run at once.
     The job must have been opened on both tiers. Needs no torch.
     """
     check_tiers((inner, outer), every)
@@ -71,7 +71,12 @@ def _store_of(outer: str, kafka_options: str | None) -> str | None:
     """Where the markers of the outer log have their dense state; None: in its own folder."""
     with contextlib.closing(Job.open(outer, kafka_options=kafka_options)) as job:
         if job.log.incarnation() is None:
-            raise MarkerNotFoundError("there is no outer log", hint="the job makes it when it starts", uri=outer)
+            raise MarkerNotFoundError(
+                "there is no log at OUTER",
+                hint="check the URI; a job makes its outer log when it starts with both: --stream_ckpt INNER "
+                "--stream_ckpt OUTER",
+                uri=outer,
+            )
         newest = job.control.refresh().newest
     if newest is None and isinstance(parse_uri(outer), FileUri):
         return None
@@ -85,7 +90,7 @@ def _print(state: dict[str, object], *, as_json: bool) -> None:
         return
     assert isinstance(state["lag_bytes"], int)
     typer.echo(
-        f"outer tier at marker {state['outer_newest'] or 'none'}, {state['lag_markers']} markers behind "
+        f"outer tier at marker {state['outer_newest'] or 'none'}, {state['lag_markers']} markers to copy "
         f"({size(state['lag_bytes'])}, {state['lag_s']} s)"
         + (f"; inner tier at {state['inner_newest']}" if state["inner_newest"] else "")
         + ("; the inner log's trainer was fenced, or another node's job is newer" if state["fenced"] else "")

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from torchrec_stream_ckpt.cli.common import progress_bar
+from torchrec_stream_ckpt.cli.common import console, progress_bar
 from torchrec_stream_ckpt.cli.options import JobOptions
 from torchrec_stream_ckpt.cli.watch import Rate, Watcher, bytes_per_s
 from torchrec_stream_ckpt.errors import ConfigError
@@ -23,7 +22,7 @@ def report_job(
     options: JobOptions,
     out: Annotated[Path, typer.Option("--out", help="The page to write.", metavar="FILE.html")],
     last: Annotated[
-        int | None, typer.Option("--last", min=1, help="Read only so many of the newest markers (default: all).")
+        int | None, typer.Option("--last", min=1, help="Read only the newest N markers (default: all).")
     ] = None,
     tensorboard: Annotated[
         Path | None, typer.Option(help="Folder of the job's scalars: the log does not hold its stalls.", metavar="DIR")
@@ -46,7 +45,7 @@ def report_job(
             uri=options.uri, look=look, lineage=job.lineage, history=history, stalls=stalls, bytes_per_s=rate, last=last
         )
         _write(out, page(report))
-    Console().print(f"{out}: {size(out.stat().st_size)}", highlight=False, markup=False, soft_wrap=True)
+    console().print(f"{out}: {size(out.stat().st_size)}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _write(out: Path, text: str) -> None:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from rich.console import Console
-from rich.table import Column, Table
-
-from torchrec_stream_ckpt.cli.common import plain, print_json
+from torchrec_stream_ckpt.cli.common import check_named_store, console, plain, print_json, table
 from torchrec_stream_ckpt.cli.names import short_names
-from torchrec_stream_ckpt.cli.options import JobOptions, Json
+from torchrec_stream_ckpt.cli.options import Json, MarkerOptions
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense_files import DenseFile
@@ -19,17 +15,14 @@ from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.route.survey import Survey
 from torchrec_stream_ckpt.units import age, clock, size
 
-Marker = Annotated[str | None, typer.Option(help="GENERATION:MARKER (default: the newest).", metavar="MARKER")]
-
 
 def show_marker(
-    options: JobOptions,
-    marker: Marker = None,
+    options: MarkerOptions,
     json: Json = False,
 ) -> None:
     """Show one marker: its lineage, its tables, where each rank's stream ends, its dense files."""
     with options.open() as job:
-        commit = job.find(marker)
+        commit = job.find(options.chosen)
         if json:
             print_json(_record(job, commit))
         else:
@@ -68,6 +61,8 @@ def _dense_files(job: Job, commit: Commit) -> tuple[DenseFile, ...]:
 def _standing(job: Job, commit: Commit) -> dict[str, Any]:
     """From where it can be restored, and what the store has of it."""
     standing = Survey(job).look(commit)
+    if standing.reason and standing.dropped is None:
+        check_named_store(job)
     holding = standing.holding
     pieces = holding.cover.pieces if holding is not None and holding.cover is not None else ()
     return {
@@ -94,44 +89,40 @@ def _trimmed(job: Job, commit: Commit) -> list[dict[str, Any]]:
 
 def _print(job: Job, commit: Commit) -> None:
     record = _record(job, commit)
-    console = Console()
-    console.print(
+    out = console()
+    out.print(
         f"marker {record['marker']}, step {commit.step}, {age(commit.time_s)} ago, job {record['job']}, "
         f"committed at {clock(commit.time_s)}"
     )
-    console.print(f"lineage: {' -> '.join(record['lineage'])}")
-    console.print(f"from: {record['from'] or 'nowhere: ' + plain(record['reason'])}", soft_wrap=True)
+    out.print(f"lineage: {' -> '.join(record['lineage'])}")
+    out.print(f"from: {record['from'] or 'nowhere: ' + plain(record['reason'])}", soft_wrap=True)
     if record["store_reach"]:
         held = f"{record['store_pieces']} pieces, {size(record['store_bytes'])}"
-        console.print(f"store: rows up to marker {record['store_reach']}, {held}")
+        out.print(f"store: rows up to marker {record['store_reach']}, {held}")
     elif record["store_problem"]:
-        console.print(f"store: {plain(record['store_problem'])}", soft_wrap=True)
+        out.print(f"store: {plain(record['store_problem'])}", soft_wrap=True)
     for trimmed in record["trimmed"]:
         what = f"log up to marker {trimmed['up_to']}: trimmed {age(trimmed['time_s'])} ago, in the store"
-        console.print(f"{what} {plain(trimmed['store'])}", soft_wrap=True)
-    names = short_names(console, [table["name"] for table in record["tables"]])
-    tables = Table(
-        Column("table", overflow="fold"), "rows", "dim", "dtype", "optimizer", "states", "sent whole in generation"
-    )
-    for name, table in zip(names, record["tables"], strict=True):
-        states = (
-            ", ".join(f"{plain(s['name'])} a {'row' if s['per_row'] else 'weight'}" for s in table["states"]) or "-"
-        )
+        out.print(f"{what} {plain(trimmed['store'])}", soft_wrap=True)
+    names = short_names(out, [table["name"] for table in record["tables"]])
+    tables = table("table", "rows", "dim", "dtype", "optimizer", "states", "sent whole in generation")
+    for name, each in zip(names, record["tables"], strict=True):
+        states = ", ".join(f"{plain(s['name'])} a {'row' if s['per_row'] else 'weight'}" for s in each["states"]) or "-"
         tables.add_row(
             name,
-            f"{table['rows']:,}",
-            str(table["dim"]),
-            table["dtype"],
-            plain(table["optimizer"]),
+            f"{each['rows']:,}",
+            str(each["dim"]),
+            each["dtype"],
+            plain(each["optimizer"]),
             states,
-            str(table["base_generation"]),
+            str(each["base_generation"]),
         )
-    console.print(tables)
-    ranks = Table("rank", "partition", "begin", "end", "frames", "rows", "bytes")
+    out.print(tables)
+    ranks = table("rank", "partition", "begin", "end", "frames", "rows", "bytes")
     for end in commit.ranks:
         cells = (end.rank, end.partition, end.begin, end.end, end.frames)
         ranks.add_row(*map(str, cells), f"{end.rows:,}", size(end.num_bytes))
-    console.print(ranks)
+    out.print(ranks)
     total = commit.dense_bytes
     place = plain(record["dense"])
-    console.print(f"dense: {commit.dense_count} files, {size(total)}, in {place}", soft_wrap=True)
+    out.print(f"dense: {commit.dense_count} files, {size(total)}, in {place}", soft_wrap=True)

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from torchrec_stream_ckpt.cli.common import print_json, progress_bar
-from torchrec_stream_ckpt.cli.options import JobOptions, Json
-from torchrec_stream_ckpt.cli.show import Marker
+from torchrec_stream_ckpt.cli.options import Json, MarkerOptions
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, TrimmedError, printable
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.interval import intervals
@@ -27,8 +26,7 @@ from torchrec_stream_ckpt.units import size
 
 
 def verify_markers(
-    options: JobOptions,
-    marker: Marker = None,
+    options: MarkerOptions,
     all_markers: Annotated[bool, typer.Option("--all", help="Verify every committed marker.")] = False,
     log_alone: Annotated[
         bool, typer.Option("--log", help="Read the log alone, also where a restore would take rows from the store.")
@@ -51,14 +49,14 @@ def verify_markers(
     markers proved of them; a marker with rows that differ is damaged. With --all, --verdict speaks of the newest marker
     alone: a running trainer stands on it. Exit status 1 if any is damaged.
     """
-    if all_markers and marker is not None:
-        raise ConfigError("--all verifies every marker", hint="leave out --marker, or --all", marker=marker)
+    if all_markers and options.chosen is not None:
+        raise ConfigError("--all verifies every marker", hint="leave out MARKER, or --all", marker=options.chosen)
     with options.open() as job:
         said: list[Verified | Verdict | _NotRead]
         if all_markers:
             said = [*_verdicts(job, quiet=json, log_alone=log_alone)]
         else:
-            said = [_verify(job, job.find(marker), quiet=json, log_alone=log_alone)]
+            said = [_verify(job, job.find(options.chosen), quiet=json, log_alone=log_alone)]
         if verdict:
             _leave(job, said[0])
     if json:

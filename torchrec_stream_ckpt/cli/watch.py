@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from torchrec_stream_ckpt.cli.common import print_json
+from torchrec_stream_ckpt.cli.common import console, print_json
 from torchrec_stream_ckpt.cli.options import DAY_S, JobOptions, Json
 from torchrec_stream_ckpt.cli.watching import line, view
 from torchrec_stream_ckpt.errors import LogUnavailableError, MarkerNotFoundError, StoreUnavailableError, StreamCkptError
@@ -42,7 +42,7 @@ Rate = Annotated[
 
 
 def bytes_per_s(uri: str, rate: float | None) -> float:
-    """What one rank restores in a second: as told, else by the log's scheme."""
+    """What one rank restores in a second: as told, otherwise by the log's scheme."""
     scheme = "file" if isinstance(parse_uri(uri), FileUri) else "kafka"
     return rate * 1e6 if rate is not None else RESTORE_BYTES_PER_S[scheme]
 
@@ -188,21 +188,21 @@ def _show_once(uri: str, seen: Look, *, json: bool) -> None:
     if json:
         print_json(record(uri, seen))
     else:
-        console = Console()
-        console.print(view(uri, seen, console.width))
+        out = console(pipe=200)
+        out.print(view(uri, seen, out.width))
 
 
 @contextlib.contextmanager
 def _shower(uri: str, *, json: bool) -> Iterator[Callable[[Look], None]]:
     """Where looks go until the context ends."""
-    console = Console()
+    screen = Console()
     if json:
         yield lambda seen: print(json_.dumps(record(uri, seen)), flush=True)
-    elif not console.is_terminal:
+    elif not screen.is_terminal:
         yield _Lines().show
     else:
-        with Live(console=console, screen=True, auto_refresh=False) as live:
-            yield lambda seen: live.update(view(uri, seen, console.width, console.height), refresh=True)
+        with Live(console=screen, screen=True, auto_refresh=False) as live:
+            yield lambda seen: live.update(view(uri, seen, screen.width, screen.height), refresh=True)
 
 
 class _Lines:

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from torchrec_stream_ckpt.errors import MarkerNotFoundError
-from torchrec_stream_ckpt.layout import CLAIMS_DIR, parse_claim_name
+from torchrec_stream_ckpt.layout import (
+    CLAIMS_DIR,
+    DENSE_DIR,
+    MANIFESTS_DIR,
+    RECORDS_DIR,
+    SEGMENTS_DIR,
+    parse_claim_name,
+)
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.identity import check_store
 
@@ -26,6 +33,16 @@ def jobs_in(objects: Objects) -> dict[bytes, str]:
         if parsed is not None:
             found[parsed[0]] = max(entry.name, found.get(parsed[0], ""))
     return found
+
+
+def has_job(objects: Objects, job: bytes) -> bool:
+    """Whether a store holds anything of a job.
+
+    Raises:
+        StoreUnavailableError: it does not answer.
+    """
+    kinds = (DENSE_DIR, MANIFESTS_DIR, SEGMENTS_DIR, RECORDS_DIR, CLAIMS_DIR)
+    return any(True for kind in kinds for _ in objects.list(f"{kind}/{job.hex()}/"))
 
 
 def some_jobs_in(objects: Objects) -> list[bytes]:
