@@ -67,7 +67,7 @@ class StreamCheckpointer:
         UnsupportedError: the model holds something that cannot be captured exactly; names it.
         ConfigError: the configuration is wrong.
         LogUnavailableError: the log does not answer.
-        StoreUnavailableError: the store does not answer, or does not let us in.
+        StoreUnavailableError: the store does not answer, or does not accept our login.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class StreamCheckpointer:
                 ``TrackedLoader`` among the stateful objects is told; of no meaning without one.
 
         Raises:
-            ConfigError: a ``TrackedLoader`` has not so many batches in flight.
+            ConfigError: a ``TrackedLoader`` has fewer batches in flight.
             FencedError: another trainer has taken over the job; raised by all ranks at the same step.
             MarkerFailedError, CommitUnknownError: (``on_stream_failure="raise"``) why the last marker failed; raised by
                 all ranks at the same step.

@@ -35,12 +35,13 @@ class StreamConfig:
     """Settings of an object store, credentials included (fsspec's, for S3 those of s3fs), or a file of ``key=value``
     lines (docs/operations.md)."""
     drain_every: int | Literal["auto"] = 1
-    """Send the rows that changed every so many steps. ``auto``: about half a ring at a time, and not while the log is
-    behind."""
+    """Steps between two drains, which send the rows that changed. ``auto``: about half a ring at a time, and none while
+    the log lags."""
     marker_every: int | None = _MARKER_EVERY
-    """Cut a marker at every multiple of so many steps; None: not by steps."""
+    """A marker is due at every multiple of this number of steps, and cut at the first step boundary from then on at
+    which every rank has finished its sweep and has no marker in flight; None: not by steps."""
     marker_every_s: float | None = None
-    """Cut a marker when so many seconds have passed since the last one; None: not by time."""
+    """Cut a marker when this many seconds have passed since the last one; None: not by time."""
     max_overhead: float | None = None
     """Cut markers as often as ``step()`` takes at most this part of the time that training takes by itself on each rank
     (0.01: 1%), instead of by steps or seconds; ``drain_every`` then says how often a drain may come at most. If the
@@ -52,20 +53,20 @@ class StreamConfig:
     """A file of at least 32 random bytes, or 64 hex digits, that only its owner may open. With it, rank 0 signs what
     it claims and commits, and takes nothing for committed that is not signed with it (docs/security.md)."""
     on_stream_failure: Literal["continue", "raise"] = "continue"
-    """What a marker that fails does beside failing its future: training goes on and the next one tries again, or
+    """What a marker that fails does besides failing its future: training goes on and the next one tries again, or
     ``step()`` raises the reason, on all ranks at the same step."""
     on_column_resplit: Literal["refuse", "merge"] = "refuse"
     """What a restore does when the plan splits columns of a row-wise optimizer in another way."""
     ring_bytes: int = 64 * 2**20
-    """Memory for frames that the log has not acknowledged yet, and the most that one ``step()`` gathers of touched
+    """Memory for frames that the log has not acknowledged, and the most that one ``step()`` gathers of touched
     rows. Two frames of 1 MB at least. Over Kafka the client holds as much again."""
     marker_budget_bytes: int = 2**30
     """Memory that a marker may take on top: for rows of its cut that training overwrites before they have found space
     in the ring. Without room all ranks give the marker up, and its rows go with the next one."""
     sweep_bytes: int = 16 * 2**20
-    """Rows that no step has touched yet: send so many bytes of them a step, until all have been sent."""
+    """Bytes a step of rows that no step has touched, until all have been sent."""
     proof_bytes: int = PROOF_BYTES
-    """Each rank adds digests of so many bytes of its live rows to a marker, each time of other rows: all are proved in
+    """Bytes of its live rows whose digests each rank adds to a marker, each time of other rows: all are proved in
     turn. Readers compare what they have restored with them, so that a row is found that was changed past the hooks, or
     lost on its way (docs/guarantees.md). That of rank 0 counts for all. At the least a marker proves
     1/65,536 of all blocks of 64 rows, also where these are more bytes. 0: no digests."""
@@ -82,8 +83,8 @@ class StreamConfig:
     """Compare what is copied from a HEAD with its checksums. It costs as much time as the copy; without it, memory that
     was altered since the materializer wrote it is trained on, and nobody is told."""
     commit_timeout_s: float = 600.0
-    """Give a marker up when the log or the store has not taken it after so many seconds; ``mark()`` waits no longer for
-    space."""
+    """Give a marker up when the log or the store has not taken it after this many seconds; ``mark()`` waits for space
+    no longer than that."""
     metrics_port: int | None = None
     """Serve this rank's metrics to Prometheus at this port and the rank's number on its host: ranks 0 to 3 of one host
     at 9400 to 9403. 0: each rank takes a free port, and says so in the log. None: not at all. What they are:
@@ -93,7 +94,7 @@ class StreamConfig:
     tensorboard: str | Path | None = None
     """Folder in which rank 0 writes its values for TensorBoard, about once a second; None: nowhere."""
     restore_mb_per_s: float | None = None
-    """10^6 bytes that one rank restores in a second: for the estimate among the metrics, and for nothing else. None: an
+    """10^6 bytes that one rank restores in a second: only for the estimate among the metrics. None: an
     assumption, by the log's scheme (docs/observability.md)."""
 
     def __post_init__(self) -> None:
@@ -160,7 +161,7 @@ class StreamConfig:
             )
         if self.marker_every not in (None, _MARKER_EVERY) or self.marker_every_s is not None:
             raise ConfigError(
-                "max_overhead says how often markers come", hint="leave marker_every and marker_every_s away"
+                "max_overhead says how often markers come", hint="leave out marker_every and marker_every_s"
             )
 
     @property
@@ -215,7 +216,7 @@ def check_tiers(uris: Sequence[str], outer_every: int) -> None:
         raise ConfigError(f"outer_every must be a positive whole number, it is {outer_every!r}")
     if len(parsed) == 1:
         if outer_every != 1:
-            raise ConfigError("outer_every says which markers a second tier gets, and there is none", hint=hint)
+            raise ConfigError("outer_every says which markers a second tier gets, and the job has one tier", hint=hint)
         return
     if not isinstance(parsed[0], FileUri):
         raise ConfigError(f"the nearest tier must be a folder, it is {parsed[0]}", hint=hint)

@@ -22,7 +22,7 @@ class StreamCkptError(Exception):
 
     Args:
         message: What is wrong, in one sentence.
-        hint: What to try, in the imperative; the CLI prints it behind ``Try:``.
+        hint: What to try, in the imperative; the CLI prints it after ``Try:``.
         where: Coordinates of the fault, such as ``table=``, ``rank=``, ``seq=``, ``path=``.
     """
 
@@ -60,7 +60,7 @@ class ConfigError(StreamCkptError, ValueError):
 
 
 class UnsupportedError(StreamCkptError):
-    """The model holds something that cannot be captured exactly yet, and is refused at attach; or a store is of a newer
+    """The model holds something that cannot be captured exactly, and is refused at attach; or a store is of a newer
     format: use what the hint names."""
 
 
@@ -122,7 +122,7 @@ class ServingStreamError(StreamCkptError):
 
 
 class ReplicaNotReadyError(StreamCkptError):
-    """A replica has nothing to serve: nothing was loaded yet, or a change of it broke off half way. Let it go on."""
+    """A replica has nothing to serve: nothing was loaded, or a change of it broke off half way. Let it go on."""
 
 
 class MarkerFailedError(StreamCkptError):
@@ -138,4 +138,4 @@ class ProofMismatchError(StreamCkptError):
 
 
 class CommitUnknownError(StreamCkptError):
-    """Nobody knows yet whether the COMMIT arrived: read the log once it answers again."""
+    """It is not known whether the COMMIT arrived: read the log once it answers again."""

@@ -1,4 +1,4 @@
-"""Points at which a process can be killed, stopped or made to fail, for tests of what that leaves behind.
+"""Points at which a process can be killed, stopped or made to fail, for tests of what that leaves.
 
 Off by default: a point is then one look at an empty mapping. Armed by the environment of the process,
 

@@ -42,7 +42,7 @@ class _Position:
 class TrackedLoader(Generic[T]):
     """A loader whose state is that of the last *trained* batch, however many a pipeline has fetched.
 
-    It keeps the wrapped loader's state behind each batch in flight. Hand it over as a ``Stateful``;
+    It keeps the wrapped loader's state after each batch in flight. Hand it over as a ``Stateful``;
     ``StreamCheckpointer.step()`` then tells it that a batch has been trained::
 
         loader = TrackedLoader(StatefulDataLoader(dataset, batch_size=64))
@@ -56,10 +56,10 @@ class TrackedLoader(Generic[T]):
                     ckpt.step()
 
     A plain ``for batch in loader`` works as well, and has the same positions. torch's loaders draw a seed from torch's
-    random state whenever a pass begins, and once more when one is resumed: give them a ``generator`` of their own.
+    random state whenever a pass begins, and again when one is resumed: give them a ``generator`` of their own.
 
     Args:
-        loader: An iterable with ``state_dict()`` and ``load_state_dict()``, whose state may be taken behind every
+        loader: An iterable with ``state_dict()`` and ``load_state_dict()``, whose state may be taken after every
             batch: it is copied each time, so a large state (a shuffle buffer) makes fetching slow.
         max_in_flight: How many batches may be fetched and not trained; more are an error.
     """
@@ -72,7 +72,7 @@ class TrackedLoader(Generic[T]):
         self._trained: _Position | None = None
         """None until a pass begins: the wrapped loader stands where training does."""
         self._ahead: deque[_Position] = deque()
-        """Behind each batch in flight, and at the ends of passes among and behind them; oldest first."""
+        """States after each batch in flight, and at the ends of passes among and after them; oldest first."""
         self._epoch = 0
         """Of the pass that is being fetched, or of the next one."""
         self._pass: object | None = None
@@ -116,7 +116,7 @@ class TrackedLoader(Generic[T]):
         """The oldest batches in flight have been trained. ``StreamCheckpointer.step()`` says it.
 
         Raises:
-            ConfigError: not so many are in flight.
+            ConfigError: fewer are in flight.
         """
         with self._lock:
             if not 0 <= batches <= self.in_flight:
@@ -136,7 +136,7 @@ class TrackedLoader(Generic[T]):
             self._ahead.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position behind the last trained batch."""
+        """The position after the last trained batch."""
         at = self._trained or self._position(batches=0)
         return {"epoch": at.epoch, "loader": copy.deepcopy(at.state)}
 
@@ -172,7 +172,7 @@ class TrackedLoader(Generic[T]):
             if self.in_flight == self._max_in_flight:
                 raise ConfigError(
                     f"{self._max_in_flight} batches were fetched and none of them was trained",
-                    hint="call step() behind each trained batch, or raise max_in_flight",
+                    hint="call step() after each trained batch, or raise max_in_flight",
                 )
             self._ahead.append(self._position(batches=1))
 
@@ -278,7 +278,7 @@ class GlobalBatches(Generic[T]):
             )
         if state_dict["samples"] > self._count:
             raise ConfigError(
-                f"the marker stands behind {state_dict['samples']} samples of its epoch, the data hold {self._count}",
+                f"the marker stands after {state_dict['samples']} samples of its epoch, the data hold {self._count}",
                 hint="give the data that the job was trained on",
             )
         self._epoch, self._samples = state_dict["epoch"], state_dict["samples"]

@@ -27,7 +27,7 @@ _open: set[int] = set()
 
 
 def open_lock(path: Path | str, *, dir_fd: int | None = None, create: bool = True) -> int:
-    """Open the file of a lock; its owner alone may open it, for whoever can could hold the lock for ever.
+    """Open the file of a lock; only its owner may open it: any other user who could might hold the lock for ever.
 
     Raises:
         OSError: it cannot be opened: it is another user's, or a link.
@@ -56,7 +56,7 @@ def try_lock(fd: int, *, exclusive: bool = True) -> bool:
 
 
 def await_lock(fd: int, timeout_s: float, *, exclusive: bool = True, poll_s: float = 0.01) -> bool:
-    """Take the lock of an open file as soon as nobody has one that forbids it; False if somebody has for so long."""
+    """Take the lock of an open file as soon as no other lock forbids it; False if one does all that time."""
     deadline = time.monotonic() + timeout_s
     while not try_lock(fd, exclusive=exclusive):
         if time.monotonic() >= deadline:
@@ -79,7 +79,7 @@ def held(path: Path, *, timeout_s: float, poll_s: float = 0.01) -> Iterator[int]
     """Hold the exclusive lock of ``path``; gives its descriptor.
 
     Raises:
-        TimeoutError: somebody else has held it for so long; a descriptor of the file is not open any more.
+        TimeoutError: another process has held it all that time; a descriptor of the file is not open any more.
         OSError: the file cannot be opened.
     """
     fd = open_lock(path)

@@ -18,8 +18,8 @@ class Metric:
     """One value that can be scraped."""
 
     name: str
-    """As scraped: that of a counter ends with ``_total``, that of a histogram has ``_bucket``, ``_sum`` and ``_count``
-    behind it."""
+    """As scraped: that of a counter ends with ``_total``, that of a histogram is followed by ``_bucket``, ``_sum`` or
+    ``_count``."""
     help: str
     kind: Literal["counter", "gauge", "histogram"] = "gauge"
 
@@ -179,7 +179,7 @@ def serve_metrics(
     except ImportError:
         raise ConfigError(
             "metrics need prometheus_client, which is not installed",
-            hint=f"pip install 'torchrec_stream_ckpt[metrics]', or leave {flag} away",
+            hint=f"pip install 'torchrec_stream_ckpt[metrics]', or leave out {flag}",
         ) from None
     registry = core.CollectorRegistry()
     registry.register(_Collector(read, core, metrics, labels or {}))

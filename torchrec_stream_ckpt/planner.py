@@ -48,7 +48,7 @@ def planner_constraints(
         base: Constraints of your own by table. They are kept, narrowed to what the marker allows.
 
     Returns:
-        Constraints by table name; ``base`` alone where nothing was committed yet.
+        Constraints by table name; ``base`` alone where nothing was committed.
 
     Raises:
         MarkerNotFoundError: ``marker`` is not committed.
@@ -82,7 +82,9 @@ def _choose(config: StreamConfig, marker: MarkerId | None) -> Route | None:
         job = stack.enter_context(closing(open_tier(config, copies=False)))
         if job.log.incarnation() is None:
             if marker is not None:
-                raise MarkerNotFoundError("there is no log yet", hint="check the URI", uri=config.uris[0])
+                raise MarkerNotFoundError(
+                    "there is no log", hint="check the URI, or start the job first", uri=config.uris[0]
+                )
             return None
         return choose(job.log, job.control.refresh(), job.dense, marker, job.objects)
 

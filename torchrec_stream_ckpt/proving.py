@@ -214,7 +214,7 @@ class Room:
 class Copied:
     """Copies of the live rows of some pieces; on a GPU they may be on their way.
 
-    To be made on the training thread, at a moment when nobody writes rows. All else is for any thread.
+    To be made on the training thread, at a moment when nobody writes rows. All other methods are for any thread.
 
     Args:
         kernels: All of this rank.
@@ -254,7 +254,7 @@ class Copied:
             self._note(source.device)
 
     def _note(self, device: torch.device) -> None:
-        """(GPU) The copies so far are there behind this moment of the current stream."""
+        """(GPU) The copies so far are done after this moment of the current stream."""
         if device.type == "cuda":
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(device))

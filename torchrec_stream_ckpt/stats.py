@@ -85,20 +85,20 @@ class Stats:
     num_bytes: int
     """Bytes of their frames, and of those without rows."""
     dirty_rows: int
-    """Rows that had changed and were left behind when their masks were last looked at, for want of space in the ring;
+    """Rows that had changed and stayed unsent when their masks were last looked at, for want of space in the ring;
     those of a cut that is being sent are among them. A mask is looked at by a drain and by a cut: nothing is scanned
     for this number, and what steps have touched since then is not in it."""
     swept_rows: int
     sweep_rows: int
-    """Of so many rows of this rank, ``swept_rows`` need no sweep any more, or never did."""
+    """Rows of this rank, of which ``swept_rows`` need no sweep any more, or never did."""
     ring_used_bytes: int
     ring_limit_bytes: int
-    """Frames that are not acknowledged take so much memory, of so much that the ring has without a marker's budget."""
+    """Memory that unacknowledged frames take, and that the ring has without a marker's budget."""
     ring_waits: int
     """How often ``mark()`` or ``close()`` have waited for space."""
     unacknowledged_frames: int
     unacknowledged_bytes: int
-    """What the publisher is behind."""
+    """Frames that the log has not acknowledged, and their bytes."""
     log_up: bool
     """Whether the log takes frames, as far as the publisher knows."""
     strays: int

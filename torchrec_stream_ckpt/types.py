@@ -158,7 +158,7 @@ class Restored:
     skipped: tuple[str, ...] = ()
     """Newer markers that could not be used, each with its reason."""
     source: str = "log"
-    """Where the rows came from: ``head 1:40``, ``store 1:40 + log``, ``log``; with two tiers, behind which of them:
+    """Where the rows came from: ``head 1:40``, ``store 1:40 + log``, ``log``; with two tiers, after the name of one:
     ``inner: log``, ``inner + outer: log``, ``outer: store 1:40 + log``."""
     proved: float = 0.0
     """Share of all rows that were compared with what markers proved of them; weights and states count apart."""

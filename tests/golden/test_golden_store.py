@@ -208,8 +208,8 @@ BAD_MANIFESTS = {
     "expected ['commit', 'previous', 'segments']",
     "base64": "no base64: string argument should contain only ASCII characters",
     "commit_is_a_claim": "this object does not hold a COMMIT",
-    "previous": "1:1 is not in front of 1:1",
-    "previous_of_another_generation": "0:9 is not in front of 1:1",
+    "previous": "1:1 is not before 1:1",
+    "previous_of_another_generation": "0:9 is not before 1:1",
     "ranks": "manifest does not name segments of each rank",
     "no_segments": "an interval or fold without segments",
     "segment_field": "segment has fields ['front_bytes', 'header_crc', 'more', 'name', 'num_bytes', 'rows'], "
@@ -224,9 +224,9 @@ BAD_MANIFESTS = {
 }
 BAD_FOLDS = {
     "job": "'000102030405060708090A0B0C0D0E0F' is no job",
-    "no_end": "None is not in front of None",
+    "no_end": "None is not before None",
     "end": "'1:01' is not how marker 1:1 is written",
-    "order": "1:1 is not in front of 1:1",
+    "order": "1:1 is not before 1:1",
     "segments_of_an_interval": f"names '{make_store.INTERVAL_NAME}', "
     f"where {make_store.FOLD_NAME.segment_name(0)} belongs",
     "no_segments": "an interval or fold without segments",

@@ -21,7 +21,7 @@ from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotF
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.layout import claim_name
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize.compactor import Policy
+from torchrec_stream_ckpt.materialize.materializer import Policy
 from torchrec_stream_ckpt.route.find import choose
 from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.store.api import Objects, open_store
@@ -134,7 +134,7 @@ def test_a_pin_that_comes_too_late_says_so_and_is_not_there(history: History, mo
         (("--then-every", "0"), ConfigError, "then_every must be at least 1"),
         (("--newest", "0"), ConfigError, "newest must be at least 1"),
         (("--newest", "1", "--grace", "-1h"), ConfigError, "'-1h' is no duration"),
-        (("--newest", "1", "--job", "7", "--no-log"), ConfigError, "'7' is no job"),
+        (("--newest", "1", "--job", "7", "--no-log"), ConfigError, "'7' is not a job's id"),
         (
             ("--newest", "1", "--job", "00" * 16, "--no-log"),
             MarkerNotFoundError,

@@ -263,15 +263,15 @@ def test_impossible_lengths_are_refused(lengths: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("start", [MarkerId(2, 7), MarkerId(2, 8), MarkerId(3, 1)])
 def test_a_fold_that_begins_behind_its_end_is_refused(start: MarkerId) -> None:
-    with pytest.raises(CorruptionError, match=f"{start} is not in front of 2:7"):
+    with pytest.raises(CorruptionError, match=f"{start} is not before 2:7"):
         Fold.from_bytes(small_fold(start).to_bytes(), "f")
 
 
 @pytest.mark.parametrize("previous", [MarkerId(2, 7), MarkerId(2, 8), MarkerId(1, 3), MarkerId(3, 1)])
 def test_a_marker_that_follows_on_no_earlier_one_of_its_generation_is_refused(previous: MarkerId) -> None:
-    with pytest.raises(CorruptionError, match=f"{previous} is not in front of 2:7"):
+    with pytest.raises(CorruptionError, match=f"{previous} is not before 2:7"):
         Manifest.from_bytes(replace(small_manifest(), previous=previous).to_bytes(), "m")
-    with pytest.raises(CorruptionError, match=f"{previous} is not in front of 2:7"):
+    with pytest.raises(CorruptionError, match=f"{previous} is not before 2:7"):
         Dropped.from_bytes(Dropped(commit(2, 7), previous, 5.0).to_bytes(), "d")
 
 

@@ -112,7 +112,7 @@ def test_of_several_jobs_one_has_to_be_named(lost: Path) -> None:
     open_store(str(lost)).put(claim_name(OTHER_JOB, 1), [claim(1, job=OTHER_JOB).to_frame()])
     with pytest.raises(ConfigError, match="holds 2 jobs"):
         run("recover", f"file://{lost}", "--store", lost)
-    with pytest.raises(ConfigError, match="is no job"):
+    with pytest.raises(ConfigError, match="is not a job's id"):
         run("recover", f"file://{lost}", "--store", lost, "--job", "mine")
     with pytest.raises(MarkerNotFoundError):
         run("recover", f"file://{lost}", "--store", lost, "--job", OTHER_JOB.hex())

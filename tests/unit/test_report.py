@@ -129,7 +129,7 @@ def test_a_job_without_a_marker_says_so(tmp_path: Path, browser: Browser) -> Non
     log.close()
     seen = look(browser, report(tmp_path / "log"), "empty")
     assert (seen.sections, seen.charts) == (["Alerts"], [])
-    assert "No marker was committed yet" in seen.text
+    assert "No marker has been committed" in seen.text
     assert "first generation 1 began" in seen.text
 
 

@@ -220,7 +220,7 @@ class Broker:
         return True
 
     def _process(self) -> ProcessId | None:
-        """The process that the last start left behind, dead or alive."""
+        """The process that the last start left, dead or alive."""
         try:
             state = json.loads(self._state.read_text())
             return ProcessId(int(state["pid"]), str(state["birth"]))
@@ -286,7 +286,7 @@ class Broker:
         if port not in (None, first):
             raise ConfigError(
                 f"this folder's broker has port {first}, not {port}",
-                hint=f"leave --port away, or stop it and set the port in {self._properties}",
+                hint=f"leave out --port, or stop it and set the port in {self._properties}",
                 path=self._dir,
             )
         for taken in known.values():

@@ -66,7 +66,7 @@ class ProcessId:
 
     @contextmanager
     def _descriptor(self) -> Iterator[int | None]:
-        """A handle on the process. The birth is checked behind opening: from then on the pid cannot pass on."""
+        """A handle on the process. The birth is checked after opening: from then on the pid cannot pass on."""
         try:
             descriptor = os.pidfd_open(self.pid)
         except ProcessLookupError:

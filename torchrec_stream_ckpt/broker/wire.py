@@ -80,7 +80,7 @@ class Connection:
         self._socket.sendall(struct.pack(">i", len(request)) + request)
         (length,) = struct.unpack(">i", self._read(4))
         if not 4 <= length <= _MAX_ANSWER_BYTES:
-            raise OSError(f"an answer of {length} bytes is none")
+            raise OSError(f"an answer cannot have {length} bytes")
         return self._read(length)[4:]
 
     def _read(self, length: int) -> bytes:

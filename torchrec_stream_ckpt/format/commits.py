@@ -20,7 +20,7 @@ from torchrec_stream_ckpt.format.packed_commit import PackedCommit, open_commit
 from torchrec_stream_ckpt.types import MarkerId
 
 Place: TypeAlias = int
-"""Where a COMMIT stands in its log, as whoever fetches it understands it."""
+"""Where a COMMIT stands in its log, in the terms of the function that fetches it."""
 Fetch: TypeAlias = Callable[[Mapping[MarkerId, Place]], Mapping[MarkerId, bytes]]
 """Gives the frames of COMMITs, in one pass over the log."""
 
@@ -126,7 +126,7 @@ class Commits(MutableMapping[MarkerId, Commit]):
         """These, one after the other; those that are fetched for that are not held on to."""
         markers, at_a_time = iter(markers), 1
         while some := list(islice(markers, at_a_time)):
-            at_a_time = min(4 * at_a_time, _AT_A_TIME)  # whoever wants the first few fetches no more than a few
+            at_a_time = min(4 * at_a_time, _AT_A_TIME)  # a caller that wants the first few fetches no more than a few
             away = {marker: place for marker in some if isinstance(place := self._held[marker], int)}
             fetched = self._fetched(away) if away else {}
             for marker in some:

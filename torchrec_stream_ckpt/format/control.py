@@ -107,7 +107,7 @@ class Claim(Record):
     incarnation: str
     """Identity of the log when it was claimed: Kafka's topic id, or the file log's own."""
     schema: Schema
-    """Where ``same_schema`` is given, and the record is not folded into a lineage yet: no tables."""
+    """Where ``same_schema`` is given, and as long as the record is not folded into a lineage: no tables."""
     swept: tuple[int, ...]
     """Tables that this generation sends whole; the others stand on the parent."""
     time_s: float
@@ -175,7 +175,7 @@ class Claim(Record):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Serve(Claim):
-    """As CLAIM, of a serving stream: who restores, lists or materializes refuses it by name."""
+    """As CLAIM, of a serving stream: restores, lists and materializers refuse it by name."""
 
     KIND: ClassVar[Kind] = Kind.SERVE
 
@@ -277,7 +277,7 @@ class Commit(Record):
 
 @dataclass(frozen=True, slots=True)
 class Trim(Record):
-    """An operator gives log data up: from this record on, what lies in front of some markers' ends may be gone.
+    """An operator gives log data up: from this record on, data before the ends of some markers may be gone.
 
     Where those ends are, their COMMITs say. The data of a generation that no marker needs has no part in this.
     """
@@ -344,7 +344,7 @@ class Trim(Record):
             raise CorruptionError("TRIM.markers must name each generation once, in order, and its own marker")
         reach, given_up = {marker.generation: marker for marker in trim.markers}, list(trim.given_up or ())
         if given_up != sorted(set(given_up)) or any(each >= reach.get(each.generation, each) for each in given_up):
-            raise CorruptionError("TRIM.given_up must be in order, each once, in front of what may be gone")
+            raise CorruptionError("TRIM.given_up must be in order, each once, before what may be gone")
         if not trim.store:
             raise CorruptionError("TRIM.store is empty")
         _check_place("TRIM.store", trim.store)

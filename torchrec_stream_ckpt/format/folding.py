@@ -1,7 +1,7 @@
 """Folding a control partition from its newest snapshot on, and making such a snapshot.
 
-A snapshot is a pure function of the records up to an offset: whoever folds the same prefix makes the same bytes. It
-holds the records that still decide something, byte for byte, and the few numbers that no record says.
+A snapshot is a pure function of the records up to an offset: every process that folds the same prefix makes the
+same bytes. It holds the records that still decide something, byte for byte, and the few numbers that no record says.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def lineage_of(body: bytes, *, serving: bool = False) -> Lineage:
 
 
 def snapshot_of(folded: Folded, incarnation: str) -> list[Snapshot]:
-    """The records, not signed yet, of a snapshot of what was folded.
+    """The unsigned records of a snapshot of what was folded.
 
     Raises:
         UnsupportedError: it is larger than a reader takes.

@@ -43,7 +43,7 @@ class Kind(IntEnum):
     END = 20  # control: a trainer's last word on its generation
     NOTE = 21  # control: metadata of a marker, added later
     SNAPSHOT = 22  # control: a part of what the control partition says up to an offset
-    BASE = 23  # first in a control file that was cut: the offset of the record behind it
+    BASE = 23  # first in a control file that was cut: the offset of the record after it
 
 
 _SINCE = {Kind.IDS: 2, Kind.END: 2, Kind.NOTE: 2, Kind.SNAPSHOT: 2, Kind.BASE: 2}
@@ -260,7 +260,7 @@ def _check_unused(header: Header) -> None:
 
 
 def seal(header: Header, frame: bytearray | memoryview) -> None:
-    """Finish a frame whose payload stands behind byte 128: checksum it, then write the header."""
+    """Finish a frame whose payload begins at byte 128: checksum it, then write the header."""
     header.payload_crc = crc32c(memoryview(frame)[HEADER_LEN : HEADER_LEN + header.payload_len])
     header.pack_into(frame)
 

@@ -41,7 +41,7 @@ class IdEvents:
 
 
 def encode_ids(header: Header, events: IdEvents) -> bytearray:
-    """The bytes of a frame behind an empty header, whose sections are put into ``header``: to be sealed.
+    """The bytes of a frame after an empty header, whose sections are put into ``header``: to be sealed.
 
     Args:
         header: Of kind IDS, with its table.

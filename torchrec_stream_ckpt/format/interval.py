@@ -62,7 +62,7 @@ def generations(
     Args:
         lineage: The control partition.
         marker: A committed marker.
-        reach: The marker on its path up to which something else gives all rows.
+        reach: The marker on its path up to which another source gives all rows.
 
     Yields:
         (the generation's commit on the path, where its streams are read from; None: from HELLO).

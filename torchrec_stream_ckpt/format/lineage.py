@@ -1,4 +1,4 @@
-"""What the control partition says: who owns which generation, which markers exist, and what was trimmed.
+"""What the control partition says: which trainer owns a generation, which markers exist, and what was trimmed.
 
 The order of the control partition is the fence. Within one generation number the first CLAIM in log
 order wins; a higher number fences all lower ones; a COMMIT counts only while its writer's generation is
@@ -166,7 +166,7 @@ class Lineage:
             self.stale += 1
             return
         marker, newest = MarkerId(owner.generation, commit.marker), self.commits.newest
-        # A COMMIT that nobody answered for may land late, behind that of a later marker: it does not count.
+        # A COMMIT that was not acknowledged may land late, after that of a later marker: it does not count.
         late = newest is not None and marker <= newest
         if late or commit.generation in self.ends:
             self.stale += 1
@@ -174,7 +174,7 @@ class Lineage:
             self.commits.add(marker, commit, place)
 
     def _trim(self, trim: Trim) -> None:
-        # What lies in front of what may be gone did exist, whether or not its COMMIT has been given up.
+        # What is older than what may be gone did exist, whether or not its COMMIT has been given up.
         if all(marker in self.commits or self._is_gone(marker) for marker in trim.markers):
             self._count(trim)
         else:
@@ -285,7 +285,7 @@ class Lineage:
     def path(self, marker: MarkerId) -> list[Commit]:
         """The commits whose frames make up ``marker``: root generation first, ``marker`` itself last.
 
-        Frames behind a generation's commit on this path are on an abandoned timeline.
+        Frames after a generation's commit on this path are on an abandoned timeline.
         """
         return self.commits.named(self.way(marker))
 

@@ -42,7 +42,7 @@ class SegmentRef:
     name: str
     num_bytes: int
     front_bytes: int
-    """Bytes in front of its chunks: header, directory and notes."""
+    """Bytes before its chunks: header, directory and notes."""
     header_crc: int
     """Checksum of its header, which vouches for the directory, which vouches for the chunks."""
     rows: int
@@ -112,7 +112,7 @@ class Fold:
         body = _unwrap(data, "fold", where, {"job", "start", "end", "chain", "segments"})
         job, start, end = _job(body["job"], where), _marker(body["start"], where), _marker(body["end"], where)
         if end is None or (start is not None and not start < end):
-            raise CorruptionError(f"{start} is not in front of {end}", name=where)
+            raise CorruptionError(f"{start} is not before {end}", name=where)
         chain = _chain(body, "fold", where)
         return cls(job, start, end, chain, _refs(body["segments"], FoldName(job, end, start).segment_name, where))
 
@@ -134,7 +134,7 @@ class Dropped:
 
     @classmethod
     def of_lost(cls, commit: Commit, previous: MarkerId | None) -> Dropped:
-        """For a marker whose rows can never be in the store. The same whoever writes it."""
+        """For a marker whose rows can never be in the store. All workers write the same bytes."""
         return cls(commit, previous, commit.time_s, _LOST_ROWS)
 
     @property
@@ -165,7 +165,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """Objects that nobody needed at some time; they go once that is long enough ago for all who were reading them."""
+    """Objects that were not needed at some time; they go once that is long enough ago for every reader of that time."""
 
     time_s: float
     """When that was found, Unix time."""
@@ -257,7 +257,7 @@ def _chain(body: Mapping[str, Any], what: str, where: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """What the last segment of a rank's interval says beside rows."""
+    """What the last segment of a rank's interval says besides rows."""
 
     shards: tuple[TableShard, ...]
     """What the rank holds in this generation, as its HELLO says."""
@@ -290,7 +290,7 @@ def _commit(body: Mapping[str, Any], where: str) -> tuple[Commit, MarkerId | Non
         raise CorruptionError("this object does not hold a COMMIT", name=where)
     previous = _marker(body["previous"], where)
     if previous is not None and not (previous < commit.id and previous.generation == commit.generation):
-        raise CorruptionError(f"{previous} is not in front of {commit.id}", name=where)
+        raise CorruptionError(f"{previous} is not before {commit.id}", name=where)
     return commit, previous
 
 
@@ -364,7 +364,7 @@ def _unwrap(data: Buffer, kind: str, where: str, names: set[str]) -> dict[str, A
 def _object(data: bytes, where: str) -> dict[str, Any]:
     try:
         raw = json.loads(data.decode("ascii"))
-        canonical(raw)  # no number that is none
+        canonical(raw)  # no NaN, no infinity
     except (ValueError, RecursionError) as error:
         raise CorruptionError(f"no JSON: {error}", name=where) from None
     if not isinstance(raw, dict):

@@ -89,7 +89,7 @@ class Proved:
 
     @classmethod
     def by(cls, width: int, markers: int) -> Proved:
-        """After so many committed markers with windows of this width."""
+        """Committed markers, with windows of this width, after which all rows are proved."""
         round_markers = -(-POSITIONS // width)
         return cls(round_markers, min(1.0, markers * width / POSITIONS), max(0, min(markers, round_markers) - 1))
 

@@ -15,7 +15,7 @@ MAC = re.compile(r"(?:[0-9a-f]{64})?")
 MAX_META_BYTES = 4096
 """Of the canonical JSON of a marker's metadata."""
 _SIGNED = "torchrec_stream_ckpt {kind} version 1\n"
-"""In front of what is signed: an HMAC of one kind of record, or of anything else, is none of another."""
+"""Signed before the record: so an HMAC of one kind of record, or of anything else, is not valid for another kind."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 Meta: TypeAlias = tuple[tuple[str, str | int | float], ...]

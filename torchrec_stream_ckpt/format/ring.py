@@ -19,7 +19,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class FrameBuffer:
-    """Memory for one frame. Its owner is whoever holds it: drain, then publisher, then the ring again.
+    """Memory for one frame. Its owner is its holder: the drain, then the publisher, then the ring again.
 
     An owner that an exception stops just drops it.
     """
@@ -82,7 +82,7 @@ class FrameRing:
 
         Args:
             extra: A marker asks: it may take from its budget.
-            wait_s: Wait at most so long; 0 never waits.
+            wait_s: Wait at most this long; 0 never waits.
         """
         deadline = time.monotonic() + wait_s
         with self._changed:
@@ -95,7 +95,7 @@ class FrameRing:
                 self._changed.wait(remaining)
 
     def borrow(self, num_bytes: int) -> FrameBuffer | None:
-        """For a marker: memory for one frame of just ``num_bytes`` from its budget, else a buffer; never waits."""
+        """For a marker: memory for one frame of just ``num_bytes`` from its budget, otherwise a buffer; never waits."""
         with self._changed:
             return self._lend(num_bytes) or self._take()
 

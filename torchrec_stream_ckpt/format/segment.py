@@ -1,4 +1,4 @@
-"""A segment of the store: chunks of rows behind a directory. The byte layout is specified in docs/format.md.
+"""A segment of the store: a directory, then chunks of rows. The byte layout is specified in docs/format.md.
 
 A chunk is the payload of a ROWS frame whose ids ascend; no id stands in a segment twice. The codec knows no store: it
 takes and gives bytes.
@@ -73,8 +73,8 @@ Directory = npt.NDArray[np.void]
 """Entries of :data:`ENTRY`, in the order of the chunks."""
 
 CHUNK_BYTES = 4 * 2**20
-"""A chunk takes as many rows as make so many bytes, one at least. It stands in the format: who writes the same segment
-must cut it at the same places."""
+"""A chunk takes as many rows as make this many bytes, one at least. It is part of the format: all writers of a segment
+cut it at the same places."""
 
 MAX_CHUNK_BYTES = CHUNK_BYTES + MAX_SECTIONS * ALIGNMENT
 """What a reader has to hold of a chunk at most: its rows and the padding of its sections."""
@@ -136,7 +136,7 @@ class SegmentId:
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """What stands in front of a segment's chunks."""
+    """What a segment has before its chunks."""
 
     id: SegmentId
     last: bool
@@ -157,14 +157,14 @@ class Front:
 
 
 def front_length(chunks: int, notes_bytes: int) -> int:
-    """Bytes in front of the first chunk."""
+    """Bytes before the first chunk."""
     return aligned(HEADER_LEN + chunks * ENTRY.itemsize + notes_bytes)
 
 
 def pack_front(
     segment: SegmentId, *, last: bool, schema_crc: int, directory: Directory, notes: bytes = b"", version: int = 1
 ) -> tuple[bytes, int]:
-    """(the bytes in front of the chunks, checksum of the header).
+    """(the bytes before the chunks, checksum of the header).
 
     Args:
         segment: Which one.
@@ -204,13 +204,13 @@ def pack_front(
 
 
 def front_bytes_of(header: Buffer, where: str) -> int:
-    """Bytes in front of the first chunk, by the first 128 of them; raises as :func:`parse_front`."""
+    """Bytes before the first chunk, by the first 128 of them; raises as :func:`parse_front`."""
     chunks, notes_len = _parse_header(header, where)[11:13]
     return front_length(chunks, notes_len)
 
 
 def parse_front(data: Buffer, where: str) -> Front:
-    """Read and check what stands in front of the chunks: ``data`` may be longer.
+    """Read and check what comes before the chunks: ``data`` may be longer.
 
     Raises:
         CorruptionError: not our bytes, a newer version, a bad checksum or impossible lengths.
@@ -257,7 +257,7 @@ def _parse_header(data: Buffer, where: str) -> tuple[Any, ...]:
 
 
 def _check_directory(directory: Directory, front: int, num_bytes: int, rows: int, where: str) -> None:
-    """Chunks lie one behind the other, no id comes twice, and their ids can be as many as they say.
+    """Chunks follow each other without a gap, no id comes twice, and their ids can be as many as they say.
 
     Nothing is added up before it is known to be in range: numbers of 64 bits would wrap.
     """

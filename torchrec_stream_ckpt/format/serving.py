@@ -54,7 +54,7 @@ def to_float32(table: TableSpec, weights: Array) -> Floats:
 
 
 def encode(table: TableSpec, encoding: Encoding, weights: Floats) -> list[Array]:
-    """Weights of shape (n, dim) as the sections of a ROWS payload behind its ids.
+    """Weights of shape (n, dim) as the sections of a ROWS payload after its ids.
 
     Raises:
         UnsupportedError: a row holds a NaN or an infinity, which int8 has no place for.

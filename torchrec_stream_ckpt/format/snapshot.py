@@ -33,7 +33,7 @@ class Base:
 
     job: bytes
     base: int
-    """Offset of the first record, which stands behind this one."""
+    """Offset of the first record, which comes after this one."""
 
     def to_frame(self) -> bytes:
         body = {"job": self.job.hex(), "base": self.base}

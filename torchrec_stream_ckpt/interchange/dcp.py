@@ -9,7 +9,7 @@
 ``state.<parameter>.<state>``               dense optimizers, as a ``KeyedOptimizer`` has them
 ==========================================  =============================================================
 
-A row-wise state is one vector for TorchRec, the column shards' values one behind the other: it loads where a table is
+A row-wise state is one vector for TorchRec, the column shards' values one after the other: it loads where a table is
 split into as many columns as in the marker.
 """
 

@@ -19,7 +19,7 @@ from torchrec_stream_ckpt.types import StateSpec, TableSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """What is known of a checkpoint beside its bytes."""
+    """What is known of a checkpoint besides its bytes."""
 
     optimizer: str
     """The fused optimizer, such as ``exact_rowwise_adagrad``: a checkpoint does not name it."""
@@ -28,7 +28,7 @@ class Source:
     optimizer_key: str = ""
     """Where that of the optimizer stands."""
     data_parallel: tuple[str, ...] = ()
-    """(an optimizer without state) Tables that are replicated, by name: else those without fused state are."""
+    """(an optimizer without state) Tables that are replicated, by name: otherwise those without fused state are."""
     step: int = 0
     """Steps that the job had made."""
 
@@ -139,7 +139,7 @@ def _check_keys(metadata: Metadata, source: Source) -> None:
 
 
 def _fused_states(states: Mapping[str, str], weight: str, name: TorchRecName) -> dict[str, str]:
-    """Entry by state: ``<weight>.<table>.<state>``, behind the name that a CombinedOptimizer may give it."""
+    """Entry by state: ``<weight>.<table>.<state>``, after the name that a CombinedOptimizer may give it."""
     pattern = re.compile(rf"(?:.+\.)?{re.escape(weight)}\.{re.escape(name.table)}\.([^.]+)")
     return {match[1]: entry for key, entry in states.items() if (match := pattern.fullmatch(key)) is not None}
 

@@ -158,7 +158,7 @@ def _read_metadata(reader: FileSystemReader, folder: Path) -> Metadata:
         return reader.read_metadata()
     except FileNotFoundError:
         raise ConfigError("there is no checkpoint of DCP here: no .metadata", path=folder) from None
-    except Exception as error:  # whatever a pickle raises that is none
+    except Exception as error:  # whatever reading raises if it is not a pickle
         raise CorruptionError(f"the checkpoint's metadata cannot be read: {error}", path=folder) from None
 
 

@@ -26,7 +26,7 @@ class ExportOptions:
     tables: Sequence[str] = ("*",)
     """Patterns, of which a table's name must fit one."""
     states: bool | None = None
-    """Whether optimizer states are written; None: not to Parquet, else yes."""
+    """Whether optimizer states are written; None: to all formats but Parquet."""
     shard_bytes: int = 5 * 10**9
     """(safetensors) What a file holds at most."""
     model_key: str = ""

@@ -1,4 +1,4 @@
-"""Tables as Parquet files, for those who analyze them: one file a table, one row an id."""
+"""Tables as Parquet files, for analysis: one file a table, one row an id."""
 
 from __future__ import annotations
 

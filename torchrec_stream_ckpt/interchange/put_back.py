@@ -2,7 +2,7 @@
 
 The records come from what is left of the control partition, from the second copy, and from the manifests of the store,
 as they were written. No COMMIT is made of anything else: rows that only MARKs speak of were never committed, as far as
-anybody can tell. A CLAIM above every generation that is named anywhere comes last: it fences whoever still writes, and
+is known. A CLAIM above every generation that is named anywhere comes last: it fences a trainer that still writes, and
 no number is used twice. A TRIM says where rows are that the log lacks and the store holds.
 """
 
@@ -79,7 +79,7 @@ class Known:
         if len(known) > len(self.copied):
             placed = sorted((each for each in known if _place(each)), key=lambda each: _place(each) or (0, 0, 0))
             known = placed + [each for each in known if not _place(each)]
-        # What was given up is in no lineage: what the log lacks stands behind the last record that it has.
+        # What was given up is in no lineage: what the log lacks comes after the last record that it has.
         last = max((place for place, each in enumerate(known) if lineage.knows(each)), default=-1)
         missing, stale = known[last + 1 :], lineage.stale
         for record in missing:
@@ -264,7 +264,7 @@ def _unique(*records: Sequence[ControlRecord]) -> list[ControlRecord]:
 
 
 def _place(record: ControlRecord) -> tuple[int, int, int] | None:
-    """Where a record has to stand; None: anywhere behind what it speaks of."""
+    """Where a record has to stand; None: anywhere after what it speaks of."""
     if isinstance(record, Claim):
         return record.generation, 0, 0
     if isinstance(record, Commit):

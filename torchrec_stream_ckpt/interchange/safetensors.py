@@ -1,6 +1,6 @@
 """Tables as safetensors files with an index, as Hugging Face shards them. Written in place, window by window.
 
-The library would take whole tensors: the format is 8 bytes of length, a JSON header, and the tensors one behind the
+The library would take whole tensors: the format is 8 bytes of length, a JSON header, and the tensors one after the
 other, so nothing is needed to write it.
 """
 

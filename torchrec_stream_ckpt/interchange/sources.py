@@ -61,7 +61,7 @@ def open_sources(
     since: MarkerId | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Iterator[Sources]:
-    """Everything that was sent for ``marker``; with ``since``, a marker on its path, what was sent behind that one.
+    """Everything that was sent for ``marker``; with ``since``, a marker on its path, what was sent after that one.
 
     Args:
         log: The job's log.
@@ -69,7 +69,7 @@ def open_sources(
         marker: A committed marker.
         objects: The store; None, or one that nobody has written to, serves nothing.
         scratch: A folder with room for what only the log has; left as it was found.
-        since: Begin behind this marker.
+        since: Begin after this marker.
         progress: Called with the bytes of each frame that is folded.
 
     Raises:
@@ -121,7 +121,7 @@ def _fold_tail(
     """What the log gives, in the order of the path."""
     for interval in route.intervals:
         commit = interval.commit
-        # Which shards the rank held is for those who go on folding: nobody does here.
+        # Which shards the rank held matters only if folding goes on: here it does not.
         refs = fold_interval(log, folder, interval, (), progress)
         for picked in open_segments(folder, refs, commit.job, pool):
             yield Source(folder, picked, commit.generation)

@@ -32,7 +32,7 @@ def parse_target(url: str) -> ExportTarget:
     """Read ``dcp://DIR``, ``safetensors://DIR`` or ``parquet://DIR``.
 
     Raises:
-        ConfigError: it is none of them.
+        ConfigError: it has another scheme.
     """
     scheme, separator, rest = url.partition("://")
     if not separator or scheme not in FORMATS or not rest or not url.isprintable():

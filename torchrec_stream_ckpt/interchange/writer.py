@@ -22,7 +22,7 @@ _RING_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of one shard, one behind the other."""
+    """Rows of one shard, one after the other."""
 
     shard: TableShard
     row0: int

@@ -55,7 +55,7 @@ class Heat:
 
     table: TableSpec
     stride: int
-    """One row in so many is counted."""
+    """One row in this many is counted."""
     counts: npt.NDArray[np.uint32]
 
     def add(self, ids: npt.NDArray[np.int64]) -> None:
@@ -111,7 +111,7 @@ def read_history(
     Args:
         log: The log.
         lineage: Its control partition.
-        last: Only so many of the newest markers; None: all.
+        last: How many of the newest markers to read; None: all.
         advance: Hears how many bytes were read.
         counted_rows: How many rows, of all tables together, are counted one by one.
 

@@ -101,7 +101,7 @@ class Look:
     """Age of the newest marker: what would be lost if the job died now. None before there is one."""
     restore: Restore | None
     proved: Proved | None
-    """What the markers of the newest marker's generation prove; None: nothing, or it is not known yet."""
+    """What the markers of the newest marker's generation prove; None: nothing, or it is not known."""
     backlog: Backlog | None
     """None where no store is known, or nobody has written there."""
     alerts: tuple[Alert, ...]
@@ -213,7 +213,7 @@ def path_bytes(lineage: Lineage, marker: MarkerId) -> int:
 
 
 def restore_of(lineage: Lineage, commit: Commit, holdings: Holdings | None, bytes_per_s: float) -> Restore:
-    """What a restore of ``commit`` would read: the store as far as it reaches, and the log behind it."""
+    """What a restore of ``commit`` would read: the store as far as it reaches, and the log from there on."""
     source, num_bytes = "log", path_bytes(lineage, commit.id)
     held = holdings.look(commit.id) if holdings is not None else None
     if held is not None and held.reach is not None and held.cover is not None:
@@ -282,7 +282,7 @@ def _alerts(
         found.append(Alert("late", f"no marker for {duration(loss_s)}; they came every {duration(interval_s)} before"))
     if backlog is not None and backlog.age_s > max(_LAG_S, _LAG_INTERVALS * (interval_s or 0.0)):
         found.append(
-            Alert("lag", f"the store is {backlog.markers} markers behind, the oldest for {duration(backlog.age_s)}")
+            Alert("lag", f"the store lacks {backlog.markers} markers, the oldest for {duration(backlog.age_s)}")
         )
     if lineage.unsigned:
         found.append(Alert("unsigned", f"{lineage.unsigned} records are not signed with the commit key"))

@@ -28,7 +28,7 @@ class Report:
     bytes_per_s: float
     """What one rank restores in a second."""
     last: int | None
-    """Only so many of the newest markers were read; None: all."""
+    """How many of the newest markers were read; None: all."""
 
 
 def page(report: Report) -> str:
@@ -37,7 +37,7 @@ def page(report: Report) -> str:
     if report.history.intervals:
         parts += _charts(report)
     else:
-        parts.append("<p>No marker was committed yet: there is nothing to draw.</p>")
+        parts.append("<p>No marker has been committed: there is nothing to draw.</p>")
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(report.look.time_s))
     title = f"Stream of {report.uri}"
     return (

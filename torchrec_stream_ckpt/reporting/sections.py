@@ -1,4 +1,4 @@
-"""What each section of the report shows: a chart, and a table for those who read numbers."""
+"""What each section of the report shows: a chart, and a table of the same numbers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _on_axis_bytes(num_bytes: float) -> str:
 
 
 def _on_axis_s(seconds: float) -> str:
-    """Seconds beside an axis, also very few."""
+    """Seconds as the label of an axis, also very small ones."""
     for unit, length in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= length:
             return f"{seconds / length:.3g} {unit}"
@@ -155,12 +155,12 @@ def _lane(whole: Lineage, generation: int, lanes: dict[int, int], span: tuple[in
     drawn += f'<line x1="{left:.1f}" x2="{right:.1f}" y1="{y}" y2="{y}" style="stroke:{color};stroke-width:3"/>'
     fill = color if markers else "var(--bg)"
     drawn += f'<circle r="4" cx="{right:.1f}" cy="{y}" style="fill:{fill};stroke:{color}"/>'
-    who = (
+    what = (
         f"{claim.world} rank{'s' * (claim.world != 1)}, {markers:,} marker{'s' * (markers != 1)}"
         if claim.world
         else "a fence"
     )
-    return drawn + f'<text class="lane" x="{max(left, right) + 9:.1f}" y="{y + 4}">{generation}: {text_of(who)}</text>'
+    return drawn + f'<text class="lane" x="{max(left, right) + 9:.1f}" y="{y + 4}">{generation}: {text_of(what)}</text>'
 
 
 def _generations(whole: Lineage, ends: dict[int, tuple[int, int, int]]) -> str:
@@ -229,7 +229,7 @@ def _largest(intervals: Sequence[Traffic]) -> list[str]:
 
 
 def _groups(intervals: Sequence[Traffic]) -> list[list[Traffic]]:
-    """Neighbors, so many together that few enough are left; a base, and a generation's markers, by themselves."""
+    """Markers in groups of neighbors, few enough to draw; a base, and a generation's markers, by themselves."""
     together = -(-len(intervals) // MOST_BARS)
     groups: list[list[Traffic]] = []
     for each in intervals:

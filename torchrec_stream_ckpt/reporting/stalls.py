@@ -29,7 +29,7 @@ def read_stalls(folder: Path) -> Stalls:
     except ImportError:
         raise ConfigError(
             "reading scalars needs TensorBoard, which is not installed",
-            hint="pip install 'torchrec_stream_ckpt[tensorboard]', or leave --tensorboard away",
+            hint="pip install 'torchrec_stream_ckpt[tensorboard]', or leave out --tensorboard",
         ) from None
     runs = EventMultiplexer(size_guidance={"scalars": 0}).AddRunsFromDirectory(str(folder))
     runs.Reload()

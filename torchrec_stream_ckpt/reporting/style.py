@@ -44,4 +44,4 @@ code{white-space:nowrap}
 .none{overflow-x:auto;padding:12px 14px;background:var(--card);border:1px dashed var(--line);border-radius:8px}
 @media (max-width:600px){.tick,.lane{font-size:19px}}
 """
-"""Text has a contrast of at least 4.5 to 1 with what is behind it, in both."""
+"""Text has a contrast of at least 4.5 to 1 with its background, in both."""

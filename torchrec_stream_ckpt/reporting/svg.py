@@ -51,7 +51,7 @@ def ticks(low: float, high: float, count: int = 4, *, whole: bool = False) -> li
 
 
 def chart(name: str, title: str, description: str, body: str, height: int = HEIGHT) -> str:
-    """An SVG that says what it is to those who cannot see it."""
+    """An SVG with a title that a screen reader can read out."""
     return (
         f'<div class="chart"><svg viewBox="0 0 {WIDTH} {height}" role="img" aria-labelledby="{name}-t {name}-d">'
         f'<title id="{name}-t">{text_of(title)}</title><desc id="{name}-d">{text_of(description)}</desc>'
@@ -121,7 +121,7 @@ def polyline(line: Line, x: Axis, y: Axis) -> str:
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int = 300) -> Sequence[tuple[float, float]]:
-    """Every so many points, the last one always among them."""
+    """Points at an even distance, the last one always among them."""
     if len(points) <= most:
         return points
     stride = -(-len(points) // most)

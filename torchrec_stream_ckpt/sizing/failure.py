@@ -32,7 +32,7 @@ class RestoreTime:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Host memory that a rank takes beside training, and what a HEAD takes of each host."""
+    """Host memory that a rank takes on top of training, and what a HEAD takes of each host."""
 
     ring_bytes: float
     mask_bytes: float
@@ -72,7 +72,7 @@ def loss_window(work: Workload, costs: UnitCosts) -> tuple[float, float, float]:
 
 
 def read_log_time(work: Workload, seconds: float, costs: UnitCosts) -> float:
-    """Seconds in which the busiest rank reads what was sent in so many seconds: its bytes, and its frames."""
+    """Seconds in which the busiest rank reads what was sent in a time: its bytes, and its frames."""
     drains = seconds / work.drain_s
     own_bytes = drain_bytes(work) / work.ranks
     return drains * costs.imbalance * (own_bytes * costs.log_s_per_byte + drain_frames(work) * costs.read_frame_s)
@@ -82,7 +82,7 @@ def restore_time(work: Workload, where: Deployment, costs: UnitCosts) -> Restore
     """Seconds of a restore of the newest marker by the busiest of all ranks.
 
     Bytes over the rank's speed; cold also over what the store and the hosts' networks give together. The store has a
-    base and, at worst, a whole delta (:func:`delta_bytes`); the log has what one marker interval sent behind them. A
+    base and, at worst, a whole delta (:func:`delta_bytes`); the log has what one marker interval sent after them. A
     log alone has the base and all that was sent since; it is read no faster than its disks give, all brokers together.
     """
     share = costs.imbalance / work.ranks

@@ -26,7 +26,7 @@ def optimizer_states(name: str) -> tuple[StateSpec, ...]:
     """States of a row under a fused optimizer, as float32; ``rowwise_adagrad`` and ``exact_rowwise_adagrad`` are one.
 
     Raises:
-        ConfigError: it is none that the model knows.
+        ConfigError: the model does not know it.
     """
     states = _OPTIMIZER_STATES.get(name.lower().removeprefix("exact_"))
     if states is None:
@@ -83,7 +83,7 @@ class Workload:
         return sum(table.spec.rows for table in self.tables)
 
     def distinct(self, seconds: float) -> float:
-        """Rows that differ after so many seconds, all tables."""
+        """Rows of all tables that differ after a time in seconds."""
         return sum(table.touched.distinct(seconds) for table in self.tables)
 
     def distinct_bytes(self, seconds: float) -> float:
@@ -102,7 +102,7 @@ class Deployment:
     marker_budget_bytes: int = 2**30
     sweep_bytes: int = 16 * 2**20
     trim_s: float | None = 3600.0
-    """The log is trimmed behind the store so often; None: never."""
+    """Seconds between two trims of the log up to what the store has; None: never."""
     rebase: float = 1.0
     """A new base once the delta outgrows this multiple of it (``materialize --rebase``); 0: none."""
     keep_all_s: float | None = None

@@ -57,7 +57,7 @@ def broker_need(work: Workload, where: Deployment, costs: UnitCosts) -> BrokerNe
 
 
 def delta_bytes(work: Workload, where: Deployment) -> float:
-    """Most bytes that lie in the store behind the newest base: ``rebase`` bases; without rebase a day's markers."""
+    """Most bytes that the store holds after the newest base: ``rebase`` bases; without rebase a day's markers."""
     if where.rebase:
         return where.rebase * work.table_bytes
     return 86_400.0 / work.marker_s * work.distinct_bytes(work.marker_s)

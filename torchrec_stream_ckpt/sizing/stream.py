@@ -49,7 +49,7 @@ class StepCost:
     training_s: float
     """On the training thread: it waits for this."""
     publisher_s: float
-    """On the publisher's, beside it."""
+    """On the publisher's, at the same time."""
 
 
 def step_cost(work: Workload, costs: UnitCosts) -> StepCost:
@@ -68,7 +68,7 @@ def step_cost(work: Workload, costs: UnitCosts) -> StepCost:
 
 
 def step_time(train_s: float, cost: StepCost, ranks: int, cores: float) -> float:
-    """Seconds of a step with streaming, on a host of ``ranks`` ranks (one training thread each) and so many cores.
+    """Seconds of a step with streaming, on a host of ``ranks`` ranks (one training thread each) and ``cores`` cores.
 
     A rank waits for its own training thread; a host with fewer cores than threads also waits for the sum of all work
     over its cores. ``train_s`` is the step without streaming on the same host, so it holds that contention already.

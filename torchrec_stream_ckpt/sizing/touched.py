@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 
 class Touched(Protocol):
-    """How many rows of a table differ after so many seconds of training."""
+    """How many rows of a table differ after ``seconds`` of training."""
 
     def distinct(self, seconds: float) -> float: ...
 

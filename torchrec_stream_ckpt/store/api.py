@@ -33,9 +33,9 @@ class Objects(Protocol):
     """Reads that are worth having in flight at once: many where each one has a network's delay."""
 
     def put(self, name: str, parts: Sequence[Buffer]) -> None:
-        """Write one object from ``parts``, one behind the other. It is durable on return, and until then not there.
+        """Write one object from ``parts``, one after the other. It is durable on return, and until then not there.
 
-        Two writers of one name write the same bytes: whoever is last, a reader sees one of them whole.
+        Two writers of one name write the same bytes: a reader sees one of them whole.
 
         Raises:
             StoreUnavailableError: it was not written.
@@ -47,7 +47,7 @@ class Objects(Protocol):
         Raises:
             MissingObjectError: there is no such object.
             CorruptionError: it is shorter.
-            StoreUnavailableError: the store does not answer or does not let us in.
+            StoreUnavailableError: the store does not answer or does not accept our login.
         """
 
     def size(self, name: str) -> int | None:
@@ -57,7 +57,7 @@ class Objects(Protocol):
         """All objects whose names begin with ``prefix``, which ends with ``/`` or is empty; in no order."""
 
     def delete(self, name: str) -> None:
-        """Take an object away; nothing happens when there is none."""
+        """Take an object away; nothing happens when it is not there."""
 
     def clear_leftovers(self) -> int:
         """Take away what writers that died have left half written, where that can be told; returns how many bytes.
@@ -73,7 +73,7 @@ class ReadsInto(Protocol):
     """A store whose objects can be read to where their bytes are wanted, without a copy in between."""
 
     def read_into(self, name: str, begin: int, buffers: Sequence[memoryview]) -> None:
-        """Fill ``buffers``, one behind the other, with what an object has from ``begin`` on; raises as ``read``."""
+        """Fill ``buffers``, one after the other, with what an object has from ``begin`` on; raises as ``read``."""
 
 
 def open_store(url: str, options: Options = None) -> Objects:
@@ -91,7 +91,7 @@ def open_store(url: str, options: Options = None) -> Objects:
         from torchrec_stream_ckpt.store.folder import FolderObjects
 
         if options:
-            raise ConfigError("store options are for object stores, this is a folder", hint="leave them away")
+            raise ConfigError("store options are for object stores, this is a folder", hint="leave them out")
         return FolderObjects(where.folder)
     from torchrec_stream_ckpt.store.remote import FsspecObjects
 

@@ -51,7 +51,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Cover:
-    """Pieces that lie one behind the other, from the start of a path to ``reach``."""
+    """Pieces that follow each other, from the start of a path to ``reach``."""
 
     pieces: tuple[Piece, ...]
 
@@ -97,14 +97,6 @@ class Catalog:
         self.folds = frozenset(
             (fold.start, fold.end) for name in self._names(FOLDS_DIR) if (fold := parse_fold_name(name)) is not None
         )
-
-    def refresh_within(self, lineage: Lineage) -> None:
-        """List again; raises as :meth:`check` for a marker that came meanwhile and is of another history."""
-        known = self.markers
-        self.refresh()
-        for marker in self.markers - known:
-            if marker in lineage.commits:
-                self.check(lineage.commits[marker])
 
     def _names(self, kind: str) -> Iterator[str]:
         return (entry.name for entry in self.objects.list(f"{kind}/{self.job.hex()}/"))
@@ -193,7 +185,7 @@ class Catalog:
         return self._folds[start, end]
 
     def assuming(self, spans: Iterable[tuple[MarkerId | None, MarkerId]]) -> Catalog:
-        """The same with folds that are not written yet, and have no segments."""
+        """The same with folds that are still to be written, and have no segments."""
         folds = {(start, end): Fold(self.job, start, end, 0, ()) for start, end in spans}
         return replace(self, folds=self.folds | folds.keys(), _folds=self._folds | folds)
 
@@ -262,7 +254,7 @@ class Catalog:
     def strides(self, chain: Sequence[Commit], since: MarkerId | None = None) -> dict[MarkerId, MarkerId | None]:
         """Where the longest piece that ends at a marker begins, for all markers that pieces lead to.
 
-        A piece counts only if others lead to where it begins: what is behind a gap leads nowhere.
+        A piece counts only if others lead to where it begins: what comes after a gap leads nowhere.
         """
         places: dict[MarkerId | None, int] = {since: -1} | {commit.id: place for place, commit in enumerate(chain)}
         folds: dict[MarkerId, list[MarkerId | None]] = {}
@@ -280,7 +272,7 @@ class Catalog:
         return found
 
     def piece(self, start: MarkerId | None, end: Commit) -> Piece:
-        """What is there of (start, end]: a fold, or else an interval; raises as :meth:`cover`."""
+        """What is there of (start, end]: a fold, or otherwise an interval; raises as :meth:`cover`."""
         if (start, end.id) in self.folds:
             fold = self.fold(start, end.id)
             if fold.segments and fold.chain != end.ranks[0].chain:

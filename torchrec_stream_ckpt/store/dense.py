@@ -61,7 +61,7 @@ class DenseStore(Protocol):
         """The store's folder; None for an object store."""
 
     def preflight(self) -> None:
-        """(rank 0, at attach) Whether the store answers and lets us in.
+        """(rank 0, at attach) Whether the store answers and accepts our login.
 
         Raises:
             StoreUnavailableError: it does not.
@@ -79,10 +79,10 @@ class DenseStore(Protocol):
         """(each rank) Whether this rank sees what rank 0 has prepared."""
 
     def writing(self, job: bytes, marker: MarkerId) -> Path:
-        """(each rank) The folder into which DCP shall write this marker. It need not be there yet."""
+        """(each rank) The folder into which DCP is to write this marker. It may still have to be made."""
 
     def publish(self, job: bytes, marker: MarkerId, files: Sequence[DenseFile]) -> None:
-        """(each rank) Put what this rank has written there into the store; behind it, it is durable.
+        """(each rank) Put what this rank has written there into the store; durable on return.
 
         Raises:
             StoreUnavailableError: it was not taken.

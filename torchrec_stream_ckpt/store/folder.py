@@ -38,8 +38,8 @@ class FolderObjects:
     """Objects as files below ``root``.
 
     Whole or not at all: an object is written under a temporary name beside its own, synced, renamed; so a name is there
-    with all its bytes, or not at all. Durable on return: behind the rename its folder is synced, and so are the folders
-    above it, up to the store's, when this process first writes there. What a writer that died has left behind has a
+    with all its bytes, or not at all. Durable on return: after the rename its folder is synced, and so are the folders
+    above it, up to the store's, when this process first writes there. What a writer that died has left has a
     name that is no object's, and goes with :meth:`clear_leftovers`.
 
     Views of large ranges are maps of the file: they stay good when the object is deleted, but a disk that fails under
@@ -168,9 +168,9 @@ class FolderObjects:
         raise FileNotFoundError(errno.ENOENT, "somebody takes new files away", str(folder))
 
     def _make_durable(self, folder: Path) -> None:
-        """Make a folder of the store; behind it, the names from the store's folder down to it are durable.
+        """Make a folder of the store; on return, the names from the store's folder down to it are durable.
 
-        Also those that are there already: another process may have made them and not synced them yet.
+        Also those that are there already: another process may have made them without syncing them.
         """
         if folder in self._durable:
             return
@@ -179,7 +179,7 @@ class FolderObjects:
         while above != self._root:
             above = above.parent
             fsync_dir(above)
-        with contextlib.suppress(PermissionError):  # who may not read the folder of the store did not make the store
+        with contextlib.suppress(PermissionError):  # a user who may not read the folder of the store did not make it
             fsync_dir(self._root.parent)
         self._durable.add(folder)
 
@@ -200,7 +200,7 @@ class FolderObjects:
             yield from self._list(folder / name, f"{prefix}{name}/")
 
     def _is_gone(self, error: OSError) -> bool:
-        """Whether there is no such object; a store that is no folder itself is something else."""
+        """Whether there is no such object; a store that is not a folder itself is another matter."""
         return isinstance(error, FileNotFoundError) or (isinstance(error, NotADirectoryError) and self._root.is_dir())
 
     @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """HEAD: every row of one marker as plain arrays in a host's shared memory, so that a restart there is a memory copy.
 
 A folder of one user holds, for each job, one file a column slice of a table, and a small file that says which marker
-they hold and whether they are whole. Whoever copies from the arrays holds a lock that keeps their writer away. Blocks
-have checksums, compared when they are copied: memory that was altered is not restored.
+they hold and whether they are whole. A reader that copies from the arrays holds a lock that keeps their writer away.
+Blocks have checksums, compared when they are copied: memory that was altered is not restored.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class HeadFolder:
         return await_lock(self._lock, wait_s, exclusive=exclusive, poll_s=_POLL_S)
 
     def state(self) -> HeadState | None:
-        """What the HEAD says of itself; None when there is none.
+        """What the HEAD says of itself; None when it is missing or incomplete.
 
         Raises:
             CorruptionError: it cannot be read, or is of another job.
@@ -132,7 +132,7 @@ class HeadFolder:
         return room.f_bavail * room.f_frsize
 
     def open_slice(self, table: int, col0: int, *, writable: bool = False) -> int:
-        """A file descriptor; a writable file is made if there is none."""
+        """A file descriptor; a writable file is made if it is missing."""
         flags = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
         return os.open(head_slice_name(table, col0), flags | _FLAGS, 0o600, dir_fd=self._fd)
 
@@ -143,18 +143,18 @@ class HeadFolder:
 
 
 def _open_own(name: str, parent: int, path: Path) -> int:
-    """Open the folder ``name`` in ``parent``, which is closed; nobody else must be able to write there."""
+    """Open the folder ``name`` in ``parent``, which is closed; no other user may be able to write there."""
     try:
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | _FLAGS, dir_fd=parent)
-    except NotADirectoryError:  # a link is none either
-        raise ConfigError("HEAD must be in a folder, this is none or a link to one", folder=path) from None
+    except NotADirectoryError:  # or a link
+        raise ConfigError("HEAD must be in a folder: this is not one, or a link to one", folder=path) from None
     finally:
         os.close(parent)
     found = os.fstat(fd)
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
         os.close(fd)
         raise ConfigError(
-            "the folder for HEAD is somebody else's, or others may write there",
+            "the folder for HEAD belongs to another user, or others may write there",
             hint="remove it, or name a folder that only you can write to: head=DIR",
             folder=path,
         )
@@ -232,7 +232,7 @@ class Head:
         self._folder = folder
         self.state = state
         self.verify = True
-        """Whether who copies compares the blocks with their checksums."""
+        """Whether a copy compares the blocks with their checksums."""
 
     @classmethod
     def open(cls, root: Path, job: bytes, wait_s: float = READER_WAIT_S) -> Head | None:

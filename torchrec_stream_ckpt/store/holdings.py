@@ -77,7 +77,7 @@ class Holdings:
         """List the job's objects.
 
         Raises:
-            StoreUnavailableError: the store does not answer, or does not let us in.
+            StoreUnavailableError: the store does not answer, or does not accept our login.
         """
         catalog = Catalog.load(objects, lineage.job)  # first: what it names has been written before it
         kinds = (SEGMENTS_DIR, DENSE_DIR, MANIFESTS_DIR, FOLDS_DIR, VERDICTS_DIR)
@@ -112,8 +112,8 @@ class Holdings:
     def _cover(self, commit: Commit) -> Cover | None:
         """``Catalog.cover`` of the way to a marker."""
         strides, known = self._path(commit.generation).strides, self.catalog.markers
-        behind = (each.id for each in reversed(self.chain(commit.id)))
-        reach = next((marker for marker in behind if marker in strides and marker in known), None)
+        older = (each.id for each in reversed(self.chain(commit.id)))
+        reach = next((marker for marker in older if marker in strides and marker in known), None)
         if reach is None:
             return None
         commits = self.lineage.commits

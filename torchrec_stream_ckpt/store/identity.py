@@ -37,12 +37,12 @@ def prove_writable(objects: Objects) -> None:
 
 
 def check_store(objects: Objects) -> bool:
-    """Whether somebody has written here yet; a store that nobody has written to holds nothing, and can be read.
+    """Whether anything was ever written here; a store without writes holds nothing, and can be read.
 
     Raises:
         UnsupportedError: it is of a newer format.
         CorruptionError: what it says cannot be read.
-        StoreUnavailableError: it does not answer, or does not let us in.
+        StoreUnavailableError: it does not answer, or does not accept our login.
     """
     size = objects.size(STORE_FILE)
     if size is None:

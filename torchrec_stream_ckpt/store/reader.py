@@ -23,7 +23,7 @@ from torchrec_stream_ckpt.types import MarkerId, TableShard
 RANGE_BYTES = 16 * 2**20
 """What one read asks for at most."""
 GAP_BYTES = 128 * 1024
-"""Chunks closer than this are read together: a request costs more than so many bytes."""
+"""Chunks closer than this are read together: a request costs more than this many bytes."""
 NOTES_READS = 256
 """Reads for what ranks said at markers whose rows are in folds."""
 AHEAD = 8
@@ -66,13 +66,13 @@ class Held:
     shards: tuple[tuple[TableShard, ...], ...]
     """Of each rank in the generation of ``reach``."""
     head: HeadState | None = None
-    """The HEAD that the pieces lie behind."""
+    """The HEAD from which the pieces go on."""
     told: tuple[tuple[MarkerId, tuple[Notes, ...]], ...] = ()
     """What the ranks said at markers up to ``reach``, as far as it was read."""
 
 
 def load_held(objects: Objects, catalog: Catalog, cover: Cover, pool: Executor, head: HeadState | None = None) -> Held:
-    """Read the directories of a cover, which begins behind ``head`` if there is one.
+    """Read the directories of a cover, which begins after ``head`` if there is one.
 
     Raises:
         CorruptionError: a segment is gone or altered; names it.
@@ -137,7 +137,7 @@ def load_notes(objects: Objects, catalog: Catalog, marker: MarkerId, pool: Execu
 
 
 def load_front(objects: Objects, ref: SegmentRef, job: bytes) -> Front:
-    """What stands in front of a segment's chunks, held against what its manifest says.
+    """What a segment has before its chunks, compared with what its manifest says.
 
     Raises:
         CorruptionError: it is gone, altered, or another one.

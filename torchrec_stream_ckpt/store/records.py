@@ -57,11 +57,11 @@ class Copied:
 
     @property
     def last(self) -> int:
-        """Offset of the last record that was copied; -1 where there is none."""
+        """Offset of the last record that was copied; -1 if none was."""
         return max((name.last for name in self.names), default=-1)
 
     def read(self, after: int = -1) -> Iterator[Entry]:
-        """The records behind an offset, in order and each once; what is damaged is left out.
+        """The records after an offset, in order and each once; what is damaged is left out.
 
         Raises:
             MissingObjectError: an object was merged into another one since the listing.
@@ -72,7 +72,7 @@ class Copied:
             yield from ((offset, found[offset]) for offset in sorted(found) if offset > after)
 
     def _overlapping(self, after: int) -> Iterator[list[CopyName]]:
-        """The objects with records behind an offset; those that may have the same ones together."""
+        """The objects with records after an offset; those that may have the same ones together."""
         together: list[CopyName] = []
         for name in (each for each in self.names if each.last > after):
             if together and name.first > max(each.last for each in together):

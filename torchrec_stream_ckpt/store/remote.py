@@ -97,7 +97,7 @@ class FsspecObjects:
         # A copy: botocore rewrites the retries that it is given.
         settings = copy.deepcopy(_PATIENCE.get(where.scheme, {})) | typed(options)
         try:
-            # An instance of our own: fsspec would share one, with its caches, between all who give the same options.
+            # Our own instance: fsspec would share one, with its caches, between callers that give the same options.
             found = url_to_fs(self.url, skip_instance_cache=True, use_listings_cache=False, **settings)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"the store's options do not fit: {error}", url=self.url) from None
@@ -188,7 +188,7 @@ def typed(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of fsspec's file system from text.
 
     ``true`` and ``false`` become bools, values in ``{}`` or ``[]`` are read as JSON, and ``client_kwargs.region_name``
-    is ``region_name`` within ``client_kwargs``. Everything else stays text: a secret may consist of digits.
+    is ``region_name`` within ``client_kwargs``. All other values stay text: a secret may consist of digits.
 
     Raises:
         ConfigError: a value is no JSON, or two options contradict each other; no value is shown.

@@ -32,7 +32,7 @@ def leave_verdict(objects: Objects, commit: Commit, rows: Sequence[TableRows]) -
 def new_verdicts(
     objects: Objects, job: bytes, generation: int, known: Collection[str]
 ) -> Iterator[tuple[str, Verdict]]:
-    """(name, verdict) of those on markers of a generation, but for the ones in ``known``.
+    """(name, verdict) of those on markers of a generation that are not in ``known``.
 
     Raises:
         CorruptionError: one is altered.
