@@ -260,7 +260,7 @@ def test_batches_that_cannot_be_cut_are_refused() -> None:
         global_batches(0, 1, samples=4)
     with pytest.raises(ConfigError, match="a global batch of 5 leaves some of 6 ranks without a sample"):
         global_batches(0, 6)
-    with pytest.raises(ConfigError, match="stands behind 15 samples of its epoch, the data hold 12"):
+    with pytest.raises(ConfigError, match="stands after 15 samples of its epoch, the data hold 12"):
         global_batches(0, 1, samples=12).load_state_dict({"epoch": 0, "samples": 15})
 
 
