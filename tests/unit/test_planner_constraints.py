@@ -82,5 +82,5 @@ def test_before_the_first_marker_the_planner_is_free(tmp_path: Path) -> None:
         planner_constraints("kafka://host:1/job")
     with pytest.raises(ConfigError, match="'newest' is not a marker"):
         planner_constraints(StreamConfig(uri=f"file://{tmp_path}"), "newest")
-    with pytest.raises(MarkerNotFoundError, match="no log yet"):
+    with pytest.raises(MarkerNotFoundError, match="there is no log"):
         planner_constraints(f"file://{tmp_path / 'none'}", "1:1")
