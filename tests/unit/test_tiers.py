@@ -469,7 +469,7 @@ FORMS = [
     (("file:///a", "file:///a/"), {}, "both tiers are"),
     (("file:///a", "file:///b", "file:///c"), {}, "3 were named"),
     ((), {}, "0 were named"),
-    (("file:///a",), {"outer_every": 2}, "there is none"),
+    (("file:///a",), {"outer_every": 2}, "the job has one tier"),
     (("file:///a", "file:///b"), {"outer_every": 0}, "positive whole number"),
     (("file:///a", "file:///b"), {"store": "/a"}, "lost with this node"),
     (("file:///a", "kafka://h:1/b"), {}, "store is required"),
