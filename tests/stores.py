@@ -27,8 +27,9 @@ from torchrec_stream_ckpt.layout import (
     check_object_name,
 )
 from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.head import HeadWriter
-from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
+from torchrec_stream_ckpt.materialize.materializer import Materializer
 from torchrec_stream_ckpt.store.api import Entry, Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog, Cover
 from torchrec_stream_ckpt.store.dense import open_dense

@@ -32,7 +32,7 @@ from report import against_paper, lines, newest_lines, plot, ratio, summary
 from saved import TorchLoad, TorchLoadAndCopy, TorchMmapAndCopy
 from workload import Values, Workload
 
-from torchrec_stream_ckpt.materialize.materializer import Policy
+from torchrec_stream_ckpt.materialize.compactor import Policy
 
 WORKLOADS = {
     "kaggle": Workload("kaggle", rows=10_000_000, dim=64, batch=2560, intervals=150),

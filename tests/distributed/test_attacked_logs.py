@@ -33,7 +33,7 @@ from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.interchange.dense_proof import compare_dense
 from torchrec_stream_ckpt.log.api import open_log
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize.materializer import Policy
+from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.restore.verify import verify_marker
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import DenseFolder

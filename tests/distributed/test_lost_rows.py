@@ -32,7 +32,7 @@ from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.interchange.dense_proof import compare_dense
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.log.stream import read_stream
-from torchrec_stream_ckpt.materialize.materializer import Policy
+from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.restore.verify import verify_marker
 from torchrec_stream_ckpt.store.api import open_store

@@ -19,9 +19,9 @@ from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.control.trim import trim_log
 from torchrec_stream_ckpt.layout import FOLDS_DIR
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize import materializer
+from torchrec_stream_ckpt.materialize import compactor
+from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.gc import GcRules, collect
-from torchrec_stream_ckpt.materialize.materializer import Policy
 from torchrec_stream_ckpt.materialize.retention import Retention
 from torchrec_stream_ckpt.materialize.synced import check_synced
 from torchrec_stream_ckpt.store.api import open_store
@@ -139,7 +139,7 @@ def test_branches_and_changed_plans_come_back_from_the_store(
     optimizer: str, policy: Policy, histories: Histories, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Generation 2 goes on from 1:2 on three ranks, generation 3 from 1:1 on one rank, 4 from 2:4 on three."""
-    monkeypatch.setattr(materializer, "SPAN", 2)
+    monkeypatch.setattr(compactor, "SPAN", 2)
     history = histories(optimizer)
     copy = shutil.copytree(history.log, tmp_path / "log")
     stores.fold(copy, policy)

@@ -22,7 +22,7 @@ from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize.materializer import Policy
+from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.types import MarkerId
 
 pytestmark = pytest.mark.distributed

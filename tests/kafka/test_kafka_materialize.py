@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults.materializer import start, wait
 from tests.synthetic import JOB, ROWWISE, Job, image_of_store, images_of_chain
-from tests.unit.test_materializer import events_of, has
+from tests.unit.folded_job import events_of, has
 from torchrec_stream_ckpt.broker.kraft import Broker
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.log.api import open_log

@@ -20,7 +20,7 @@ from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.layout import dense_name
 from torchrec_stream_ckpt.log.api import Incarnation, LogReader
 from torchrec_stream_ckpt.log.stream import read_hello
-from torchrec_stream_ckpt.materialize.materializer import Policy
+from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.restore.plan import plan_reads
 from torchrec_stream_ckpt.restore.verdicts import Verifier
 from torchrec_stream_ckpt.restore.verify import verify_marker

@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "commit": LEAVES | {"format", "adapter", "log", "store", "control", "commit"},
     "route": LEAVES | {"format", "log", "store", "control", "route"},
     "restore": LEAVES | {"format", "adapter", "log", "store", "restore", "proving", "route"},
-    "materialize": LEAVES | {"format", "log", "store", "materialize"},
+    "materialize": LEAVES | {"format", "log", "store", "route", "materialize"},
     "interchange": LEAVES
     | {"format", "adapter", "log", "store", "control", "commit", "restore", "materialize", "interchange", "route"},
     "tiers": LEAVES | {"format", "log", "store", "control", "commit", "route", "restore", "tiers"},

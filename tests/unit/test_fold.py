@@ -19,7 +19,8 @@ from torchrec_stream_ckpt.layout import manifest_name
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize import fold as fold_module
 from torchrec_stream_ckpt.materialize import merge as merge_module
-from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
+from torchrec_stream_ckpt.materialize.compactor import Policy
+from torchrec_stream_ckpt.materialize.materializer import Materializer
 from torchrec_stream_ckpt.materialize.sorter import RowSorter
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog

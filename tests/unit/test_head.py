@@ -39,9 +39,10 @@ from torchrec_stream_ckpt.layout import (
 )
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize import head as head_writer
+from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.gc import GcRules, collect
 from torchrec_stream_ckpt.materialize.head import HeadWriter
-from torchrec_stream_ckpt.materialize.materializer import Materializer, Policy
+from torchrec_stream_ckpt.materialize.materializer import Materializer
 from torchrec_stream_ckpt.materialize.retention import Retention
 from torchrec_stream_ckpt.route.find import choose
 from torchrec_stream_ckpt.route.held import hold, warm

@@ -10,10 +10,10 @@ from tests import synthetic
 from tests.synthetic import ROWWISE, Job
 from tests.unit.test_fold import check, fold, history, lineage_of
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
+from torchrec_stream_ckpt.materialize import compactor
 from torchrec_stream_ckpt.materialize import fold as fold_module
-from torchrec_stream_ckpt.materialize import materializer
 from torchrec_stream_ckpt.materialize import merge as merge_module
-from torchrec_stream_ckpt.materialize.materializer import Policy, _spans
+from torchrec_stream_ckpt.materialize.compactor import Policy, spans
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.types import MarkerId
@@ -48,7 +48,7 @@ def test_every_marker_is_the_same_over_bases_and_spans(
 
 
 def test_long_spans_stand_on_short_ones(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(materializer, "SPAN", 4)
+    monkeypatch.setattr(compactor, "SPAN", 4)
     job.begin(world=1)
     for _ in range(17):
         job.touch(1)
@@ -100,9 +100,9 @@ def test_row_wise_state_under_two_column_splits_without_a_sweep_is_refused(job: 
     assert Catalog.load(objects, synthetic.JOB).folds == frozenset()
 
 
-@pytest.mark.parametrize(("place", "spans"), [(0, []), (1, []), (16, [16]), (32, [16]), (256, [16, 256]), (257, [])])
-def test_where_spans_end(place: int, spans: list[int]) -> None:
-    assert list(_spans(place)) == spans
+@pytest.mark.parametrize(("place", "wanted"), [(0, []), (1, []), (16, [16]), (32, [16]), (256, [16, 256]), (257, [])])
+def test_where_spans_end(place: int, wanted: list[int]) -> None:
+    assert list(spans(place)) == wanted
 
 
 def test_a_policy_that_makes_no_sense_is_refused() -> None:

@@ -20,7 +20,7 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.manifest import Manifest
 from torchrec_stream_ckpt.format.rows import Array, RowsView
 from torchrec_stream_ckpt.layout import FoldName, StoreSegment, manifest_name
-from torchrec_stream_ckpt.materialize.materializer import Policy
+from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.merge import merge
 from torchrec_stream_ckpt.restore import from_store
 from torchrec_stream_ckpt.restore.from_store import apply_store

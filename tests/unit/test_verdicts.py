@@ -16,7 +16,7 @@ from torchrec_stream_ckpt.format.frame import HEADER_LEN
 from torchrec_stream_ckpt.layout import StoreSegment
 from torchrec_stream_ckpt.log.api import Incarnation
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize.materializer import Policy
+from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.restore.verdicts import Verdict, Verifier
 from torchrec_stream_ckpt.store.api import Entry, Objects
 from torchrec_stream_ckpt.store.dense import open_dense

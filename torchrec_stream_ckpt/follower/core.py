@@ -17,7 +17,6 @@ from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
     LogUnavailableError,
-    MarkerNotFoundError,
     StoreUnavailableError,
     StreamCkptError,
     StreamLostError,
@@ -31,7 +30,6 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.options import Options
 from torchrec_stream_ckpt.restore.plan import check_schema
-from torchrec_stream_ckpt.route.held import load_catalog
 from torchrec_stream_ckpt.types import MarkerId, TableSpec
 
 log = logging.getLogger(__name__)
@@ -85,6 +83,32 @@ class FollowStats:
             self._recent.popleft()
 
 
+class Outages:
+    """Outlasts log and store that do not answer; says so once."""
+
+    def __init__(self, stats: FollowStats) -> None:
+        self._stats = stats
+        self._since: float | None = None
+        """Since when nobody answers, on the monotonic clock."""
+
+    def over(self) -> None:
+        """Log and store have answered."""
+        if self._since is not None:
+            log.warning("the log and the store answer again")
+        self._since = None
+        self._stats.heard_s = time.time()
+
+    def outlast(self, error: StreamCkptError, longest_s: float) -> None:
+        """One of them did not answer; raises ``error`` once that has lasted ``longest_s``."""
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+            self._stats.outages += 1
+            log.warning("waiting up to %.0f s: %s", longest_s, error.headline)
+        if now - self._since >= longest_s:
+            raise error
+
+
 class Follower:
     """Follows one job's stream; see :func:`follow`. For one thread, but for :meth:`stop` and ``stats``."""
 
@@ -97,13 +121,11 @@ class Follower:
         self._stop = threading.Event()
         self._at: Commit | None = None
         self._schema: Schema | None = None
-        self._incarnation: str | None = None
         self._tail: Tail | None = None
-        self._trouble: float | None = None
-        """Since when nobody answers, on the monotonic clock."""
         self._said: MarkerId | None = None
         self.stats = FollowStats()
         """Counts and positions so far; may be read on any thread."""
+        self._outages = Outages(self.stats)
 
     def __enter__(self) -> Follower:
         return self
@@ -164,9 +186,9 @@ class Follower:
                     found = True
                     yield update
                     self._took(update)
-                self._answered()
+                self._outages.over()
             except (LogUnavailableError, StoreUnavailableError) as error:
-                self._outlast(error, at_once=timeout_s == 0)
+                self._outages.outlast(error, 0.0 if timeout_s == 0 else self.outage_s)
             if found:
                 idle, came = time.monotonic(), True
                 continue
@@ -174,22 +196,15 @@ class Follower:
                 return
             if timeout_s is not None and time.monotonic() - idle >= timeout_s:
                 if self._at is None and timeout_s == 0:
-                    raise self._nothing()
+                    raise self._source.nothing()
                 return
             self._stop.wait(self._poll_s)
-
-    def _nothing(self) -> MarkerNotFoundError:
-        if self._source.job.log.incarnation() is None:
-            return MarkerNotFoundError(
-                "there is no log here", hint="check the URI; a job makes its log", uri=self._source.job.uri
-            )
-        return MarkerNotFoundError("no marker is committed yet", hint="let the job run on")
 
     # One look at the log.
 
     def _round(self) -> Iterator[Update]:
-        lineage = self._look()
-        newest = self._newest(lineage)
+        lineage = self._source.look()
+        newest = lineage.newest if self._at is not None else self._source.newest_offered(lineage)
         if self._tail is not None and self._at is not None and self._tail.is_over(lineage):
             yield from self._end_generation(lineage, self._at)
         if newest is not None:
@@ -199,35 +214,11 @@ class Follower:
         if self._mode == "rows" and self._at is not None:
             yield from self._follow_rows(lineage, self._at)
 
-    def _look(self) -> Lineage:
-        now = self._source.job.log.incarnation()
-        if now is None and self._incarnation is None:
-            return Lineage()
-        if self._incarnation is not None and (now is None or now.id != self._incarnation):
-            raise CorruptionError(
-                "the log was deleted, or made again, while it was followed",
-                hint="bring it back, or follow the new one with a new replica",
-            )
-        lineage = self._source.job.control.refresh()
-        if now is not None and lineage.claims:
-            self._incarnation = now.id
-        return lineage
-
-    def _newest(self, lineage: Lineage) -> Commit | None:
-        """The newest marker that can be followed: where none is applied yet, not one that was given up."""
-        newest = lineage.newest
-        if self._at is not None or newest is None:
-            return newest
-        catalog = load_catalog(self._source.objects(newest), lineage)
-        if catalog is None:
-            return newest
-        return next((each for each in reversed(lineage.commits.values()) if not catalog.is_dropped(each)), None)
-
     def _move(self, lineage: Lineage, target: Commit) -> Iterator[Update]:
         """From where the replica stands to a marker."""
         schema = lineage.claims[target.generation].schema
         if self._schema is None:
-            self._check_wanted(schema)
+            self._source.check_wanted(schema)
         else:
             check_schema(self._schema, self._source.handed_out(schema))
         why = "the first marker"
@@ -243,12 +234,6 @@ class Follower:
             log.warning("all rows are loaded again: %s", why)
         with self._source.whole(lineage, target) as changes:
             yield self._update(UpdateKind.LOAD, target, schema, changes, why)
-
-    def _check_wanted(self, schema: Schema) -> None:
-        if not any(self._source.wants(table) for table in schema.tables):
-            raise ConfigError(
-                "no table has such a name", hint=f"the job has {', '.join(table.name for table in schema.tables)}"
-            )
 
     def _go_on(self, lineage: Lineage, start: MarkerId, target: Commit, schema: Schema) -> Generator[Update, None, str]:
         """What was sent between two markers: from the log, else from a store. Returns why not, empty when it did."""
@@ -374,21 +359,6 @@ class Follower:
         stats.markers += 1
         self._at, self._schema = update.commit, update.schema
         stats.marker, stats.step, stats.committed_s = update.marker, update.step, update.commit.time_s
-
-    def _answered(self) -> None:
-        if self._trouble is not None:
-            log.warning("the log and the store answer again")
-        self._trouble = None
-        self.stats.heard_s = time.time()
-
-    def _outlast(self, error: StreamCkptError, *, at_once: bool) -> None:
-        now = time.monotonic()
-        if self._trouble is None:
-            self._trouble = now
-            self.stats.outages += 1
-            log.warning("waiting up to %.0f s: %s", self.outage_s, error.headline)
-        if at_once or now - self._trouble >= self.outage_s:
-            raise error
 
 
 def follow(

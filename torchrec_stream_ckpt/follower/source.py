@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.follower.updates import Changed
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -24,6 +24,7 @@ from torchrec_stream_ckpt.format.serving import decode, decoded_table, is_served
 from torchrec_stream_ckpt.interchange.sources import Sources, open_sources
 from torchrec_stream_ckpt.interchange.tables import TableReader, Window
 from torchrec_stream_ckpt.options import Options
+from torchrec_stream_ckpt.route.held import load_catalog
 from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.reader import read_chunks
@@ -66,6 +67,8 @@ class Source:
             commit_key_file=commit_key_file,
             serving=True,
         )
+        self._incarnation: str | None = None
+        """Of the log that is followed."""
         self._globs = tuple(tables)
         self._states = states
         self._scratch = Path(scratch) if scratch is not None else Path(tempfile.gettempdir())
@@ -73,7 +76,51 @@ class Source:
     def close(self) -> None:
         self.job.close()
 
+    # What the job says.
+
+    def look(self) -> Lineage:
+        """The control partition as of now; an empty one while there is no log.
+
+        Raises:
+            CorruptionError: the log is another one than before.
+        """
+        now = self.job.log.incarnation()
+        if now is None and self._incarnation is None:
+            return Lineage()
+        if self._incarnation is not None and (now is None or now.id != self._incarnation):
+            raise CorruptionError(
+                "the log was deleted, or made again, while it was followed",
+                hint="bring it back, or follow the new one with a new replica",
+            )
+        lineage = self.job.control.refresh()
+        if now is not None and lineage.claims:
+            self._incarnation = now.id
+        return lineage
+
+    def newest_offered(self, lineage: Lineage) -> Commit | None:
+        """The newest marker that was not given up."""
+        newest = lineage.newest
+        catalog = load_catalog(self.objects(newest), lineage) if newest is not None else None
+        if catalog is None:
+            return newest
+        return next((each for each in reversed(lineage.commits.values()) if not catalog.is_dropped(each)), None)
+
+    def nothing(self) -> MarkerNotFoundError:
+        """Why there is no marker."""
+        if self.job.log.incarnation() is None:
+            return MarkerNotFoundError(
+                "there is no log here", hint="check the URI; a job makes its log", uri=self.job.uri
+            )
+        return MarkerNotFoundError("no marker is committed yet", hint="let the job run on")
+
     # Which tables, and where they lie.
+
+    def check_wanted(self, schema: Schema) -> None:
+        """Raises ConfigError if none of the tables is wanted."""
+        if not any(self.wants(table) for table in schema.tables):
+            raise ConfigError(
+                "no table has such a name", hint=f"the job has {', '.join(table.name for table in schema.tables)}"
+            )
 
     def wants(self, table: TableSpec) -> bool:
         return any(fnmatch.fnmatchcase(table.name, glob) for glob in self._globs)

@@ -17,7 +17,8 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.materialize.materializer import Counts, Materializer, backlog_bytes
+from torchrec_stream_ckpt.materialize.materializer import Materializer, backlog_bytes
+from torchrec_stream_ckpt.materialize.progress import Counts
 from torchrec_stream_ckpt.service import Event, Service
 from torchrec_stream_ckpt.types import MarkerId
 

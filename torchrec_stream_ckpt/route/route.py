@@ -5,7 +5,7 @@ A HEAD gives the oldest rows, pieces of the store those that follow, intervals o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError, TrimmedError
@@ -103,49 +103,17 @@ class Route:
 
     def check_trimmed(self, log: LogReader) -> None:
         """What was trimmed on purpose must still be there: a trim deletes only what it can. Raises as :meth:`check`."""
-        trims = [
-            trim
-            for commit, _ in generations(self.lineage, self.marker, self.reach)
-            if (trim := self.lineage.trim_of(commit.generation)) is not None
-        ]
-        if not trims:
-            return
-        needed = self.intervals
-        try:
-            log.check_there([each.span for each in needed])
-        except CorruptionError:
-            said = self.lineage.reach
-            log.check_there(
-                [
-                    replace(span, begin=max(span.begin, each.span.begin))
-                    for each in needed
-                    for span in self.lineage.spans(each.commit.generation, [each.end], said)
-                ]
-            )
-            last = trims[-1]
-            raise TrimmedError(
-                f"the log up to marker {last.id} was trimmed on {last.day}; the store {last.store} holds it",
-                hint="give that store: store=URL, on the command line --store URL; if it is the outer tier of this "
-                "job, give both tiers, or that one alone",
-                marker=self.marker,
-                store=last.store,
-            ) from None
+        walked = generations(self.lineage, self.marker, self.reach)
+        if any(self.lineage.trim_of(commit.generation) is not None for commit, _ in walked):
+            check_there(log, self.lineage, self.marker, self.intervals)
 
     def wrote_to(self, now: Incarnation | None) -> bool:
         """Whether the marker's own generation wrote to this very log; an inner tier takes over markers that did not."""
         return now is not None and now.holds_rows_of(self.claim.incarnation)
 
     def _check_incarnation(self, log: LogReader) -> None:
-        """The log must be the very one that was written to."""
-        now = log.incarnation()
-        for commit, _ in generations(self.lineage, self.marker, self.reach):
-            if now is None or not now.holds_rows_of(self.lineage.claims[commit.generation].incarnation):
-                raise OtherLogError(
-                    "the log was deleted and made again since this generation wrote to it",
-                    hint="bring the old log back; its rows are not in this one",
-                    generation=commit.generation,
-                    marker=self.marker,
-                )
+        walked = generations(self.lineage, self.marker, self.reach)
+        check_incarnation(log, self.lineage, self.marker, (commit.generation for commit, _ in walked))
 
     def check_own(self, log: LogReader) -> None:
         """The streams of the marker's own generation must be there, as far as names and sizes tell.
@@ -206,6 +174,55 @@ class Route:
     def stay(self) -> Route:
         """The route of a reader that has the marker."""
         return Route(self.lineage, self.commit, since=self.marker)
+
+
+def check_there(log: LogReader, lineage: Lineage, marker: MarkerId, needed: Sequence[Interval]) -> None:
+    """See that the log has intervals that lead to a marker, as far as names, sizes and ends tell.
+
+    Raises:
+        TrimmedError: they were trimmed, and a store has them.
+        CorruptionError: something is missing that nobody has trimmed.
+        LogUnavailableError: the log does not answer.
+    """
+    try:
+        log.check_there([each.span for each in needed])
+    except CorruptionError:
+        trims = [trim for each in needed if (trim := lineage.trim_of(each.commit.generation)) is not None]
+        if not trims:
+            raise
+        said = lineage.reach
+        log.check_there(
+            [
+                replace(span, begin=max(span.begin, each.span.begin))
+                for each in needed
+                for span in lineage.spans(each.commit.generation, [each.end], said)
+            ]
+        )
+        last = trims[-1]
+        raise TrimmedError(
+            f"the log up to marker {last.id} was trimmed on {last.day}; the store {last.store} holds it",
+            hint="give that store: store=URL, on the command line --store URL; if it is the outer tier of this "
+            "job, give both tiers, or that one alone",
+            marker=marker,
+            store=last.store,
+        ) from None
+
+
+def check_incarnation(log: LogReader, lineage: Lineage, marker: MarkerId, walked: Iterable[int]) -> None:
+    """See that the log is the very one to which these generations wrote, which lead to a marker.
+
+    Raises:
+        OtherLogError: it was deleted and made again under its name.
+    """
+    now = log.incarnation()
+    for generation in walked:
+        if now is None or not now.holds_rows_of(lineage.claims[generation].incarnation):
+            raise OtherLogError(
+                "the log was deleted and made again since this generation wrote to it",
+                hint="bring the old log back; its rows are not in this one",
+                generation=generation,
+                marker=marker,
+            )
 
 
 def source_of(marker: MarkerId, reach: MarkerId | None) -> str:

@@ -98,6 +98,14 @@ class Catalog:
             (fold.start, fold.end) for name in self._names(FOLDS_DIR) if (fold := parse_fold_name(name)) is not None
         )
 
+    def refresh_within(self, lineage: Lineage) -> None:
+        """List again; raises as :meth:`check` for a marker that came meanwhile and is of another history."""
+        known = self.markers
+        self.refresh()
+        for marker in self.markers - known:
+            if marker in lineage.commits:
+                self.check(lineage.commits[marker])
+
     def _names(self, kind: str) -> Iterator[str]:
         return (entry.name for entry in self.objects.list(f"{kind}/{self.job.hex()}/"))
 

@@ -1,0 +1,382 @@
+"""``stream-ckpt materialize`` as a service: wrong options, outages, several of them, and what they say."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import synthetic
+from tests.faults.disks import CannotMount, fill, small_disk
+from tests.faults.materializer import start, wait
+from tests.synthetic import Job, image_of_store, images_of_chain
+from tests.unit.folded_job import check_folded, command, events_of, folded_job, has, materialize, store_of
+from torchrec_stream_ckpt.cli.events import Panel, line
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.errors import LogUnavailableError, StoreUnavailableError
+from torchrec_stream_ckpt.layout import CONTROL_LOCK, STORE_FILE, manifest_name
+from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.materialize import interval_folder
+from torchrec_stream_ckpt.materialize import materialize_service as service_module
+from torchrec_stream_ckpt.materialize.head import HeadWriter
+from torchrec_stream_ckpt.materialize.materialize_service import MaterializeService
+from torchrec_stream_ckpt.materialize.materializer import Materializer
+from torchrec_stream_ckpt.metrics import METRICS
+from torchrec_stream_ckpt.service import Event
+from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.types import MarkerId
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """Three markers, folded; the fourth is committed and not folded yet."""
+    return folded_job(tmp_path / "log")
+
+
+def test_no_log_no_store_and_no_port_are_named(tmp_path: Path, job: Job) -> None:
+    status, _, said = command(f"file://{tmp_path}/nothing", "--once")
+    assert (status, "there is no log here" in said, "Try: check the URI" in said) == (1, True, True)
+    status, _, said = command(f"file://{job.root}", "--store", "gopher://x", "--once")
+    assert status == 1
+    assert "Try: " in said
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        status, _, said = materialize(job, "--metrics-port", str(taken.getsockname()[1]))
+    assert status == 1
+    assert re.search(r"Error: cannot serve metrics at 127.0.0.1:\d+: Address already in use", said), said
+    assert "Try: choose another --metrics-port" in said
+
+
+def test_without_prometheus_client_the_extra_is_named(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    status, _, said = materialize(job, "--metrics-port", "9464")
+    assert status == 1
+    assert "Try: pip install 'torchrec_stream_ckpt[metrics]'" in said
+
+
+def test_rights_that_are_missing_are_named(job: Job) -> None:
+    """As another user: this one may be root."""
+    if os.geteuid():
+        pytest.skip("only root can become another user")
+    for path in job.root.parent.parents:
+        os.chmod(path, os.stat(path).st_mode | 0o011)
+    os.chmod(job.root.parent, 0o755)
+    done = subprocess.run(
+        [sys.executable, "-c", AS_NOBODY, f"file://{job.root}", "--store", str(store_of(job)), "--once"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert re.search(r"Error: cannot write it: Permission denied", done.stderr), done.stderr
+    assert "Try: run as a user who may do it" in done.stderr
+    check_folded(job, [1, 2, 3])
+
+
+AS_NOBODY = """
+import contextlib, os, sys
+import torchrec_stream_ckpt.store.folder
+from torchrec_stream_ckpt.cli.main import main
+arguments = sys.argv[1:]
+sys.argv = ["stream-ckpt", "materialize", "file:///nowhere/at/all", "--once"]
+with contextlib.redirect_stderr(None), contextlib.suppress(SystemExit):
+    main()  # imports what it needs: the other user may not read where Python is
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+sys.argv = ["stream-ckpt", "materialize", *arguments]
+main()
+"""
+
+
+@pytest.fixture
+def serving(job: Job) -> Iterator[Callable[..., Path]]:
+    """Starts services in processes of their own; returns the file that takes what they print."""
+    started = []
+
+    def serve(*more: str) -> Path:
+        output = job.root.parent / f"output-{len(started)}"
+        output.touch()
+        arguments = [f"file://{job.root}", "--store", str(store_of(job)), "--poll-s", "0.02", "--json", *more]
+        started.append(start(arguments, output))
+        serve.process = started[-1]  # type: ignore[attr-defined]
+        return output
+
+    yield serve
+    for process in started:
+        process.kill()
+        process.join()
+
+
+def test_a_full_disk_is_outlasted(job: Job, serving: Callable[..., Path]) -> None:
+    disk = job.root.parent / "disk"
+    try:
+        with small_disk(disk, 2 * 2**20):
+            ballast = fill(disk, 16 * 2**10)
+            output = serving("--store", str(disk / "store"))
+            wait("the full disk", lambda: "No space left" in output.read_text(), output)
+            assert not list((disk / "store").rglob(".put-*"))
+            ballast.unlink()
+            wait("the fourth marker", has(output, "marker", marker="1:4"), output)
+            kinds = [event["event"] for event in events_of(output)]
+            assert kinds.count("trouble") == kinds.count("recovered") == 1, "it is said once"
+            lineage, objects = Control(job.log).refresh(), open_store(str(disk / "store"))
+            for commit, image in images_of_chain(job.log, lineage, MarkerId(1, 4)):
+                assert image_of_store(objects, lineage, commit.id) == image
+    except CannotMount as error:
+        pytest.skip(str(error))
+
+
+def test_a_log_on_a_read_only_mount_is_folded_and_nothing_is_locked(job: Job) -> None:
+    (job.root / CONTROL_LOCK).unlink()
+    mount = job.root.parent / "read-only"
+    mount.mkdir()
+    done = subprocess.run(["mount", "--bind", "-o", "ro", str(job.root), str(mount)], capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip("this user may not mount")
+    try:
+        with pytest.raises(OSError, match="Read-only"):
+            (mount / CONTROL_LOCK).touch()
+        before = {path: path.stat().st_mtime_ns for path in job.root.rglob("*")}
+        assert command(f"file://{mount}", "--store", str(store_of(job)), "--once")[0] == 0
+    finally:
+        subprocess.run(["umount", "-l", str(mount)], check=True)
+    assert {path: path.stat().st_mtime_ns for path in job.root.rglob("*")} == before
+    check_folded(job, [1, 2, 3, 4])
+
+
+def test_it_waits_for_a_log_and_its_first_marker_and_ends_by_sigterm(
+    tmp_path: Path, job: Job, serving: Callable[..., Path]
+) -> None:
+    late = Job(tmp_path / "late" / "log")
+    output = tmp_path / "output"
+    output.touch()
+    process = start([f"file://{late.root}", "--poll-s", "0.02", "--json"], output)  # the store: where the job says
+    try:
+        wait("it to wait", has(output, "waiting"), output)
+        late.begin()
+        late.touch()
+        late.commit(store=f"file://{tmp_path}/kept")
+        wait("the marker", has(output, "marker", marker="1:1", lag_markers=0), output)
+        os.kill(process.pid or 0, signal.SIGTERM)
+        process.join(20)
+        assert process.exitcode == 0
+        assert events_of(output)[-1]["event"] == "stop"
+        assert not list((tmp_path / "kept" / "workers").rglob("*-*")), "it signed off"
+    finally:
+        process.kill()
+        process.join()
+    assert Catalog.load(open_store(str(tmp_path / "kept")), synthetic.JOB).markers == {MarkerId(1, 1)}
+
+
+def test_once_that_a_signal_ends_early_says_so(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    fold = interval_folder.fold_interval
+
+    def struck(*arguments: Any) -> object:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return fold(*arguments)
+
+    monkeypatch.setattr(interval_folder, "fold_interval", struck)
+    status, events, said = materialize(job)
+    assert (status, said) == (1, "")
+    assert (events[-1]["event"], events[-1]["lag_markers"]) == ("stop", 1)
+    check_folded(job, [1, 2, 3])
+    monkeypatch.undo()
+    assert materialize(job)[0] == 0
+
+
+def test_a_store_of_a_newer_format_gets_no_sign_of_life(job: Job) -> None:
+    (store_of(job) / STORE_FILE).write_bytes(b'{"format": 2}')
+    before = sorted(store_of(job).rglob("*"))
+    status, _, said = command(f"file://{job.root}", "--store", str(store_of(job)))
+    assert (status, "the store is of format 2" in said) == (1, True)
+    assert sorted(store_of(job).rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        (("--poll-s", "inf"), 2, "Invalid value for '--poll-s'"),
+        (("--poll-s", "nan"), 2, "Invalid value for '--poll-s'"),
+        (("--lease-s", "inf"), 2, "Invalid value for '--lease-s'"),
+        (("--lease-s", "nan"), 2, "Invalid value for '--lease-s'"),
+        (("--rebase", "nan"), 2, "Invalid value for '--rebase'"),
+        (("--metrics-port", "0"), 2, "Invalid value for '--metrics-port'"),
+        (("--head", ""), 1, "Error: the folder for HEAD has no name"),
+    ],
+)
+def test_numbers_and_names_that_are_none_are_refused(job: Job, options: tuple[str, str], error: int, said: str) -> None:
+    status, events, told = command(f"file://{job.root}", "--store", str(store_of(job)), "--json", *options)
+    assert (status, events) == (error, [])
+    assert said in told
+
+
+def test_events_of_head_say_where_it_stands_and_why_not(job: Job) -> None:
+    head = job.root.parent / "head"
+    head.write_text("a file in the way")
+    status, events, _ = materialize(job, "--head", str(head))
+    (event,) = (each for each in events if each["event"] == "head")
+    assert (status, event["marker"]) == (0, None)
+    assert str(event["problem"]).startswith("HEAD cannot be written: File exists")
+    said = line(Event("head", event))
+    assert said.startswith("HEAD is nowhere: HEAD cannot be written")
+    assert "\n  Try: " in said
+    head.unlink()
+    job.touch(2)
+    job.commit()
+    _, events, _ = materialize(job, "--head", str(head))
+    (event,) = (each for each in events if each["event"] == "head")
+    assert event == {"event": "head", "marker": "1:5", "problem": None, "hint": ""}
+    assert line(Event("head", event)) == "HEAD is at marker 1:5"
+
+
+def test_head_is_said_once_for_each_change(job: Job, tmp_path: Path) -> None:
+    events, head = list[Event](), tmp_path / "head"
+    with ThreadPoolExecutor(2) as pool:
+        objects = open_store(str(store_of(job)))
+        writer = HeadWriter(head, objects, pool)
+        materializer = Materializer(job.log, objects, lambda _: open_dense(str(job.root)), pool, head=writer)
+        service = MaterializeService(Control(job.log).refresh, lambda _: materializer, events.append)
+        head.write_text("in the way")
+        for _ in range(2):
+            service._round(once=True)
+        assert service.head_marker is None
+        head.unlink()
+        for _ in range(2):
+            service._round(once=True)
+    assert [each.fields["marker"] for each in events if each.event == "head"] == [None, "1:4"]
+    assert service.head_marker == MarkerId(1, 4)
+
+
+class Flaky:
+    """A service whose log, then store are away for some rounds."""
+
+    def __init__(self, job: Job, failures: list[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.failures, self.events, self.waits = failures, list[Event](), list[float]()
+        self.service = MaterializeService(self.read, lambda _: None, self.events.append)
+        monkeypatch.setattr(self.service._stop, "wait", self.wait)
+        self._control = Control(FileLog(job.root))
+
+    def read(self) -> object:
+        if self.failures:
+            raise self.failures.pop(0)
+        return self._control.refresh()
+
+    def wait(self, seconds: float) -> None:
+        self.waits.append(seconds)
+        if not self.failures and len(self.events) and self.events[-1].event in ("recovered", "waiting"):
+            self.service.stop()
+
+
+def test_what_is_away_is_tried_again_more_and_more_slowly_and_said_once(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away, full = LogUnavailableError("away", hint="mend it"), StoreUnavailableError("full", hint="make room")
+    flaky = Flaky(job, [away] * 7 + [full, away], monkeypatch)
+    flaky.service.run(once=False, poll_s=0.5)
+    said = [(event.event, event.fields.get("message")) for event in flaky.events]
+    trouble = [("trouble", "away"), ("trouble", "full"), ("trouble", "away")]
+    assert said == [*trouble, ("waiting", None), ("recovered", None), ("stop", None)]
+    assert flaky.waits == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0, 0.5]
+    assert flaky.service.status.errors == 3
+    assert service_module.LAST_RETRY_S == 30.0
+
+
+def test_once_does_not_wait_for_what_is_away(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    flaky = Flaky(job, [LogUnavailableError("away")], monkeypatch)
+    with pytest.raises(LogUnavailableError, match="away"):
+        flaky.service.run(once=True, poll_s=0.5)
+    assert flaky.waits == []
+
+
+def test_a_standby_takes_over_when_the_worker_is_killed(job: Job, serving: Callable[..., Path]) -> None:
+    outputs, processes = [], []
+    for _ in range(3):
+        outputs.append(serving("--lease-s", "0.6"))
+        processes.append(serving.process)  # type: ignore[attr-defined]
+    everything = lambda marker: any(has(output, "marker", marker=marker)() for output in outputs)  # noqa: E731
+    wait("the fourth marker", lambda: everything("1:4"), outputs[0])
+    for number in (0, 1):
+        processes[number].kill()
+        processes[number].join()
+        job.touch(2)
+        marker = str(job.commit().id)
+        wait(marker, lambda marker=marker: marker_is_there(job, marker), outputs[2])
+    wait("its line", has(outputs[2], "marker", marker="1:6"), outputs[2])
+    check_folded(job, [1, 2, 3, 4, 5, 6])
+
+
+def marker_is_there(job: Job, marker: str) -> bool:
+    return (store_of(job) / manifest_name(synthetic.JOB, MarkerId.parse(marker))).exists()
+
+
+def test_metrics_say_where_it_stands(job: Job, serving: Callable[..., Path]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    output = serving("--metrics-port", str(port))
+    wait("the fourth marker", has(output, "marker", marker="1:4"), output)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    values = {line.split()[0]: float(line.split()[1]) for line in text.splitlines() if not line.startswith("#")}
+    assert values.keys() == {metric.name for metric in METRICS.values()}
+    prefix = "stream_ckpt_materializer"
+    assert values[f"{prefix}_markers_total"] == 1
+    assert values[f"{prefix}_newest_marker"] == 4
+    assert values[f"{prefix}_head_marker"] == 0
+    assert values[f"{prefix}_lag_markers"] == values[f"{prefix}_errors_total"] == 0
+    (event,) = (each for each in events_of(output) if each["event"] == "marker")
+    assert values[f"{prefix}_frames_read_bytes_total"] == event["frames_bytes"] > 0  # type: ignore[operator]
+    assert values[f"{prefix}_segments_written_bytes_total"] == event["segment_bytes"]
+
+
+def test_the_keys_of_json_lines_stay_as_they_are(job: Job) -> None:
+    _, events, _ = materialize(job)
+    counts = {"markers", "frames_bytes", "segment_bytes", "fold_bytes_read", "fold_bytes", "dense_bytes"}
+    lag = {"lag_markers", "lag_bytes", "lag_s"}
+    assert [set(event) for event in events] == [
+        {"event", "uri", "store", "once"},
+        {"event", "marker", "step", "committed_s", "took_s"} | lag | counts,
+        {"event", "lag_markers"} | counts,
+    ]
+    assert events[1]["frames_bytes"] == sum(
+        end.num_bytes - before.num_bytes
+        for end, before in zip(
+            *(Control(job.log).refresh().commits[MarkerId(1, marker)].ranks for marker in (4, 3)), strict=True
+        )
+    )
+
+
+def test_the_lag_is_what_is_committed_and_not_in_the_store(job: Job) -> None:
+    for _ in range(2):
+        job.touch(1)
+        job.commit()
+    _, events, _ = materialize(job)
+    lags = [(event["marker"], event["lag_markers"]) for event in events if event["event"] == "marker"]
+    assert lags == [("1:4", 2), ("1:5", 1), ("1:6", 0)]
+    sizes = [event["lag_bytes"] for event in events if event["event"] == "marker"]
+    assert sizes[0] > sizes[1] > sizes[2] == 0  # type: ignore[operator]
+
+
+def test_the_live_table_says_what_it_does(job: Job) -> None:
+    service = MaterializeService(lambda: None, lambda _: None)
+    service._wait_for("a log")
+    cells = [list(column.cells) for column in Panel(service, lambda: "file:///kept").render().columns]
+    said = dict(zip(*cells, strict=True))
+    assert said["store"] == "file:///kept"
+    assert said["now"] == "waiting for a log"
+    assert said["lag"] == "0 markers, 0 B, 0 s"

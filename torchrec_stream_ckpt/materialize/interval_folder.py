@@ -1,0 +1,149 @@
+"""The segments of a marker's intervals: found in the store, or folded from the log now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, OtherLogError, TrimmedError
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.interval import Interval, intervals_of
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.manifest import SegmentRef
+from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.log.stream import held_by
+from torchrec_stream_ckpt.materialize.fold import fold_interval, folded_interval, shards_of
+from torchrec_stream_ckpt.materialize.progress import Progress
+from torchrec_stream_ckpt.route.route import check_incarnation, check_there
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.types import MarkerId, TableShard
+
+Segments = tuple[tuple[SegmentRef, ...], ...]
+"""Of one marker, by rank."""
+
+
+class IntervalFolder:
+    """Folds the intervals of some data partitions; other processes fold the others.
+
+    Args:
+        log: The job's log. It is only read.
+        objects: The store.
+        mine: Whether a data partition is this one's to fold.
+        progress: Told of what is folded.
+    """
+
+    def __init__(self, log: Log, objects: Objects, mine: Callable[[int], bool], progress: Progress) -> None:
+        self._log = log
+        self._objects = objects
+        self._mine = mine
+        self._progress = progress
+        self._found: dict[tuple[MarkerId, int], tuple[SegmentRef, ...]] = {}
+        """Segments of markers that are not in the store yet, by marker and rank: not looked for twice."""
+
+    def forget(self, missing: Sequence[Commit]) -> None:
+        """Keep what was found of these markers alone."""
+        wanted = {commit.id for commit in missing}
+        self._found = {key: refs for key, refs in self._found.items() if key[0] in wanted}
+
+    def segments(
+        self, lineage: Lineage, catalog: Catalog, commit: Commit, before: Commit | None, missing: Sequence[Commit]
+    ) -> Segments | None:
+        """The segments of all ranks, those of our partitions folded now; None when another's are not there yet.
+
+        Args:
+            lineage: The control partition.
+            catalog: What the store holds.
+            commit: Of the marker.
+            before: The marker before it in its generation; None for the first.
+            missing: The markers that are not in the store.
+
+        Raises:
+            CorruptionError: the log is damaged, or lacks an interval.
+        """
+        claim = lineage.claims[commit.generation]
+        leads = self._mine(commit.ranks[0].partition)
+        segments = []
+        for interval in intervals_of(claim, commit, before):
+            end, mine = interval.end, self._mine(interval.end.partition)
+            refs = self._found.get((commit.id, end.rank))
+            if refs is None and (mine or leads):
+                try:
+                    refs = folded_interval(self._objects, interval)
+                except CorruptionError:  # no manifest names it yet: it is folded again, to the same bytes
+                    mine = True
+            if refs is None and mine:
+                self._check_there(lineage, catalog, interval, missing)
+                refs = self._fold(catalog, interval, before)
+            if refs is not None:
+                self._found[commit.id, end.rank] = refs
+            segments.append(refs)
+        complete = tuple(refs for refs in segments if refs is not None)
+        return complete if len(complete) == len(segments) else None
+
+    def _fold(self, catalog: Catalog, interval: Interval, before: Commit | None) -> tuple[SegmentRef, ...]:
+        progress = self._progress
+        progress.doing = f"folding marker {interval.commit.id}, rank {interval.end.rank}"
+        shards = self._shards_before(catalog, interval, before)
+        refs = fold_interval(self._log, self._objects, interval, shards, progress.count_frames)
+        progress.counts.segment_bytes += sum(ref.num_bytes for ref in refs)
+        return refs
+
+    def _shards_before(
+        self, catalog: Catalog, interval: Interval, before: Commit | None
+    ) -> tuple[TableShard, ...] | None:
+        """What the rank held at the marker before, as the store says, or else the log."""
+        if before is None:
+            return None
+        previous = Interval(interval.claim, before, before.ranks[interval.end.rank])
+        try:
+            refs = folded_interval(self._objects, previous)
+        except CorruptionError:  # as good as gone
+            refs = None
+        if refs is not None:
+            return shards_of(self._objects, refs)
+        if before.id in catalog.markers:
+            raise MissingObjectError(
+                "the store has lost segments of a marker that it holds",
+                hint="bring them back, or delete the marker's manifest: it is folded anew from what the log still has",
+                marker=before.id,
+                rank=interval.end.rank,
+                name=previous.name(0),
+            )
+        return held_by(self._log, interval.claim, interval.commit, interval.end)
+
+    def _check_there(self, lineage: Lineage, catalog: Catalog, interval: Interval, missing: Sequence[Commit]) -> None:
+        """Whether the log still has the interval; raises with what is lost, what remains, and what to do."""
+        marker = interval.commit.id
+        try:
+            check_incarnation(self._log, lineage, marker, [marker.generation])
+            check_there(self._log, lineage, marker, [interval])
+        except OtherLogError:
+            raise
+        except TrimmedError as error:
+            raise CorruptionError(
+                f"{error.message}, and this store lacks {_standing_on(lineage, marker, missing)}",
+                hint=f"fold into that one: --store {error.where['store']}",
+                marker=marker,
+                store=self._objects.url,
+            ) from None
+        except CorruptionError as error:
+            held = catalog.markers - catalog.dropped
+            remains = max((each.id for each in lineage.chain(marker) if each.id in held), default=None)
+            keeps = f"the store has {len(held)} markers" if held else "the store is empty"
+            newest = f", {remains} the newest on its path" if remains else ""
+            onward = f"restart the job from marker {remains} by its name" if remains else "begin a new job"
+            lost = _standing_on(lineage, marker, missing)
+            raise CorruptionError(
+                f"the log no longer has what the store has not yet: lost is {lost}; {keeps}{newest}: {error.headline}",
+                hint=f"bring the log data back, or name the store that has it (--store); else {onward}, "
+                "and go on with --pass-over-lost",
+                marker=marker,
+                rank=interval.end.rank,
+                store=self._objects.url,
+            ) from None
+
+
+def _standing_on(lineage: Lineage, marker: MarkerId, missing: Sequence[Commit]) -> str:
+    """The markers that are lost with one, in words."""
+    lost = [each.id for each in missing if marker in {link.id for link in lineage.chain(each.id)}]
+    return f"{marker}" if len(lost) < 2 else f"{marker} to {lost[-1]} ({len(lost)} markers)"
