@@ -128,8 +128,10 @@ def main() -> None:
         "--minutes", type=float, default=0.0, help="begin again, with another seed, until this many have passed"
     )
     parser.add_argument("--seed", type=int, default=20)
-    parser.add_argument("--only", default="", help="scenarios whose name contains this, or one of these: A,B")
-    parser.add_argument("--onto", type=Path, help="rows of another part of this run, as --json wrote them")
+    parser.add_argument(
+        "--only", default="", help="scenarios whose name contains this, or one of these: A,B; with --onto, - for none"
+    )
+    parser.add_argument("--onto", type=Path, nargs="+", default=[], help="rows of other parts, as --json wrote them")
     parser.add_argument("--json", type=Path, help="write the rows there")
     parser.add_argument("--conditions", default="", help="what else ran meanwhile, for the page")
     parser.add_argument("--report", type=Path, help="write a page there, as docs/chaos.md is")
@@ -139,16 +141,19 @@ def main() -> None:
         for each in SCENARIOS
         if any(part in f"{each.__module__}.{each.__name__}" for part in arguments.only.split(","))
     ]
-    if not chosen:
+    if not chosen and not arguments.onto:
         parser.error(f"no scenario has '{arguments.only}' in its name")
     console, board, seeds, begin = Console(width=160), Board(), [], time.monotonic()
-    if arguments.onto:
-        board.load(arguments.onto)
-    while not seeds or time.monotonic() - begin < 60 * arguments.minutes:
+    for part in arguments.onto:
+        board.load(part)
+    while chosen and (not seeds or time.monotonic() - begin < 60 * arguments.minutes):
         seeds.append(arguments.seed + len(seeds))
         torment(chosen, board, seeds[-1], not arguments.short, console)
-    board.took_s += time.monotonic() - begin
-    board.ran(about(seeds) | ({"conditions": arguments.conditions} if arguments.conditions else {}))
+    if seeds:
+        board.took_s += time.monotonic() - begin
+        board.ran(about(seeds))
+    if arguments.conditions:
+        board.ran({"conditions": arguments.conditions})
     console.print(board.table())
     if arguments.json:
         board.save(arguments.json)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rich.table import Table
 
+OVERLOADED = 2
+"""A machine with a load above so many for each core says nothing about bounds."""
 HEAD = ("fault", "injected", "fired", "compared", "refused", "lost", "wrong", "remark")
 
 
@@ -32,6 +35,8 @@ class Row:
     """Why the fault could not be injected on this machine; empty when it could."""
     faults: list[str] = field(default_factory=list)
     """Each fault counted in ``lost`` and ``wrong``, in words."""
+    late: list[str] = field(default_factory=list)
+    """Calls that took longer than is promised for a machine that is not overloaded, on one that was."""
 
     def lose(self, what: str) -> None:
         self.lost += 1
@@ -40,6 +45,17 @@ class Row:
     def err(self, what: str) -> None:
         self.wrong += 1
         self.faults.append(what)
+
+    def timed(self, what: str, took_s: float, bound_s: float) -> None:
+        """A call has ended. Its bound is promised for a machine that is not overloaded: on one that is, it is said."""
+        if took_s <= bound_s:
+            return
+        said = f"{what} took {took_s:.0f} s, {bound_s:.0f} s are promised"
+        load = os.getloadavg()[0]
+        if load > OVERLOADED * (os.cpu_count() or 1):
+            self.late.append(f"{said} (load {load:.0f})")
+        else:
+            self.err(said)
 
     def verdict(self) -> str:
         """Empty when all is well."""
@@ -55,7 +71,7 @@ class Row:
         if self.not_run:
             return (self.fault, *["-"] * 6, f"did not run: {self.not_run}")
         numbers = (self.injected, self.fired, self.compared, self.refused, self.lost, self.wrong)
-        return (self.fault, *map(str, numbers), self.remark)
+        return (self.fault, *map(str, numbers), "; ".join(filter(None, (self.remark, *self.late))))
 
 
 class Board:
@@ -81,7 +97,7 @@ class Board:
         part = json.loads(path.read_text())
         self.rows |= {each["fault"]: Row(**each) for each in part["rows"]}
         self.took_s += part["took_s"]
-        self.about = part["about"]
+        self.ran(part["about"])
 
     def ran(self, about: dict[str, str]) -> None:
         """Say what has just run, where and when; of several parts all that differs."""

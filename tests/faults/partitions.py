@@ -6,6 +6,7 @@ The hosts are network namespaces (:mod:`tests.faults.hosts`): what a partition t
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,8 @@ from torchrec_stream_ckpt import MarkerId
 
 START_S = 2 * COMMIT_TIMEOUT_S + 60.0
 """What docs/guarantees.md promises of making a ``StreamCheckpointer`` (P16)."""
+WAITED_FOR = re.compile(r"RankLostError: .*(has waited [0-9]+ s in|it has lost) .*rank [0-9]+")
+"""An error that names the rank that was waited for."""
 Fault = Callable[[Site, Subject, Incarnation, Row], None]
 """Does harm to hosts while the job trains on, and heals it; notes what shows that it happened."""
 
@@ -267,15 +270,15 @@ def attach_without_a_broker(form: Form, site: Site) -> None:
                     ended = [said_by(job, rank) for rank in range(2)] if not job.lines("failed") else []
                     said = "; ".join(ended) or job.lines("failed")[-1]
                     refused.append(said)
-                    if ended and node.host.address not in said:  # a COMMIT without an answer names nobody
+                    # A COMMIT without an answer names nobody; and a busy machine may let the other rank give up first.
+                    if ended and node.host.address not in said and not all(map(WAITED_FOR.search, ended)):
                         row.err(f"it does not name {node.host.address}: {said}")
             finally:
                 job.kill()
         subject.examine(row, job)
     row.remark = f"{len(refused)} of {row.injected} refused by name, the longest took {max(took):.0f} s"
     row.remark += f": {refused[-1][:160]}" if refused else ""
-    if max(took) > START_S:
-        row.err(f"a start took {max(took):.0f} s, {START_S:.0f} s are promised")
+    row.timed("a start", max(took), START_S)
     subject.compare_all(form.draw("start"), None if form.full else 2)
 
 
@@ -292,5 +295,6 @@ def of_hosts(form: Form) -> None:
         ranks_are_cut_off(form, running)
         outer_tier_is_cut_off(form, running)
         attach_without_a_broker(form, running)
-        unclean_election(form, running)
-        followers_are_cut_off(form, running)
+        for _ in range(2 if form.full else 1):
+            unclean_election(form, running)
+            followers_are_cut_off(form, running)

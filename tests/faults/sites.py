@@ -22,7 +22,7 @@ HOSTS = ("controller", *BROKERS, "trainer", "trainer-2", "spare", "materializer"
 COMMIT_TIMEOUT_S = 8.0
 LIFE_S = 900.0
 REFUSALS = ("StreamLostError", "CorruptionError")
-HOLD_S = 120.0
+HOLD_S = 300.0
 """No partition is held for longer, whatever does not come."""
 _ANSWER_S = 8.0
 """How long one client of the operator may take, on two busy cores, before the next one asks another broker."""

@@ -26,7 +26,8 @@ from torchrec_stream_ckpt.restore.verify import verify_marker
 from torchrec_stream_ckpt.store.dense import open_dense
 
 TEAMS = [(2, PLAN_2), (3, PLAN_3), (1, PLAN_1), (2, PLAN_2_OTHER)]
-PATIENCE_S = 90.0
+PATIENCE_S = 300.0
+"""What has not come by then hangs: no bound that anybody promises."""
 PEERS_S = 25.0
 """What docs/guarantees.md adds to ``commit_timeout_s`` for a marker's future (P16)."""
 

@@ -100,8 +100,7 @@ def goes_on_or_ends(job: Incarnation, row: Row) -> bool:
 def check_bounds(job: Incarnation, row: Row, since: int, commit_timeout_s: float) -> None:
     """No future has taken longer than is promised, by the count of futures that had settled before."""
     for took in map(float, job.lines("took_s")[since:]):
-        if took > commit_timeout_s + PEERS_S:
-            row.err(f"a marker took {took:.1f} s to fail, {commit_timeout_s + PEERS_S:.0f} s are promised")
+        row.timed("the future of a marker", took, commit_timeout_s + PEERS_S)
 
 
 def zombies_on_files(form: Form) -> None:

@@ -12,7 +12,7 @@ from tests.faults import brokers, disks, kills, materializer, power, surgery, su
 from tests.faults.board import Board
 from tests.faults.subject import Form
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
 Scenario = Callable[[Form], None]
 ON_FILES: list[Scenario] = [

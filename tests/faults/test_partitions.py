@@ -14,7 +14,7 @@ from tests.faults.board import Board
 from tests.faults.subject import Form
 from tests.faults.test_chaos import judge
 
-pytestmark = [pytest.mark.distributed, pytest.mark.kafka, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.distributed, pytest.mark.kafka, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
