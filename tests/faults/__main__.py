@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.faults import brokers, disks, kills, materializer, partitions, power, surgery, survivors, topics
+from tests.faults import brokers, disks, frozen, kills, materializer, partitions, power, surgery, survivors, topics
 from tests.faults.board import Board
 from tests.faults.subject import Form
 from torchrec_stream_ckpt.broker.kraft import Broker
@@ -29,6 +29,10 @@ SCENARIOS: tuple[Callable[[Form], None], ...] = (
     kills.kills_while_drains_are_slow,
     survivors.one_rank_dies,
     survivors.one_rank_freezes,
+    frozen.ranks_freeze_in_markers,
+    frozen.ranks_freeze_in_restores,
+    frozen.ranks_freeze_in_closes,
+    frozen.broker_freezes_in_commits,
     survivors.zombies_on_files,
     survivors.zombies_on_kafka,
     survivors.zombie_with_the_lock,

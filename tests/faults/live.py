@@ -20,7 +20,7 @@ import tests.model as model
 from tests.inside import inside
 from tests.jobs import attach
 from tests.model import PLAN_2, Spec, Trainer, differences, trainer, truth
-from torchrec_stream_ckpt import StreamCkptError, StreamConfig, failpoints
+from torchrec_stream_ckpt import StreamCheckpointer, StreamCkptError, StreamConfig, failpoints
 from torchrec_stream_ckpt.commit.coordinator import Coordinator
 from torchrec_stream_ckpt.types import Committed
 
@@ -34,7 +34,7 @@ class Orders:
     truths: Path
     """``GENERATION/STEP.pt``: the whole state at each step, put aside before the step is given to the checkpointer."""
     run: Path
-    """``reported``, ``failed``, ``fired``, ``progress-RANK``, ``restored.pt``."""
+    """``reported``, ``failed``, ``fired``, ``settled-RANK``, ``closed-RANK``, ``progress-RANK``, ``restored.pt``."""
     fuse: str = ""
     fuse_rank: int = 0
     scale: int = 1
@@ -44,6 +44,11 @@ class Orders:
     """Between two steps: others need the machine, too."""
     life_s: float = 240.0
     """It lives no longer, whatever becomes of the test."""
+
+    close_after: int = 0
+    """At this step a marker is cut, and the checkpointer is closed with it in flight; 0: never."""
+    close_s: float = 0.0
+    """What ``close`` is given then."""
 
     @property
     def memory(self) -> int:
@@ -93,6 +98,17 @@ def live(orders: Orders) -> None:
         }
         progress["steps_s"] = steps[-50:]
         _replace(orders.run / f"progress-{dist.get_rank()}", json.dumps(progress).encode())
+        if job.step_number == orders.close_after:
+            _close(checkpointer, orders)
+            return
+
+
+def _close(checkpointer: StreamCheckpointer, orders: Orders) -> None:
+    """With a marker in flight."""
+    checkpointer.mark()
+    began = time.monotonic()
+    checkpointer.close(orders.close_s)
+    (orders.run / f"closed-{dist.get_rank()}").write_text(f"{time.monotonic() - began}\n")
 
 
 def _folder(orders: Orders, generation: int | None) -> Path:
@@ -144,13 +160,15 @@ def _listen(run: Path) -> set[int]:
     begin: Callable[..., Future[Committed]] = Coordinator.begin
 
     def note(began_s: float, future: Future[Committed]) -> None:
-        error = future.exception()
+        error, took_s = future.exception(), time.monotonic() - began_s
+        with open(run / f"settled-{dist.get_rank()}", "a", encoding="utf-8") as file:
+            file.write(json.dumps({"took_s": took_s, "error": str(error) if error else ""}) + "\n")
         if dist.get_rank() == 0:
             name, line = ("reported", str(future.result().id)) if error is None else ("failed", repr(str(error)))
             with open(run / name, "a", encoding="utf-8") as file:
                 file.write(f"{line}\n")
             with open(run / "took_s", "a", encoding="ascii") as file:
-                file.write(f"{time.monotonic() - began_s}\n")
+                file.write(f"{took_s}\n")
 
     def listening(*args: Any, **kwargs: Any) -> Future[Committed]:
         cuts.add(args[1].step)

@@ -122,7 +122,7 @@ def _zombies(form: Form, subject: Subject, where: str, times: int) -> None:
         old = subject.start("commit.append=stop@2", 0, team=(2, PLAN_2))
         try:
             old.wait("the stop before COMMIT", lambda old=old: old.lines("fired"))
-            old.wait("rank 0 to stand still", lambda old=old: _stopped(old.pid(0)))
+            old.wait("rank 0 to stand still", lambda old=old: stopped(old.pid(0)))
             old.job.signal(signal.SIGSTOP)
             reported, generation = old.reported(), subject.lineage().newest_generation
             with subject.living(row, team=(3, PLAN_3)) as new:
@@ -157,7 +157,7 @@ def zombie_with_the_lock(form: Form) -> None:
     old = subject.start("control.written=stop@3", 0, team=(2, PLAN_2))
     try:
         old.wait("the stop under the lock", lambda: old.lines("fired"))
-        old.wait("rank 0 to stand still", lambda: _stopped(old.pid(0)))
+        old.wait("rank 0 to stand still", lambda: stopped(old.pid(0)))
         world, orders = subject.orders(team=(2, PLAN_2))
         try:
             ranks.start(world, live, orders).join(90)
@@ -171,7 +171,8 @@ def zombie_with_the_lock(form: Form) -> None:
     subject.compare_all(form.draw("lock"))
 
 
-def _stopped(pid: int) -> bool:
+def stopped(pid: int) -> bool:
+    """Whether a process stands still by SIGSTOP."""
     with open(f"/proc/{pid}/stat", encoding="ascii") as file:
         return file.read().rpartition(")")[2].split()[0] == "T"
 

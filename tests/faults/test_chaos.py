@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.faults import brokers, disks, kills, materializer, power, surgery, survivors, topics
+from tests.faults import brokers, disks, frozen, kills, materializer, power, surgery, survivors, topics
 from tests.faults.board import Board
 from tests.faults.subject import Form
 
@@ -55,6 +55,28 @@ def deaths(form: Form) -> int:
 def test_a_rank_that_was_frozen_for_longer_than_a_marker_may_take_costs_no_marker(tmp_path: Path) -> None:
     form = Form(tmp_path, Board())
     survivors.one_rank_freezes(form)
+    judge(form)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "scenario",
+    [frozen.ranks_freeze_in_markers, frozen.ranks_freeze_in_restores, frozen.ranks_freeze_in_closes],
+    ids=lambda each: each.__name__,
+)
+def test_a_rank_that_is_frozen_in_a_call_is_named_and_no_call_waits_for_it_for_good(
+    scenario: Scenario, tmp_path: Path
+) -> None:
+    form = Form(tmp_path, Board())
+    scenario(form)
+    judge(form)
+
+
+@pytest.mark.slow
+@pytest.mark.kafka
+def test_a_broker_that_is_frozen_in_the_middle_of_a_commit_is_named_on_all_ranks(tmp_path: Path) -> None:
+    form = Form(tmp_path, Board())
+    frozen.broker_freezes_in_commits(form)
     judge(form)
 
 
