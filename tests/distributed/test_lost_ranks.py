@@ -87,10 +87,12 @@ def _freeze(uri: str, during: str, told: Path) -> None:
         job.step()
         checkpointer.step()
         checkpointer.mark().result(60)
-        future = checkpointer.mark() if during == "future" else None
+        future = checkpointer.mark() if during in ("future", "close") else None
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     try:
+        if during == "close":
+            checkpointer.close(1.0)  # its marker in flight fails later
         if during == "restore":
             checkpointer.restore()
         elif future is not None:
@@ -108,6 +110,7 @@ def _freeze(uri: str, during: str, told: Path) -> None:
     ("during", "kind"),
     [
         ("future", MarkerFailedError),
+        ("close", MarkerFailedError),
         ("mark", MarkerFailedError),
         pytest.param("restore", RankLostError, marks=pytest.mark.slow),
     ],

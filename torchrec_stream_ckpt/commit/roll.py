@@ -78,11 +78,9 @@ class Roll:
         self._ending = threading.Event()
         self._closed = False
         self._thread: threading.Thread | None = None
-        if store is not None and world > 1:
-            self._thread = threading.Thread(
-                target=_run, args=(weakref.ref(self), self._woken, self._ending), name="stream-ckpt-roll", daemon=True
-            )
-            self._thread.start()
+        self._lock = threading.Lock()
+        """Held where it begins and where it ends."""
+        self._start()
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Roll:
@@ -97,8 +95,24 @@ class Roll:
         self._call, self._waits_in_call, self._closed = call, True, True
         self._ending.set()
         self._woken.set()
-        if self._thread is not None:
-            self._thread.join(_LAST_WORD_S)  # while the store is there
+        if (thread := self._thread) is not None:
+            thread.join(_LAST_WORD_S)  # while the store is there
+
+    def _start(self) -> None:
+        """Have a thread, unless there is nobody to talk to."""
+        if self._thread is None and self._store is not None and self._world > 1:
+            self._thread = threading.Thread(
+                target=_run, args=(weakref.ref(self), self._woken, self._ending), name="stream-ckpt-roll", daemon=True
+            )
+            self._thread.start()
+
+    def _is_over(self) -> bool:
+        """(its thread) Whether nobody needs it any more: a marker in flight may wait after a close as well."""
+        with self._lock:
+            if not self._closed or self._waiting:
+                return False
+            self._thread = None
+            return True
 
     @property
     def current(self) -> str:
@@ -234,13 +248,16 @@ class Roll:
             for seen in self._seen.values():
                 seen.changed_s = seen.since_s = now
             self._answered_s = now
-        self._waiting += 1
+        with self._lock:
+            self._waiting += 1
+            self._start()
         self._waits_in_call = self._waits_in_call or in_call
         self._woken.set()
         try:
             yield
         finally:
-            self._waiting -= 1
+            with self._lock:
+                self._waiting -= 1
             if in_call:
                 self._waits_in_call = False
 
@@ -302,7 +319,7 @@ def _run(of: weakref.ref[Roll], woken: threading.Event, ending: threading.Event)
         except Exception as error:  # the store is gone, with the rank that held it: waits say so
             log.debug("the ranks' store does not answer: %s", error)
             ending.wait(TICK_S)
-        if roll._closed:
+        if roll._is_over():
             return
         del roll
         ending.wait(TICK_S / 4)
