@@ -17,7 +17,8 @@ from torchrec_stream_ckpt.format.dense import digest_files, files_at
 from torchrec_stream_ckpt.format.dense_files import LIST_NAME, DenseFile, listed, parse_list
 from torchrec_stream_ckpt.layout import dense_file_name, dense_name
 from torchrec_stream_ckpt.store.api import Objects, open_store
-from torchrec_stream_ckpt.store.dense import DenseObjects, DenseStore, name_files, open_dense
+from torchrec_stream_ckpt.store.dense import DenseStore, name_files, open_dense
+from torchrec_stream_ckpt.store.dense_objects import DenseObjects
 
 FILES = {".metadata": b"pickled", "__0_0.distcp": bytes(40 * 2**20), "__1_0.distcp": b"", "__1_1.distcp": b"rank 1"}
 

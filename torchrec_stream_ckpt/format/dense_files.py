@@ -111,3 +111,8 @@ def check_files(files: Sequence[DenseFile], what: str) -> None:
             raise CorruptionError(f"{what}: {file.name!r:.80} is no name of a file")
         if not isinstance(file.sha256, str) or not _SHA256.fullmatch(file.sha256):
             raise CorruptionError(f"{what}: {file.sha256!r:.80} is no SHA-256")
+
+
+def altered(where: str, found: int, file: DenseFile) -> str:
+    """What to say of a dense file that has another length than was committed."""
+    return f"dense state was altered: {where} has {found} bytes, {file.num_bytes} were committed"

@@ -15,7 +15,8 @@ from torchrec_stream_ckpt.materialize.losses import Losses
 from torchrec_stream_ckpt.materialize.progress import Progress
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import DenseStore, copy_dense, files_in, lacking
+from torchrec_stream_ckpt.store.dense import DenseStore, copy_dense, lacking
+from torchrec_stream_ckpt.store.dense_objects import files_in
 
 _HINT = "bring it back, say where it is (--dense), or give the marker up with --pass-over-lost"
 

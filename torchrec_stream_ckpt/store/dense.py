@@ -7,48 +7,32 @@ marker. Nothing that came out of a store is opened before its SHA-256 has been c
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import mmap
 import os
 import shutil
-import tempfile
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from torchrec_stream_ckpt.durable import fsync_dir, make_dirs
-from torchrec_stream_ckpt.errors import (
-    ConfigError,
-    CorruptionError,
-    MissingObjectError,
-    StoreUnavailableError,
-    StreamCkptError,
-)
-from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.durable import fsync_dir, make_dirs, write_synced
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StoreUnavailableError, StreamCkptError
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.format.dense import check_names, dense_path, files_at, verify_dense
+from torchrec_stream_ckpt.format.dense import dense_path, files_at, verify_dense
 from torchrec_stream_ckpt.format.dense_files import (
     INLINE_FILES,
     LIST_NAME,
     DenseFile,
     DenseList,
     agree,
+    altered,
     listed,
-    parse_list,
-    whole,
 )
 from torchrec_stream_ckpt.layout import dense_file_name, dense_name
 from torchrec_stream_ckpt.options import Options
 from torchrec_stream_ckpt.store.api import Objects, open_store
-from torchrec_stream_ckpt.store.identity import check_store, prove_writable
+from torchrec_stream_ckpt.store.dense_objects import DenseObjects
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.uris import check_store_url
-
-log = logging.getLogger(__name__)
-
-_RANGE_BYTES = 16 * 2**20
 
 
 class DenseStore(Protocol):
@@ -147,19 +131,6 @@ def name_files(
     return (), said
 
 
-def files_in(objects: Objects, commit: Commit) -> tuple[DenseFile, ...]:
-    """All dense files of a marker whose dense state lies in a store; raises as ``DenseStore.files``."""
-    said = commit.dense_list
-    if said is None:
-        return commit.dense_files
-    name = dense_file_name(commit.job, commit.id, LIST_NAME)
-    size = objects.size(name)
-    if size is None:
-        raise MissingObjectError("the list of dense files is gone", store=objects.url, name=name)
-    data = objects.read(name) if size == said.list_bytes else b""
-    return parse_list(bytes(data), said, f"{objects.url}/{name}")
-
-
 def lacking(objects: Objects, commit: Commit, files: Iterable[DenseFile]) -> list[DenseFile]:
     """Those of a marker's dense files that a store does not have in their length."""
     names = {file: dense_file_name(commit.job, commit.id, file.name) for file in files}
@@ -256,10 +227,7 @@ class DenseFolder:
         folder = self.writing(job, marker)
         scratch = folder / f"{LIST_NAME}.tmp"
         try:
-            with open(scratch, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            write_synced(scratch, data)
             scratch.rename(folder / LIST_NAME)
             fsync_dir(folder)
         except OSError as error:
@@ -300,7 +268,7 @@ class DenseFolder:
             except OSError as error:
                 return f"dense state is gone: {folder / file.name}: {error.strerror}"
             if found != file.num_bytes:
-                return _altered(str(folder / file.name), found, file)
+                return altered(str(folder / file.name), found, file)
         return ""
 
     def place(self, commit: Commit) -> str:
@@ -317,152 +285,7 @@ class DenseFolder:
         return (self._folder / dense_name(job, MarkerId(0, 0))).parent
 
 
-class DenseObjects:
-    """In an object store: every rank carries its own files there, and those that it reads from there.
-
-    The scratch folder is made where ``TMPDIR`` says. It is taken away by :meth:`close` and at exit; a process that is
-    killed leaves it.
-    """
-
-    def __init__(self, objects: Objects) -> None:
-        self._objects = objects
-        self.url = objects.url
-        self._scratch: Path | None = None
-        self._fetched: dict[MarkerId, Path] = {}
-
-    @property
-    def folder(self) -> None:
-        return None
-
-    def preflight(self) -> None:
-        check_store(self._objects)
-
-    def prepare(self, job: bytes) -> None:
-        prove_writable(self._objects)
-
-    def is_seen(self, job: bytes) -> bool:
-        self._make_scratch()  # now, when a rank that cannot do it still stops all of them
-        return check_store(self._objects)
-
-    def writing(self, job: bytes, marker: MarkerId) -> Path:
-        assert self._scratch is not None
-        return self._scratch / f"written-{marker.generation}-{marker.marker}"
-
-    def publish(self, job: bytes, marker: MarkerId, files: Sequence[DenseFile]) -> None:
-        failpoint("dense.put")
-        for file in files:
-            data = (self.writing(job, marker) / file.name).read_bytes()
-            self._objects.put(dense_file_name(job, marker, file.name), [data])
-        failpoint("dense.stored")
-
-    def put_list(self, job: bytes, marker: MarkerId, data: bytes) -> None:
-        self._objects.put(dense_file_name(job, marker, LIST_NAME), [data])
-
-    def discard(self, job: bytes, marker: MarkerId) -> None:
-        try:
-            for entry in list(self._objects.list(f"{dense_name(job, marker)}/")):
-                self._objects.delete(entry.name)
-        except StreamCkptError as error:
-            log.warning("dense state of marker %s, which was given up, stays in the store: %s", marker, error.headline)
-
-    def settle(self, job: bytes, marker: MarkerId) -> None:
-        shutil.rmtree(self.writing(job, marker), ignore_errors=True)
-
-    def files(self, commit: Commit) -> tuple[DenseFile, ...]:
-        return files_in(self._objects, commit)
-
-    def verify(self, commit: Commit) -> None:
-        self.local(commit)
-
-    def local(self, commit: Commit) -> Path:
-        if commit.id not in self._fetched:
-            folder = self._make_scratch() / f"read-{commit.generation}-{commit.marker}"
-            try:
-                self._fetch(commit, folder)
-            except BaseException:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
-            self._fetched[commit.id] = folder
-        return self._fetched[commit.id]
-
-    def why_not(self, commit: Commit) -> str:
-        prefix = f"{dense_name(commit.job, commit.id)}/"
-        try:
-            sizes = {entry.name.removeprefix(prefix): entry.num_bytes for entry in self._objects.list(prefix)}
-            if commit.dense_list is not None and agree(commit.dense_list, sizes):
-                return ""
-            files = self.files(commit)
-        except StreamCkptError as error:
-            return error.headline
-        for file in files:
-            if file.name not in sizes:
-                return f"dense state is gone: {self.place(commit)}/{file.name}"
-            if sizes[file.name] != file.num_bytes:
-                return _altered(f"{self.place(commit)}/{file.name}", sizes[file.name], file)
-        return ""
-
-    def place(self, commit: Commit) -> str:
-        return f"{self.url}/{dense_name(commit.job, commit.id)}"
-
-    def release(self) -> None:
-        for folder in self._fetched.values():
-            shutil.rmtree(folder, ignore_errors=True)
-        self._fetched.clear()
-
-    def close(self) -> None:
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
-        self._objects.close()
-
-    def _make_scratch(self) -> Path:
-        if self._scratch is None:
-            try:
-                self._scratch = Path(tempfile.mkdtemp(prefix="stream-ckpt-dense-"))
-            except OSError as error:
-                raise ConfigError(
-                    f"cannot make a scratch folder for the dense state: {error.strerror}",
-                    hint="let TMPDIR name a folder with room",
-                    path=tempfile.gettempdir(),
-                ) from None
-            weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
-        return self._scratch
-
-    def _fetch(self, commit: Commit, folder: Path) -> None:
-        files = self.files(commit)
-        check_names(commit, files, self.place(commit))
-        try:
-            folder.mkdir(mode=0o700)
-            for file in whole(commit.dense_list, files):
-                self._fetch_file(commit, file, folder / file.name)
-        except OSError as error:
-            raise StoreUnavailableError(
-                f"cannot keep a copy of the dense state here: {error.strerror}",
-                hint="let TMPDIR name a folder with room",
-                path=folder,
-            ) from None
-
-    def _fetch_file(self, commit: Commit, file: DenseFile, path: Path) -> None:
-        name = dense_file_name(commit.job, commit.id, file.name)
-        size = self._objects.size(name)
-        if size is None:
-            raise MissingObjectError("dense state is gone", store=self.url, name=name)
-        digest = hashlib.sha256()
-        # Where the size has changed, nothing has to be read to know: it may be anything.
-        if size == file.num_bytes:
-            with path.open("xb") as copy:
-                for begin in range(0, size, _RANGE_BYTES):
-                    data = self._objects.read(name, begin, min(size, begin + _RANGE_BYTES))
-                    digest.update(data)
-                    copy.write(data)
-        if size != file.num_bytes or digest.hexdigest() != file.sha256:
-            raise CorruptionError("dense state was altered since it was committed", store=self.url, name=name)
-
-
 def _sizes(folder: Path) -> dict[str, int]:
     """Length of each file of a folder, links not followed."""
     with os.scandir(folder) as entries:
         return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
-
-
-def _altered(where: str, found: int, file: DenseFile) -> str:
-    return f"dense state was altered: {where} has {found} bytes, {file.num_bytes} were committed"
