@@ -248,7 +248,10 @@ class Coordinator:
         self._deciding = self._decider.submit(self._commit, cut, votes, max(0.0, ends - time.monotonic()))
         if not wait([self._deciding], max(0.0, ends - time.monotonic())).done:
             return CommitUnknownError(
-                f"COMMIT: log or store have not answered for {bound_s:.0f} s", hint=_NO_ANSWER_HINT, **where
+                f"COMMIT: log or store have not answered for {bound_s:.0f} s; "
+                f"the log waits for {self._generation.log.waits_for()}",
+                hint=_NO_ANSWER_HINT,
+                **where,
             )
         try:
             self._deciding.result()

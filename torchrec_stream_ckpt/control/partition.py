@@ -387,7 +387,7 @@ class Control:
         """
         deadline = time.monotonic() + timeout_s
         frame = (self._key.sign(commit) if self._key else commit).to_frame()
-        sent, failure = False, "it was appended and does not count"
+        sent, unanswered, failure = False, "", "it was appended and does not count"
         while True:
             try:
                 if self._is_there(commit):
@@ -401,11 +401,11 @@ class Control:
                     self._copy()
                     return
             except CommitUnknownError as error:
-                sent, failure = True, error.headline
+                sent, unanswered = True, error.headline
             except LogUnavailableError as error:
                 failure = error.headline
             if time.monotonic() > deadline or abandoned.wait(_RETRY_S):
-                raise self._gave_up(commit, sent, failure)
+                raise self._gave_up(commit, sent, unanswered or failure)
 
     def trim(self, trim: Trim) -> None:
         """Say for all readers and trainers what may be gone from here on; behind this call it may be deleted.

@@ -241,6 +241,9 @@ class Log(LogReader, Protocol):
             CommitUnknownError: no answer; only reading tells whether it is there.
         """
 
+    def waits_for(self) -> str:
+        """What has to acknowledge a control record, in words, as far as that is known within 2 s. Never raises."""
+
     def read_control(self, start: int = 0, *, garbage: bool = False) -> Iterator[tuple[int, bytes]]:
         """(offset, record) of all records from offset ``start`` that are durable now; ends at the last one.
 

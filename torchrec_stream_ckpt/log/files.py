@@ -22,14 +22,22 @@ from torchrec_stream_ckpt.layout import (
     DATA_DIR,
     IDENTITY_FILE,
     MAX_PARTITIONS,
-    parse_segment,
     partition_dir,
 )
 from torchrec_stream_ckpt.log.api import DataWriter, Finding, Freed, Incarnation, Rows, TrimRange
 from torchrec_stream_ckpt.log.control_file import ControlFile
 from torchrec_stream_ckpt.log.disk import examine_folder, explained
 from torchrec_stream_ckpt.log.file_writer import FileWriter
-from torchrec_stream_ckpt.log.segments import before, frames, has_in_turn, pieces, segments, size_of, unlink
+from torchrec_stream_ckpt.log.segments import (
+    before,
+    frames,
+    has_in_turn,
+    newest_segment,
+    pieces,
+    segments,
+    size_of,
+    unlink,
+)
 from torchrec_stream_ckpt.types import LogSpan, MarkPlace
 
 _IDENTITY = re.compile(rb"[0-9a-f]{32}")
@@ -51,7 +59,7 @@ class FileLog:
             raise ConfigError(f"{partitions} ranks are more than a log takes ({MAX_PARTITIONS})")
         with explained("cannot make the file log", self._root):
             if identity is None and not (self._root / IDENTITY_FILE).exists():
-                self._check_new()
+                _check_new(self._root)
             make_dirs(self._root / DATA_DIR)
             for partition in range(partitions):
                 partition_dir(self._root, partition).mkdir(exist_ok=True)
@@ -71,32 +79,15 @@ class FileLog:
                 identity = (self._root / IDENTITY_FILE).read_bytes()
                 partitions = sum(1 for _ in (self._root / DATA_DIR).glob("p?????"))
             except FileNotFoundError:
-                self._check_new()
+                _check_new(self._root)
                 return None
         if not _IDENTITY.fullmatch(identity):
             hint = "bring the file back from a copy of the log: its text stands in every CLAIM as the incarnation"
             raise CorruptionError("the file log's identity is damaged", hint=hint, path=self._root / IDENTITY_FILE)
         return Incarnation(identity.decode(), partitions)
 
-    def _check_new(self) -> None:
-        """The identity is written first: what has control records or rows, and no identity, has lost it."""
-        lost = "control records" if size_of(self._root / CONTROL_FILE) else "rows" if self.newest_rows() else ""
-        if lost and not (self._root / IDENTITY_FILE).exists():  # nobody has made the log meanwhile
-            raise CorruptionError(
-                f"the file log has lost its identity, and holds {lost}",
-                hint="bring the file back from a copy of the log, or let it be written again: stream-ckpt recover "
-                f"file://{self._root} --store URL",
-                path=self._root / IDENTITY_FILE,
-            )
-
     def newest_rows(self, ends: Mapping[int, int] | None = None) -> Rows | None:
-        newest: tuple[int, Path] | None = None
-        with explained("cannot read the file log", self._root):
-            for folder in (self._root / DATA_DIR).glob("p" + 5 * "[0-9]"):
-                for name in os.listdir(folder):
-                    parsed = parse_segment(name)
-                    if parsed is not None and (newest is None or parsed[0] > newest[0]):
-                        newest = parsed[0], folder / name
+        newest = newest_segment(self._root)
         return Rows(newest[0], "the file log holds", CONTROL_FILE, str(newest[1])) if newest is not None else None
 
     def examine(self) -> Iterator[Finding]:
@@ -158,6 +149,9 @@ class FileLog:
         """As :meth:`ControlFile.append`."""
         return self._control.append(record, garbage=garbage)
 
+    def waits_for(self) -> str:
+        return f"the disk, or the lock, of {self._root / CONTROL_FILE}"
+
     def read_control(self, start: int = 0, *, garbage: bool = False) -> Iterator[tuple[int, bytes]]:
         """As :meth:`ControlFile.read`."""
         return self._control.read(start, garbage=garbage)
@@ -185,3 +179,15 @@ def _write_identity(root: Path, identity: str) -> None:
     with contextlib.suppress(FileExistsError):
         os.link(scratch, root / IDENTITY_FILE)
     scratch.unlink()
+
+
+def _check_new(root: Path) -> None:
+    """The identity is written first: what has control records or rows, and no identity, has lost it."""
+    lost = "control records" if size_of(root / CONTROL_FILE) else "rows" if newest_segment(root) else ""
+    if lost and not (root / IDENTITY_FILE).exists():  # nobody has made the log meanwhile
+        raise CorruptionError(
+            f"the file log has lost its identity, and holds {lost}",
+            hint="bring the file back from a copy of the log, or let it be written again: stream-ckpt recover "
+            f"file://{root} --store URL",
+            path=root / IDENTITY_FILE,
+        )

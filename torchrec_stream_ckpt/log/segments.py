@@ -11,7 +11,7 @@ from pathlib import Path
 from torchrec_stream_ckpt.errors import CorruptionError, StreamLostError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, parse_header
-from torchrec_stream_ckpt.layout import IDENTITY_FILE, parse_segment, partition_dir, segment_name
+from torchrec_stream_ckpt.layout import DATA_DIR, IDENTITY_FILE, parse_segment, partition_dir, segment_name
 from torchrec_stream_ckpt.log.disk import explained
 from torchrec_stream_ckpt.types import LogSpan
 
@@ -28,6 +28,18 @@ def segments(folder: Path, generation: int) -> Iterator[tuple[Path, int, int]]:
     following = [base for base, _, _ in mine[1:]]
     for (base, path, size), limit in zip_longest(mine, following):
         yield path, base, base + size if limit is None else min(base + size, limit)
+
+
+def newest_segment(root: Path) -> tuple[int, Path] | None:
+    """(generation, path) of a segment of the newest generation that has any."""
+    newest: tuple[int, Path] | None = None
+    with explained("cannot read the file log", root):
+        for folder in (root / DATA_DIR).glob("p" + 5 * "[0-9]"):
+            for name in os.listdir(folder):
+                parsed = parse_segment(name)
+                if parsed is not None and (newest is None or parsed[0] > newest[0]):
+                    newest = parsed[0], folder / name
+    return newest
 
 
 def pieces(root: Path, span: LogSpan) -> list[tuple[Path, int, int, int]]:

@@ -55,6 +55,13 @@ class ControlTopic:
                 self._doubtful = True
                 raise
 
+    def waits_for(self) -> str:
+        """As :meth:`Log.waits_for`; for a thread that does not wait for :meth:`append` itself."""
+        sender = self._sender
+        if sender is None:
+            return f"a leader of {self._topic}[0], of the brokers {self._brokers.uri.brokers}"
+        return sender.waits_for()
+
     def read(self, start: int = 0) -> Iterator[tuple[int, bytes]]:
         """Records from ``start`` to what is the end now; none while there is no topic yet."""
         if not start and self._topic not in self._brokers.describe():

@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.errors import CorruptionError, LogUnavailableError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, parse_header
 from torchrec_stream_ckpt.log.api import Finding, Freed, Incarnation, Rows, TrimRange
 from torchrec_stream_ckpt.log.kafka import topics
-from torchrec_stream_ckpt.log.kafka.brokers import Brokers, Edge
+from torchrec_stream_ckpt.log.kafka.brokers import Brokers
 from torchrec_stream_ckpt.log.kafka.control_topic import ControlTopic
 from torchrec_stream_ckpt.log.kafka.health import TRIM_RIGHT
 from torchrec_stream_ckpt.log.kafka.presence import Presence
@@ -83,11 +83,11 @@ class KafkaLog:
         return ((offset, memoryview(value)) for offset, value in records)
 
     def ends(self, generation: int, partitions: Collection[int]) -> dict[int, int]:
-        return {partition: edge.high for partition, edge in self._edges(partitions).items()}
+        return {partition: edge.high for partition, edge in self._brokers.edges(self._data_topic, partitions).items()}
 
     def newest_rows(self, ends: Mapping[int, int] | None = None) -> Rows | None:
         topic, data = self._data_topic, self._brokers.describe().get(self._data_topic)
-        edges = self._edges({each.id for each in data.partitions}) if data is not None else {}
+        edges = self._brokers.edges(topic, {each.id for each in data.partitions}) if data is not None else {}
         filled = {partition: edge for partition, edge in edges.items() if edge.high}
         newest = 1
         for partition, edge in filled.items() if ends is not None else ():
@@ -125,20 +125,20 @@ class KafkaLog:
         for span in range_.kept:
             if span.partition in ends:
                 ends[span.partition] = min(span.begin, ends[span.partition])
-        lows = {partition: edge.low for partition, edge in self._edges(ends).items()}
+        lows = {partition: edge.low for partition, edge in self._brokers.edges(topic, ends).items()}
         ends = {partition: end for partition, end in ends.items() if end > lows[partition]}
         if ends and not dry_run:
             places = [ck.TopicPartition(topic, partition, end) for partition, end in ends.items()]
             self._brokers.answers(f"delete records of {topic}", lambda admin: admin.delete_records(places))
         return Freed("records", sum(end - lows[partition] for partition, end in ends.items()), None)
 
-    def _edges(self, partitions: Collection[int]) -> dict[int, Edge]:
-        """Both ends, by partition of the data topic."""
-        return self._brokers.edges(self._data_topic, partitions)
-
     def append_control(self, record: bytes, *, garbage: bool = False) -> int:
         """As :meth:`ControlTopic.append`."""
         return self._control.append(record)
+
+    def waits_for(self) -> str:
+        """As :meth:`ControlTopic.waits_for`."""
+        return self._control.waits_for()
 
     def read_control(self, start: int = 0, *, garbage: bool = False) -> Iterator[tuple[int, bytes]]:
         """As :meth:`ControlTopic.read`."""

@@ -156,16 +156,17 @@ def append(sender: Sender, record: bytes) -> int:
             if error is not None and error.name() in _REFUSED:
                 raise sender.failed("write", error)
             if error is not None:
-                raise _unknown(f"{sender.reason().message}; {plain(error)}")
+                raise _unknown(f"{sender.reason().message}; {plain(error)}; waiting for {sender.waits_for()}")
             if offset < 0:
                 raise _unknown("the broker knows the record already, but not its offset")
             return offset
-    raise _unknown(sender.reason().message)
+    raise _unknown(f"{sender.reason().message}; waiting for {sender.waits_for()}")
 
 
 def _unknown(reason: str) -> CommitUnknownError:
     return CommitUnknownError(
-        f"nobody knows whether the control record arrived: {reason}", hint="read the control topic once Kafka answers"
+        f"nobody knows whether the control record arrived: {reason}",
+        hint="see that this broker runs and answers; then stream-ckpt list tells",
     )
 
 
