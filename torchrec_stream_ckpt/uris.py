@@ -23,6 +23,11 @@ class FileUri:
     def __str__(self) -> str:
         return f"file://{self.directory}"
 
+    @property
+    def aside(self) -> str:
+        """What to do with a control partition that is not to count, as a hint begins."""
+        return f"move {self.directory}/control.log aside"
+
 
 @dataclass(frozen=True, slots=True)
 class KafkaUri:
@@ -39,6 +44,12 @@ class KafkaUri:
     @property
     def control_topic(self) -> str:
         return f"{self.job}.control"
+
+    @property
+    def aside(self) -> str:
+        """What to do with a control partition that is not to count, as a hint begins; no topic can be moved."""
+        command = f"kafka-topics.sh --bootstrap-server {self.brokers} --delete --topic {self.control_topic}"
+        return f"copy what you want to keep of topic {self.control_topic} and delete it ({command})"
 
 
 def without_login(uri: str) -> str:

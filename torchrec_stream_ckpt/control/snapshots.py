@@ -81,8 +81,8 @@ def shorten_control(log: Log, control: Control, *, at_once: bool = False) -> Sho
 
 def _write(log: Log, control: Control) -> _Standing:
     """Append a snapshot of what is there now, computed twice, and see that it is there."""
-    folded = control.fold_again()
-    again = control.fold_again(folded.upto)
+    folded = control.records.fold_again()
+    again = control.records.fold_again(folded.upto)
     now = log.incarnation()
     if now is None:
         raise LogUnavailableError("the log is gone", hint="bring it back")
@@ -92,7 +92,7 @@ def _write(log: Log, control: Control) -> _Standing:
     parts = snapshot_of(folded, now.id)
     for part in parts:
         failpoint("snapshot.append")
-        control.append_snapshot(part)
+        control.append(part)
     if _read_back(control, parts[0]) != body_of(again.lineage):
         raise CorruptionError("a control snapshot was read back and is another one than was written")
     return _Standing.of(parts)
@@ -104,8 +104,8 @@ def _essence(folded: Folded) -> tuple[int, int, bytes]:
 
 def _read_back(control: Control, written: Snapshot) -> bytes:
     parts = Parts()
-    for _, record in control.raw():
-        part = control.snapshot_part(record) if is_snapshot(record) else None
+    for _, record in control.records.raw():
+        part = control.records.snapshot_part(record) if is_snapshot(record) else None
         if part is not None and part.key == written.key and (whole := parts.add(part)) is not None:
             return unpack(whole)
     raise CorruptionError("a control snapshot was appended, and is not there whole")
@@ -117,10 +117,10 @@ def _look(control: Control) -> tuple[list[_Standing], int]:
     whole: dict[int, _Standing] = {}
     sizes: dict[int, int] = {}
     crcs: dict[int, int] = {}
-    for offset, record in control.raw():
+    for offset, record in control.records.raw():
         if not is_snapshot(record):
             sizes[offset], crcs[offset] = len(record), crc32c(record)
-        elif (part := control.snapshot_part(record)) is not None:
+        elif (part := control.records.snapshot_part(record)) is not None:
             parts = found.setdefault(part.key, Parts()).add(part)
             if parts is not None and crcs.get(part.upto) == part.crc and _is_sound(parts):
                 whole[part.upto] = _Standing.of(parts)

@@ -38,7 +38,7 @@ from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.store.records import Copied, copied_logs, read_copy
 from torchrec_stream_ckpt.types import MarkerId
-from torchrec_stream_ckpt.uris import parse_uri
+from torchrec_stream_ckpt.uris import FileUri, KafkaUri, parse_uri
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ class Known:
         known = (*self.there.claims.values(), *self.copied, *self.stored)
         return [each for each in known if isinstance(each, Claim)]
 
-    def put_into(self, lineage: Lineage) -> list[ControlRecord]:
-        """Apply what the log lacks to what it says; returns that, in order.
+    def put_into(self, lineage: Lineage, uri: FileUri | KafkaUri) -> list[ControlRecord]:
+        """Apply what the log at ``uri`` lacks to what it says; returns that, in order.
 
         Raises:
             ConfigError: they are of several histories.
@@ -87,8 +87,8 @@ class Known:
         if lineage.stale > stale:
             raise ConfigError(
                 "the log is not empty: its control partition goes on otherwise than its second copy and the store do",
-                hint="move what holds the control partition aside (control.log, or the control topic), if the others "
-                "are right, and run this again; a job whose log is whole needs no recovery",
+                hint=f"{uri.aside}, if the others are right, and run this again; a job whose log is whole needs no "
+                "recovery",
             )
         return missing
 
@@ -98,7 +98,7 @@ def _copied(log: Log, control: Control, objects: Objects, job: bytes) -> list[Co
     logs = copied_logs(objects, job)
     if (mine := identity(log)) is not None and copied_log(mine.id) in logs:
         logs = [copied_log(mine.id)]
-    found = [[control.genuine(record, job) for _, record in read_copy(objects, job, each)] for each in logs]
+    found = [[control.records.genuine(record, job) for _, record in read_copy(objects, job, each)] for each in logs]
     genuine = [[record for record in records if record is not None] for records in found]
     return max(genuine, key=lambda records: max((each.generation for each in records), default=0), default=[])
 
@@ -126,7 +126,7 @@ def put_back(log: Log, control: Control, objects: Objects, uri: str, known: Know
         LogUnavailableError, StoreUnavailableError: one of them does not answer.
     """
     lineage = known.there
-    missing = known.put_into(lineage)
+    missing = known.put_into(lineage, log.uri)
     if not lineage.claims:
         raise MarkerNotFoundError(
             "the log holds rows, and no record of a commit is left, neither in it nor in the store",
@@ -214,10 +214,9 @@ def folded(control: Control) -> Folded:
         CorruptionError: a record is damaged.
     """
     try:
-        return control.fold_again()
+        return control.records.fold_again()
     except CorruptionError as error:
-        hint = "move it aside, and run this again: it is put back from its second copy"
-        raise CorruptionError(error.message, hint=hint, **error.where) from None
+        raise CorruptionError(error.message, hint=control.records.hint, **error.where) from None
 
 
 def in_order(lineage: Lineage) -> Iterator[Claim | Commit]:

@@ -13,7 +13,7 @@ from typing import Protocol
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.options import Options, read_options
 from torchrec_stream_ckpt.types import LogSpan, MarkPlace
-from torchrec_stream_ckpt.uris import FileUri, parse_uri
+from torchrec_stream_ckpt.uris import FileUri, KafkaUri, parse_uri
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +152,8 @@ class LogReader(Protocol):
 
 class Log(LogReader, Protocol):
     """A log as its users see it. Safe to call from several threads."""
+
+    uri: FileUri | KafkaUri
 
     def prepare(self, partitions: int, identity: str | None = None) -> Incarnation:
         """(rank 0) Make the log, or add what is missing for ``partitions``; never takes anything away.

@@ -39,6 +39,7 @@ from torchrec_stream_ckpt.log.segments import (
     unlink,
 )
 from torchrec_stream_ckpt.types import LogSpan, MarkPlace
+from torchrec_stream_ckpt.uris import FileUri, KafkaUri
 
 _IDENTITY = re.compile(rb"[0-9a-f]{32}")
 
@@ -47,6 +48,7 @@ class FileLog:
     """A log in a folder. On several nodes the folder must be on a shared file system."""
 
     def __init__(self, root: Path) -> None:
+        self.uri: FileUri | KafkaUri = FileUri(root)
         self._root = root
         self._control = ControlFile(root)
         self._folders: dict[int, str] = {}
