@@ -75,7 +75,7 @@ class Inside:
 
     @property
     def outer_tier(self) -> Tier:
-        return self.tiers._tiers.outer
+        return self.tiers.logs.outer
 
     # What belongs to the generation that is open.
 

@@ -26,17 +26,34 @@ from torchrec_stream_ckpt.layout import (
     SEGMENTS_DIR,
     check_object_name,
 )
+from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.materializer import Materializer
+from torchrec_stream_ckpt.route.find import Look, OpenHead, no_head
+from torchrec_stream_ckpt.route.route import Route
+from torchrec_stream_ckpt.route.tiers import Source, TierState
 from torchrec_stream_ckpt.store.api import Entry, Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog, Cover
-from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.store.dense import DenseStore, open_dense
 from torchrec_stream_ckpt.store.reader import load_held, read_chunks
 from torchrec_stream_ckpt.types import MarkerId
 
 Rows: TypeAlias = dict[tuple[int, int], bytes]
+
+
+def choose(
+    log: LogReader,
+    lineage: Lineage,
+    dense: DenseStore,
+    marker: MarkerId | None,
+    objects: Objects | None = None,
+    head: OpenHead = no_head,
+) -> Route | None:
+    """What a restore would choose of a job with one log, as this lineage has it."""
+    source = Source(log, objects, dense)
+    return Look(TierState(lineage), lambda _: source, head).choose(marker)
 
 
 def fold(

@@ -14,9 +14,9 @@ from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.layout import dense_name
+from torchrec_stream_ckpt.route.tiers import Tiers, open_tiers
 from torchrec_stream_ckpt.tiers.opening import claim_both
 from torchrec_stream_ckpt.tiers.relay import Relay
-from torchrec_stream_ckpt.tiers.tier import Tiers, open_tiers
 from torchrec_stream_ckpt.types import MarkerId
 
 

@@ -89,7 +89,7 @@ class PrunedError(CorruptionError):
 
 
 class OtherLogError(CorruptionError):
-    """The log is not the one that was written: it was deleted and made again. Bring the old one back."""
+    """The log is not the one that was written, or the store is of another one: bring the right one back."""
 
 
 class MissingObjectError(CorruptionError):

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 
 from torchrec.distributed.planner.types import ParameterConstraints
 
 from torchrec_stream_ckpt.config import StreamConfig
-from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError, UnsupportedError
+from torchrec_stream_ckpt.errors import ConfigError, UnsupportedError
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.route.find import choose
+from torchrec_stream_ckpt.route.find import find
 from torchrec_stream_ckpt.route.job import open_tier
-from torchrec_stream_ckpt.route.route import Route
-from torchrec_stream_ckpt.tiers.source import look_up
-from torchrec_stream_ckpt.tiers.tier import open_tiers
+from torchrec_stream_ckpt.route.tiers import open_tiers
 from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
 
 WHOLE = ("table_wise", "row_wise", "table_row_wise")
@@ -61,32 +59,15 @@ def planner_constraints(
     if isinstance(marker, str):
         marker = MarkerId.parse(marker) if marker != "latest" else None
     constraints = dict(base or {})
-    choice = _choose(config, marker)
-    if choice is not None:
-        schema = choice.schema
-        widths = _widths(schema, choice.own_shards)
+    with closing(open_tiers(config) if config.outer is not None else open_tier(config, copies=False)) as job:
+        route = find(job, marker)
+    if route is not None:
+        schema = route.schema
+        widths = _widths(schema, route.own_shards)
         for name, tables in _by_name(schema).items():
             mine = constraints.get(name, ParameterConstraints())
             constraints[name] = constrain(name, {table: widths[table.name] for table in tables}, mine)
     return constraints
-
-
-def _choose(config: StreamConfig, marker: MarkerId | None) -> Route | None:
-    with ExitStack() as stack:
-        if config.outer is not None:
-            tiers = open_tiers(config)
-            stack.callback(tiers.inner.close)
-            stack.callback(tiers.outer.close)
-            found = look_up(tiers, marker, lambda _: None)
-            return found.choice if found is not None else None
-        job = stack.enter_context(closing(open_tier(config, copies=False)))
-        if job.log.incarnation() is None:
-            if marker is not None:
-                raise MarkerNotFoundError(
-                    "there is no log", hint="check the URI, or start the job first", uri=config.uris[0]
-                )
-            return None
-        return choose(job.log, job.control.refresh(), job.dense, marker, job.objects)
 
 
 def _widths(schema: Schema, shards: Iterable[TableShard]) -> dict[str, tuple[int, ...]]:

@@ -23,8 +23,9 @@ from torchrec_stream_ckpt.materialize.materializer import Materializer
 from torchrec_stream_ckpt.restore import apply
 from torchrec_stream_ckpt.restore.plan import RestorePlan, plan_restore
 from torchrec_stream_ckpt.restore.proofs import Met
-from torchrec_stream_ckpt.route.find import choose
+from torchrec_stream_ckpt.route.find import Look
 from torchrec_stream_ckpt.route.route import Route
+from torchrec_stream_ckpt.route.tiers import Source, TierState
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.dense import DenseFolder
 from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
@@ -122,10 +123,8 @@ class FromStore:
     def restore(self, interval: int, tables: Tables) -> None:
         """Everything anew, as a process that has just begun: log, store, lineage, manifests, plan."""
         log, objects = FileLog(self._trainer.root), open_store(str(self._folder))
-        choice, plan = self._plan(log, objects, interval)
-        assert choice.held is not None
-        source = apply.StoreSource(objects, choice.held.scalars)
-        apply.apply_rows(log, plan, _kernels(self._trainer.workload, tables), source)
+        _, plan = self._plan(log, objects, interval)
+        apply.apply_rows(log, plan, _kernels(self._trainer.workload, tables), objects)
 
     def restore_delta(self, interval: int, tables: Tables) -> float:
         _, plan = self._plan(self._trainer.log, self._objects, interval)
@@ -181,7 +180,8 @@ class Head:
 def _plan(
     log: FileLog, store: Path, workload: Workload, marker: MarkerId, objects: Objects | None
 ) -> tuple[Route, RestorePlan]:
-    choice = choose(log, Control(log).refresh(), DenseFolder(store), marker, objects)
+    state, source = TierState(Control(log).refresh()), Source(log, objects, DenseFolder(store))
+    choice = Look(state, lambda _: source).choose(marker)
     assert choice is not None
     shards = [TableShard(table, 0, spec.rows, 0, spec.dim) for table, spec in enumerate(workload.schema.tables)]
     plan = plan_restore(choice, workload.schema, shards)

@@ -24,9 +24,9 @@ from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import FencedError
 from torchrec_stream_ckpt.layout import DATA_DIR
 from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.route.tiers import open_tiers
 from torchrec_stream_ckpt.tiers import process
 from torchrec_stream_ckpt.tiers.relay_service import state_of
-from torchrec_stream_ckpt.tiers.tier import open_tiers
 
 pytestmark = pytest.mark.distributed
 

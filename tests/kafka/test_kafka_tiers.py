@@ -20,8 +20,8 @@ from tests.tiered import config
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.broker.kraft import Broker
 from torchrec_stream_ckpt.errors import LogUnavailableError
+from torchrec_stream_ckpt.route.tiers import open_tiers
 from torchrec_stream_ckpt.tiers.relay_service import state_of
-from torchrec_stream_ckpt.tiers.tier import open_tiers
 from torchrec_stream_ckpt.types import LogSpan
 
 pytestmark = [pytest.mark.kafka, pytest.mark.distributed]

@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
 from torchrec_stream_ckpt.format.frame import parse_header
 from torchrec_stream_ckpt.log.api import Ack, Freed, Log, open_log
 from torchrec_stream_ckpt.log.stream import read_stream
-from torchrec_stream_ckpt.route.route import Route
+from torchrec_stream_ckpt.route.find import locate
 from torchrec_stream_ckpt.types import MarkerId
 
 pytestmark = pytest.mark.kafka
@@ -79,7 +79,7 @@ def readable(log: Log, marker: str) -> bool:
     """Whether the log alone brings the marker back; trimmed data is never called missing."""
     lineage = Control(log).refresh()
     try:
-        route = Route.to(lineage, MarkerId.parse(marker))
+        route = locate(lineage, MarkerId.parse(marker))
         route.check_trimmed(log)
     except TrimmedError:
         return False
@@ -139,4 +139,4 @@ def test_a_partition_is_trimmed_up_to_the_first_offset_that_anybody_needs(log: L
     with pytest.raises(CorruptionError, match="the log begins at offset 15, and rows from 14 on are needed"):
         trainer.check_log(7, newest.ranks)
     with pytest.raises(CorruptionError, match="rows from 14 on are needed"):
-        Route.to(control.refresh(), MarkerId(4, 5)).check_trimmed(log)
+        locate(control.refresh(), MarkerId(4, 5)).check_trimmed(log)

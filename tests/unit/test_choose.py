@@ -8,23 +8,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import JOB
-from tests.stores import fold
+from tests.builders import JOB, trim
+from tests.stores import choose, fold
 from tests.synthetic import SCHEMA, Job
+from tests.unit.test_snapshots import note
 from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.control.snapshots import shorten_control
+from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.layout import dense_name
 from torchrec_stream_ckpt.log.api import Incarnation, LogReader
+from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.log.stream import read_hello
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.restore.plan import plan_reads
 from torchrec_stream_ckpt.restore.verdicts import Verifier
 from torchrec_stream_ckpt.restore.verify import verify_marker
-from torchrec_stream_ckpt.route.find import choose, route_since
+from torchrec_stream_ckpt.route import job as route_job
+from torchrec_stream_ckpt.route.find import find, locate
+from torchrec_stream_ckpt.route.route import Route, Shards
+from torchrec_stream_ckpt.route.tiers import TierState
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import DenseFolder
 from torchrec_stream_ckpt.types import LogSpan, MarkerId, TableShard
@@ -53,6 +59,13 @@ class Counting:
 
     def place(self, span: LogSpan) -> tuple[str, int]:
         return self._log.place(span)
+
+
+def behind_of(log: LogReader, lineage: Lineage, since: MarkerId, marker: MarkerId, known: Shards) -> Route:
+    """What a spare reads."""
+    route = locate(lineage, marker, since=since)
+    route.check(log)
+    return route.complete(log, known)
 
 
 def grown(root: Path, *layouts: bool) -> tuple[Job, Lineage]:
@@ -124,7 +137,7 @@ def test_a_marker_whose_own_streams_are_gone_is_passed_over_at_once(tmp_path: Pa
 def test_what_lies_behind_a_marker_is_known_without_opening_a_stream(tmp_path: Path) -> None:
     job, lineage = grown(tmp_path, True, True, True)
     log = Counting(job.log)
-    behind = route_since(log, lineage, MarkerId(1, 1), MarkerId(3, 1), {})
+    behind = behind_of(log, lineage, MarkerId(1, 1), MarkerId(3, 1), {})
     assert log.read_of == []
     assert behind.shards.keys() == {each.claim.generation for each in behind.intervals} == {2, 3}
 
@@ -143,7 +156,7 @@ def test_a_spare_knows_the_shards_of_a_generation_whose_rows_a_store_gave(tmp_pa
         job.touch()
         newest = committed(job)
         log = Counting(job.log)
-        behind = route_since(log, Control(job.log).refresh(), MarkerId(1, 1), newest.id, known)
+        behind = behind_of(log, Control(job.log).refresh(), MarkerId(1, 1), newest.id, known)
         assert log.read_of == []
         assert behind.shards == known
 
@@ -193,3 +206,38 @@ def test_the_log_is_looked_through_where_its_folder_is_gone(tmp_path: Path) -> N
     shutil.rmtree(tmp_path / "data")
     with pytest.raises(CorruptionError):
         choose(job.log, lineage, DenseFolder(tmp_path), MarkerId(1, 1))
+
+
+def test_markers_that_are_given_up_while_one_is_chosen_are_looked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, _ = grown(tmp_path, True)
+    for _ in range(3):
+        job.touch()
+        committed(job)
+    (tmp_path / dense_name(JOB, MarkerId(1, 4)) / ".metadata").unlink()
+    log = FileLog(tmp_path)
+    reader = route_job.Job(
+        uri=f"file://{tmp_path}", log=log, control=Control(log, spare=True), store=f"file://{tmp_path}"
+    )
+    read, looks = TierState.read, list[TierState]()
+
+    def overtaken(job: route_job.Job) -> TierState:
+        """Another process trims as soon as a state was read, and the COMMIT of 1:2 goes."""
+        looks.append(read(job))
+        if len(looks) == 1:
+            log.append_control(trim("1:3", given_up=(MarkerId(1, 2),)).to_frame())
+            for _ in range(3):
+                shorten_control(log, Control(log), at_once=True)
+                log.append_control(note(MarkerId(1, 3), loss=0.5).to_frame())
+        return looks[-1]
+
+    monkeypatch.setattr(TierState, "read", overtaken)
+    route = find(reader, None)
+    assert route is not None
+    assert route.marker == MarkerId(1, 3)
+    assert [each[:4] for each in route.skipped] == ["1:4:"]
+    assert len(looks) > 1
+    monkeypatch.undo()
+    with pytest.raises(MarkerNotFoundError, match="1:2 was given up"):
+        find(reader, MarkerId(1, 2))

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests import stores
-from tests.stores import History
+from tests.stores import History, choose
 from torchrec_stream_ckpt import units
 from torchrec_stream_ckpt.cli import pin
 from torchrec_stream_ckpt.cli.main import app
@@ -22,7 +22,6 @@ from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.layout import claim_name
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.route.find import choose
 from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog

@@ -78,7 +78,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trainer/telemetry": LEAVES | {"format", "capture", "log"},
     "trainer/showing": LEAVES | {"commit", "trainer"},
     "checkpointer": LEAVES | {"loader", "format", "capture", "commit", "route", "restore", "tiers", "trainer"},
-    "planner": LEAVES | {"format", "route", "restore", "tiers"},
+    "planner": LEAVES | {"format", "route"},
     "broker": {"errors", "broker"},
     "reporting": LEAVES | {"format", "log", "store", "reporting"},
     "sizing": LEAVES | {"format", "sizing"},

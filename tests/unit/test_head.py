@@ -18,6 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.builders import JOB, OTHER_JOB, trim
+from tests.stores import choose
 from tests.synthetic import PLAIN, ROWWISE, SCHEMA, WIDE, Image, Job, image_of_log
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.control.partition import Control
@@ -44,7 +45,6 @@ from torchrec_stream_ckpt.materialize.gc import GcRules, collect
 from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.materializer import Materializer
 from torchrec_stream_ckpt.materialize.retention import Retention
-from torchrec_stream_ckpt.route.find import choose
 from torchrec_stream_ckpt.route.held import hold, warm
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.catalog import Catalog

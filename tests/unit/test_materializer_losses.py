@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import builders, synthetic
+from tests.stores import choose
 from tests.synthetic import Job, image_of_store, images_of_chain
 from tests.unit.folded_job import (
     check_folded,
@@ -34,7 +35,6 @@ from torchrec_stream_ckpt.materialize.gc import GcRules, collect
 from torchrec_stream_ckpt.materialize.materializer import Materializer
 from torchrec_stream_ckpt.materialize.retention import Retention
 from torchrec_stream_ckpt.materialize.synced import check_synced
-from torchrec_stream_ckpt.route.find import choose
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense

@@ -16,7 +16,7 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.restore.plan import RestorePlan, check_schema, plan_restore
 from torchrec_stream_ckpt.restore.reshard import Move, intersect
-from torchrec_stream_ckpt.route.route import Route
+from torchrec_stream_ckpt.route.find import locate
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
 
 PLAIN = table("a_plain", 13, 6)
@@ -76,7 +76,7 @@ def plan(
 ) -> RestorePlan:
     lineage, shards = history(*written, schema=schema, swept=swept)
     marker = MarkerId(len(written), len(written))
-    return plan_restore(replace(Route.to(lineage, marker), shards=shards), schema, targets, merge=merge)
+    return plan_restore(replace(locate(lineage, marker), shards=shards), schema, targets, merge=merge)
 
 
 def covered(target: TableShard, moves: list[Move]) -> np.ndarray:
@@ -183,7 +183,7 @@ def test_sources_with_a_hole_are_refused() -> None:
 def test_a_marker_that_is_not_committed_is_refused() -> None:
     lineage, shards = history(WHOLE)
     with pytest.raises(MarkerNotFoundError):
-        plan_restore(replace(Route.to(lineage, MarkerId(1, 9)), shards=shards), SCHEMA, WHOLE[0])
+        plan_restore(replace(locate(lineage, MarkerId(1, 9)), shards=shards), SCHEMA, WHOLE[0])
 
 
 def test_a_rank_that_holds_nothing_reads_nothing() -> None:
@@ -222,7 +222,7 @@ def test_a_table_that_only_one_side_has_is_named(here: Schema, side: str, name: 
 
 def test_a_plan_refuses_another_schema() -> None:
     lineage, shards = history(WHOLE)
-    route = replace(Route.to(lineage, MarkerId(1, 1)), shards=shards)
+    route = replace(locate(lineage, MarkerId(1, 1)), shards=shards)
     with pytest.raises(SchemaMismatchError):
         plan_restore(route, Schema((PLAIN, replace(ROWSTATE, rows=99))), WHOLE[0])
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.builders import JOB, SCHEMA
 from tests.golden import make_store
-from tests.stores import History, fold, lose_rows
+from tests.stores import History, choose, fold, lose_rows
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.manifest import Manifest
 from torchrec_stream_ckpt.format.rows import Array, RowsView
@@ -28,7 +28,6 @@ from torchrec_stream_ckpt.restore.plan import plan_reads
 from torchrec_stream_ckpt.restore.reshard import Move, intersect
 from torchrec_stream_ckpt.restore.target import Scratch, Target
 from torchrec_stream_ckpt.restore.verify import verify_marker
-from torchrec_stream_ckpt.route.find import choose
 from torchrec_stream_ckpt.route.held import hold
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense

@@ -33,10 +33,11 @@ from torchrec_stream_ckpt.errors import (
 from torchrec_stream_ckpt.layout import CONTROL_FILE, DATA_DIR, DENSE_DIR, dense_name
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.restore.verify import verify_marker
+from torchrec_stream_ckpt.route.find import find as find_in
+from torchrec_stream_ckpt.route.route import Route
+from torchrec_stream_ckpt.route.tiers import TierState
 from torchrec_stream_ckpt.tiers.relay import Relay
 from torchrec_stream_ckpt.tiers.relay_service import state_of
-from torchrec_stream_ckpt.tiers.source import Found, look_up
-from torchrec_stream_ckpt.tiers.state import TierState
 from torchrec_stream_ckpt.types import MarkerId
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
@@ -60,19 +61,19 @@ def another_node(job: TieredJob, name: str) -> TieredJob:
     return TieredJob(inner, settings=settings, seed=sum(name.encode()))
 
 
-def find(job: TieredJob, marker: str = "", **more: object) -> Found:
-    found = look_up(job.tiers, MarkerId.parse(marker) if marker else None, lambda _: None, **more)  # type: ignore[arg-type]
+def find(job: TieredJob, marker: str = "") -> Route:
+    found = find_in(job.tiers, MarkerId.parse(marker) if marker else None)
     assert found is not None
     return found
 
 
-def image(job: TieredJob, found: Found) -> Image:
+def image(job: TieredJob, found: Route) -> Image:
     """What a restore would write."""
-    return image_of_log(found.place.source(job.tiers).log, found.choice.lineage, found.choice.commit.id)  # type: ignore[arg-type]
+    return image_of_log(found.place.source(job.tiers).log, found.lineage, found.marker)  # type: ignore[arg-type]
 
 
-def where(found: Found) -> str:
-    return f"{found.choice.commit.id} {found.place}"
+def where(found: Route) -> str:
+    return f"{found.marker} {found.place}"
 
 
 def test_the_outer_log_is_a_log_of_its_own_with_the_same_frames(job: TieredJob) -> None:
@@ -193,7 +194,7 @@ def test_damage_of_the_inner_tier_is_named_and_the_outer_one_serves(
     shutil.rmtree(job.tiers.folder / DATA_DIR / "p00001")
     found = find(job)
     assert where(found) == "1:2 outer"
-    assert found.choice.skipped[0].startswith("1:3: ")
+    assert found.skipped[0].startswith("1:3: ")
     assert "the inner tier cannot give marker 1:3" in caplog.text
     assert "p00001" in caplog.text
     with pytest.raises(StreamCkptError, match="only the inner tier has marker 1:3, and not whole"):

@@ -20,8 +20,8 @@ from torchrec_stream_ckpt.format.manifest import Dropped
 from torchrec_stream_ckpt.layout import OUTER_DIR, dense_file_name, dropped_name
 from torchrec_stream_ckpt.materialize.gc import GcPlan, GcRules, collect
 from torchrec_stream_ckpt.materialize.retention import Retention
+from torchrec_stream_ckpt.route.tiers import TierState
 from torchrec_stream_ckpt.tiers.relay import Relay
-from torchrec_stream_ckpt.tiers.state import TierState
 from torchrec_stream_ckpt.types import MarkerId
 
 pytestmark = pytest.mark.usefixtures("no_syncs")

@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.builders import Stream, claim, commit, trim, write
+from tests.stores import choose
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.commit.generation import Generation
 from torchrec_stream_ckpt.control.partition import Control
@@ -32,7 +33,6 @@ from torchrec_stream_ckpt.layout import parse_segment
 from torchrec_stream_ckpt.log.api import Freed, Incarnation
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.restore.verify import verify_marker
-from torchrec_stream_ckpt.route.find import choose
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
 from torchrec_stream_ckpt.units import size

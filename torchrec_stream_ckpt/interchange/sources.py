@@ -18,7 +18,8 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.materialize.fold import fold_interval
-from torchrec_stream_ckpt.route.held import hold, load_catalog
+from torchrec_stream_ckpt.route.find import locate
+from torchrec_stream_ckpt.route.held import load_catalog
 from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.folder import FolderObjects
@@ -81,11 +82,8 @@ def open_sources(
     """
     if since is not None and since not in {commit.id for commit in lineage.chain(marker)}:
         raise ConfigError(f"marker {since} is not on the path to marker {marker}", hint="see stream-ckpt list --tree")
-    catalog = load_catalog(objects, lineage)
-    if catalog is not None:
-        catalog.check_offered(marker)
-    held = hold(catalog, lineage, marker, since) if catalog is not None else None
-    route = Route.to(lineage, marker, held, since)
+    route = locate(lineage, marker, load_catalog(objects, lineage), since=since)
+    held = route.held
     route.check(log)
     with ThreadPoolExecutor(_READERS) as pool, _scratch(scratch) as folder:
         pieces = held.pieces if held is not None else ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -26,21 +25,12 @@ from torchrec_stream_ckpt.types import TableShard
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class StoreSource:
-    """A store to restore from."""
-
-    objects: Objects
-    scalars: tuple[TableScalars, ...]
-    """Of all ranks at the plan's reach."""
-
-
 @torch.no_grad()
 def apply_rows(
     log: LogReader,
     plan: RestorePlan,
     kernels: list[FusedKernel],
-    store: StoreSource | None = None,
+    objects: Objects | None = None,
     head: Head | None = None,
     met: Met | None = None,
 ) -> int:
@@ -52,7 +42,7 @@ def apply_rows(
         log: Where ``plan.reads`` are.
         plan: What to write.
         kernels: The live tables.
-        store: Where ``plan.stored`` is, and the scalars of its reach; None if the plan has none.
+        objects: Where ``plan.stored`` is; None if the plan has none.
         head: Where ``plan.warm`` is; None if the plan has none.
         met: Takes what the rows come with: MARKs, and which marker last sent a row of which block.
 
@@ -66,17 +56,16 @@ def apply_rows(
     """
     met = Met(plan.path) if met is None else met
     targets = _targets(plan, kernels, met)
-    scalars: list[TableScalars] = []
+    scalars = [each for each in plan.scalars if _concerns(each, plan.targets)]
     applied = 0
     for kernel in kernels:
         kernel.prepare_write()
     if plan.warm:
         assert head is not None
         applied += apply_head(plan, head, targets)
-    if store is not None:
-        applied += apply_store(plan, store.objects, targets)
-        if plan.reach == plan.marker:
-            scalars += [each for each in store.scalars if _concerns(each, plan.targets)]
+    if plan.stored:
+        assert objects is not None
+        applied += apply_store(plan, objects, targets)
     rows, found = apply_log(plan, log, targets, met)
     applied += rows
     scalars += found

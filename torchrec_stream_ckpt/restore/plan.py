@@ -9,6 +9,7 @@ from functools import cache
 import numpy as np
 
 from torchrec_stream_ckpt.errors import ColumnResplitError, CorruptionError, SchemaMismatchError
+from torchrec_stream_ckpt.format.control import TableScalars
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.interval import Interval
 from torchrec_stream_ckpt.format.schema import Schema
@@ -70,6 +71,8 @@ class RestorePlan:
     """The markers that lead to it; with ``live``, those behind that one."""
     based_on: MarkerId | None = None
     """The marker that HEAD or the base of the store gives; None: there is neither."""
+    scalars: tuple[TableScalars, ...] = field(default=(), repr=False)
+    """Of all ranks at the reach, if nothing comes after it."""
 
     @property
     def moves(self) -> list[Move]:
@@ -159,6 +162,7 @@ def plan_reads(route: Route, schema: Schema, targets: Sequence[TableShard]) -> R
         live=route.since,
         path=route.path,
         based_on=head.marker if head is not None else held.pieces[0].end if held is not None else None,
+        scalars=held.scalars if held is not None and held.reach == route.marker else (),
     )
 
 

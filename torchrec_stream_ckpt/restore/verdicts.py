@@ -31,6 +31,7 @@ from torchrec_stream_ckpt.restore.steps import Step, Steps
 from torchrec_stream_ckpt.restore.told import Told
 from torchrec_stream_ckpt.restore.unproved import Compared
 from torchrec_stream_ckpt.restore.verify import READERS, CompareDense, Verified, replicated_of
+from torchrec_stream_ckpt.route.find import locate
 from torchrec_stream_ckpt.route.held import load_catalog
 from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.store.api import Objects
@@ -156,7 +157,7 @@ class Verifier:
         if self._catalog is not None:
             self._catalog.check_offered(marker)
         try:
-            Route.to(self._lineage, marker, since=self._steps.reach(marker)).check(self._log)
+            locate(self._lineage, marker, since=self._steps.reach(marker)).check(self._log)
         except (TrimmedError, CorruptionError) as error:
             self._refused[marker] = error
         return marker not in self._refused

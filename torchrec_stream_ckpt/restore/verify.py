@@ -22,8 +22,9 @@ from torchrec_stream_ckpt.restore.plan import plan_reads
 from torchrec_stream_ckpt.restore.proofs import Met, Said
 from torchrec_stream_ckpt.restore.rowsums import RowSums
 from torchrec_stream_ckpt.restore.unproved import Compared, Unproved
-from torchrec_stream_ckpt.route.held import load_all, load_catalog
-from torchrec_stream_ckpt.route.route import Route, Shards
+from torchrec_stream_ckpt.route.find import locate
+from torchrec_stream_ckpt.route.held import load_catalog
+from torchrec_stream_ckpt.route.route import Shards
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.store.reader import Held, read_chunks
@@ -92,8 +93,8 @@ def verify_marker(
     """
     commit = lineage.find(marker)
     schema = lineage.claims[marker.generation].schema
-    held = _hold(objects, lineage, marker)
-    route = Route(lineage, commit, held)
+    route = locate(lineage, marker, load_catalog(objects, lineage), around=False)
+    held = route.held
     if not route.wrote_to(log.incarnation()):
         route.check_trimmed(log)  # its dense state is where its rows are
     dense.verify(commit)
@@ -188,21 +189,6 @@ def _slices(shards: Shards, held: Held | None, bases: Mapping[int, int]) -> dict
                 if piece.generation >= bases.get(table, 0):
                     found.setdefault(table, set()).add((col0, cols))
     return found
-
-
-def _own_shards(marker: MarkerId, shards: Shards, held: Held | None) -> list[TableShard]:
-    """What the ranks of the marker held."""
-    if held is not None and held.reach == marker:
-        return [shard for each in held.shards for shard in each]
-    return [shard for each in shards[marker.generation] for shard in each]
-
-
-def _hold(objects: Objects | None, lineage: Lineage, marker: MarkerId) -> Held | None:
-    catalog = load_catalog(objects, lineage)
-    if catalog is None:
-        return None
-    catalog.check_offered(marker)
-    return load_all(catalog, lineage, marker)
 
 
 def _read_store(

@@ -52,7 +52,7 @@ def warm(head: HeadState | None, lineage: Lineage, marker: MarkerId) -> HeadStat
 
 
 def hold(
-    catalog: Catalog | None,
+    catalog: Catalog,
     lineage: Lineage,
     marker: MarkerId,
     since: MarkerId | None = None,
@@ -65,7 +65,7 @@ def hold(
     where the log may still have it. A HEAD is left out where the store alone leads further. None when nothing is left.
 
     Args:
-        catalog: What the store holds, if it holds anything.
+        catalog: What the store holds.
         lineage: The control partition.
         marker: What shall be restored.
         since: Only what is newer than this marker on its path.
@@ -75,12 +75,10 @@ def hold(
     Raises:
         StoreUnavailableError: the store does not answer.
     """
-    held = _load_intact(catalog, lineage, marker, since, head, damaged) if catalog is not None else None
+    held = _load_intact(catalog, lineage, marker, since, head, damaged)
     if head is None:
         return held
-    held = held or _of_head(head)
-    if catalog is None:
-        return held
+    held = held or of_head(head)
     chain = [commit.id for commit in lineage.chain(marker)]
     beyond, strides = chain[chain.index(held.reach) + 1 :], catalog.strides(lineage.chain(marker))
     if not any(each in catalog.markers and each in strides for each in beyond):
@@ -93,7 +91,8 @@ def hold(
     return cold
 
 
-def _of_head(head: HeadState) -> Held:
+def of_head(head: HeadState) -> Held:
+    """What a HEAD gives alone."""
     scalars = tuple(record for each in head.notes for record in each.mark.scalars)
     told = ((head.marker, head.notes),)
     return Held(head.marker, (), scalars, tuple(each.shards for each in head.notes), head, told)

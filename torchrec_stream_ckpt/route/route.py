@@ -16,6 +16,7 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import Incarnation, LogReader
 from torchrec_stream_ckpt.log.stream import held_by
 from torchrec_stream_ckpt.route.path import Path
+from torchrec_stream_ckpt.route.tiers import OUTER, Place
 from torchrec_stream_ckpt.store.reader import Held
 from torchrec_stream_ckpt.types import MarkerId, TableShard
 
@@ -39,15 +40,10 @@ class Route:
     """What each rank held, in every generation of which the log has to give something."""
     skipped: tuple[str, ...] = ()
     """Newer markers that were passed over, each with its reason."""
-
-    @classmethod
-    def to(cls, lineage: Lineage, marker: MarkerId, held: Held | None = None, since: MarkerId | None = None) -> Route:
-        """As far as the control partition tells.
-
-        Raises:
-            MarkerNotFoundError: the marker is not committed.
-        """
-        return cls(lineage, lineage.find(marker), held, since)
+    place: Place = OUTER
+    """Which of a job's logs give it."""
+    newest_generation: int = 0
+    """The newest one that anybody had claimed when the marker was found."""
 
     @property
     def marker(self) -> MarkerId:

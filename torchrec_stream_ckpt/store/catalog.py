@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, MissingObjectError
+from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, MissingObjectError, OtherLogError
 from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -141,8 +141,8 @@ class Catalog:
             raise self._foreign(commit.id)
         return manifest
 
-    def _foreign(self, marker: MarkerId) -> CorruptionError:
-        return CorruptionError(
+    def _foreign(self, marker: MarkerId) -> OtherLogError:
+        return OtherLogError(
             "the store holds another marker of this name than the log: one of them was copied, or put back",
             hint="give every log a store of its own, or bring the right one back",
             marker=marker,

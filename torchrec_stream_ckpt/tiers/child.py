@@ -17,10 +17,10 @@ from typing import Any
 
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import FencedError, StreamCkptError
+from torchrec_stream_ckpt.route.tiers import open_tiers
 from torchrec_stream_ckpt.service import Event
 from torchrec_stream_ckpt.tiers.process import FENCED
 from torchrec_stream_ckpt.tiers.relay_service import RelayService
-from torchrec_stream_ckpt.tiers.tier import open_tiers
 
 log = logging.getLogger("torchrec_stream_ckpt.relay")
 

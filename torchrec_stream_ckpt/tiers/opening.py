@@ -22,11 +22,10 @@ from torchrec_stream_ckpt.format.control import Claim, Commit, Trim
 from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.route.job import Tier
+from torchrec_stream_ckpt.route.tiers import Tiers, TierState
 from torchrec_stream_ckpt.store.reached import Reached, note_reached
 from torchrec_stream_ckpt.tiers.lock import RelayLock
 from torchrec_stream_ckpt.tiers.relay import LOCK_TIMEOUT_S, Relay
-from torchrec_stream_ckpt.tiers.state import TierState
-from torchrec_stream_ckpt.tiers.tier import Tiers
 from torchrec_stream_ckpt.types import MarkerId
 
 log = logging.getLogger(__name__)

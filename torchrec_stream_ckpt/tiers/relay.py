@@ -29,12 +29,11 @@ from torchrec_stream_ckpt.format.referring import alone
 from torchrec_stream_ckpt.layout import dropped_name
 from torchrec_stream_ckpt.log.api import DataWriter
 from torchrec_stream_ckpt.log.stream import checked_payload, read_stream
+from torchrec_stream_ckpt.route.tiers import Tiers, TierState
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import copy_dense, lacking
 from torchrec_stream_ckpt.store.reached import Reached, note_reached
 from torchrec_stream_ckpt.tiers.lock import RelayLock
-from torchrec_stream_ckpt.tiers.state import TierState
-from torchrec_stream_ckpt.tiers.tier import Tiers
 from torchrec_stream_ckpt.types import MarkerId, RankEnd
 
 log = logging.getLogger(__name__)

@@ -15,10 +15,9 @@ from torchrec_stream_ckpt.errors import (
     StreamCkptError,
 )
 from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.route.tiers import Tiers, TierState
 from torchrec_stream_ckpt.service import Event, Service, Stopped
 from torchrec_stream_ckpt.tiers.relay import Relay
-from torchrec_stream_ckpt.tiers.state import TierState
-from torchrec_stream_ckpt.tiers.tier import Tiers
 from torchrec_stream_ckpt.types import MarkerId
 
 FIRST_RETRY_S = 0.5

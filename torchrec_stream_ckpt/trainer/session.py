@@ -7,34 +7,30 @@ to an older marker: half written tables are no harm then, because a restore writ
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 from torchrec_stream_ckpt.commit.collective import Team
 from torchrec_stream_ckpt.commit.dense import DenseState
 from torchrec_stream_ckpt.config import StreamConfig
-from torchrec_stream_ckpt.control.lost import check_whole
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
+from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.head import HeadState
-from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.restore.apply import StoreSource, apply_rows
+from torchrec_stream_ckpt.restore.apply import apply_rows
 from torchrec_stream_ckpt.restore.located import located
 from torchrec_stream_ckpt.restore.plan import RestorePlan, plan_restore
 from torchrec_stream_ckpt.restore.proofs import Met
-from torchrec_stream_ckpt.route.find import choose
+from torchrec_stream_ckpt.route.damaged import Damaged
+from torchrec_stream_ckpt.route.find import OpenHead, find, no_head
 from torchrec_stream_ckpt.route.job import Tier
-from torchrec_stream_ckpt.route.passed import Passed
 from torchrec_stream_ckpt.route.path import Path
 from torchrec_stream_ckpt.route.route import Route
+from torchrec_stream_ckpt.route.tiers import OUTER, Source
 from torchrec_stream_ckpt.store.head import Head, HeadDamagedError, head_root
 from torchrec_stream_ckpt.tiers.job import Tiered
-from torchrec_stream_ckpt.tiers.source import Source
 from torchrec_stream_ckpt.trainer.attached import Attached
 from torchrec_stream_ckpt.trainer.checking import check_live, check_replicated, refuse_or_accept, say_unproved
 from torchrec_stream_ckpt.types import MarkerId, RowRange
-from torchrec_stream_ckpt.uris import parse_uri
 
 log = logging.getLogger(__name__)
 
@@ -94,15 +90,14 @@ class Session:
         self._team = team
         self._tier = tier
         self._tiers = tiers
+        self._job = tiers.logs if tiers is not None else tier
         self._dense = dense
         self._attached = attached
         self._head: Head | None = None
         """What rows are copied from; its writer waits until it is closed."""
         self._use_head = True
-        self._passed = Passed(config.max_fallback)
-        self._damaged: dict[str, CorruptionError] = {}
-        """Segments of the store that turned out to be damaged."""
-        self._source = Source(tier.log, tier.objects, tier.dense)
+        self._damaged = Damaged(config.max_fallback)
+        self._place = OUTER
         """Where the marker is read from that was found last."""
         self._met = Met(Path())
         """What the rows of the live tables came with."""
@@ -205,42 +200,33 @@ class Session:
             tuple(sorted(merged)),
             checked.proved_up_to,
             unproved.rows(plan.schema) if unproved is not None else (),
-            f"{self._tiers.place}: {plan.source}" if self._tiers is not None else plan.source,
+            f"{route.place}: {plan.source}" if self._tiers is not None else plan.source,
         )
 
     def _begin(self) -> None:
-        self._use_head, self._passed = True, Passed(self._config.max_fallback)
+        self._use_head, self._damaged = True, self._damaged.anew()
+
+    @property
+    def _source(self) -> Source:
+        return self._place.source(self._job)
 
     # Choosing.
 
     def _find(self, marker: MarkerId | None) -> Route | None:
         """The marker. After it, all ranks know where to read it from, and a HEAD that they count on is open."""
-        route = self._look(marker, self._open_head if self._use_head else lambda _: None)
+        route = self._look(marker, self._open_head if self._use_head else no_head)
         if route is not None and route.held is not None and route.held.head is not None:
             route = self._everywhere(route, route.held.head)
         if route is None or route.held is None or route.held.head is None:
             self._close_head()
         return route
 
-    def _look(self, marker: MarkerId | None, head: Callable[[bytes], HeadState | None]) -> Route | None:
-        if self._tiers is None:
-            return self._team.on_rank0(lambda: self._look_up(marker, head))
-        route, self._source = self._tiers.find(marker, head, self._passed, self._damaged)
+    def _look(self, marker: MarkerId | None, head: OpenHead) -> Route | None:
+        route = self._team.on_rank0(lambda: find(self._job, marker, head, self._damaged))
+        self._place = route.place if route is not None else OUTER
+        if self._tiers is not None:
+            self._tiers.seen = route.newest_generation if route is not None else None
         return route
-
-    def _look_up(self, marker: MarkerId | None, head: Callable[[bytes], HeadState | None]) -> Route | None:
-        """(rank 0)"""
-        tier = self._tier
-        lineage = tier.control.refresh() if tier.log.incarnation() is not None else Lineage()
-        if not lineage.claims:
-            _check_key(lineage, tier)
-            check_whole(tier.log, tier.control, parse_uri(tier.uri), tier.objects)
-            if marker is not None:
-                raise MarkerNotFoundError("there is no log yet", hint="check the URI", uri=tier.uri)
-            return None
-        tier.control.check_copy()
-        found, damaged = self._passed, self._damaged
-        return choose(tier.log, lineage, tier.dense, marker, tier.objects, head, passed=found, damaged=damaged)
 
     def _plan(self, route: Route) -> RestorePlan:
         merge = self._config.on_column_resplit == "merge"
@@ -251,12 +237,11 @@ class Session:
 
     def _apply(self, plan: RestorePlan, route: Route) -> int:
         source, held = self._source, route.held
-        store = StoreSource(source.objects, held.scalars) if held is not None else None
         self._met = Met(plan.path)
         try:
             if held is not None:
                 self._met.held(held)
-            return apply_rows(source.log, plan, self._attached.kernels, store, self._head, self._met)
+            return apply_rows(source.log, plan, self._attached.kernels, source.objects, self._head, self._met)
         except HeadDamagedError:
             assert self._head is not None
             self._head.drop()
@@ -271,15 +256,14 @@ class Session:
         Raises:
             CorruptionError: there is none.
         """
-        marker = route.commit.id
         name = _segment(route, error)
-        if name is not None and name not in self._damaged:
-            log.warning("marker %s is restored without a damaged segment of the store: %s", marker, error.headline)
-            self._damaged[name] = error
-        elif self._tiers is not None and (may_pass or not self._tiers.place.outer_alone):
-            self._tiers.note_damage(marker, error)
-        elif may_pass:
-            self._team.on_rank0(lambda: self._passed.over(marker, error))
+        if name is not None and name not in self._damaged.segments:
+            log.warning(
+                "marker %s is restored without a damaged segment of the store: %s", route.marker, error.headline
+            )
+            self._damaged.segments[name] = error
+        elif may_pass or not route.place.outer_alone:
+            self._damaged.places[route.marker, route.place] = error
         else:
             raise error
 
@@ -291,7 +275,7 @@ class Session:
             return route
         if self._team.rank == 0:
             log.info("HEAD is not used: not every host of this job has marker %s", head.marker)
-        cold = self._look(route.commit.id, lambda _: None)
+        cold = self._look(route.commit.id, no_head)
         assert cold is not None
         return replace(cold, skipped=route.skipped)
 
@@ -321,13 +305,3 @@ def _segment(route: Route, error: CorruptionError) -> str | None:
     said = str(error.where.get("name", error.where.get("path", "")))
     names = (picked.ref.name for piece in (route.held.pieces if route.held else ()) for picked in piece.segments)
     return next((name for name in names if said.endswith(name)), None)
-
-
-def _check_key(lineage: Lineage, tier: Tier) -> None:
-    """A log of which the commit key vouches for nothing is another key's, and no empty one."""
-    if lineage.unsigned and not tier.config.fresh:
-        raise ConfigError(
-            f"the log holds {lineage.unsigned} records, and this job's commit key has signed none of them",
-            hint="give the key that the log was written with; to begin anew beside them, set fresh=True",
-            uri=tier.uri,
-        )

@@ -27,7 +27,7 @@ from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.restore.plan import RestorePlan
-from torchrec_stream_ckpt.route.find import route_since
+from torchrec_stream_ckpt.route.find import locate
 from torchrec_stream_ckpt.route.route import Route, Shards
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -211,7 +211,9 @@ class Standby:
         newest = lineage.newest
         if self._at is None or newest is None or self._at not in lineage.leading_to(newest.id):
             return None
-        behind = route_since(self._log, lineage, self._at, newest.id, self._known)
+        behind = locate(lineage, newest.id, since=self._at)
+        behind.check(self._log)
+        behind = behind.complete(self._log, self._known)
         self._known = {**self._known, **behind.shards}
         return behind
 

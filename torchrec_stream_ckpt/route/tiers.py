@@ -1,4 +1,4 @@
-"""Where the two logs of a job stand to each other. Pure: what their control partitions say, and nothing else.
+"""Both logs of a job with tiers: what their control partitions say together, and where a marker can be read from.
 
 The outer log's order decides. It knows every generation, since a trainer claims there first; the newest one that is
 claimed there, G, fences all before it. The inner log may hold markers that have not been copied yet:
@@ -6,43 +6,152 @@ claimed there, G, fences all before it. The inner log may hold markers that have
 - those of G lead on from the outer log's newest marker, and are newer than all that it has;
 - those of an older generation, which the outer log does not have, are on an abandoned line: its trainer was fenced
   before they were copied, or somebody went back behind them. They can be restored by name, never as the newest.
+
+A job with one log is read the same way: that log is the outer one, and there is nothing on the inner one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.format.commits import Commits
 from torchrec_stream_ckpt.format.control import Claim, Commit, Trim
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.log.api import Incarnation
-from torchrec_stream_ckpt.route.job import Tier
-from torchrec_stream_ckpt.tiers.tier import Tiers
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.log.api import Incarnation, LogReader
+from torchrec_stream_ckpt.route.job import Job, Tier, open_tier
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.dense import DenseStore
+from torchrec_stream_ckpt.types import LogSpan, MarkerId
+from torchrec_stream_ckpt.uris import FileUri, parse_uri
 
 MIXED = "inner and outer"
 """Incarnation of a lineage that is put together from both logs."""
 
 
 @dataclass(frozen=True, slots=True)
+class Tiers:
+    """Both logs of a job, each with its store: the inner one is near the trainer, the outer one decides."""
+
+    inner: Tier
+    outer: Tier
+    every: int = 1
+    """The outer one gets markers whose number is a multiple of this."""
+
+    @property
+    def folder(self) -> Path:
+        """Of the inner log."""
+        parsed = parse_uri(self.inner.uri)
+        assert isinstance(parsed, FileUri)
+        return parsed.directory
+
+    def close(self) -> None:
+        self.inner.close()
+        self.outer.close()
+
+
+def open_tiers(config: StreamConfig) -> Tiers:
+    """Both tiers of a job, for those who are not its trainer."""
+    assert config.outer is not None
+    inner = open_tier(config.inner)
+    try:
+        return Tiers(inner, open_tier(config.outer), config.outer_every)
+    except BaseException:
+        inner.close()
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What one rank reads a marker from."""
+
+    log: LogReader
+    objects: Objects | None
+    """The store, if rows may come from there."""
+    dense: DenseStore
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which logs give a marker. A value: rank 0 tells it to all ranks."""
+
+    outer_upto: int = 0
+    """Generations up to this one are read from the outer log, the others from the inner one."""
+    outer_alone: bool = False
+    """Everything is, dense state too: the only place of a job with one log, and the last one to look at."""
+
+    def __str__(self) -> str:
+        if self.outer_alone:
+            return "outer"
+        return "inner + outer" if self.outer_upto else "inner"
+
+    def source(self, job: Job | Tiers) -> Source:
+        """(each rank) What to read from."""
+        outer = job.outer if isinstance(job, Tiers) else job
+        if self.outer_alone or not isinstance(job, Tiers):
+            return Source(outer.log, outer.objects, outer.dense)
+        inner = job.inner
+        if self.outer_upto:
+            return Source(MixedLog(inner.log, outer.log, self.outer_upto), outer.objects, inner.dense)
+        return Source(inner.log, inner.objects, inner.dense)
+
+
+OUTER = Place(outer_alone=True)
+
+
+@dataclass(frozen=True, slots=True)
+class MixedLog:
+    """Both logs as one, for reading: a generation is on one of them."""
+
+    inner: LogReader
+    outer: LogReader
+    outer_upto: int
+
+    def incarnation(self) -> Incarnation | None:
+        """What :meth:`TierState.mixed` says of generations that were written to these very logs."""
+        return Incarnation(MIXED, 0)
+
+    def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
+        return self._log_of(span).read(span)
+
+    def check_there(self, spans: Sequence[LogSpan]) -> None:
+        for each in (self.inner, self.outer):
+            mine = [span for span in spans if self._log_of(span) is each]
+            if mine:
+                each.check_there(mine)
+
+    def place(self, span: LogSpan) -> tuple[str, int]:
+        return self._log_of(span).place(span)
+
+    def _log_of(self, span: LogSpan) -> LogReader:
+        return self.outer if span.generation <= self.outer_upto else self.inner
+
+
+@dataclass(frozen=True, slots=True)
 class TierState:
     """Both control partitions, as of one moment."""
 
-    inner: Lineage
     outer: Lineage
-    inner_id: str
+    outer_id: str = ""
+    inner: Lineage = field(default_factory=Lineage)
+    inner_id: str = ""
     """Incarnation of the inner log; empty when there is none."""
-    outer_id: str
 
     @classmethod
-    def read(cls, tiers: Tiers) -> TierState:
+    def read(cls, job: Job | Tiers) -> TierState:
         """Read both; the inner one first, so that the outer one cannot lack what is found there.
 
         Raises:
             ConfigError: they are logs of different jobs.
             CorruptionError: the outer log is empty, and the inner one is not.
         """
+        if not isinstance(job, Tiers):
+            outer, outer_id = _read(job)
+            return cls(outer, outer_id)
+        tiers = job
         try:
             inner, inner_id = _read(tiers.inner)
         except CorruptionError as error:
@@ -52,7 +161,7 @@ class TierState:
                 **error.where,
             ) from None
         outer, outer_id = _read(tiers.outer)
-        state = cls(inner, outer, inner_id, outer_id)
+        state = cls(outer, outer_id, inner, inner_id)
         state.check(tiers)
         return state
 
@@ -70,6 +179,8 @@ class TierState:
             raise ConfigError(
                 "the two logs are of different jobs", hint="give each job an inner folder of its own", **where
             )
+
+    # What is known of markers.
 
     @property
     def generation(self) -> int:
@@ -101,6 +212,34 @@ class TierState:
         """Markers that only the inner log has, of generations that are over."""
         over = (marker for marker in self.inner.commits if marker.generation < self.generation)
         return [marker for marker in over if self.owns(marker.generation) and marker not in self.outer.commits]
+
+    def newest_first(self) -> Iterator[Commit]:
+        """All markers that may be the newest one that is whole."""
+        yield from reversed(self.unrelayed)
+        yield from reversed(self.outer.commits.values())
+
+    # Where they are.
+
+    def places(self, marker: MarkerId) -> Iterator[Place]:
+        """Where to look for a marker, the best first.
+
+        All that the inner log has of it, then only its own generation: what is before it is on both; then the outer
+        log.
+        """
+        if self.commit(marker) is not None:
+            parent = self.inner.claims[marker.generation].parent
+            most = parent.generation if parent is not None else 0
+            for outer_upto in dict.fromkeys((self.outer_upto(marker), most)):
+                if outer_upto is not None:
+                    yield Place(outer_upto)
+        if marker in self.outer.commits:
+            yield OUTER
+
+    def lineage(self, place: Place) -> Lineage:
+        """What the logs of a place say."""
+        if place.outer_alone:
+            return self.outer
+        return self.mixed(place.outer_upto) if place.outer_upto else self.inner
 
     def outer_upto(self, marker: MarkerId) -> int | None:
         """The newest generation on the way to ``marker`` that only the outer log can give; 0: none, None: the way to
@@ -135,7 +274,7 @@ class TierState:
         return Lineage(claims, Commits(commits), trims)
 
 
-def _read(tier: Tier) -> tuple[Lineage, str]:
+def _read(job: Job) -> tuple[Lineage, str]:
     """The control partition and the incarnation of one log; empty when there is none."""
-    now = tier.log.incarnation()
-    return (tier.control.refresh(), now.id) if now is not None else (Lineage(), "")
+    now = job.log.incarnation()
+    return (job.control.refresh(), now.id) if now is not None else (Lineage(), "")

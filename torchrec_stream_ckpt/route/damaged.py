@@ -1,10 +1,12 @@
-"""Markers that a restore without a name has passed over: each is proved to be damaged, wherever it could be read."""
+"""What one restore has found to be damaged: what is read around, what is read elsewhere, what is passed over."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Container, Mapping
 
 from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.route.tiers import Place
 from torchrec_stream_ckpt.types import MarkerId
 
 log = logging.getLogger(__name__)
@@ -12,22 +14,34 @@ log = logging.getLogger(__name__)
 MAX_FALLBACK = 3
 
 
-class Passed:
-    """(rank 0) What was passed over in one restore, newest first.
+class Damaged:
+    """What was found while markers were looked for and read. What is passed over is known on rank 0 alone.
 
     Args:
-        most: How many markers may be.
+        most: How many markers may be passed over.
+        segments: Segments of stores, by name: they are read around.
     """
 
-    def __init__(self, most: int = MAX_FALLBACK) -> None:
+    def __init__(self, most: int = MAX_FALLBACK, segments: Mapping[str, CorruptionError] | None = None) -> None:
         self._most = most
         self._errors: dict[MarkerId, CorruptionError] = {}
+        """Markers that a restore without a name has passed over: damaged wherever they could be read."""
+        self.segments = dict(segments or {})
+        self.places: dict[tuple[MarkerId, Place], CorruptionError] = {}
+        """Where a marker turned out to be damaged while it was read."""
 
-    def __contains__(self, marker: MarkerId) -> bool:
-        return marker in self._errors
+    def anew(self) -> Damaged:
+        """For the next restore: segments are known to be damaged, markers may be whole again."""
+        return Damaged(self._most, self.segments)
 
-    def __len__(self) -> int:
-        return len(self._errors)
+    @property
+    def passed(self) -> tuple[MarkerId, ...]:
+        """The markers that were passed over, newest first."""
+        return tuple(self._errors)
+
+    def forget(self, passed: Container[MarkerId]) -> None:
+        """Take back what was passed over, but for these."""
+        self._errors = {marker: error for marker, error in self._errors.items() if marker in passed}
 
     @property
     def said(self) -> tuple[str, ...]:
