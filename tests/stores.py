@@ -31,7 +31,7 @@ from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.materializer import Materializer
-from torchrec_stream_ckpt.route.find import Look, OpenHead, no_head
+from torchrec_stream_ckpt.route.find import OpenHead, Search, no_head
 from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.route.tiers import Source, TierState
 from torchrec_stream_ckpt.store.api import Entry, Objects, open_store
@@ -53,7 +53,7 @@ def choose(
 ) -> Route | None:
     """What a restore would choose of a job with one log, as this lineage has it."""
     source = Source(log, objects, dense)
-    return Look(TierState(lineage), lambda _: source, head).choose(marker)
+    return Search(TierState(lineage), lambda _: source, head).choose(marker)
 
 
 def fold(

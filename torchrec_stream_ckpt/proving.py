@@ -44,7 +44,7 @@ _WORDS = {1: "|i1", 2: "<i2", 4: "<i4", 8: "<i8"}
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class TensorSection:
     """One tensor of a shard: its weights, or a state."""
 
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class Section:
     """Of one row: its columns; empty for one value a row."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Section:
+    def of(cls, tensor: torch.Tensor) -> TensorSection:
         return cls(tensor.dtype, tuple(tensor.shape[1:]))
 
     @property
@@ -61,7 +61,7 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BlockRows:
     """The rows of some blocks, as far as one shard has them."""
 
     kernel: int
@@ -74,7 +74,7 @@ class Piece:
     """First global row of the shard."""
     col0: int
     cols: int
-    sections: tuple[Section, ...]
+    sections: tuple[TensorSection, ...]
     """Weights, then states in the schema's order."""
     blocks: Ints
     """Ascending."""
@@ -95,7 +95,7 @@ class ShardDigests:
     """Shape (n, sections): weights first, then states in the schema's order."""
 
 
-def pieces_of(kernels: Sequence[FusedKernel], schema: Schema, blocks_of: BlocksOf) -> list[Piece]:
+def pieces_of(kernels: Sequence[FusedKernel], schema: Schema, blocks_of: BlocksOf) -> list[BlockRows]:
     """What of some blocks this rank holds: a piece for each shard that HELLO names, in its order.
 
     Args:
@@ -120,20 +120,20 @@ def _held(kernels: Sequence[FusedKernel], schema: Schema) -> Iterator[tuple[int,
                 yield number, position, shard, id_
 
 
-def _shard_piece(kernels: Sequence[FusedKernel], number: int, position: int, id_: int, blocks: Ints) -> Piece:
+def _shard_piece(kernels: Sequence[FusedKernel], number: int, position: int, id_: int, blocks: Ints) -> BlockRows:
     kernel = kernels[number]
     shard = kernel.shards[position]
     counts, rows = _rows_of(blocks, shard.row0, shard.rows)
     if kernel.device.type == "cuda":
         rows = rows.pin_memory()
     sections = tuple(
-        Section(getattr(torch, each.dtype), () if each.per_row else (each.width,))
+        TensorSection(getattr(torch, each.dtype), () if each.per_row else (each.width,))
         for each in RowLayout.of(shard.table, shard.cols).sections[1:]
     )
-    return Piece(number, position, id_, shard.row0, shard.col0, shard.cols, sections, blocks, counts, rows)
+    return BlockRows(number, position, id_, shard.row0, shard.col0, shard.cols, sections, blocks, counts, rows)
 
 
-def replicated_piece(name: str, tensor: torch.Tensor, position: int, blocks: Ints) -> Piece:
+def replicated_piece(name: str, tensor: torch.Tensor, position: int, blocks: Ints) -> BlockRows:
     """The same of one tensor of a replicated table.
 
     Args:
@@ -144,7 +144,7 @@ def replicated_piece(name: str, tensor: torch.Tensor, position: int, blocks: Int
     """
     counts, rows = _rows_of(blocks, 0, len(tensor))
     id_ = replicated_id(name)
-    return Piece(-1, position, id_, 0, 0, columns_of(tensor), (Section.of(tensor),), blocks, counts, rows)
+    return BlockRows(-1, position, id_, 0, 0, columns_of(tensor), (TensorSection.of(tensor),), blocks, counts, rows)
 
 
 def columns_of(tensor: torch.Tensor) -> int:
@@ -165,7 +165,7 @@ def _rows_of(blocks: Ints, row0: int, rows: int) -> tuple[Ints, torch.Tensor]:
 class _Rows:
     """Copied rows of one tensor, and what their digest is of."""
 
-    piece: Piece
+    piece: BlockRows
     section: int
     per_row: bool
     values: Words
@@ -195,7 +195,7 @@ class Room:
         self.targets: list[list[torch.Tensor]] = []
         """For each piece, where each of its sections goes."""
 
-    def reserve(self, pieces: Sequence[Piece]) -> None:
+    def reserve(self, pieces: Sequence[BlockRows]) -> None:
         """Make targets for these pieces; they lie where those before lay."""
         sizes = [piece.rows.numel() * section.row_bytes for piece in pieces for section in piece.sections]
         begins = [0, *accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
@@ -207,11 +207,11 @@ class Room:
             [self._target(*next(places), piece.rows.numel(), section) for section in piece.sections] for piece in pieces
         ]
 
-    def _target(self, begin: int, size: int, rows: int, section: Section) -> torch.Tensor:
+    def _target(self, begin: int, size: int, rows: int, section: TensorSection) -> torch.Tensor:
         return self._memory[begin : begin + size].view(section.dtype).view(rows, *section.shape)
 
 
-class Copied:
+class CopiedRows:
     """Copies of the live rows of some pieces; on a GPU they may be on their way.
 
     To be made on the training thread, at a moment when nobody writes rows. All other methods are for any thread.
@@ -225,9 +225,13 @@ class Copied:
 
     @torch.no_grad()
     def __init__(
-        self, kernels: Sequence[FusedKernel], pieces: Sequence[Piece], replicated: Sequence[torch.Tensor], room: Room
+        self,
+        kernels: Sequence[FusedKernel],
+        pieces: Sequence[BlockRows],
+        replicated: Sequence[torch.Tensor],
+        room: Room,
     ) -> None:
-        self._copies: list[tuple[Piece, list[torch.Tensor]]] = list(zip(pieces, room.targets, strict=True))
+        self._copies: list[tuple[BlockRows, list[torch.Tensor]]] = list(zip(pieces, room.targets, strict=True))
         self._waits: list[tuple[torch.device, torch.cuda.Event]] = []
         for number, group in groupby(self._copies, lambda copy: copy[0].kernel):
             if number < 0:
@@ -235,7 +239,7 @@ class Copied:
             else:
                 self._copy_kernel(kernels[number], group)
 
-    def _copy_kernel(self, kernel: FusedKernel, copies: Iterable[tuple[Piece, list[torch.Tensor]]]) -> None:
+    def _copy_kernel(self, kernel: FusedKernel, copies: Iterable[tuple[BlockRows, list[torch.Tensor]]]) -> None:
         with kernel.reading():
             weights, states = kernel.weights(), kernel.states()
             for piece, (first, *others) in copies:
@@ -246,7 +250,7 @@ class Copied:
             self._note(kernel.device)
 
     def _copy_replicated(
-        self, copies: Iterable[tuple[Piece, list[torch.Tensor]]], tensors: Sequence[torch.Tensor]
+        self, copies: Iterable[tuple[BlockRows, list[torch.Tensor]]], tensors: Sequence[torch.Tensor]
     ) -> None:
         for piece, (target,) in copies:
             source = tensors[piece.position]
@@ -260,7 +264,7 @@ class Copied:
             event.record(torch.cuda.current_stream(device))
             self._waits.append((device, event))
 
-    def digests(self) -> Iterator[tuple[Piece, Digests]]:
+    def digests(self) -> Iterator[tuple[BlockRows, Digests]]:
         """(piece, shape (blocks, sections)) of each piece. Waits for copies from a device."""
         for device, event in self._waits:
             with torch.cuda.device(device):  # the thread that waits has chosen none
@@ -326,12 +330,12 @@ def _parts(blocks: Ints) -> Iterator[Ints]:
 
 
 def _digested(
-    kernels: Sequence[FusedKernel], pieces: Iterable[Piece], replicated: Sequence[torch.Tensor]
+    kernels: Sequence[FusedKernel], pieces: Iterable[BlockRows], replicated: Sequence[torch.Tensor]
 ) -> Iterator[Digests]:
     room: Room | None = None
     for piece in pieces:
         device = kernels[piece.kernel].device if kernels else replicated[0].device
         room = room or Room(pinned=device.type == "cuda")
         room.reserve([piece])
-        for _, found in Copied(kernels, [piece], replicated, room).digests():
+        for _, found in CopiedRows(kernels, [piece], replicated, room).digests():
             yield found

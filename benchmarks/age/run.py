@@ -35,7 +35,7 @@ from torchrec_stream_ckpt.format.referring import brief  # noqa: E402
 from torchrec_stream_ckpt.format.schema import Schema  # noqa: E402
 from torchrec_stream_ckpt.layout import CONTROL_FILE, partition_dir, segment_name  # noqa: E402
 from torchrec_stream_ckpt.log.files import FileLog  # noqa: E402
-from torchrec_stream_ckpt.route.find import Look  # noqa: E402
+from torchrec_stream_ckpt.route.find import Search  # noqa: E402
 from torchrec_stream_ckpt.route.tiers import Source, TierState  # noqa: E402
 from torchrec_stream_ckpt.store.dense import DenseFolder  # noqa: E402
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec  # noqa: E402
@@ -138,7 +138,7 @@ def attach(root: Path) -> dict[str, float]:
     writer = Writer(root, Age(lineage.newest_generation, 1, len(newest.ranks)))
     times["rank 0, attached"] = _rss() - before
     state, source = TierState(lineage), Source(log, None, DenseFolder(root))
-    found = _timed_twice(lambda: Look(state, lambda _: source).choose(None))
+    found = _timed_twice(lambda: Search(state, lambda _: source).choose(None))
     times |= dict(zip(("choice", "choice, CPU"), found, strict=True))
     claim = brief(writer.claim(lineage.next_generation, newest.id), lineage.claims)
     control.claim(claim)

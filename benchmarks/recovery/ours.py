@@ -23,7 +23,7 @@ from torchrec_stream_ckpt.materialize.materializer import Materializer
 from torchrec_stream_ckpt.restore import apply
 from torchrec_stream_ckpt.restore.plan import RestorePlan, plan_restore
 from torchrec_stream_ckpt.restore.proofs import Met
-from torchrec_stream_ckpt.route.find import Look
+from torchrec_stream_ckpt.route.find import Search
 from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.route.tiers import Source, TierState
 from torchrec_stream_ckpt.store.api import Objects, open_store
@@ -181,7 +181,7 @@ def _plan(
     log: FileLog, store: Path, workload: Workload, marker: MarkerId, objects: Objects | None
 ) -> tuple[Route, RestorePlan]:
     state, source = TierState(Control(log).refresh()), Source(log, objects, DenseFolder(store))
-    choice = Look(state, lambda _: source).choose(marker)
+    choice = Search(state, lambda _: source).choose(marker)
     assert choice is not None
     shards = [TableShard(table, 0, spec.rows, 0, spec.dim) for table, spec in enumerate(workload.schema.tables)]
     plan = plan_restore(choice, workload.schema, shards)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from tests.builders import claim, commit
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.log.api import Finding, Verdict
+from torchrec_stream_ckpt.log.api import Finding, Severity
 from torchrec_stream_ckpt.log.disk import examine_folder, file_system
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.log.kafka.health import examine_topic
@@ -30,8 +30,8 @@ RIGHTS = {"READ", "WRITE", "DESCRIBE", "DESCRIBE_CONFIGS", "ALTER"}
 
 
 def not_well(findings: list[Finding]) -> dict[str, Finding]:
-    assert all(bool(each.hint) == (each.verdict is not Verdict.OK) for each in findings)
-    return {each.check: each for each in findings if each.verdict is not Verdict.OK}
+    assert all(bool(each.hint) == (each.verdict is not Severity.OK) for each in findings)
+    return {each.check: each for each in findings if each.verdict is not Severity.OK}
 
 
 def test_a_safe_topic_is_well() -> None:
@@ -41,16 +41,16 @@ def test_a_safe_topic_is_well() -> None:
 @pytest.mark.parametrize(
     ("setting", "value", "verdict"),
     [
-        ("retention.ms", "604800000", Verdict.BAD),
-        ("retention.bytes", "1000", Verdict.BAD),
-        ("cleanup.policy", "compact", Verdict.BAD),
-        ("unclean.leader.election.enable", "true", Verdict.BAD),
-        ("max.message.bytes", "500000", Verdict.BAD),
-        ("min.insync.replicas", "1", Verdict.WARNING),
+        ("retention.ms", "604800000", Severity.BAD),
+        ("retention.bytes", "1000", Severity.BAD),
+        ("cleanup.policy", "compact", Severity.BAD),
+        ("unclean.leader.election.enable", "true", Severity.BAD),
+        ("max.message.bytes", "500000", Severity.BAD),
+        ("min.insync.replicas", "1", Severity.WARNING),
     ],
 )
 def test_a_setting_that_endangers_rows_is_named_with_the_command_that_mends_it(
-    setting: str, value: str, verdict: Verdict
+    setting: str, value: str, verdict: Severity
 ) -> None:
     found = not_well(list(examine_topic("job.data", {**SAFE, setting: value}, COPIES, RIGHTS)))
     (finding,) = found.values()
@@ -81,7 +81,7 @@ def test_memory_is_no_place_for_a_log(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
-    assert not_well(list(examine_folder("log", tmp_path)))["log: rights"].verdict is Verdict.BAD
+    assert not_well(list(examine_folder("log", tmp_path)))["log: rights"].verdict is Severity.BAD
 
 
 def test_looking_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -150,7 +150,6 @@ WITH_TORCH = frozenset(
         "proving.py",
         "restore/apply.py",
         "restore/replicated.py",
-        "restore/from_head.py",
         "restore/from_log.py",
         "restore/from_store.py",
         "restore/straight.py",
@@ -324,3 +323,13 @@ print(json.dumps([early, sorted(sys.modules)]))
     assert after & {"torch", "torchrec", "fbgemm_gpu"} == set()
     assert {"confluent_kafka", "fsspec", "prometheus_client"} & before == set()
     assert {"confluent_kafka", "fsspec"} <= after
+
+
+def test_no_two_classes_share_a_name() -> None:
+    """One noun for one thing, and one thing for one noun."""
+    places: dict[str, list[str]] = {}
+    for source, path in SOURCES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(source)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

@@ -24,7 +24,7 @@ from torchrec_stream_ckpt.errors import (
     SchemaMismatchError,
     StoreUnavailableError,
 )
-from torchrec_stream_ckpt.follower.source import Source
+from torchrec_stream_ckpt.follower.source import FollowedJob
 from torchrec_stream_ckpt.follower.tables import weights_of
 from torchrec_stream_ckpt.follower.updates import Changed
 from torchrec_stream_ckpt.types import MarkerId
@@ -149,13 +149,13 @@ def test_half_an_update_is_never_served_and_the_next_one_mends_it(
     tables.advance()
     job.touch()
     marker = job.commit()
-    chunks = Source._chunks
+    chunks = FollowedJob._chunks
 
-    def breaking(source: Source, sources: object) -> Iterator[Changed]:
+    def breaking(source: FollowedJob, sources: object) -> Iterator[Changed]:
         yield next(chunks(source, sources))  # type: ignore[arg-type]
         raise CorruptionError("the disk has failed")
 
-    monkeypatch.setattr(Source, "_chunks", breaking)
+    monkeypatch.setattr(FollowedJob, "_chunks", breaking)
     with pytest.raises(CorruptionError, match="the disk has failed"):
         tables.advance()
     with pytest.raises(ReplicaNotReadyError, match="half way"):
@@ -171,15 +171,15 @@ def test_a_store_that_is_away_in_the_middle_of_an_update_is_waited_for(
     tables.advance()
     job.touch()
     marker = job.commit()
-    chunks, failures = Source._chunks, iter([True, True])
+    chunks, failures = FollowedJob._chunks, iter([True, True])
 
-    def breaking(source: Source, sources: object) -> Iterator[Changed]:
+    def breaking(source: FollowedJob, sources: object) -> Iterator[Changed]:
         for changed in chunks(source, sources):  # type: ignore[arg-type]
             yield changed
             if next(failures, False):
                 raise StoreUnavailableError("nobody answers")
 
-    monkeypatch.setattr(Source, "_chunks", breaking)
+    monkeypatch.setattr(FollowedJob, "_chunks", breaking)
     tables.start()
     wait_for(lambda: tables.follower.marker == marker.id or tables.failure is not None)
     assert tables.failure is None

@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.format.segment import (
     HEADER_LEN,
     MAX_CHUNK_BYTES,
     Chunk,
-    Entry,
+    ChunkEntry,
     Front,
     SegmentId,
     SegmentKind,
@@ -165,12 +165,12 @@ def forged(*entries: tuple[int, ...]) -> bytes:
 
 
 def with_field(name: str, value: int) -> tuple[int, ...]:
-    return tuple(Entry._make(GOOD)._replace(**{name: value}))
+    return tuple(ChunkEntry._make(GOOD)._replace(**{name: value}))
 
 
 def second(**fields: int) -> tuple[int, ...]:
     """An entry that follows on :data:`GOOD`."""
-    following = Entry._make(GOOD)._replace(first=6, last=8, offset=front_length(2, 0) + 192)
+    following = ChunkEntry._make(GOOD)._replace(first=6, last=8, offset=front_length(2, 0) + 192)
     return tuple(following._replace(**fields))
 
 
@@ -264,7 +264,7 @@ def seal_header(data: bytearray) -> None:
     data[124:128] = crc32c(bytes(data[:124])).to_bytes(4, "little")
 
 
-def entry_of(piece: Chunk) -> Entry:
+def entry_of(piece: Chunk) -> ChunkEntry:
     (entry,) = entries_of(parse_front(packed([piece]), "s").directory)
     return entry
 

@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.layout import StoreSegment
 from torchrec_stream_ckpt.log.api import Incarnation
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.restore.verdicts import Verdict, Verifier
+from torchrec_stream_ckpt.restore.verdicts import MarkerVerdict, Verifier
 from torchrec_stream_ckpt.store.api import Entry, Objects
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.types import LogSpan, MarkerId
@@ -75,7 +75,7 @@ def history(tmp_path: Path) -> History:
     return history
 
 
-def verdicts(history: History, log: CountingLog | FileLog, objects: object = None) -> dict[str, Verdict]:
+def verdicts(history: History, log: CountingLog | FileLog, objects: object = None) -> dict[str, MarkerVerdict]:
     verifier = Verifier(log, history.lineage, objects=objects)  # type: ignore[arg-type]
     commits = list(reversed(history.lineage.commits.values()))
     verifier.read(commits)

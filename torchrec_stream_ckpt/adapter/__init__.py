@@ -98,7 +98,7 @@ from torchrec_stream_ckpt.adapter.dense import (
     named_states,
 )
 from torchrec_stream_ckpt.adapter.kernels import FusedKernel, LocalShard
-from torchrec_stream_ckpt.adapter.lookups import Key, Lookup, Update
+from torchrec_stream_ckpt.adapter.lookups import FusedUpdate, Key, Lookup
 from torchrec_stream_ckpt.adapter.modules import fused_kernels, sharded_embeddings
 from torchrec_stream_ckpt.adapter.optimizers import optimizer_states
 from torchrec_stream_ckpt.adapter.outside import watch_outside_writes
@@ -114,13 +114,13 @@ __all__ = [
     "COUNTERS",
     "NO_ID",
     "FusedKernel",
+    "FusedUpdate",
     "IdMap",
     "Key",
     "LocalShard",
     "Lookup",
     "ReplicatedTables",
     "Standing",
-    "Update",
     "check_dense",
     "check_free",
     "check_wrappers",

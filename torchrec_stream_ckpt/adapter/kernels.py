@@ -13,7 +13,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torch import nn
 from torchrec.optim.fused import FusedOptimizer as FusedModuleOptimizer
 
-from torchrec_stream_ckpt.adapter.lookups import Key, Lookup, Lookups, Update
+from torchrec_stream_ckpt.adapter.lookups import FusedUpdate, Key, Lookup, Lookups
 from torchrec_stream_ckpt.adapter.optimizers import (
     FusedOptimizer,
     hyperparameters,
@@ -156,7 +156,7 @@ class FusedKernel:
         self._order.settle()
 
     def on_update(
-        self, before: Callable[[Update], None], after: Callable[[Lookup, Key], None], unseen: Callable[[], None]
+        self, before: Callable[[FusedUpdate], None], after: Callable[[Lookup, Key], None], unseen: Callable[[], None]
     ) -> Callable[[], None]:
         """Call ``before`` and ``after`` around the fused update of every forward, as ``Lookups`` says.
 

@@ -55,7 +55,7 @@ Key = tuple[int, int]
 """One run of one lookup's update: a graph that is kept may run again, on another thread at the same time."""
 
 
-class Update:
+class FusedUpdate:
     """One run of the fused update of a lookup. Made just before the kernel, on the thread that runs it."""
 
     __slots__ = ("_task", "key", "lookup")
@@ -102,7 +102,7 @@ class Lookups:
 
     def on_update(
         self,
-        before: Callable[[Update], None],
+        before: Callable[[FusedUpdate], None],
         after: Callable[[Lookup, Key], None],
         unseen: Callable[[], None],
         writing: Callable[[], None],
@@ -126,7 +126,7 @@ class Lookups:
 
         @_called_as_it_is
         def start(lookup: Lookup, number: int) -> None:
-            before(Update(lookup, (number, torch._C._current_graph_task_id()), announced))
+            before(FusedUpdate(lookup, (number, torch._C._current_graph_task_id()), announced))
 
         @_called_as_it_is
         def end(lookup: Lookup, number: int) -> None:

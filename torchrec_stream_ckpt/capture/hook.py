@@ -22,7 +22,7 @@ from functools import partial
 
 import torch
 
-from torchrec_stream_ckpt.adapter import FusedKernel, Key, Lookup, Update
+from torchrec_stream_ckpt.adapter import FusedKernel, FusedUpdate, Key, Lookup
 from torchrec_stream_ckpt.capture.counts import Record, deferral
 from torchrec_stream_ckpt.capture.kernel_rows import KernelRows
 from torchrec_stream_ckpt.capture.sender import Drain, Sender
@@ -262,7 +262,7 @@ class Capture:
             self._left_frozen = [0] * len(self._masks)
             self._cut = None
 
-    def _before_update(self, position: int, update: Update) -> None:
+    def _before_update(self, position: int, update: FusedUpdate) -> None:
         """A fused update is about to run."""
         self._updates.begin(position, update)
         if len(self._updates) > _MANY_NOTES:

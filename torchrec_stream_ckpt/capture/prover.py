@@ -27,7 +27,7 @@ from torchrec_stream_ckpt.format.proof import (
 )
 from torchrec_stream_ckpt.format.rows import RowLayout
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.proving import Copied, Piece, Room, pieces_of, replicated_piece
+from torchrec_stream_ckpt.proving import BlockRows, CopiedRows, Room, pieces_of, replicated_piece
 from torchrec_stream_ckpt.types import TableSpec
 
 Tensors = Mapping[str, torch.Tensor]
@@ -89,7 +89,7 @@ class _Prepared:
     """The next window, its rows chosen."""
 
     window: Window
-    pieces: tuple[Piece, ...]
+    pieces: tuple[BlockRows, ...]
     """Of shards, in the order of HELLO, then of replicated tensors."""
     replicated: Tensors
     """Those that were there."""
@@ -125,9 +125,9 @@ class Taken:
         give_back: Gets the room once the copies are not needed any longer.
     """
 
-    def __init__(self, prepared: _Prepared, copied: Copied, give_back: Callable[[Room], None]) -> None:
+    def __init__(self, prepared: _Prepared, copied: CopiedRows, give_back: Callable[[Room], None]) -> None:
         self._prepared = prepared
-        self._copied: Copied | None = copied
+        self._copied: CopiedRows | None = copied
         self._give_back = give_back
         self._proof: Proof | None = None
 
@@ -183,7 +183,7 @@ class Prover:
         ready, self._ready = self._ready, None
         if ready is None or not ready.fits(self._tensors):  # an optimizer has made its state
             ready = self._prepare()
-        copied = Copied(self._kernels, ready.pieces, list(self._tensors.values()), ready.room)
+        copied = CopiedRows(self._kernels, ready.pieces, list(self._tensors.values()), ready.room)
         return Taken(ready, copied, self._take_back)
 
     def settled(self, window: Window, *, committed: bool) -> None:

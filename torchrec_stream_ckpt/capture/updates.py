@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torchrec_stream_ckpt.adapter import Key, Lookup, Update
+from torchrec_stream_ckpt.adapter import FusedUpdate, Key, Lookup
 from torchrec_stream_ckpt.errors import MarkerFailedError
 
 _PATIENCE_S = 10.0
@@ -36,10 +36,10 @@ class RunningUpdates:
     """The updates of all kernels of this rank that have begun and are not settled. For any thread."""
 
     def __init__(self) -> None:
-        self._noted: dict[tuple[int, Key], Update] = {}
+        self._noted: dict[tuple[int, Key], FusedUpdate] = {}
         self._hold: _Hold | None = None
 
-    def begin(self, position: int, update: Update) -> None:
+    def begin(self, position: int, update: FusedUpdate) -> None:
         """An update of the kernel at ``position`` is about to run, on this thread. Waits while updates are held."""
         while True:
             self._noted[position, update.key] = update

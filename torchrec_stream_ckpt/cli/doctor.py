@@ -15,7 +15,7 @@ from torchrec_stream_ckpt.cli.options import JobOptions, Json
 from torchrec_stream_ckpt.errors import StreamCkptError, printable
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.layout import copied_log
-from torchrec_stream_ckpt.log.api import Finding, Verdict
+from torchrec_stream_ckpt.log.api import Finding, Severity
 from torchrec_stream_ckpt.log.disk import examine_folder
 from torchrec_stream_ckpt.reporting.now import in_words, strays_of
 from torchrec_stream_ckpt.route.job import Job
@@ -25,7 +25,7 @@ from torchrec_stream_ckpt.uris import KafkaUri, parse_uri
 
 _MAY_LACK = 2
 """Records that a trainer which is at work, or has died, may not have copied."""
-_STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.BAD: "red"}
+_STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.BAD: "red"}
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "confluent-kafka")
 
 
@@ -43,7 +43,7 @@ def examine_job(
         print_json([asdict(finding) for finding in findings])
     else:
         _print(findings)
-    if any(finding.verdict is Verdict.BAD for finding in findings):
+    if any(finding.verdict is Severity.BAD for finding in findings):
         raise typer.Exit(1)
 
 
@@ -51,7 +51,7 @@ def _examine(job: Job) -> Iterator[Finding]:
     yield from job.log.examine()
     newest = job.lineage.newest
     if newest is None:
-        yield Finding("newest marker", "none was committed", Verdict.WARNING, "let the job run to its first marker")
+        yield Finding("newest marker", "none was committed", Severity.WARNING, "let the job run to its first marker")
     else:
         standing = Survey(job).look(newest)
         yield Finding.of(
@@ -59,7 +59,7 @@ def _examine(job: Job) -> Iterator[Finding]:
             f"{newest.id}, step {newest.step}: {standing.reason or 'can be restored'}",
             well=not standing.reason or bool(standing.trimmed),
             hint="bring back what is missing; until then a job restores an older marker",
-            otherwise=Verdict.BAD,
+            otherwise=Severity.BAD,
         )
         if isinstance(parse_uri(job.uri), KafkaUri):
             yield _strays(newest)
@@ -93,10 +93,10 @@ def _second_copy(job: Job) -> Finding:
         copied = Copied.load(objects, job.lineage.job, copied_log(now.id if now is not None else ""))
     except StreamCkptError as error:
         return Finding(
-            check, f"it cannot be looked at: {error.headline}", Verdict.WARNING, error.hint or "see the store"
+            check, f"it cannot be looked at: {error.headline}", Severity.WARNING, error.hint or "see the store"
         )
     if (lost := job.lost_tail()) is not None:
-        return Finding(check, lost.headline, Verdict.BAD, lost.hint)
+        return Finding(check, lost.headline, Severity.BAD, lost.hint)
     start = max(0, copied.last)
     missing = sum(offset > copied.last for offset, _ in job.log.read_control(start, garbage=job.control.signs))
     return Finding.of(

@@ -46,7 +46,7 @@ def import_checkpoint(
     if target.format != "dcp":
         raise ConfigError("only a checkpoint of DCP can be imported", hint="--from dcp://DIR")
     try:
-        from torchrec_stream_ckpt.interchange.dcp_contents import Source
+        from torchrec_stream_ckpt.interchange.dcp_contents import DcpSource
         from torchrec_stream_ckpt.interchange.dcp_import import import_dcp
     except ModuleNotFoundError as error:
         raise ConfigError(f"import needs {error.name}", hint=TORCH_HINT) from None
@@ -57,7 +57,7 @@ def import_checkpoint(
         kafka_options=access.kafka_options,
         commit_key_file=access.commit_key_file,
     )
-    source = Source(
+    source = DcpSource(
         optimizer=optimizer,
         model_key=model_key,
         optimizer_key=optimizer_key,

@@ -16,7 +16,7 @@ from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.interval import intervals
 from torchrec_stream_ckpt.restore.located import located
 from torchrec_stream_ckpt.restore.unproved import UnprovedBlock
-from torchrec_stream_ckpt.restore.verdicts import Verdict, Verifier
+from torchrec_stream_ckpt.restore.verdicts import MarkerVerdict, Verifier
 from torchrec_stream_ckpt.restore.verify import CompareDense, Verified, verify_marker
 from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.route.survey import Survey
@@ -52,7 +52,7 @@ def verify_markers(
     if all_markers and options.chosen is not None:
         raise ConfigError("--all verifies every marker", hint="leave out MARKER, or --all", marker=options.chosen)
     with options.open() as job:
-        said: list[Verified | Verdict | _NotRead]
+        said: list[Verified | MarkerVerdict | _NotRead]
         if all_markers:
             said = [*_verdicts(job, quiet=json, log_alone=log_alone)]
         else:
@@ -64,20 +64,20 @@ def verify_markers(
     else:
         for each in said:
             typer.echo(_describe(each))
-    if any(isinstance(each, Verdict) and _is_damaged(each, accept=accept_unproved) for each in said):
+    if any(isinstance(each, MarkerVerdict) and _is_damaged(each, accept=accept_unproved) for each in said):
         raise typer.Exit(1)
     for each in said:
         if isinstance(each, Verified) and each.unproved is not None and not accept_unproved:
             raise each.unproved.error(each.marker)
 
 
-def _is_damaged(verdict: Verdict, *, accept: bool) -> bool:
+def _is_damaged(verdict: MarkerVerdict, *, accept: bool) -> bool:
     return verdict.verified is None or (verdict.verified.unproved is not None and not accept)
 
 
-def _leave(job: Job, said: Verified | Verdict | _NotRead) -> None:
+def _leave(job: Job, said: Verified | MarkerVerdict | _NotRead) -> None:
     """Tell a running trainer which rows are not as they were proved."""
-    result = said.verified if isinstance(said, Verdict) else said
+    result = said.verified if isinstance(said, MarkerVerdict) else said
     if isinstance(result, Verified) and result.unproved is not None:
         commit = job.lineage.find(result.marker)
         schema = job.lineage.claims[commit.generation].schema
@@ -94,7 +94,7 @@ class _NotRead:
     """When it was given up, or in which store it is."""
 
 
-def _verdicts(job: Job, *, quiet: bool, log_alone: bool) -> Iterator[Verdict | _NotRead]:
+def _verdicts(job: Job, *, quiet: bool, log_alone: bool) -> Iterator[MarkerVerdict | _NotRead]:
     """One a marker, newest first."""
     commits = list(reversed(job.lineage.commits.values()))
     with progress_bar(quiet=quiet) as progress:
@@ -149,7 +149,7 @@ def _compare() -> CompareDense | None:
     return compare_dense
 
 
-def _record(said: Verified | Verdict | _NotRead, *, accept: bool) -> dict[str, Any]:
+def _record(said: Verified | MarkerVerdict | _NotRead, *, accept: bool) -> dict[str, Any]:
     marker = str(said.marker)
     if isinstance(said, Verified):
         return _read(said)
@@ -188,11 +188,11 @@ def _place(error: CorruptionError) -> dict[str, str]:
     return {"message": error.message} | {key: str(value) for key, value in error.where.items()}
 
 
-def _describe(said: Verified | Verdict | _NotRead) -> str:
+def _describe(said: Verified | MarkerVerdict | _NotRead) -> str:
     if isinstance(said, _NotRead):
         why = f"trimmed, in the store {said.what}" if said.key == "trimmed" else f"given up on {said.what}"
         return f"marker {said.marker} was not read: {printable(why)}"
-    if isinstance(said, Verdict) and said.verified is None:
+    if isinstance(said, MarkerVerdict) and said.verified is None:
         lines = [f"marker {said.marker} is damaged:", *(f"  {error.headline}" for error in said.damage)]
         return "\n".join(lines)
     result = said if isinstance(said, Verified) else said.verified

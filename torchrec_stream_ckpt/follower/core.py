@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.errors import (
     StreamLostError,
     TrimmedError,
 )
-from torchrec_stream_ckpt.follower.source import Source
+from torchrec_stream_ckpt.follower.source import FollowedJob
 from torchrec_stream_ckpt.follower.tail import Tail
 from torchrec_stream_ckpt.follower.updates import Changed, Update, UpdateKind
 from torchrec_stream_ckpt.format.control import Commit
@@ -112,7 +112,7 @@ class Outages:
 class Follower:
     """Follows one job's stream; see :func:`follow`. For one thread, but for :meth:`stop` and ``stats``."""
 
-    def __init__(self, source: Source, mode: FollowMode, poll_s: float, outage_s: float) -> None:
+    def __init__(self, source: FollowedJob, mode: FollowMode, poll_s: float, outage_s: float) -> None:
         self._source = source
         self._mode = mode
         self._poll_s = poll_s
@@ -398,5 +398,5 @@ def follow(
         raise ConfigError(f"mode must be 'markers' or 'rows', it is {mode!r}")
     if not poll_s > 0 or not outage_s >= 0:
         raise ConfigError("poll_s must be positive, and outage_s not negative")
-    source = Source(uri, store, store_options, kafka_options, commit_key_file, tables, scratch, states=states)
+    source = FollowedJob(uri, store, store_options, kafka_options, commit_key_file, tables, scratch, states=states)
     return Follower(source, mode, poll_s, outage_s)

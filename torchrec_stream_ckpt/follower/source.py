@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import decode_chunk
 from torchrec_stream_ckpt.format.serving import decode, decoded_table, is_served
 from torchrec_stream_ckpt.interchange.sources import Sources, open_sources
-from torchrec_stream_ckpt.interchange.tables import TableReader, Window
+from torchrec_stream_ckpt.interchange.tables import TableReader, TableWindow
 from torchrec_stream_ckpt.options import Options
 from torchrec_stream_ckpt.route.held import load_catalog
 from torchrec_stream_ckpt.route.job import Job
@@ -35,7 +35,7 @@ Ids = Mapping[int, npt.NDArray[np.int64]]
 """Rows by table."""
 
 
-class Source:
+class FollowedJob:
     """One job's log, its store and its dense state, as one replica reads them. For one thread.
 
     Args:
@@ -196,7 +196,11 @@ class Source:
                     yield from self._parts(reader, reader.read(row0, rows), here, here - row0)
 
     def _parts(
-        self, reader: TableReader, window: Window, ids: npt.NDArray[np.int64], places: npt.NDArray[np.int64] | slice
+        self,
+        reader: TableReader,
+        window: TableWindow,
+        ids: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64] | slice,
     ) -> Iterator[Changed]:
         """Rows of a window; with states of one value a row, by the column slices that these belong to."""
         if is_served(reader.spec):

@@ -80,7 +80,7 @@ MAX_CHUNK_BYTES = CHUNK_BYTES + MAX_SECTIONS * ALIGNMENT
 """What a reader has to hold of a chunk at most: its rows and the padding of its sections."""
 
 
-class Entry(NamedTuple):
+class ChunkEntry(NamedTuple):
     """One entry of a directory, as plain numbers: see :data:`ENTRY`."""
 
     table: int
@@ -94,9 +94,9 @@ class Entry(NamedTuple):
     crc: int
 
 
-def entries_of(directory: Directory) -> list[Entry]:
+def entries_of(directory: Directory) -> list[ChunkEntry]:
     """All entries: an array gives single ones away slowly."""
-    return [Entry._make(values) for values in directory.tolist()]
+    return [ChunkEntry._make(values) for values in directory.tolist()]
 
 
 def slices_of(directory: Directory) -> dict[tuple[int, int, int], slice]:
@@ -332,7 +332,7 @@ def check_tables(front: Front, schema: Schema, where: str) -> None:
             )
 
 
-def check_chunk(entry: Entry, data: memoryview, where: str) -> None:
+def check_chunk(entry: ChunkEntry, data: memoryview, where: str) -> None:
     """Compare a chunk with its checksum.
 
     Raises:
@@ -342,7 +342,7 @@ def check_chunk(entry: Entry, data: memoryview, where: str) -> None:
         raise CorruptionError("chunk's checksum does not match", name=where, offset=str(entry.offset))
 
 
-def decode_chunk(entry: Entry, data: memoryview, schema: Schema, where: str) -> RowsView:
+def decode_chunk(entry: ChunkEntry, data: memoryview, schema: Schema, where: str) -> RowsView:
     """View the rows of a chunk whose checksum has been compared, after checking its lengths and its ids.
 
     Raises:
@@ -359,7 +359,7 @@ def decode_chunk(entry: Entry, data: memoryview, schema: Schema, where: str) -> 
     return view
 
 
-def chunk_layout(entry: Entry, schema: Schema, where: str) -> RowLayout:
+def chunk_layout(entry: ChunkEntry, schema: Schema, where: str) -> RowLayout:
     """How a chunk lies, after holding its entry against the schema.
 
     Raises:

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.interchange.dense_state import DenseTensors
 from torchrec_stream_ckpt.interchange.names import TorchRecName
-from torchrec_stream_ckpt.interchange.tables import TableReader, Window
+from torchrec_stream_ckpt.interchange.tables import TableReader, TableWindow
 
 Path_ = tuple[str, ...]
 """Where an entry stands in the nested state dict."""
@@ -81,7 +81,7 @@ class _Chunk:
         data = TensorWriteData(chunk, TensorProperties(dtype=self.dtype), torch.Size(self.size))
         return WriteItem(MetadataIndex(self.key, self.offsets), WriteItemType.SHARD, tensor_data=data)
 
-    def tensor(self, window: Window) -> torch.Tensor:
+    def tensor(self, window: TableWindow) -> torch.Tensor:
         """A copy of the chunk's part of its window."""
         array = window.weights if self.state is None else window.states[self.state]
         if len(self.size) == 1:
@@ -124,7 +124,7 @@ def write_dcp(
         for position, state in enumerate(reader.spec.states if states else ()):
             called = name.state_key(position, state.name)
             aliases[".".join(keys.of_state(first, called))] = keys.of_state(second, called)
-    writer = _Writer(folder, aliases)
+    writer = _TableWriter(folder, aliases)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -177,7 +177,7 @@ class _Planner(DefaultSavePlanner):
         super().__init__()
         self._chunks = {(chunk.key, chunk.offsets): chunk for chunk in chunks}
         self._progress = progress
-        self._window: tuple[TableReader, Window] | None = None
+        self._window: tuple[TableReader, TableWindow] | None = None
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
@@ -191,7 +191,7 @@ class _Planner(DefaultSavePlanner):
         chunk = self._chunks.get((write_item.index.fqn, tuple(offset))) if offset is not None else None
         return super().resolve_data(write_item) if chunk is None else chunk.tensor(self._read(chunk))
 
-    def _read(self, chunk: _Chunk) -> Window:
+    def _read(self, chunk: _Chunk) -> TableWindow:
         """The chunk's window: the writer takes the items in their order, so all chunks of one come in a row."""
         if self._window is None or self._window[0] is not chunk.reader or self._window[1].row0 != chunk.row0:
             self._window = None
@@ -200,7 +200,7 @@ class _Planner(DefaultSavePlanner):
         return self._window[1]
 
 
-class _Writer(FileSystemWriter):
+class _TableWriter(FileSystemWriter):
     """DCP's own, in the order of the plan, and with second names for some entries."""
 
     def __init__(self, folder: Path, aliases: Mapping[str, Path_]) -> None:

@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.types import StateSpec, TableSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class DcpSource:
     """What is known of a checkpoint besides its bytes."""
 
     optimizer: str
@@ -62,7 +62,7 @@ class Contents:
         return Schema(tuple(table.spec for table in self.tables))
 
 
-def read_contents(metadata: Metadata, source: Source) -> Contents:
+def read_contents(metadata: Metadata, source: DcpSource) -> Contents:
     """Sort the entries of a checkpoint: tables, their fused states, the dense model, its optimizers.
 
     Raises:
@@ -125,7 +125,7 @@ def _contents(
     return Contents(tuple(tables[name] for name in sorted(tables)), dense, dense_states, rest)
 
 
-def _check_keys(metadata: Metadata, source: Source) -> None:
+def _check_keys(metadata: Metadata, source: DcpSource) -> None:
     """A table below a key that was not named would become one of another name."""
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     for name, path in paths.items():

@@ -35,8 +35,8 @@ from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.interchange.dcp_contents import (
     Contents,
+    DcpSource,
     SavedTable,
-    Source,
     read_contents,
     tensor_entry,
 )
@@ -87,7 +87,7 @@ def import_dcp(
     dense: DenseStore,
     objects: Objects,
     config: StreamConfig,
-    source: Source,
+    source: DcpSource,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Imported:
     """Write a checkpoint as marker 1:1 of a log that is empty. Holds one saved chunk, and the dense model.

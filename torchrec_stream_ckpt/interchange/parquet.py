@@ -11,7 +11,7 @@ import numpy as np
 
 from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.interchange.names import state_names
-from torchrec_stream_ckpt.interchange.tables import TableReader, Window
+from torchrec_stream_ckpt.interchange.tables import TableReader, TableWindow
 
 _WIDENED = ("bfloat16", "float16")
 """Written as float32, which holds each of their values: few readers of Parquet know half precision."""
@@ -74,7 +74,7 @@ class _Closing:
         self._writer.write_table(table, row_group_size=max(1, table.num_rows))
 
 
-def _columns(pyarrow: Any, reader: TableReader, window: Window, *, states: bool) -> Iterator[tuple[str, Any]]:
+def _columns(pyarrow: Any, reader: TableReader, window: TableWindow, *, states: bool) -> Iterator[tuple[str, Any]]:
     spec = reader.spec
     yield "id", pyarrow.array(np.arange(window.row0, window.row0 + window.rows))
     yield "vector", _vectors(pyarrow, window.weights, spec.dtype)

@@ -17,7 +17,7 @@ from typing import BinaryIO
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
 from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.interchange.names import state_names
-from torchrec_stream_ckpt.interchange.tables import TableReader, Window
+from torchrec_stream_ckpt.interchange.tables import TableReader, TableWindow
 
 INDEX = "model.safetensors.index.json"
 _DTYPES = {
@@ -47,7 +47,7 @@ class _Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Slot:
     """Where a tensor's bytes begin."""
 
     file: BinaryIO
@@ -80,7 +80,7 @@ def write_safetensors(
     tensors = {reader.spec.name: _tensors(reader, states=states) for reader in readers}
     shards = list(_shards([tensor for each in tensors.values() for tensor in each], shard_bytes))
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    places: dict[str, _Place] = {}
+    places: dict[str, _Slot] = {}
     files: list[BinaryIO] = []
     try:
         for name, shard in zip(names, shards, strict=True):
@@ -109,7 +109,7 @@ def _tensors(reader: TableReader, *, states: bool) -> list[_Tensor]:
     return tensors
 
 
-def _arrays(reader: TableReader, window: Window, count: int) -> list[Array]:
+def _arrays(reader: TableReader, window: TableWindow, count: int) -> list[Array]:
     """The parts of the first ``count`` tensors that a window gives."""
     arrays = [window.weights]
     for state, values in zip(reader.spec.states, window.states, strict=True):
@@ -128,7 +128,7 @@ def _shards(tensors: Sequence[_Tensor], shard_bytes: int) -> Iterator[list[_Tens
         yield shard
 
 
-def _begin(file: BinaryIO, shard: Sequence[_Tensor], about: dict[str, str]) -> dict[str, _Place]:
+def _begin(file: BinaryIO, shard: Sequence[_Tensor], about: dict[str, str]) -> dict[str, _Slot]:
     """Write the header, and make the file as long as it will be."""
     entries: dict[str, object] = {"__metadata__": about}
     offsets, end = [], 0
@@ -145,11 +145,11 @@ def _begin(file: BinaryIO, shard: Sequence[_Tensor], about: dict[str, str]) -> d
     file.write(struct.pack("<Q", len(text)) + text)
     begin = file.tell()
     file.truncate(begin + end)
-    return {tensor.name: _Place(file, begin + offset) for tensor, offset in zip(shard, offsets, strict=True)}
+    return {tensor.name: _Slot(file, begin + offset) for tensor, offset in zip(shard, offsets, strict=True)}
 
 
 def _write_table(
-    reader: TableReader, tensors: Sequence[_Tensor], places: dict[str, _Place], progress: Callable[[int], None]
+    reader: TableReader, tensors: Sequence[_Tensor], places: dict[str, _Slot], progress: Callable[[int], None]
 ) -> None:
     for row0, rows in reader.windows():
         window = reader.read(row0, rows)

@@ -30,7 +30,7 @@ _READERS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class OpenSegment:
     """One segment."""
 
     objects: Objects
@@ -47,7 +47,7 @@ class Sources:
     schema: Schema
     bases: dict[int, int]
     """``Lineage.bases`` of the marker: what older generations sent of a table does not count."""
-    newest_first: tuple[Source, ...]
+    newest_first: tuple[OpenSegment, ...]
     pool: Executor
 
 
@@ -88,7 +88,7 @@ def open_sources(
     with ThreadPoolExecutor(_READERS) as pool, _scratch(scratch) as folder:
         pieces = held.pieces if held is not None else ()
         stored = [
-            Source(objects, picked, piece.generation)
+            OpenSegment(objects, picked, piece.generation)
             for piece in pieces
             for picked in piece.segments
             if objects is not None  # else there are no pieces
@@ -115,11 +115,11 @@ def _fold_tail(
     folder: FolderObjects,
     pool: Executor,
     progress: Callable[[int], None],
-) -> Iterator[Source]:
+) -> Iterator[OpenSegment]:
     """What the log gives, in the order of the path."""
     for interval in route.intervals:
         commit = interval.commit
         # Which shards the rank held matters only if folding goes on: here it does not.
         refs = fold_interval(log, folder, interval, (), progress)
         for picked in open_segments(folder, refs, commit.job, pool):
-            yield Source(folder, picked, commit.generation)
+            yield OpenSegment(folder, picked, commit.generation)

@@ -12,7 +12,7 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array, RowsView
 from torchrec_stream_ckpt.format.segment import decode_chunk
-from torchrec_stream_ckpt.interchange.sources import Source, Sources
+from torchrec_stream_ckpt.interchange.sources import OpenSegment, Sources
 from torchrec_stream_ckpt.store.newest import NewestFirst
 from torchrec_stream_ckpt.store.reader import Picked, read_chunks
 from torchrec_stream_ckpt.types import StateSpec, TableSpec
@@ -22,7 +22,7 @@ WINDOW_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class TableWindow:
     """Rows [row0, row0 + rows) of one table. bfloat16 is there as its bits, uint16."""
 
     row0: int
@@ -55,7 +55,7 @@ class TableReader:
         self._schema = sources.schema
         self.spec: TableSpec = sources.schema.tables[table]
         self._sources = [
-            Source(source.objects, _of_table(source.picked, table), source.generation)
+            OpenSegment(source.objects, _of_table(source.picked, table), source.generation)
             for source in sources.newest_first
             if source.generation >= sources.bases.get(table, 0)
         ]
@@ -90,7 +90,7 @@ class TableReader:
         for row0 in range(0, self.spec.rows, height):
             yield row0, min(height, self.spec.rows - row0)
 
-    def read(self, row0: int, rows: int) -> Window:
+    def read(self, row0: int, rows: int) -> TableWindow:
         """The newest version of each row of [row0, row0 + rows).
 
         Raises:
@@ -108,14 +108,14 @@ class TableReader:
             raise CorruptionError(f"{newest.missing} rows were never sent", table=self.spec.name, row0=str(row0))
         return window
 
-    def _empty(self, row0: int, rows: int) -> Window:
+    def _empty(self, row0: int, rows: int) -> TableWindow:
         def shape(state: StateSpec) -> tuple[int, int]:
             return (len(self.slices), rows) if state.per_row else (rows, self.spec.dim)
 
         states = tuple(np.empty(shape(state), NUMPY_DTYPES[state.dtype]) for state in self.spec.states)
-        return Window(row0, np.empty((rows, self.spec.dim), NUMPY_DTYPES[self.spec.dtype]), states)
+        return TableWindow(row0, np.empty((rows, self.spec.dim), NUMPY_DTYPES[self.spec.dtype]), states)
 
-    def _put(self, window: Window, newest: NewestFirst, view: RowsView, col0: int, cols: int) -> None:
+    def _put(self, window: TableWindow, newest: NewestFirst, view: RowsView, col0: int, cols: int) -> None:
         """Write those rows of a chunk that no newer one has given."""
         for cut, (left, right) in enumerate(pairwise(self._cuts)):
             if not col0 <= left < col0 + cols:
@@ -134,7 +134,7 @@ def rows_sent(sources: Sources, table: int) -> int:
     """How many rows of a table the sources hold any version of. Holds one byte a row of the table."""
     spec = sources.schema.tables[table]
     sent = np.zeros(spec.rows, np.bool_)
-    mine = [Source(each.objects, _of_table(each.picked, table), each.generation) for each in sources.newest_first]
+    mine = [OpenSegment(each.objects, _of_table(each.picked, table), each.generation) for each in sources.newest_first]
     for objects, group in groupby(mine, key=lambda source: source.objects):
         picked = [source.picked for source in group if len(source.picked.chunks)]
         for each, entry, data in read_chunks(objects, picked, sources.pool):

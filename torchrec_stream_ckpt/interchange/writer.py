@@ -50,7 +50,7 @@ def write_stream(
     """
     ring = FrameRing(_RING_BYTES, 0)
     publisher = Publisher(lambda resume_at: log.open_writer(claim.generation, 0, resume_at), ring)
-    stream = _Stream(claim, ring, publisher, step, timeout_s)
+    stream = _RankStream(claim, ring, publisher, step, timeout_s)
     try:
         stream.put_json(Kind.HELLO, Hello(1, claim.schema, tuple(shards)).to_json(), marker=0)
         for batch in batches:
@@ -66,7 +66,7 @@ def write_stream(
         publisher.close(0.0)
 
 
-class _Stream:
+class _RankStream:
     def __init__(self, claim: Claim, ring: FrameRing, publisher: Publisher, step: int, timeout_s: float) -> None:
         self._claim = claim
         self._ring = ring

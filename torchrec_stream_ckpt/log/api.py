@@ -28,7 +28,7 @@ class Incarnation:
         return incarnation.partition("+")[0] == self.id.partition("+")[0]
 
 
-class Verdict(StrEnum):
+class Severity(StrEnum):
     """What a finding means for whoever runs the log."""
 
     OK = "ok"
@@ -42,12 +42,12 @@ class Finding:
 
     check: str
     found: str
-    verdict: Verdict = Verdict.OK
+    verdict: Severity = Severity.OK
     hint: str = ""
     """What to do, unless it is well."""
 
     @classmethod
-    def of(cls, check: str, found: str, *, well: bool, hint: str, otherwise: Verdict = Verdict.WARNING) -> Finding:
+    def of(cls, check: str, found: str, *, well: bool, hint: str, otherwise: Severity = Severity.WARNING) -> Finding:
         """OK when it is ``well``; else ``otherwise``, with the hint."""
         return cls(check, found) if well else cls(check, found, otherwise, hint)
 

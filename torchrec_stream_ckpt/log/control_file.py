@@ -37,7 +37,7 @@ class ControlEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class Front:
+class FileFront:
     """Where the records of a file begin."""
 
     base: int
@@ -253,17 +253,17 @@ def _check_head(path: Path, record: bytes, *, headless: bool) -> None:
         )
 
 
-def read_front(file: BinaryIO) -> Front:
+def read_front(file: BinaryIO) -> FileFront:
     """What a control log begins with."""
     file.seek(0)
     size = os.fstat(file.fileno()).st_size
     try:
         record = _record_at(file, 0, size)
         if record is None or parse_header(record).kind is not Kind.BASE:
-            return Front(0, 0)
+            return FileFront(0, 0)
     except CorruptionError:
-        return Front(0, 0)
-    return Front(Base.from_frame(record).base, len(record))
+        return FileFront(0, 0)
+    return FileFront(Base.from_frame(record).base, len(record))
 
 
 def prune(path: Path, base: int) -> bool:

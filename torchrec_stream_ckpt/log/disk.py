@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchrec_stream_ckpt.errors import LogUnavailableError
-from torchrec_stream_ckpt.log.api import Finding, Verdict
+from torchrec_stream_ckpt.log.api import Finding, Severity
 
 _VOLATILE = ("tmpfs", "ramfs", "overlay")
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p")
@@ -31,7 +31,7 @@ def examine_folder(what: str, folder: Path, *, write: bool = True) -> Iterator[F
         "can be written" if writable else f"{folder} cannot be written by this user",
         well=writable,
         hint="run as the trainer's user, or give it the right to write",
-        otherwise=Verdict.BAD,
+        otherwise=Severity.BAD,
     )
     yield _file_system(what, folder)
     yield _room(what, folder)
@@ -43,10 +43,10 @@ def _file_system(what: str, folder: Path) -> Finding:
     kind = file_system(folder)
     if kind in _VOLATILE:
         hint = "keep it on a disk: a reboot, or the end of the container, takes everything"
-        return Finding(f"{what}: file system", kind, Verdict.WARNING, hint)
+        return Finding(f"{what}: file system", kind, Severity.WARNING, hint)
     if kind in _NETWORK:
         hint = "see that locks work there (NFS: version 4), and that it is not mounted with nolock"
-        return Finding(f"{what}: file system", kind, Verdict.WARNING, hint)
+        return Finding(f"{what}: file system", kind, Severity.WARNING, hint)
     return Finding(f"{what}: file system", kind)
 
 
@@ -95,7 +95,7 @@ def _sync(what: str, folder: Path) -> Finding:
             os.close(fd)
     except OSError as error:
         hint = "mend the disk: no marker can be committed on it"
-        return Finding(f"{what}: sync", f"fails: {error.strerror}", Verdict.BAD, hint)
+        return Finding(f"{what}: sync", f"fails: {error.strerror}", Severity.BAD, hint)
     finally:
         scratch.unlink(missing_ok=True)
     median = statistics.median(took)

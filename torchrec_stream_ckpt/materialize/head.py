@@ -137,7 +137,7 @@ class HeadWriter:
         failpoint("head.dirty")
         known = {(each.table, each.col0): each.crc for each in now.slices} if now is not None else {}
         slices = {
-            each: _Slice(folder, schema, each, known.get(each[:2]), _cuts(rows, each) if now is None else None)
+            each: _HeadSlice(folder, schema, each, known.get(each[:2]), _cuts(rows, each) if now is None else None)
             for each in goal.columns
         }
         for picked, entry, data in read_chunks(self._objects, [each for each in rows if len(each.chunks)], self._pool):
@@ -151,7 +151,7 @@ class HeadWriter:
         folder.put_state(replace(goal, slices=done))
 
 
-class _Slice:
+class _HeadSlice:
     """One column slice that is being written.
 
     Args:

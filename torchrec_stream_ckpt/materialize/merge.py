@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.manifest import Fold, SegmentRef
 from torchrec_stream_ckpt.format.rows import RowLayout, RowsView
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.format.segment import Entry, SegmentId, SegmentKind, check_tables, decode_chunk
+from torchrec_stream_ckpt.format.segment import ChunkEntry, SegmentId, SegmentKind, check_tables, decode_chunk
 from torchrec_stream_ckpt.layout import FoldName
 from torchrec_stream_ckpt.materialize.fold import SEGMENT_BYTES, SegmentWriter
 from torchrec_stream_ckpt.materialize.sorter import RowSorter
@@ -37,7 +37,7 @@ class _Source:
 
 
 @dataclass(frozen=True, slots=True)
-class _Window:
+class _MergeWindow:
     """A part of one table that is merged at once: all columns of [col0, col0+cols) came and went together."""
 
     table: int
@@ -104,7 +104,7 @@ def _open(objects: Objects, job: bytes, schema: Schema, pieces: Sequence[Piece],
     return [_Source(picked, piece.end.generation) for (piece, _), picked in zip(owners, opened, strict=True)][::-1]
 
 
-def _windows(schema: Schema, bases: Mapping[int, int], sources: Sequence[_Source]) -> Iterator[_Window]:
+def _windows(schema: Schema, bases: Mapping[int, int], sources: Sequence[_Source]) -> Iterator[_MergeWindow]:
     """Cut what the sources hold, by table, columns and rows, so that a window's rows fit half a segment."""
     held: dict[int, list[tuple[int, int, int, int]]] = {}
     for source in sources:
@@ -122,7 +122,7 @@ def _windows(schema: Schema, bases: Mapping[int, int], sources: Sequence[_Source
                 layout = RowLayout.of(schema.tables[table], stop - col0)
                 height = max(1, SEGMENT_BYTES // 2 // layout.row_bytes)
                 for row0 in range(first, last + 1, height):
-                    yield _Window(table, col0, stop - col0, row0, min(height, last + 1 - row0))
+                    yield _MergeWindow(table, col0, stop - col0, row0, min(height, last + 1 - row0))
 
 
 def _merge_window(
@@ -130,7 +130,7 @@ def _merge_window(
     schema: Schema,
     bases: Mapping[int, int],
     sources: Sequence[_Source],
-    window: _Window,
+    window: _MergeWindow,
     rows: RowSorter,
     pool: Executor,
     progress: Callable[[int], None],
@@ -148,7 +148,7 @@ def _merge_window(
         progress(len(data))
 
 
-def _overlapping(picked: Picked, window: _Window) -> Picked:
+def _overlapping(picked: Picked, window: _MergeWindow) -> Picked:
     """The chunks that may hold rows of the window."""
     entries = picked.front.directory
     col0, end = entries["col0"].astype(np.int64), entries["col0"].astype(np.int64) + entries["cols"]
@@ -162,7 +162,7 @@ def _overlapping(picked: Picked, window: _Window) -> Picked:
     return Picked(picked.ref, picked.front, np.flatnonzero(chosen))
 
 
-def _cut(view: RowsView, chosen: np.ndarray, entry: Entry, window: _Window, ref: SegmentRef) -> RowsView:
+def _cut(view: RowsView, chosen: np.ndarray, entry: ChunkEntry, window: _MergeWindow, ref: SegmentRef) -> RowsView:
     """A copy of the chosen rows' columns that belong to the window."""
     begin = window.col0 - entry.col0
     columns = slice(begin, begin + window.cols)

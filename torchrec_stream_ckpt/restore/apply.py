@@ -1,8 +1,11 @@
-"""Execute a restore plan: rows from the log into the live tables, in place."""
+"""Execute a restore plan: rows from HEAD, the store and the log into the live tables, in place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import groupby, pairwise
 from typing import TypeVar
 
 import torch
@@ -11,7 +14,6 @@ from torchrec_stream_ckpt.adapter import FusedKernel
 from torchrec_stream_ckpt.errors import SchemaMismatchError
 from torchrec_stream_ckpt.format.control import TableScalars
 from torchrec_stream_ckpt.log.api import LogReader
-from torchrec_stream_ckpt.restore.from_head import apply_head
 from torchrec_stream_ckpt.restore.from_log import apply_log
 from torchrec_stream_ckpt.restore.from_store import apply_store
 from torchrec_stream_ckpt.restore.plan import RestorePlan
@@ -19,10 +21,14 @@ from torchrec_stream_ckpt.restore.proofs import Met
 from torchrec_stream_ckpt.restore.reshard import Move, intersect
 from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.head import Head
+from torchrec_stream_ckpt.store.head import Head, SliceArrays
 from torchrec_stream_ckpt.types import TableShard
 
 T = TypeVar("T")
+
+_HEAD_THREADS = 4
+_PART_CELLS = 2**27
+"""Values that a thread copies at once."""
 
 
 @torch.no_grad()
@@ -62,7 +68,7 @@ def apply_rows(
         kernel.prepare_write()
     if plan.warm:
         assert head is not None
-        applied += apply_head(plan, head, targets)
+        applied += _apply_head(plan, head, targets)
     if plan.stored:
         assert objects is not None
         applied += apply_store(plan, objects, targets)
@@ -143,3 +149,43 @@ def _agreed(what: str, tables: str, values: Iterable[T]) -> T:
             tables=tables,
         )
     return first
+
+
+def _apply_head(plan: RestorePlan, head: Head, targets: Mapping[TableShard, Target]) -> int:
+    """Write what ``plan.warm`` names into the targets; before anything else is.
+
+    Returns:
+        How many rows were copied.
+
+    Raises:
+        HeadDamagedError: HEAD does not hold what was written there.
+    """
+    slices = {(each.table, each.col0): each for each in head.state.slices}
+    with ThreadPoolExecutor(_HEAD_THREADS, "stream-ckpt-head") as pool:
+        copies = []
+        for place, moves in groupby(sorted(plan.warm), lambda move: (move.source.table, move.source.col0)):
+            # Only its parts hold a map: the thread that is the last to use it gives it back, while others copy.
+            arrays = head.arrays(slices[place], plan.schema)
+            for part in (part for move in moves for part in _parts(plan.warm, move)):
+                copies.append(pool.submit(_copy, arrays, targets[part.target], part, verify=head.verify))
+            del arrays
+        for copy in copies:
+            copy.result()
+    return sum(move.rows for move in plan.warm)
+
+
+def _parts(moves: Sequence[Move], move: Move) -> Iterator[Move]:
+    """``move`` cut by rows: enough parts for all threads, but large ones, which are copied past the caches."""
+    cells = sum(each.rows * each.cols for each in moves)
+    count = min(max(1, round(move.rows * move.cols / min(cells / _HEAD_THREADS, _PART_CELLS))), move.rows)
+    edges = [move.row0 + part * move.rows // count for part in range(count + 1)]
+    return (replace(move, row0=begin, rows=end - begin) for begin, end in pairwise(edges))
+
+
+@torch.no_grad()
+def _copy(arrays: SliceArrays, target: Target, move: Move, *, verify: bool) -> None:
+    begin, end = move.row0, move.row0 + move.rows
+    for section in range(len(arrays.arrays) if verify else 0):
+        arrays.check(*arrays.layout.blocks_of(section, begin, end))
+    weights, *states = (array[begin:end] for array in arrays.arrays)
+    target.put_block(move, weights, states)

@@ -17,7 +17,7 @@ from crc32c import crc32c
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.frame import aligned
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.format.segment import Entry, chunk_layout, entries_of
+from torchrec_stream_ckpt.format.segment import ChunkEntry, chunk_layout, entries_of
 from torchrec_stream_ckpt.restore.plan import RestorePlan, StoreRead
 from torchrec_stream_ckpt.restore.reshard import Move
 from torchrec_stream_ckpt.restore.target import Target
@@ -40,7 +40,7 @@ def read_runs(
     Raises:
         CorruptionError: the store is damaged.
     """
-    runs: list[tuple[str, Entry, Move]] = []
+    runs: list[tuple[str, ChunkEntry, Move]] = []
     rest = []
     for read in plan.stored:
         taken = list(_runs(read, targets)) if read.is_base else []
@@ -49,7 +49,7 @@ def read_runs(
         if len(left.picked.chunks):
             rest.append(left)
 
-    def copy(run: tuple[str, Entry, Move]) -> int:
+    def copy(run: tuple[str, ChunkEntry, Move]) -> int:
         name, entry, move = run
         _copy(objects, plan.schema, name, entry, targets[move.target], move)
         return entry.rows
@@ -58,7 +58,7 @@ def read_runs(
         return sum(pool.map(copy, runs)), tuple(rest)
 
 
-def _runs(read: StoreRead, targets: Mapping[TableShard, Target]) -> Iterator[tuple[int, Entry, Move]]:
+def _runs(read: StoreRead, targets: Mapping[TableShard, Target]) -> Iterator[tuple[int, ChunkEntry, Move]]:
     """(number in the directory, entry, move) of chunks whose rows lie side by side in one target as well."""
     moves: dict[tuple[int, int, int], list[Move]] = {}
     for move in read.moves:
@@ -80,7 +80,7 @@ def _without(picked: Picked, numbers: list[int]) -> Picked:
     return replace(picked, chunks=picked.chunks[~np.isin(picked.chunks, numbers)]) if numbers else picked
 
 
-def _copy(objects: ReadsInto, schema: Schema, name: str, entry: Entry, target: Target, move: Move) -> None:
+def _copy(objects: ReadsInto, schema: Schema, name: str, entry: ChunkEntry, target: Target, move: Move) -> None:
     """Read one chunk, its ids aside and its rows in place, and compare what has come with its checksum."""
     layout = chunk_layout(entry, schema, name)
     ids = np.empty(entry.rows, np.int64)

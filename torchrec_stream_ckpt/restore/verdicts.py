@@ -42,7 +42,7 @@ from torchrec_stream_ckpt.types import MarkerId, RankEnd, TableShard
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class MarkerVerdict:
     """What can be said of one marker."""
 
     marker: MarkerId
@@ -162,7 +162,7 @@ class Verifier:
             self._refused[marker] = error
         return marker not in self._refused
 
-    def verdict(self, commit: Commit, dense: DenseStore) -> Verdict:
+    def verdict(self, commit: Commit, dense: DenseStore) -> MarkerVerdict:
         """Whether a marker that :meth:`read` was told of is whole.
 
         Args:
@@ -185,19 +185,19 @@ class Verifier:
         if isinstance(refused, TrimmedError):
             if not damage:
                 raise refused
-            return Verdict(marker, tuple(damage), None)
+            return MarkerVerdict(marker, tuple(damage), None)
         if refused is not None:
-            return Verdict(marker, (*damage, refused), None)
+            return MarkerVerdict(marker, (*damage, refused), None)
         step = self._steps.to(marker)
         damage += self._ways[step].damage
         if damage:
-            return Verdict(marker, tuple(damage), None)
+            return MarkerVerdict(marker, tuple(damage), None)
         compared, uncompared, said = self._compared[step]
         try:
             compared += replicated_of(said, dense, commit, self._compare_dense)
         except CorruptionError as error:
-            return Verdict(marker, (error,), None)
-        return Verdict(marker, (), self._verified(commit, step, compared, uncompared))
+            return MarkerVerdict(marker, (error,), None)
+        return MarkerVerdict(marker, (), self._verified(commit, step, compared, uncompared))
 
     def num_bytes(self, commits: Iterable[Commit]) -> int:
         """How much of the log and the store is read for these markers, as far as names and COMMITs tell."""

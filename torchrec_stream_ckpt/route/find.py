@@ -86,7 +86,7 @@ def find(
             each.control.check_copy()
         if isinstance(job, Tiers):
             _say_what_is_lost(job, state)
-        look = Look(state, lambda place: place.source(job), head, damaged)
+        look = Search(state, lambda place: place.source(job), head, damaged)
         try:
             route = look.choose(marker)
             if number == LOOKS or damaged.passed == before or not look.is_stale(job):
@@ -198,7 +198,7 @@ def verify_dense_state(dense: DenseStore, commit: Commit) -> None:
         ) from None
 
 
-class Look:
+class Search:
     """A job as it was read once, and what its stores hold.
 
     Args:

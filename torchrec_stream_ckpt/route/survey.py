@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.types import MarkerId, RankEnd
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class Availability:
     """What is there of a marker."""
 
     reason: str = ""
@@ -78,8 +78,8 @@ class Survey:
             return None
         return holdings.catalog.drop_of(commit.id).day
 
-    def look(self, commit: Commit) -> Standing:
-        """Look at what is there of a marker: its dense files, its streams' ends, the segments that lead to it."""
+    def look(self, commit: Commit) -> Availability:
+        """Search at what is there of a marker: its dense files, its streams' ends, the segments that lead to it."""
         try:
             holdings = self.holdings()
             if holdings is not None and commit.id in holdings.catalog.dropped:
@@ -87,7 +87,7 @@ class Survey:
             holding = holdings.look(commit.id) if holdings is not None else None
             reason = self._job.dense_of(commit).why_not(commit)
         except StreamCkptError as error:
-            return Standing(error.headline)
+            return Availability(error.headline)
         reach = holding.reach if holding is not None else None
         in_log = self._is_there(commit.id, None)
         is_there = in_log if reach is None else self._is_there(commit.id, reach)
@@ -95,13 +95,13 @@ class Survey:
         if trimmed and not Route(self._job.lineage, commit).wrote_to(self._incarnation):
             reason = ""  # its dense state is where its rows are
         if reason or lacks:
-            return Standing(reason or lacks, "" if reason else trimmed, None, in_log, None, holding)
-        return Standing("", "", source_of(commit.id, reach), in_log, None, holding)
+            return Availability(reason or lacks, "" if reason else trimmed, None, in_log, None, holding)
+        return Availability("", "", source_of(commit.id, reach), in_log, None, holding)
 
-    def _dropped(self, commit: Commit, holdings: Holdings) -> Standing:
+    def _dropped(self, commit: Commit, holdings: Holdings) -> Availability:
         drop = holdings.catalog.drop_of(commit.id)
         in_log = self._is_there(commit.id, None)
-        return Standing(f"given up by {drop.reason} on {drop.day}", "", None, in_log, drop.day)
+        return Availability(f"given up by {drop.reason} on {drop.day}", "", None, in_log, drop.day)
 
     def _is_there(self, marker: MarkerId, reach: MarkerId | None) -> bool:
         """Whether the log has all of a marker beyond ``reach``, at a cost that does not grow with the path to it.

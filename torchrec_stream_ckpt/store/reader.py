@@ -15,7 +15,7 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import TableScalars
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.manifest import Notes, SegmentRef
-from torchrec_stream_ckpt.format.segment import Entry, Front, check_chunk, entries_of, parse_front
+from torchrec_stream_ckpt.format.segment import ChunkEntry, Front, check_chunk, entries_of, parse_front
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog, Cover
 from torchrec_stream_ckpt.types import MarkerId, TableShard
@@ -166,7 +166,7 @@ def read_chunks(
     pool: Executor,
     ahead: int = AHEAD,
     damaged: Callable[[CorruptionError], None] | None = None,
-) -> Iterator[tuple[Picked, Entry, memoryview]]:
+) -> Iterator[tuple[Picked, ChunkEntry, memoryview]]:
     """(segment, directory entry, bytes) of all chunks, segment by segment; their checksums have been compared.
 
     Args:
@@ -180,7 +180,7 @@ def read_chunks(
         CorruptionError: (without ``damaged``) a segment is gone, shorter or altered.
         StoreUnavailableError: the store does not answer.
     """
-    pending: deque[tuple[Picked, list[Entry], Future[memoryview]]] = deque()
+    pending: deque[tuple[Picked, list[ChunkEntry], Future[memoryview]]] = deque()
     wanted = ((each, run) for each in picked for run in _runs(each))
     try:
         while True:
@@ -203,9 +203,9 @@ def read_chunks(
             future.cancel()
 
 
-def _runs(picked: Picked) -> Iterator[list[Entry]]:
+def _runs(picked: Picked) -> Iterator[list[ChunkEntry]]:
     """Chunks that are read together."""
-    run: list[Entry] = []
+    run: list[ChunkEntry] = []
     for entry in entries_of(picked.front.directory[picked.chunks]):
         end = entry.offset + entry.num_bytes
         if run and (entry.offset - run[-1].offset - run[-1].num_bytes > GAP_BYTES or end - run[0].offset > RANGE_BYTES):
@@ -216,14 +216,14 @@ def _runs(picked: Picked) -> Iterator[list[Entry]]:
         yield run
 
 
-def _read_run(objects: Objects, picked: Picked, run: Sequence[Entry]) -> memoryview:
+def _read_run(objects: Objects, picked: Picked, run: Sequence[ChunkEntry]) -> memoryview:
     data = objects.read(picked.ref.name, run[0].offset, run[-1].offset + run[-1].num_bytes)
     for entry in run:
         check_chunk(entry, _part(data, run, entry), picked.ref.name)
     return data
 
 
-def _part(data: memoryview, run: Sequence[Entry], entry: Entry) -> memoryview:
+def _part(data: memoryview, run: Sequence[ChunkEntry], entry: ChunkEntry) -> memoryview:
     """One chunk of what was read for a run."""
     begin = entry.offset - run[0].offset
     return data[begin : begin + entry.num_bytes]

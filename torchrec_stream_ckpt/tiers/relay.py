@@ -61,7 +61,7 @@ class Lag:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
+class _Delivered:
     """How far one rank's stream has been copied."""
 
     inner: RankEnd
@@ -99,7 +99,7 @@ class Relay:
         self._lock = RelayLock(tiers.folder)
         self._generation: Claim | None = None
         """On the outer log."""
-        self._sent: dict[int, _Sent] = {}
+        self._sent: dict[int, _Delivered] = {}
         self._reached: MarkerId | None = None
         """Up to here rows were sent, by this relay without a break."""
         self._writers: dict[int, DataWriter] = {}
@@ -230,7 +230,7 @@ class Relay:
                     marker=there.id,
                 )
             pairs = zip(mine.ranks, there.ranks, strict=True)
-            self._sent = {end.rank: _Sent(end, theirs.begin, theirs.end) for end, theirs in pairs}
+            self._sent = {end.rank: _Delivered(end, theirs.begin, theirs.end) for end, theirs in pairs}
             self._reached = there.id
         self._generation = claim
 
@@ -254,7 +254,7 @@ class Relay:
                 begin, stop, waiting = self._acknowledged(writer, begin, stop, waiting)
         while waiting:
             begin, stop, waiting = self._acknowledged(writer, begin, stop, waiting)
-        self._sent[end.rank] = _Sent(end, begin, stop)
+        self._sent[end.rank] = _Delivered(end, begin, stop)
 
     def _acknowledged(self, writer: DataWriter, begin: int, stop: int, waiting: int) -> tuple[int, int, int]:
         """Wait for some of ``waiting`` frames to be durable: where the stream begins and ends then."""

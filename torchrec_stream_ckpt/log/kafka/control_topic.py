@@ -11,7 +11,7 @@ from torchrec_stream_ckpt.errors import LogUnavailableError, PrunedError
 from torchrec_stream_ckpt.log.kafka import topics
 from torchrec_stream_ckpt.log.kafka.brokers import Brokers
 from torchrec_stream_ckpt.log.kafka.health import TRIM_RIGHT
-from torchrec_stream_ckpt.log.kafka.producer import Sender, append
+from torchrec_stream_ckpt.log.kafka.producer import KafkaSender, append
 from torchrec_stream_ckpt.log.kafka.reader import Reader, not_there
 from torchrec_stream_ckpt.log.kafka.settings import control_settings
 
@@ -29,7 +29,7 @@ class ControlTopic:
         self._brokers = brokers
         self._reader = reader
         self._appending = threading.Lock()
-        self._sender: Sender | None = None
+        self._sender: KafkaSender | None = None
         self._doubtful = True
         """Whether nobody has looked who leads the partition, or the last append failed."""
 
@@ -46,7 +46,7 @@ class ControlTopic:
                 self._brokers.require(self._topic, 0, "write", LogUnavailableError)
                 self._check_leader()
                 settings = control_settings(self._brokers.asked, self._brokers.options)
-                self._sender = Sender(self._brokers, self._topic, 0, settings)
+                self._sender = KafkaSender(self._brokers, self._topic, 0, settings)
             try:
                 return append(self._sender, record)
             except BaseException:

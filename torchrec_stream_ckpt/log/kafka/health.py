@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from torchrec_stream_ckpt.log.api import Finding, Verdict
+from torchrec_stream_ckpt.log.api import Finding, Severity
 from torchrec_stream_ckpt.log.kafka.settings import LEAST_MESSAGE_BYTES, TOPIC_SETTINGS, alter_command
 
 NEEDED_RIGHTS = frozenset({"READ", "WRITE", "DESCRIBE", "DESCRIBE_CONFIGS"})
@@ -32,7 +32,7 @@ def examine_topic(
         str(room),
         well=room >= LEAST_MESSAGE_BYTES,
         hint=alter_command(topic, "max.message.bytes=1048588"),
-        otherwise=Verdict.BAD,
+        otherwise=Severity.BAD,
     )
     missing = sorted(NEEDED_RIGHTS - rights - {"ALL"}) if rights and "ALL" not in rights else []
     yield Finding.of(
@@ -40,7 +40,7 @@ def examine_topic(
         f"{', '.join(missing)} not allowed" if missing else "all that a trainer needs are allowed",
         well=not missing,
         hint=acl_command(None, topic, missing),
-        otherwise=Verdict.BAD,
+        otherwise=Severity.BAD,
     )
 
 
@@ -73,7 +73,7 @@ def _copies(topic: str, settings: Mapping[str, str], replicas: Sequence[tuple[in
         settings["unclean.leader.election.enable"],
         well=not unclean,
         hint=alter_command(topic, "unclean.leader.election.enable=false"),
-        otherwise=Verdict.BAD,
+        otherwise=Severity.BAD,
     )
 
 
@@ -84,7 +84,7 @@ def _retention(topic: str, settings: Mapping[str, str]) -> Iterator[Finding]:
             settings[name],
             well=settings[name] == wanted,
             hint=alter_command(topic, f"{name}={wanted}") + " (it eats rows that markers need)",
-            otherwise=Verdict.BAD,
+            otherwise=Severity.BAD,
         )
 
 

@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.log.kafka.brokers import Brokers
 from torchrec_stream_ckpt.log.kafka.control_topic import ControlTopic
 from torchrec_stream_ckpt.log.kafka.health import TRIM_RIGHT
 from torchrec_stream_ckpt.log.kafka.presence import Presence
-from torchrec_stream_ckpt.log.kafka.producer import KafkaWriter, Sender
+from torchrec_stream_ckpt.log.kafka.producer import KafkaSender, KafkaWriter
 from torchrec_stream_ckpt.log.kafka.reader import Reader
 from torchrec_stream_ckpt.log.kafka.settings import check_options, data_settings
 from torchrec_stream_ckpt.types import LogSpan, MarkPlace
@@ -76,7 +76,7 @@ class KafkaLog:
             self._brokers.look_around(self._data_topic, [partition])  # the last writer gave up
             self._presence.check_ends([LogSpan(generation, partition, resume_at, resume_at)])
         settings = data_settings(self._brokers.asked, self._brokers.options)
-        return KafkaWriter(Sender(self._brokers, self._data_topic, partition, settings))
+        return KafkaWriter(KafkaSender(self._brokers, self._data_topic, partition, settings))
 
     def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
         """Frames of ``span``; the brokers are asked at once, frames are fetched as they are asked for."""

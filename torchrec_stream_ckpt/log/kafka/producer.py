@@ -39,7 +39,7 @@ _REFUSED = frozenset(
 _FORGOTTEN = ("OUT_OF_ORDER_SEQUENCE_NUMBER", "UNKNOWN_PRODUCER_ID")
 
 
-class Sender:
+class KafkaSender:
     """An idempotent producer of one partition. One thread at a time; an error is final."""
 
     def __init__(self, brokers: Brokers, topic: str, partition: int, settings: Mapping[str, Any]) -> None:
@@ -142,7 +142,7 @@ class Sender:
             raise
 
 
-def append(sender: Sender, record: bytes) -> int:
+def append(sender: KafkaSender, record: bytes) -> int:
     """Send one control record and wait for its offset."""
     sender.send(record)
     # The client gives up after CONTROL_TIMEOUT_S; beyond that it is the client itself that hangs.
@@ -173,7 +173,7 @@ def _unknown(reason: str) -> CommitUnknownError:
 class KafkaWriter:
     """One rank's end of a data partition; see :class:`DataWriter`."""
 
-    def __init__(self, sender: Sender) -> None:
+    def __init__(self, sender: KafkaSender) -> None:
         self._sender = sender
 
     def send(self, frame: memoryview) -> None:
