@@ -96,6 +96,7 @@ def ranks_freeze_in_closes(form: Form) -> None:
             took_s = float(job.lines(f"closed-{other}")[0])
             row.timed("close()", took_s, CLOSE_S + CLOSE_MORE_S)
             error, _ = await_failure(job, other)
+            named(row, error, frozen)
             row.remark = f"close({CLOSE_S:.0f}) took {took_s:.1f} s: {error[:120]}"
             _ends_too(job, row, frozen)
     subject.compare_all(form.draw("frozen closes"))
