@@ -56,8 +56,13 @@ SCENARIOS: tuple[Callable[[Form], None], ...] = (
 LIBRARIES = ("torch", "torchrec", "fbgemm-gpu-cpu", "confluent-kafka")
 
 
-def torment(chosen: list[Callable[[Form], None]], board: Board, seed: int, full: bool, console: Console) -> None:
-    """Run scenarios one after the other; one that breaks is a wrong row, and the others still run."""
+def torment(
+    chosen: list[Callable[[Form], None]], board: Board, seed: int, full: bool, console: Console, into: Path | None
+) -> None:
+    """Run scenarios one after the other; one that breaks is a wrong row, and the others still run.
+
+    What is known is written ``into`` a file after each of them: a run that is ended has not run in vain.
+    """
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
         broker = Broker(Path(scratch) / "broker")
         address = broker.start(die_with=os.getpid()).bootstrap
@@ -79,6 +84,8 @@ def torment(chosen: list[Callable[[Form], None]], board: Board, seed: int, full:
                     traceback.print_exc()
                 shutil.rmtree(directory, ignore_errors=True)
                 console.print(f"{time.monotonic() - begin:.0f} s")
+                if into:
+                    board.save(into)
         finally:
             broker.stop()
 
@@ -152,7 +159,7 @@ def main() -> None:
         board.load(part)
     while chosen and (not seeds or time.monotonic() - begin < 60 * arguments.minutes):
         seeds.append(arguments.seed + len(seeds))
-        torment(chosen, board, seeds[-1], not arguments.short, console)
+        torment(chosen, board, seeds[-1], not arguments.short, console, arguments.json)
     if seeds:
         board.took_s += time.monotonic() - begin
         board.ran(about(seeds))
