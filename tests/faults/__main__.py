@@ -51,7 +51,9 @@ SCENARIOS: tuple[Callable[[Form], None], ...] = (
     surgery.files_tampered_with,
     topics.topics_tampered_with,
     power.power_loss,
-    partitions.of_hosts,
+    partitions.of_brokers,
+    partitions.of_trainers,
+    partitions.of_leaders_and_followers,
 )
 LIBRARIES = ("torch", "torchrec", "fbgemm-gpu-cpu", "confluent-kafka")
 

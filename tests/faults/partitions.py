@@ -286,15 +286,25 @@ def _over(job: Incarnation) -> bool:
     return not any(each.is_alive() for each in job.job.processes)
 
 
-def of_hosts(form: Form) -> None:
-    """All of them, on a cluster of their own."""
+def of_brokers(form: Form) -> None:
+    """One job lives through all that happens to brokers and to the way to them."""
+    names = list(FAULTS) * (3 if form.full else 1)
+    form.draw("hosts").shuffle(names)
     with site(form.folder("cluster")) as running:
-        names = list(FAULTS) * (3 if form.full else 1)
-        form.draw("hosts").shuffle(names)
         hosts_fail(form, running, *names)
+
+
+def of_trainers(form: Form) -> None:
+    """The trainer's hosts lose sight of each other, of the outer tier, and of a broker at the start."""
+    with site(form.folder("cluster")) as running:
         ranks_are_cut_off(form, running)
         outer_tier_is_cut_off(form, running)
         attach_without_a_broker(form, running)
+
+
+def of_leaders_and_followers(form: Form) -> None:
+    """A broker that has missed markers leads; materializer, spare and trainer are cut off in turn."""
+    with site(form.folder("cluster")) as running:
         for _ in range(2 if form.full else 1):
             unclean_election(form, running)
             followers_are_cut_off(form, running)
