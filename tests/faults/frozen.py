@@ -84,12 +84,12 @@ def ranks_freeze_in_restores(form: Form) -> None:
 
 def ranks_freeze_in_closes(form: Form) -> None:
     """``close()`` ends on the other rank, whose marker in flight fails."""
-    subject = file_job(form, "closing", commit_timeout_s=TIMEOUT_S)
+    subject = file_job(form, "closing", commit_timeout_s=2 * TIMEOUT_S, marker_every=None)
     for point, frozen in IN_CLOSE if form.full else IN_CLOSE[:1]:
         row = form.board.row(f"SIGSTOP of a rank in close(), at {point} of the marker in flight, files")
         row.injected += 1
-        how = {"close_after": 5, "close_s": CLOSE_S}  # its marker is the second one
-        with subject.living(row, f"{point}=stop@2", frozen, team=TEAM, **how) as job:
+        how = {"close_after": 2, "close_s": CLOSE_S}
+        with subject.living(row, f"{point}=stop@1", frozen, team=TEAM, **how) as job:
             await_frozen(job, row, frozen)
             other = 1 - frozen
             job.wait("close() of the other rank", lambda other=other: job.lines(f"closed-{other}"), may_die=True)

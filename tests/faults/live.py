@@ -65,8 +65,8 @@ def live(orders: Orders) -> None:
     job = trainer(orders.spec)
     job.step()  # another state than the marker's
     job.step_number = 0
-    if dist.get_rank() == orders.fuse_rank % dist.get_world_size():
-        failpoints.arm(orders.fuse, orders.run / "fired")
+    if not orders.close_after:
+        _arm(orders)
     checkpointer = attach(job, orders.settings)
     restored = checkpointer.restore()
     if restored is not None:
@@ -103,8 +103,15 @@ def live(orders: Orders) -> None:
             return
 
 
+def _arm(orders: Orders) -> None:
+    if dist.get_rank() == orders.fuse_rank % dist.get_world_size():
+        failpoints.arm(orders.fuse, orders.run / "fired")
+
+
 def _close(checkpointer: StreamCheckpointer, orders: Orders) -> None:
-    """With a marker in flight."""
+    """With a marker in flight, after one that is committed; the fuse is for that one."""
+    checkpointer.mark().result()
+    _arm(orders)
     checkpointer.mark()
     began = time.monotonic()
     checkpointer.close(orders.close_s)
