@@ -22,6 +22,7 @@ Store, below its URL (``<job>`` is the job's id in 32 hex digits)::
     dropped/<job>/g00000001-m00000003                           retention gave this marker up
     workers/<job>/0123456789abcdef-00000042                     a materializer works on the job: its 42nd sign of life
     pins/<job>/g00000001-m00000003                              retention must not give this marker up
+    pins/<job>/g00000001-m00000003-0123456789abcdef             somebody is about to pin it
     outer/<job>/g00000001-m00000004-e00000002                   the outer tier has marker 4, and gets every second one
     verdicts/<job>/g00000001-m00000007-1a2b3c4d.json            rows that are not as they were in the tables
     garbage/<job>/t0001771234567890-1a2b3c4d.json               what nobody needed at a time, in milliseconds
@@ -87,6 +88,7 @@ _MANIFEST = re.compile(rf"{MANIFESTS_DIR}/{_JOB}/{_MARKER}\.json")
 _DROPPED = re.compile(rf"{DROPPED_DIR}/{_JOB}/{_MARKER}")
 _WORKER = re.compile(rf"{WORKERS_DIR}/{_JOB}/([0-9a-f]{{16}})-([0-9]{{8,20}})")
 _PIN = re.compile(rf"{PINS_DIR}/{_JOB}/{_MARKER}")
+_ATTEMPT = re.compile(rf"{PINS_DIR}/{_JOB}/{_MARKER}-([0-9a-f]{{16}})")
 _REACHED = re.compile(rf"{OUTER_DIR}/{_JOB}/{_MARKER}-e([0-9]{{8,20}})")
 _VERDICT = re.compile(rf"{VERDICTS_DIR}/{_JOB}/{_MARKER}-([0-9a-f]{{8}})\.json")
 _GARBAGE = re.compile(rf"{GARBAGE_DIR}/{_JOB}/t([0-9]{{16}})-([0-9a-f]{{8}})\.json")
@@ -256,6 +258,18 @@ def parse_pin_name(name: str) -> tuple[bytes, MarkerId] | None:
     return found if found and pin_name(*found) == name else None
 
 
+def attempt_name(job: bytes, marker: MarkerId, attempt: str) -> str:
+    """Name of what is put before a pin; ``attempt`` has 16 hex digits."""
+    return f"{pin_name(job, marker)}-{attempt}"
+
+
+def parse_attempt_name(name: str) -> tuple[bytes, MarkerId] | None:
+    """(job, marker), or None when the name is no attempt's to pin one."""
+    match = _ATTEMPT.fullmatch(name)
+    found = _job_and_marker(match)
+    return found if match and found and attempt_name(*found, match[4]) == name else None
+
+
 def reached_name(job: bytes, marker: MarkerId, every: int) -> str:
     """Name of what says how far the outer tier has come; ``every``: the numbers of its markers are multiples of it."""
     return f"{OUTER_DIR}/{job.hex()}/{_marker_name(marker)}-e{every:08d}"
@@ -285,6 +299,11 @@ def parse_verdict_name(name: str) -> tuple[bytes, MarkerId] | None:
 def garbage_name(job: bytes, time_ms: int, crc: int) -> str:
     """Name of a list of garbage that was found at a time, by its content's checksum."""
     return f"{GARBAGE_DIR}/{job.hex()}/t{time_ms:016d}-{crc:08x}.json"
+
+
+def probe_name(job: bytes, probe: str) -> str:
+    """Name of what is put, and deleted at once, to learn the store's own time; ``probe`` has 16 hex digits."""
+    return f"{GARBAGE_DIR}/{job.hex()}/now-{probe}"
 
 
 def is_garbage_list(name: str) -> bool:

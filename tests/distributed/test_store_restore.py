@@ -163,7 +163,7 @@ def test_a_marker_comes_back_after_gc_has_merged_and_the_log_is_trimmed(
     lineage = control.refresh()
     rules = GcRules(retention=Retention(newest=1, then_every=3), grace_s=0.0, compact=True)
     with ThreadPoolExecutor(2) as pool:
-        collected = collect(objects, lineage, lineage.job, rules, pool, lambda: 1e10)
+        collected = collect(objects, lineage, lineage.job, rules, pool)
         assert collected.kept == (MarkerId(1, 3), lineage.newest.id)  # type: ignore[union-attr]
         assert len(collected.spans) == 2
         synced = check_synced(Holdings.load(objects, lineage), None, pool, whole=True)

@@ -105,6 +105,9 @@ def objects() -> dict[str, bytes]:
         "fold": Fold(make.JOB, None, MARKER, chain, (fold_ref,)).to_bytes(),
         "dropped": Dropped(commit, None, TIME_S).to_bytes(),
         "garbage": Garbage(TIME_S, (INTERVAL_NAME, FOLD_NAME.name)).to_bytes(),
+        "garbage_2": Garbage(
+            TIME_S, (INTERVAL_NAME,), {"0a1b2c3d time:[4026531834]": 86400.5}, MARKER, 60.0
+        ).to_bytes(),
         "pin": Pin(TIME_S).to_bytes(),
         "verdict": Verdict(make.JOB, MARKER, chain, (TableRows(2**53 - 1, 64, 128),), TIME_S).to_bytes(),
     }

@@ -116,6 +116,13 @@ def test_golden_json_objects_read_as_written() -> None:
     assert Dropped.from_bytes(golden("dropped"), "golden").commit == golden_commit()
     garbage = Garbage.from_bytes(golden("garbage"), "golden")
     assert garbage.names == (make_store.INTERVAL_NAME, make_store.FOLD_NAME.name)
+    assert not garbage.clocks
+    timed = Garbage.from_bytes(golden("garbage_2"), "golden")
+    assert (timed.clocks, timed.newest, timed.idle_s) == (
+        {"0a1b2c3d time:[4026531834]": 86400.5},
+        make_store.MARKER,
+        60.0,
+    )
     verdict = Verdict.from_bytes(golden("verdict"), "golden")
     assert (verdict.job, verdict.marker, verdict.chain) == (make.JOB, make_store.MARKER, golden_commit().ranks[0].chain)
     assert verdict.rows == (TableRows(2**53 - 1, 64, 128),)

@@ -13,16 +13,15 @@ from typer.testing import CliRunner
 from tests import stores
 from tests.stores import History, choose
 from torchrec_stream_ckpt import units
-from torchrec_stream_ckpt.cli import pin
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.control import snapshots
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
-from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.layout import claim_name
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.route.job import Job
+from torchrec_stream_ckpt.store import pins
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseFolder
@@ -114,13 +113,13 @@ def test_a_pin_keeps_a_marker_until_it_is_taken_away(history: History) -> None:
 
 
 def test_a_pin_that_comes_too_late_says_so_and_is_not_there(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
-    look = pin._check_offered
+    look = pins._check_offered
 
-    def look_and_lose(objects: Objects, commit: Commit) -> None:
-        look(objects, commit)
+    def look_and_lose(objects: Objects, job: bytes, marker: MarkerId) -> None:
+        look(objects, job, marker)
         gc(history, "--newest", "1")
 
-    monkeypatch.setattr(pin, "_check_offered", look_and_lose)
+    monkeypatch.setattr(pins, "_check_offered", look_and_lose)
     with pytest.raises(MarkerNotFoundError, match="marker 1:1 was given up by retention on 20"):
         run("pin", f"file://{history.root}", "1:1", "--store", str(history.root))
     assert not list(history.objects.list("pins/"))

@@ -9,9 +9,12 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+from crc32c import crc32c
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -27,15 +30,17 @@ from torchrec_stream_ckpt.errors import (
 from torchrec_stream_ckpt.failpoints import arm
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.manifest import Pin
-from torchrec_stream_ckpt.layout import dropped_name, manifest_name, pin_name
+from torchrec_stream_ckpt.format.manifest import Garbage, Pin
+from torchrec_stream_ckpt.layout import dense_file_name, dropped_name, garbage_name, manifest_name, pin_name
 from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.materialize.gc import GcPlan, GcRules, collect, plan_gc, take_stock
+from torchrec_stream_ckpt.materialize.gc import GcRules, collect, plan_gc, take_stock
+from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
 from torchrec_stream_ckpt.materialize.materializer import Materializer
 from torchrec_stream_ckpt.materialize.retention import Retention
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.holdings import Holdings
+from torchrec_stream_ckpt.store.pins import pin, unpin
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.units import size
 
@@ -74,9 +79,15 @@ def rules(grace_s: float = 0.0, *, compact: bool = False, **retention: object) -
 
 
 def gc(
-    history: History, given: GcRules, pool: Executor, *, now_s: float = 1e6, lineage: Lineage | None = None
+    history: History,
+    given: GcRules,
+    pool: Executor,
+    *,
+    now_s: float = 1e6,
+    lineage: Lineage | None = None,
+    host: str = "a host",
 ) -> GcPlan:
-    return collect(history.objects, lineage, history.lineage.job, given, pool, lambda: now_s)
+    return collect(history.objects, lineage, history.lineage.job, given, pool, lambda: {host: now_s})
 
 
 def offered(history: History) -> set[MarkerId]:
@@ -134,7 +145,7 @@ def test_an_object_store_keeps_the_same_rules(tmp_path: Path, pool: Executor) ->
             store.put(name, [data])
     job, given = history.lineage.job, rules(newest=1, then_every=4, compact=True)
     by_folder = gc(history, given, pool)
-    by_store = collect(store, None, job, given, pool, lambda: 1e6)
+    by_store = collect(store, None, job, given, pool, lambda: {"a host": 1e6})
     assert (by_store.now, by_store.kept) == (by_folder.now, by_folder.kept)
     for marker in by_store.kept:
         assert stores.rows_of(store, history.lineage, marker) == history.rows[marker]
@@ -145,7 +156,7 @@ def test_a_dry_run_says_what_a_run_does_and_does_nothing(tmp_path: Path, pool: E
     before = stores.contents(history.objects)
     for compact in (False, True):
         given = rules(newest=2, then_every=5, compact=compact)
-        planned = plan_gc(take_stock(history.objects, history.lineage, history.lineage.job), given, 1e6)
+        planned = plan_gc(take_stock(history.objects, history.lineage, history.lineage.job), given, {"a host": 1e6})
         assert stores.contents(history.objects) == before
         done = gc(history, given, pool, lineage=history.lineage)
         assert (done.now, done.dropping, done.kept) == (planned.now, planned.dropping, planned.kept)
@@ -215,7 +226,7 @@ def test_nothing_goes_before_the_grace_period_is_over(tmp_path: Path, pool: Exec
 def test_the_grace_period_of_what_a_merge_replaces_begins_behind_the_merge(tmp_path: Path, pool: Executor) -> None:
     history, given = plain(tmp_path), rules(HOUR, then_every=3, compact=True)
     times = iter([1e6, 1e6 + 2 * HOUR])  # the merge takes longer than the grace period
-    first = collect(history.objects, None, history.lineage.job, given, pool, lambda: next(times))
+    first = collect(history.objects, None, history.lineage.job, given, pool, lambda: {"a host": next(times)})
     assert first.spans
     assert first.now == ()
     early = gc(history, given, pool, now_s=1e6 + 3 * HOUR - 1)
@@ -278,38 +289,203 @@ def test_a_pinned_marker_stays_until_its_pin_is_gone(tmp_path: Path, pool: Execu
 
 
 class _Pinned(HeldObjects):
-    """A store in which somebody pins 1:3 right before, or right behind, the moment in which gc gives it up."""
+    """A store in which somebody pins 1:3 right before, or right after, the moment in which gc gives it up."""
 
-    def __init__(self, history: History, *, behind: bool) -> None:
+    def __init__(self, history: History, *, after: bool) -> None:
         super().__init__(stores.contents(history.objects))
-        self._behind, job = behind, history.lineage.job
-        self._pin, self.dropped = pin_name(job, MarkerId(1, 3)), dropped_name(job, MarkerId(1, 3))
+        self._after, self._job = after, history.lineage.job
+        self.dropped = dropped_name(self._job, MarkerId(1, 3))
+        self.refused = ""
 
     def put(self, name: str, parts: Sequence[Buffer]) -> None:
+        if name != self.dropped:
+            super().put(name, parts)
+            return
+        if self._after:
+            super().put(name, parts)
+        try:
+            pin(self, self._job, MarkerId(1, 3))
+        except MarkerNotFoundError as error:
+            self.refused = error.message
         super().put(name, parts)
-        if name == self.dropped and self._behind:
-            super().put(self._pin, [Pin(1.0).to_bytes()])
-
-    def size(self, name: str) -> int | None:
-        if name == self._pin and not self._behind:
-            super().put(self._pin, [Pin(1.0).to_bytes()])
-        return super().size(name)
 
 
-@pytest.mark.parametrize("behind", [False, True])
-def test_a_pin_that_comes_while_gc_gives_the_marker_up_keeps_it(
-    tmp_path: Path, *, behind: bool, pool: Executor
+def test_a_pin_that_succeeds_while_gc_gives_the_marker_up_keeps_it(tmp_path: Path, pool: Executor) -> None:
+    history = plain(tmp_path)
+    store = _Pinned(history, after=False)
+    given = rules(newest=1, compact=True)
+    done = collect(store, None, history.lineage.job, given, pool, lambda: {"a host": 1e6})
+    assert store.refused == ""
+    assert (set(done.kept), set(done.dropping)) == (names("1:3", "1:6"), names("1:1", "1:2", "1:4", "1:5"))
+    assert done.now
+    for marker in collect(store, None, history.lineage.job, given, pool, lambda: {"a host": 2e6}).kept:
+        assert Holdings.load(store, history.lineage).look(marker).problem == ""
+        assert stores.rows_of(store, history.lineage, marker) == history.rows[marker]
+
+
+def test_a_pin_that_comes_after_gc_gave_the_marker_up_fails_and_leaves_nothing(tmp_path: Path, pool: Executor) -> None:
+    history = plain(tmp_path)
+    store = _Pinned(history, after=True)
+    done = collect(store, None, history.lineage.job, rules(newest=1), pool, lambda: {"a host": 1e6})
+    assert "marker 1:3 was given up by retention on" in store.refused
+    assert set(done.kept) == names("1:6")
+    assert not list(store.list("pins/"))
+
+
+@pytest.mark.parametrize("dies", ["gc.dropped=raise@3", "gc.listed=raise@1", "gc.deleted=raise@1"])
+def test_a_pin_that_succeeded_holds_where_gc_dies_right_after_it_gave_the_marker_up(
+    dies: str, tmp_path: Path, pool: Executor
 ) -> None:
     history = plain(tmp_path)
-    store = _Pinned(history, behind=behind)
-    done = collect(store, None, history.lineage.job, rules(newest=1, compact=True), pool, lambda: 1e6)
-    assert (set(done.kept), set(done.dropping)) == (names("1:3", "1:6"), names("1:1", "1:2", "1:4", "1:5"))
-    assert store.size(store.dropped) is None
-    assert done.now
-    holdings = Holdings.load(store, history.lineage)
-    for marker in done.kept:
-        assert holdings.look(marker).problem == ""
-        assert stores.rows_of(store, history.lineage, marker) == history.rows[marker]
+    store = _Pinned(history, after=False)
+    given = rules(HOUR if "listed" in dies else 0.0, newest=2)
+    arm(dies)
+    try:
+        with pytest.raises(OSError, match="failpoint"):
+            collect(store, None, history.lineage.job, given, pool, lambda: {"a host": 1e6})
+    finally:
+        arm("")
+    assert store.refused == ""
+    for now_s in (2e6, 3e6):
+        catalog = Catalog.load(store, history.lineage.job)
+        assert MarkerId(1, 3) in catalog.markers - catalog.dropped
+        assert Holdings.load(store, history.lineage).look(MarkerId(1, 3)).problem == ""
+        assert stores.rows_of(store, history.lineage, MarkerId(1, 3)) == history.rows[MarkerId(1, 3)]
+        kept = collect(store, None, history.lineage.job, given, pool, partial(dict, {"a host": now_s})).kept
+        assert set(kept) == names("1:3", "1:5", "1:6")
+    unpin(store, history.lineage.job, MarkerId(1, 3))
+    assert MarkerId(1, 3) in Catalog.load(store, history.lineage.job).dropped
+    assert set(collect(store, None, history.lineage.job, given, pool).kept) == names("1:5", "1:6")
+
+
+def test_a_pin_that_was_killed_half_way_offers_nothing_that_is_gone(tmp_path: Path, pool: Executor) -> None:
+    history = plain(tmp_path)
+    job, marker = history.lineage.job, MarkerId(1, 3)
+    arm("pin.attempted=raise@1")
+    try:
+        with pytest.raises(OSError, match="failpoint"):
+            pin(history.objects, job, marker)
+    finally:
+        arm("")
+    given = rules(HOUR, newest=1, compact=True)
+    assert set(gc(history, given, pool, now_s=1e6).kept) == names("1:3", "1:6"), "somebody may be about to pin it"
+    gc(history, given, pool, now_s=1e6 + HOUR)
+    for hour in range(2, 5):
+        gc(history, given, pool, now_s=1e6 + hour * HOUR)
+    assert check_whole(history) == names("1:6")
+    assert not list(history.objects.list("pins/"))
+    with pytest.raises(MarkerNotFoundError, match="given up by retention"):
+        pin(history.objects, job, marker)
+
+
+def test_a_pin_that_takes_longer_than_gc_waits_says_so(tmp_path: Path) -> None:
+    history = plain(tmp_path)
+    job, marker = history.lineage.job, MarkerId(1, 3)
+
+    class Slow(HeldObjects):
+        def put(self, name: str, parts: Sequence[Buffer]) -> None:
+            super().put(name, parts)
+            if name == pin_name(job, marker):
+                for entry in self.list("pins/"):
+                    if entry.name != name:
+                        self.delete(entry.name)  # by a gc
+
+    store = Slow(stores.contents(history.objects))
+    with pytest.raises(StoreUnavailableError, match="marker 1:3 is not pinned: gc or unpin came in between"):
+        pin(store, job, marker)
+    assert not list(store.list("pins/"))
+
+
+@pytest.mark.parametrize("skew_s", [-86400.0, 86400.0])
+def test_no_two_hosts_clocks_are_compared(skew_s: float, tmp_path: Path, pool: Executor) -> None:
+    """What one host has listed waits anew for a host that cannot tell when that was, whatever its clocks show."""
+    history, given = plain(tmp_path), rules(HOUR, newest=1, compact=True)
+    first = gc(history, given, pool, now_s=1e6, host="one")
+    assert first.later
+    for later_s in (5.0, HOUR - 1):
+        assert gc(history, given, pool, now_s=1e6 + skew_s + later_s, host="another").now == ()
+    assert gc(history, given, pool, now_s=1e6 - HOUR, host="one").now == (), "a clock that went back shows nothing"
+    assert gc(history, given, pool, now_s=1e6 + skew_s + HOUR + 5, host="another").now == first.later
+    assert check_whole(history) == names("1:6")
+    assert not list(history.objects.list("garbage/"))
+
+
+def test_of_several_clocks_the_one_that_shows_least_counts(tmp_path: Path, pool: Executor) -> None:
+    history, given = plain(tmp_path), rules(HOUR, newest=1)
+    run = partial(collect, history.objects, None, history.lineage.job, given, pool)
+    first = run(lambda: {"host": 1e6, "store": 5.0})
+    assert run(lambda: {"host": 1e6 + 2 * HOUR, "store": 6.0}).now == ()
+    assert run(lambda: {"store": 5.0 + HOUR}).now == first.later
+
+
+def test_a_list_that_an_older_program_wrote_tells_no_time(tmp_path: Path, pool: Executor) -> None:
+    history, given = plain(tmp_path), rules(HOUR, newest=1)
+    first = gc(history, given, pool)
+    (entry,) = history.objects.list("garbage/")
+    history.objects.delete(entry.name)
+    old = Garbage(1.0, tuple(each.name for each in first.later)).to_bytes()
+    name = garbage_name(history.lineage.job, 1000, crc32c(old))
+    history.objects.put(name, [old])
+    assert gc(history, given, pool, now_s=9e6).now == ()
+    assert history.objects.size(name) is None
+    assert gc(history, given, pool, now_s=9e6 + HOUR).now == first.later
+
+
+def test_a_host_whose_clock_is_a_day_ahead_drops_no_fresh_marker(tmp_path: Path, pool: Executor) -> None:
+    history = plain(tmp_path)  # an hour apart
+    for host, now_s in (("one", 1e6), ("another", 1e6 + 25 * HOUR)):
+        assert gc(history, rules(keep_all_for="24h"), pool, now_s=now_s, host=host).dropping == ()
+    assert set(gc(history, rules(keep_all_for="2h"), pool, host="one").kept) == names("1:4", "1:5", "1:6")
+
+
+@pytest.mark.parametrize("ahead", [-24, 24])
+def test_a_trainer_whose_clock_is_a_day_off_makes_no_older_marker_old(
+    ahead: int, tmp_path: Path, pool: Executor
+) -> None:
+    history = History(tmp_path)
+    history.generation(1, range(30, 34))
+    history.generation(2, range(34 + ahead, 36 + ahead), "1:33")  # two markers, on another host
+    stores.fold(tmp_path)
+    assert gc(history, rules(keep_all_for="4h"), pool, lineage=history.lineage).dropping == ()
+    done = gc(history, rules(keep_all_for="2h"), pool, lineage=history.lineage)
+    assert set(done.dropping) == names("1:30", "1:31"), "three hours and an hour of the second generation"
+
+
+def test_markers_of_a_job_that_has_ended_grow_old_by_what_rounds_have_seen(tmp_path: Path, pool: Executor) -> None:
+    history, given = plain(tmp_path), rules(keep_all_for="5h")
+    assert gc(history, given, pool, now_s=100.0, host="before a reboot").dropping == ()
+    gc(history, given, pool, now_s=100.0 + 1.5 * HOUR, host="before a reboot")
+    assert offered(history) == names("1:3", "1:4", "1:5", "1:6")
+    gc(history, given, pool, now_s=7.0, host="after a reboot")
+    assert offered(history) == names("1:3", "1:4", "1:5", "1:6"), "nobody knows how long the reboot took"
+    gc(history, given, pool, now_s=7.0 + 1.5 * HOUR, host="after a reboot")
+    assert offered(history) == names("1:4", "1:5", "1:6"), "what was seen before it counts"
+    gc(history, given, pool, now_s=7.0 + 3.5 * HOUR, host="after a reboot")
+    assert offered(history) == names("1:6")
+
+
+def test_dense_state_of_markers_that_never_committed_goes(tmp_path: Path, pool: Executor) -> None:
+    history = branched(tmp_path)
+    job = history.lineage.job
+    never = [dense_file_name(job, MarkerId(*each), "__0_0.distcp") for each in ((1, 9), (2, 4), (4, 4))]
+    coming = [dense_file_name(job, MarkerId(*each), "__0_0.distcp") for each in ((4, 7), (5, 1))]
+    for name in [*never, *coming]:
+        history.objects.put(name, [b"state"])
+    assert not gc(history, rules(keep_all_for="1w"), pool).now, "the store alone cannot tell"
+    done = gc(history, rules(keep_all_for="1w"), pool, lineage=history.lineage)
+    assert [entry.name for entry in done.now] == sorted(never)
+    assert all(history.objects.size(name) for name in coming)
+    check_whole(history)
+
+
+def test_dense_state_of_a_generation_that_is_only_taken_over_stays(tmp_path: Path, pool: Executor) -> None:
+    """Another log may have more markers of it."""
+    history = branched(tmp_path)
+    lineage = history.lineage
+    lineage.claims[2] = replace(lineage.claims[2], incarnation="another log")
+    name = dense_file_name(lineage.job, MarkerId(2, 4), "__0_0.distcp")
+    history.objects.put(name, [b"state"])
+    assert not gc(history, rules(keep_all_for="1w"), pool, lineage=lineage).now
 
 
 def test_a_marker_that_is_not_whole_does_not_count_and_nothing_on_its_way_goes(tmp_path: Path, pool: Executor) -> None:
@@ -368,7 +544,7 @@ def test_dense_state_in_another_store_is_named_and_stays(tmp_path: Path, pool: E
     history.generation(1, [1, 2])
     store = stores.open_store(str(tmp_path / "store"))
     list(Materializer(history.log, store, lambda _: open_dense(str(history.root)), pool).catch_up(history.lineage))
-    done = collect(store, None, history.lineage.job, rules(newest=1), pool, lambda: 1e6)
+    done = collect(store, None, history.lineage.job, rules(newest=1), pool, lambda: {"a host": 1e6})
     assert done.elsewhere == ("the log's folder",)
     assert (tmp_path / "log" / "dense" / history.lineage.job.hex() / "g00000001-m00000001" / ".metadata").exists()
 
@@ -390,7 +566,8 @@ from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.units import size
 rules = GcRules(retention=Retention(newest=1, then_every=4), compact=True, grace_s=float(sys.argv[3]))
 with ThreadPoolExecutor(1) as pool:
-    collect(open_store(sys.argv[1]), None, bytes.fromhex(sys.argv[2]), rules, pool, lambda: float(sys.argv[4]))
+    clocks = {"a host": float(sys.argv[4])}
+    collect(open_store(sys.argv[1]), None, bytes.fromhex(sys.argv[2]), rules, pool, lambda: clocks)
 """
 
 

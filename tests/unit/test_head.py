@@ -387,7 +387,9 @@ def left_behind(tmp_path: Path, pool: ThreadPoolExecutor) -> Warm:
         warmed.job.commit(dense_files=digest_files(folder, [".metadata"]) if marker == 8 else ())
     dense = open_dense(str(tmp_path))
     list(Materializer(warmed.job.log, warmed.objects, lambda _: dense, pool, ALWAYS).catch_up(warmed.lineage))
-    collect(warmed.objects, None, JOB, GcRules(retention=Retention(newest=1), grace_s=0.0), pool, lambda: 1e6)
+    collect(
+        warmed.objects, None, JOB, GcRules(retention=Retention(newest=1), grace_s=0.0), pool, lambda: {"a host": 1e6}
+    )
     shutil.copytree(warmed.log_dir, tmp_path / "truth")
     warmed.job.log.append_control(trim("1:8", store=warmed.objects.url).to_frame())
     shutil.rmtree(warmed.log_dir / DATA_DIR)

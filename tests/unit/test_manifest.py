@@ -69,8 +69,29 @@ def test_a_fold_reads_back_as_it_was_written(fold: Fold) -> None:
 def test_what_retention_says_reads_back(time_s: float, reason: str, names: list[str]) -> None:
     drop = Dropped(commit(2, 5), MarkerId(2, 3), time_s, reason)
     assert Dropped.from_bytes(drop.to_bytes(), "d") == drop
-    garbage = Garbage(time_s, tuple(names))
-    assert Garbage.from_bytes(garbage.to_bytes(), "g") == garbage
+    for garbage in (
+        Garbage(time_s, tuple(names)),
+        Garbage(time_s, tuple(names), {"a clock": time_s}),
+        Garbage(time_s, tuple(names), {"a": 0.0, "b": time_s}, MarkerId(2, 3), time_s),
+    ):
+        assert Garbage.from_bytes(garbage.to_bytes(), "g") == garbage
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("clocks", {}, "garbage has clocks"),
+        ("clocks", [1.0], "garbage has clocks"),
+        ("clocks", {"a": -1.0}, "is no time"),
+        ("idle_s", "5", "is no time"),
+        ("newest", 7, "is no text"),
+    ],
+)
+def test_clocks_that_nobody_writes_are_refused(field: str, value: object, message: str) -> None:
+    raw = json.loads(Garbage(5.0, ("a",), {"a clock": 1.0}, MarkerId(2, 3), 4.0).to_bytes())
+    body = {**raw["body"], field: value}
+    with pytest.raises(CorruptionError, match=message):
+        Garbage.from_bytes(canonical({**raw, "body": body, "crc32c": f"{crc32c(canonical(body)):08x}"}), "g")
 
 
 @given(st.lists(st.builds(TableShard, U32, U63, U63, U32, U32), max_size=3), U63, st.floats(0, 10))
@@ -135,8 +156,10 @@ def test_one_kind_is_none_of_the_others(kind: str) -> None:
 def test_a_newer_format_is_named_and_others_are_none(kind: str) -> None:
     good, read = OBJECTS[kind]
     raw = json.loads(good)
-    with pytest.raises(CorruptionError, match=f"{kind} has format 2, this program reads up to 1") as refused:
-        read(canonical({**raw, "format": 2, "body": "anything"}))
+    newest = 2 if kind == "garbage" else 1
+    message = f"{kind} has format {newest + 1}, this program reads up to {newest}"
+    with pytest.raises(CorruptionError, match=message) as refused:
+        read(canonical({**raw, "format": newest + 1, "body": "anything"}))
     assert refused.value.hint == "upgrade torchrec_stream_ckpt on the reading side"
     for value in (0, -1, True, 1.0, "1", None, [1]):
         with pytest.raises(CorruptionError, match=f"not a {kind} of this store"):

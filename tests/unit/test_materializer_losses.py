@@ -303,7 +303,7 @@ def test_what_gc_gives_up_in_between_is_not_taken_for_lost(tmp_path: Path) -> No
             pass_over=lambda commit, _: lost.append(commit.id),
         )
         materializer.compare(synthetic.JOB, control.refresh)  # lists the store
-        collect(objects, None, synthetic.JOB, rules, pool, lambda: 1e6)
+        collect(objects, None, synthetic.JOB, rules, pool, lambda: {"a host": 1e6})
         assert not (store_of(job) / dense_name(synthetic.JOB, MarkerId(1, 1)) / ".metadata").exists()
         assert list(materializer.catch_up(control.refresh())) == []
     assert lost == []

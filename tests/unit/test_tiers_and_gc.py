@@ -18,7 +18,8 @@ from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.manifest import Dropped
 from torchrec_stream_ckpt.layout import OUTER_DIR, dense_file_name, dropped_name
-from torchrec_stream_ckpt.materialize.gc import GcPlan, GcRules, collect
+from torchrec_stream_ckpt.materialize.gc import GcRules, collect
+from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
 from torchrec_stream_ckpt.materialize.retention import Retention
 from torchrec_stream_ckpt.route.tiers import TierState
 from torchrec_stream_ckpt.tiers.relay import Relay

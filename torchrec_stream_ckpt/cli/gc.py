@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -15,8 +14,10 @@ from torchrec_stream_ckpt.cli.common import parse_job, print_json
 from torchrec_stream_ckpt.cli.options import Access, Json, StoreNamed, is_verbose
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.materialize.gc import GcPlan, GcRules, collect, plan_gc, take_stock
+from torchrec_stream_ckpt.materialize.gc import GcRules, collect, plan_gc, take_stock
+from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
 from torchrec_stream_ckpt.materialize.retention import Retention
+from torchrec_stream_ckpt.materialize.rounds import read_clocks
 from torchrec_stream_ckpt.store.api import Entry, Objects
 from torchrec_stream_ckpt.store.jobs import some_jobs_in
 from torchrec_stream_ckpt.units import parse_duration, size
@@ -97,7 +98,7 @@ def _check_log(uri: str | None, *, no_log: bool) -> None:
 
 def _run(objects: Objects, lineage: Lineage | None, job: bytes, rules: GcRules, *, dry_run: bool) -> GcPlan:
     if dry_run or rules.retention.keeps_all:
-        return plan_gc(take_stock(objects, lineage, job), rules, time.time())
+        return plan_gc(take_stock(objects, lineage, job), rules, read_clocks(objects, job, probe=False))
     with ThreadPoolExecutor(_THREADS) as pool:
         return collect(objects, lineage, job, rules, pool)
 

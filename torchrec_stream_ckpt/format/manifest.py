@@ -10,8 +10,8 @@ import base64
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Set
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -165,20 +165,41 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """Objects that were not needed at some time; they go once that is long enough ago for every reader of that time."""
+    """Objects that were not needed at some time; they go once that is long enough ago for every reader of that time.
+
+    One without clocks, of format 1, tells no time: wall clocks of two hosts do not agree.
+    """
 
     time_s: float
-    """When that was found, Unix time."""
+    """When that was found, Unix time. For people."""
     names: tuple[str, ...]
+    clocks: Mapping[str, float] = field(default_factory=dict)
+    """What clocks that nobody sets showed then, by name, in seconds."""
+    newest: MarkerId | None = None
+    """The job's newest marker then, where a rule asks for the age of markers."""
+    idle_s: float = 0.0
+    """How long it had been the newest by then, at least."""
 
     def to_bytes(self) -> bytes:
-        return _wrap("garbage", {"time_s": self.time_s, "names": list(self.names)})
+        body: dict[str, Any] = {"time_s": self.time_s, "names": list(self.names)}
+        if not self.clocks:
+            return _wrap("garbage", body)
+        more = {"clocks": dict(self.clocks), "newest": _marker_text(self.newest), "idle_s": self.idle_s}
+        return _wrap("garbage", body | more, 2)
 
     @classmethod
     def from_bytes(cls, data: Buffer, where: str) -> Garbage:
         """As :meth:`Manifest.from_bytes`."""
-        body = _unwrap(data, "garbage", where, {"time_s", "names"})
-        return cls(_time(body, where), tuple(_text(name, where) for name in _list(body["names"], where)))
+        body = _unwrap(data, "garbage", where, {"time_s", "names"}, {"clocks", "newest", "idle_s"})
+        names = tuple(_text(name, where) for name in _list(body["names"], where))
+        if "clocks" not in body:
+            return cls(_time(body, where), names)
+        clocks = body["clocks"]
+        if not isinstance(clocks, dict) or not clocks:
+            raise CorruptionError(f"garbage has clocks {clocks!r:.80}", name=where)
+        shown = {name: _seconds(value, where) for name, value in clocks.items()}
+        newest, idle_s = _marker(body["newest"], where), _seconds(body["idle_s"], where)
+        return cls(_time(body, where), names, shown, newest, idle_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,33 +352,38 @@ def _text(value: object, where: str) -> str:
 
 
 def _time(body: Mapping[str, Any], where: str) -> float:
-    value = body["time_s"]
+    return _seconds(body["time_s"], where)
+
+
+def _seconds(value: object, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < _LATEST_S:
         raise CorruptionError(f"{value!r:.40} is no time", name=where)
     return float(value)
 
 
-def _wrap(kind: str, body: Mapping[str, Any]) -> bytes:
-    return canonical({"format": FORMAT, "kind": kind, "crc32c": f"{crc32c(canonical(body)):08x}", "body": body})
+def _wrap(kind: str, body: Mapping[str, Any], version: int = FORMAT) -> bytes:
+    return canonical({"format": version, "kind": kind, "crc32c": f"{crc32c(canonical(body)):08x}", "body": body})
 
 
-def _unwrap(data: Buffer, kind: str, where: str, names: set[str]) -> dict[str, Any]:
+def _unwrap(data: Buffer, kind: str, where: str, names: set[str], added: Set[str] = frozenset()) -> dict[str, Any]:
+    """The body; ``added`` are fields that it has in format 2, if there is one of its kind."""
     raw = _object(bytes(data), where)
-    version = raw.get("format")
-    if type(version) is int and version > FORMAT:
+    version, highest = raw.get("format"), 2 if added else FORMAT
+    if type(version) is int and version > highest:
         raise CorruptionError(
-            f"{kind} has format {version}, this program reads up to {FORMAT}",
+            f"{kind} has format {version}, this program reads up to {highest}",
             hint="upgrade torchrec_stream_ckpt on the reading side",
             name=where,
         )
     body = raw.get("body")
-    known = type(version) is int and version == FORMAT and raw.keys() == {"format", "kind", "crc32c", "body"}
+    known = type(version) is int and FORMAT <= version <= highest and raw.keys() == {"format", "kind", "crc32c", "body"}
     if not known or raw["kind"] != kind or not isinstance(body, dict):
         raise CorruptionError(f"not a {kind} of this store", name=where)
     if raw["crc32c"] != f"{crc32c(canonical(body)):08x}" or canonical(raw) != data:
         raise CorruptionError(f"{kind} was altered: its checksum does not match", name=where)
-    if body.keys() != names:
-        raise CorruptionError(f"{kind} has fields {sorted(body)!r:.200}, expected {sorted(names)}", name=where)
+    expected = names | added if version == 2 else names
+    if body.keys() != expected:
+        raise CorruptionError(f"{kind} has fields {sorted(body)!r:.200}, expected {sorted(expected)}", name=where)
     return body
 
 

@@ -11,10 +11,10 @@ by a run that comes a grace period later, for there may be restores and material
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from crc32c import crc32c
 
@@ -39,24 +39,26 @@ from torchrec_stream_ckpt.layout import (
     parse_fold_name,
     parse_fold_segment,
     parse_manifest_name,
-    parse_pin_name,
     parse_store_segment,
     parse_verdict_name,
     pin_name,
 )
-from torchrec_stream_ckpt.materialize.compact import Span, plan_spans, write_span
+from torchrec_stream_ckpt.log.api import Incarnation
+from torchrec_stream_ckpt.materialize.compact import plan_spans, write_span
+from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
 from torchrec_stream_ckpt.materialize.retention import Candidate, Retention
+from torchrec_stream_ckpt.materialize.rounds import ages, elapsed, idle, read_clocks, waited
 from torchrec_stream_ckpt.store.api import Entry, Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.jobs import jobs_in
+from torchrec_stream_ckpt.store.pins import attempts, pinned
 from torchrec_stream_ckpt.store.reached import awaited
 from torchrec_stream_ckpt.types import MarkerId
-from torchrec_stream_ckpt.units import size
 from torchrec_stream_ckpt.uris import check_store_url
 
-_PHASES = (MANIFESTS_DIR, FOLDS_DIR, SEGMENTS_DIR, DENSE_DIR, VERDICTS_DIR)
+_PHASES = (MANIFESTS_DIR, FOLDS_DIR, SEGMENTS_DIR, DENSE_DIR, VERDICTS_DIR, PINS_DIR)
 """What names others goes before what it names."""
 
 
@@ -66,68 +68,12 @@ class GcRules:
 
     retention: Retention = field(default_factory=Retention)
     grace_s: float = 3600.0
-    """Delete an object only if it was found so many seconds ago that nobody needs it: longer than a restore takes."""
+    """Delete an object only if it was found so many seconds ago that nobody needs it: longer than a restore takes.
+
+    A clock must show it that nobody sets: see ``rounds``.
+    """
     compact: bool = False
     """Merge what lies between two kept markers, so that what was dropped between them can go."""
-
-
-@dataclass(frozen=True, slots=True)
-class GcPlan:
-    """What one run does, or would do. Prints with :meth:`describe`."""
-
-    job: bytes
-    store: str
-    kept: tuple[MarkerId, ...]
-    dropping: tuple[MarkerId, ...]
-    """Given up by this run."""
-    dropped: int
-    """Given up by runs before."""
-    spans: tuple[Span, ...]
-    """Folds to be written."""
-    now: tuple[Entry, ...]
-    """Objects that go, in this order."""
-    later: tuple[Entry, ...]
-    """Objects that nobody needs, and that go once the grace period is over."""
-    not_whole: tuple[str, ...]
-    """Kept markers that the store alone cannot bring back, each with the reason: nothing on their way goes."""
-    awaited: tuple[MarkerId, ...]
-    """Kept because the outer tier does not have them yet."""
-    elsewhere: tuple[str, ...]
-    """Other places that hold dense state of the markers that are given up: they keep it."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that go."""
-        return sum(entry.num_bytes for entry in self.now)
-
-    def describe(self, *, every: bool = False) -> str:
-        """In words: how much of each kind goes; with ``every``, a line an object."""
-        lines = [f"job {self.job.hex()} in {self.store}", f"  keep {len(self.kept)} markers: {_names(self.kept)}"]
-        if self.dropped:
-            lines.append(f"  {self.dropped} markers were given up before")
-        if every:
-            lines += [f"  give up marker {marker}" for marker in self.dropping]
-            lines += [f"  merge {span} (reads {size(span.num_bytes)})" for span in self.spans]
-            lines += [f"  delete {entry.name} ({size(entry.num_bytes)})" for entry in self.now]
-            lines += [f"  delete later {entry.name} ({size(entry.num_bytes)})" for entry in self.later]
-        else:
-            lines += [f"  give up {len(self.dropping)} markers: {_names(self.dropping)}"] if self.dropping else []
-            read = sum(span.num_bytes for span in self.spans)
-            lines += [f"  merge {len(self.spans)} spans (reads {size(read)})"] if self.spans else []
-            lines += [f"  delete {of_kinds(self.now)}"] if self.now else []
-            lines += [f"  delete later {of_kinds(self.later)}"] if self.later else []
-        lines += self.remarks()
-        later = sum(entry.num_bytes for entry in self.later)
-        lines.append(
-            f"  {len(self.now)} objects, {size(self.num_bytes)}; later {len(self.later)} objects, {size(later)}"
-        )
-        return "\n".join(lines)
-
-    def remarks(self) -> list[str]:
-        """In words: what stays although the retention does not want it, and why."""
-        lines = [f"  marker {reason}: all that leads to it stays" for reason in self.not_whole]
-        lines += [_awaited(self.awaited)] if self.awaited else []
-        return lines + [f"  dense state in {place} stays: it is not in this store" for place in self.elsewhere]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +82,15 @@ class Stock:
 
     holdings: Holdings
     pins: frozenset[MarkerId]
+    """Markers that are pinned, or are about to be."""
     lists: tuple[tuple[str, Garbage], ...]
     """Lists of garbage, with their names."""
+    attempts: tuple[Entry, ...]
+    """Objects that attempts to pin markers have left."""
     from_log: bool
     """Whether the log has told of all markers; else the store itself has."""
-    home: bool
-    """Whether the store is in the folder of a file log."""
+    home: str
+    """Identity of the file log in whose folder the store is; empty for none."""
     awaited: frozenset[MarkerId]
     """Markers that an outer tier is still to get."""
 
@@ -170,12 +119,13 @@ def take_stock(objects: Objects, lineage: Lineage | None, job: bytes) -> Stock:
         )
     holdings = Holdings.load(objects, lineage or catalog.lineage())
     _pass_over_newer(holdings)
-    pins = {found[1] for entry in objects.list(f"{PINS_DIR}/{job.hex()}/") if (found := parse_pin_name(entry.name))}
+    pins = pinned(objects, job)  # listed after what was given up: one that came before that is seen
+    tries = tuple(entry for entry, _ in attempts(objects, job))
     names = [entry.name for entry in objects.list(f"{GARBAGE_DIR}/{job.hex()}/") if is_garbage_list(entry.name)]
     lists = tuple((name, Garbage.from_bytes(objects.read(name), name)) for name in sorted(names))
-    home = objects.size(IDENTITY_FILE) is not None
+    home = bytes(objects.read(IDENTITY_FILE)).decode("ascii", "replace") if objects.size(IDENTITY_FILE) else ""
     wanted = awaited(objects, holdings.lineage, catalog.markers - catalog.dropped)
-    return Stock(holdings, frozenset(pins), lists, lineage is not None, home, wanted)
+    return Stock(holdings, pins, lists, tries, lineage is not None, home, wanted)
 
 
 def _pass_over_newer(holdings: Holdings) -> None:
@@ -194,26 +144,27 @@ def _pass_over_newer(holdings: Holdings) -> None:
     catalog.folds = frozenset(span for span in catalog.folds if span[1] not in unknown)
 
 
-def plan_gc(stock: Stock, rules: GcRules, now_s: float) -> GcPlan:
+def plan_gc(stock: Stock, rules: GcRules, clocks: Mapping[str, float]) -> GcPlan:
     """What one run would do. Changes nothing.
 
     Args:
         stock: What is there.
         rules: What may go.
-        now_s: Unix time.
+        clocks: What they show, see ``rounds``.
     """
     holdings, catalog = stock.holdings, stock.holdings.catalog
     offered = sorted(catalog.markers - catalog.dropped)
     retention = replace(rules.retention, pinned=rules.retention.pinned | stock.pins | stock.awaited)
-    decision = retention.plan(_candidates(holdings, offered, retention.newest or 1), now_s)
-    anchors = [*decision.kept, *_links(holdings)]
+    decision = retention.plan(_candidates(stock, offered, retention.newest or 1, clocks))
+    anchors = [*decision.kept, *_links(holdings), *(stock.pins & catalog.markers)]
     spans = tuple(plan_spans(holdings, anchors)) if rules.compact else ()
     after = holdings.assuming((span.start, span.end) for span in spans)
-    given_up = catalog.dropped | frozenset(decision.dropped)
+    given_up = (catalog.dropped | frozenset(decision.dropped)) - stock.pins
     needed = _mark(after, anchors)
     garbage = [Entry(*each) for each in holdings.sizes.items() if _is_garbage(each[0], stock, needed, given_up)]
-    since = _since(stock.lists)
-    due = {entry.name for entry in garbage if now_s - since.get(entry.name, now_s) >= rules.grace_s}
+    garbage += stock.attempts
+    known = waited(stock.lists, clocks)
+    due = {entry.name for entry in garbage if known.get(entry.name, 0.0) >= rules.grace_s}
     ordered = sorted(garbage, key=lambda entry: (_PHASES.index(entry.name.partition("/")[0]), entry.name))
     return GcPlan(
         holdings.lineage.job,
@@ -230,14 +181,19 @@ def plan_gc(stock: Stock, rules: GcRules, now_s: float) -> GcPlan:
     )
 
 
-def _candidates(holdings: Holdings, offered: Sequence[MarkerId], floor: int) -> list[Candidate]:
+def _candidates(stock: Stock, offered: Sequence[MarkerId], floor: int, clocks: Mapping[str, float]) -> list[Candidate]:
     """What can be restored is asked of the newest ones only, until there are enough for the floor."""
-    found, candidates = 0, []
+    found, candidates, holdings = 0, [], stock.holdings
+    known = ages(holdings.lineage, idle(stock.lists, _newest(holdings.lineage), clocks))
     for marker in reversed(offered):
         restorable = found >= floor or not holdings.look(marker).problem
         found += restorable
-        candidates.append(Candidate(marker, holdings.lineage.find(marker).time_s, restorable))
+        candidates.append(Candidate(marker, holdings.lineage.find(marker).time_s, restorable, known[marker]))
     return candidates
+
+
+def _newest(lineage: Lineage) -> MarkerId | None:
+    return lineage.newest.id if lineage.newest is not None else None
 
 
 def _links(holdings: Holdings) -> set[MarkerId]:
@@ -289,18 +245,31 @@ def _is_garbage(name: str, stock: Stock, needed: _Needed, given_up: frozenset[Ma
     if (manifest := parse_manifest_name(name)) is not None:
         return manifest[1] in given_up and manifest[1] not in needed.markers
     if (dense := parse_dense_file(name)) is not None:
-        return dense[1] in given_up
+        return dense[1] in given_up or _never_came(dense[1], stock)
     if (segment := parse_store_segment(name)) is not None:
-        marker, newest = segment.marker, lineage.newest
+        marker = segment.marker
         if marker in catalog.markers or marker in given_up:
             return marker in given_up and marker not in needed.markers
-        # Of no marker at all. The store alone cannot tell it from one whose manifest was lost.
-        return stock.from_log and marker not in lineage.commits and newest is not None and marker < newest.id
+        return _never_came(marker, stock)
     if (verdict := parse_verdict_name(name)) is not None:
         return verdict[1].generation < lineage.newest_generation  # its trainer has ended
     fold_segment = parse_fold_segment(name)
     fold = fold_segment[0] if fold_segment is not None else parse_fold_name(name)
     return fold is not None and _is_idle(fold, stock, needed)
+
+
+def _never_came(marker: MarkerId, stock: Stock) -> bool:
+    """Whether there is no such marker, nor ever will be. The store alone cannot tell it from one that was lost.
+
+    Nor can a log that has only taken over the generation: another one may have more of it.
+    """
+    lineage, newest = stock.holdings.lineage, stock.holdings.lineage.newest
+    claim = lineage.claims.get(marker.generation)
+    if not stock.from_log or newest is None or claim is None or marker >= newest.id:
+        return False
+    log = stock.home or lineage.claims[lineage.newest_generation].incarnation
+    unknown = marker not in lineage.commits and marker not in lineage.given_up and marker not in stock.pins
+    return unknown and Incarnation(log, 0).holds_rows_of(claim.incarnation)
 
 
 def _is_idle(fold: FoldName, stock: Stock, needed: _Needed) -> bool:
@@ -309,15 +278,6 @@ def _is_idle(fold: FoldName, stock: Stock, needed: _Needed) -> bool:
         return span not in needed.folds
     # Somebody may be writing it now: of the newest marker the materializer, of others an earlier gc, which has died.
     return fold.name not in stock.holdings.sizes and bool(catalog.markers) and fold.end < max(catalog.markers)
-
-
-def _since(lists: Iterable[tuple[str, Garbage]]) -> dict[str, float]:
-    """Since when each object has been known to be garbage."""
-    since: dict[str, float] = {}
-    for _, garbage in lists:
-        for name in garbage.names:
-            since[name] = min(garbage.time_s, since.get(name, garbage.time_s))
-    return since
 
 
 def _elsewhere(stock: Stock, dropping: Iterable[MarkerId]) -> tuple[str, ...]:
@@ -334,7 +294,7 @@ def collect(
     job: bytes,
     rules: GcRules,
     pool: Executor,
-    clock: Callable[[], float] = time.time,
+    clocks: Callable[[], Mapping[str, float]] | None = None,
 ) -> GcPlan:
     """Give markers up, merge, and delete; returns what was done. May be killed and run again at any time.
 
@@ -347,8 +307,8 @@ def collect(
         job: The job.
         rules: What may go. Without any rule of retention, nothing does.
         pool: Threads that read and delete.
-        clock: Unix time. Read again behind the merges, which may take hours: the grace period of what they replace
-            begins when they are done.
+        clocks: What they show, by default of this host and of the store. Read again after the merges, which may take
+            hours: the grace period of what they replace begins when they are done.
 
     Raises:
         ConfigError: there is no rule.
@@ -357,48 +317,50 @@ def collect(
     """
     if rules.retention.keeps_all:
         raise ConfigError("no rule says what to keep", hint="give one, such as --keep-all-for 24h --then-every 10")
+    read = clocks or partial(read_clocks, objects, job)
     stock = take_stock(objects, lineage, job)
-    now_s = clock()
-    plan = plan_gc(stock, rules, now_s)
-    dropped = tuple(each for each in plan.dropping if _drop(objects, stock.holdings.lineage, each, now_s))
-    plan = replace(plan, kept=tuple(sorted({*plan.kept, *plan.dropping} - {*dropped})), dropping=dropped)
+    plan = plan_gc(stock, rules, read())
+    for marker in plan.dropping:
+        _drop(objects, stock.holdings.lineage, marker)
     for span in plan.spans:
         write_span(objects, stock.holdings, span, pool)
         failpoint("gc.merged")
-    stock = take_stock(objects, lineage, job)
-    now_s = clock()
-    found = plan_gc(stock, GcRules(grace_s=rules.grace_s), now_s)  # of what is there now, whoever has come meanwhile
-    _list(objects, job, stock, found.later, now_s)
+    stock, now = take_stock(objects, lineage, job), read()
+    found = plan_gc(stock, GcRules(grace_s=rules.grace_s), now)  # of what is there now, whoever has come meanwhile
+    aging = _newest(stock.holdings.lineage) if rules.retention.keep_all_for is not None else None
+    _list(objects, job, stock, found.later, now, aging)
     for kind in _PHASES:
         names = [entry.name for entry in found.now if entry.name.startswith(f"{kind}/")]
         list(pool.map(lambda name: _delete(objects, name), names))
-    _tidy(objects, job, stock, {entry.name for entry in found.later})
+    waiting = {entry.name for entry in found.later}
+    _tidy(objects, job, stock, waiting, lambda each: each.newest == aging and elapsed(each.clocks, now) is None)
     objects.clear_leftovers()
-    return replace(plan, now=found.now, later=found.later)
+    given_up = {*plan.dropping} & stock.holdings.catalog.dropped - stock.pins
+    kept = tuple(sorted({*plan.kept, *plan.dropping} - given_up))
+    return replace(plan, kept=kept, dropping=tuple(sorted(given_up)), now=found.now, later=found.later)
 
 
-def _drop(objects: Objects, lineage: Lineage, marker: MarkerId, now_s: float) -> bool:
-    """Give a marker up, unless somebody has pinned it since we looked; returns whether it was given up.
-
-    Whoever pins looks for ``dropped/`` behind their pin, and we for a pin behind our ``dropped/``: one sees the other.
-    """
-    pin, name = pin_name(lineage.job, marker), dropped_name(lineage.job, marker)
-    if objects.size(pin) is not None:
-        return False
-    objects.put(name, [Dropped(lineage.find(marker), lineage.previous(marker), now_s).to_bytes()])
-    failpoint("gc.dropped")
-    if objects.size(pin) is None:
-        return True
-    objects.delete(name)  # nothing of it has gone yet
-    return False
+def _drop(objects: Objects, lineage: Lineage, marker: MarkerId) -> None:
+    """Give a marker up, unless somebody has pinned it since we looked: a pin that comes later finds this."""
+    if objects.size(pin_name(lineage.job, marker)) is None:
+        dropped = Dropped(lineage.find(marker), lineage.previous(marker), time.time())
+        objects.put(dropped_name(lineage.job, marker), [dropped.to_bytes()])
+        failpoint("gc.dropped")
 
 
-def _list(objects: Objects, job: bytes, stock: Stock, later: Iterable[Entry], now_s: float) -> None:
-    """Remember since when what goes later is known to be garbage."""
-    known = _since(stock.lists)
+def _list(
+    objects: Objects,
+    job: bytes,
+    stock: Stock,
+    later: Iterable[Entry],
+    clocks: Mapping[str, float],
+    aging: MarkerId | None,
+) -> None:
+    """Remember when what goes later was known to be garbage, and how long there has been no newer marker."""
+    known = waited(stock.lists, clocks)
     fresh = tuple(entry.name for entry in later if entry.name not in known)
-    if fresh:
-        _put_list(objects, job, Garbage(now_s, fresh))
+    if fresh or aging is not None:
+        _put_list(objects, job, Garbage(time.time(), fresh, clocks, aging, idle(stock.lists, aging, clocks)))
         failpoint("gc.listed")
 
 
@@ -407,35 +369,22 @@ def _delete(objects: Objects, name: str) -> None:
     failpoint("gc.deleted")
 
 
-def _tidy(objects: Objects, job: bytes, stock: Stock, waiting: set[str]) -> None:
-    """Of lists, only what still waits stays: what is needed again must begin to wait anew."""
+def _tidy(objects: Objects, job: bytes, stock: Stock, waiting: set[str], tells_age: Callable[[Garbage], bool]) -> None:
+    """Of lists, only what still waits stays: what is needed again must begin to wait anew.
+
+    Nor goes one that tells of an age by a clock that this run does not read.
+    """
     for name, garbage in stock.lists:
-        left = tuple(each for each in garbage.names if each in waiting)
-        if left != garbage.names:
-            if left:
-                _put_list(objects, job, replace(garbage, names=left))
-            objects.delete(name)
-            failpoint("gc.tidied")
+        left = tuple(each for each in garbage.names if each in waiting and garbage.clocks)
+        tells = garbage.newest is not None and tells_age(garbage)
+        if left == garbage.names and (left or tells):
+            continue
+        if left or tells:
+            _put_list(objects, job, replace(garbage, names=left))
+        objects.delete(name)
+        failpoint("gc.tidied")
 
 
 def _put_list(objects: Objects, job: bytes, garbage: Garbage) -> None:
     data = garbage.to_bytes()
     objects.put(garbage_name(job, int(garbage.time_s * 1000), crc32c(data)), [data])
-
-
-def of_kinds(entries: Sequence[Entry]) -> str:
-    """How many objects, how many bytes, and what they are: the folders of a store have a name for each kind."""
-    kinds = Counter(entry.name.partition("/")[0] for entry in entries)
-    num_bytes = sum(entry.num_bytes for entry in entries)
-    named = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    return f"{len(entries)} objects ({size(num_bytes)}): {named}"
-
-
-def _awaited(markers: Sequence[MarkerId]) -> str:
-    return f"  {len(markers)} markers stay until stream-ckpt relay has copied them to the outer tier: {_names(markers)}"
-
-
-def _names(markers: Sequence[MarkerId]) -> str:
-    """The first and the last ones."""
-    shown = [str(marker) for marker in markers]
-    return ", ".join(shown if len(shown) < 8 else [*shown[:3], "...", *shown[-3:]]) or "none"

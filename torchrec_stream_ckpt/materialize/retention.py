@@ -1,4 +1,4 @@
-"""Which markers a store keeps: a pure rule over their names and commit times. Reads no clock."""
+"""Which markers a store keeps: a pure rule over their names, commit times and ages. Reads no clock."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ class Candidate:
     """When it was committed, Unix time."""
     restorable: bool = True
     """Whether the store has all that it needs: others do not count for the floor."""
+    age_s: float = 0.0
+    """How old it is at least: what nobody can tell is young."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +67,15 @@ class Retention:
         """Whether there is no rule: pins alone drop nothing."""
         return self.keep_all_for is None and self.then_every is None and self.newest is None
 
-    def plan(self, candidates: Iterable[Candidate], now_s: float) -> Decision:
-        """Decide about each candidate.
-
-        Args:
-            candidates: Every marker that the store offers.
-            now_s: Unix time.
-        """
+    def plan(self, candidates: Iterable[Candidate]) -> Decision:
+        """Decide about each candidate: every marker that the store offers."""
         ordered = sorted(candidates, key=lambda each: each.id)
         if self.keeps_all:
             return Decision(tuple(each.id for each in ordered), ())
         young = set()
         if self.keep_all_for is not None:
-            horizon_s = now_s - parse_duration(self.keep_all_for)
-            young = {each.id for each in ordered if each.time_s >= horizon_s}
+            longest_s = parse_duration(self.keep_all_for)
+            young = {each.id for each in ordered if each.age_s <= longest_s}
         restorable = [each.id for each in ordered if each.restorable]
         thinned = self._thinned([each for each in ordered if each.id not in young])
         kept = young | self.pinned | thinned | set(restorable[-(self.newest or 1) :])

@@ -76,6 +76,14 @@ class ReadsInto(Protocol):
         """Fill ``buffers``, one after the other, with what an object has from ``begin`` on; raises as ``read``."""
 
 
+@runtime_checkable
+class KeepsTime(Protocol):
+    """A store that says by one clock of its own when it took an object."""
+
+    def put_at(self, name: str) -> float | None:
+        """When an object was put, in seconds since some beginning; None when the store does not say."""
+
+
 def open_store(url: str, options: Options = None) -> Objects:
     """Open the store at ``url``; touches nothing until it is used.
 

@@ -15,6 +15,7 @@ from torchrec_stream_ckpt.layout import (
     DROPPED_DIR,
     FOLDS_DIR,
     MANIFESTS_DIR,
+    PINS_DIR,
     FoldName,
     claim_name,
     dropped_name,
@@ -22,6 +23,7 @@ from torchrec_stream_ckpt.layout import (
     parse_dropped_name,
     parse_fold_name,
     parse_manifest_name,
+    parse_pin_name,
 )
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.types import MarkerId
@@ -73,7 +75,7 @@ class Catalog:
     markers: frozenset[MarkerId] = frozenset()
     """Markers whose manifests are there; some may have been dropped."""
     dropped: frozenset[MarkerId] = frozenset()
-    """Markers that retention has given up."""
+    """Markers that were given up, and that nobody has pinned before that was said."""
     folds: frozenset[tuple[MarkerId | None, MarkerId]] = frozenset()
     _manifests: dict[MarkerId, Manifest] = field(default_factory=dict)
     _folds: dict[tuple[MarkerId | None, MarkerId], Fold] = field(default_factory=dict)
@@ -94,6 +96,9 @@ class Catalog:
         self.dropped = frozenset(
             found[1] for name in self._names(DROPPED_DIR) if (found := parse_dropped_name(name)) is not None
         )
+        if self.dropped:  # listed first: a pin that was there when a marker was given up is seen
+            pins = {found[1] for name in self._names(PINS_DIR) if (found := parse_pin_name(name)) is not None}
+            self.dropped -= pins & self.markers
         self.folds = frozenset(
             (fold.start, fold.end) for name in self._names(FOLDS_DIR) if (fold := parse_fold_name(name)) is not None
         )

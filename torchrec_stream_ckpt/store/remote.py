@@ -143,6 +143,13 @@ class FsspecObjects:
             if info["type"] == "file" and name.startswith(prefix) and is_object_name(name):
                 yield Entry(name, int(info["size"]))
 
+    def put_at(self, name: str) -> float | None:
+        with self._errors("look at", name):
+            try:
+                return float(self._fs.modified(self._path(name)).timestamp())
+            except NotImplementedError:
+                return None
+
     def delete(self, name: str) -> None:
         with contextlib.suppress(MissingObjectError), self._errors("delete", name):
             self._fs.rm_file(self._path(name))

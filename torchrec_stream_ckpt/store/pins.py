@@ -1,0 +1,94 @@
+"""Pins: markers that a retention must keep.
+
+A pin that has succeeded holds whatever else runs or dies. What gc has given up stays given up; so a pin comes in two
+steps, and gc looks for both of them after it has given markers up, before anything goes:
+
+1. an *attempt* is put, under a name of its own;
+2. where the marker is not given up then, the pin is put. A gc that gives it up from here on finds attempt or pin.
+
+A marker that has a pin is offered, also where ``dropped/`` names it: nothing of it has gone.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+
+from torchrec_stream_ckpt.errors import MarkerNotFoundError, StoreUnavailableError
+from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.format.manifest import Pin
+from torchrec_stream_ckpt.layout import PINS_DIR, attempt_name, parse_attempt_name, parse_pin_name, pin_name
+from torchrec_stream_ckpt.store.api import Entry, Objects
+from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.identity import check_store
+from torchrec_stream_ckpt.types import MarkerId
+
+
+def pin(objects: Objects, job: bytes, marker: MarkerId) -> None:
+    """Keep a marker in the store until :func:`unpin`.
+
+    Raises:
+        MarkerNotFoundError: it is not in the store, or was given up.
+        StoreUnavailableError: the store does not answer, or took longer than gc waits.
+    """
+    _check_offered(objects, job, marker)
+    attempt, name, body = attempt_name(job, marker, secrets.token_hex(8)), pin_name(job, marker), Pin(time.time())
+    objects.put(attempt, [body.to_bytes()])
+    failpoint("pin.attempted")
+    try:
+        _check_offered(objects, job, marker)
+    except MarkerNotFoundError:
+        objects.delete(attempt)
+        raise
+    objects.put(name, [body.to_bytes()])
+    failpoint("pin.put")
+    # The attempt stays for a gc that lists pins right now; a later one takes it away.
+    if objects.size(attempt) is None:
+        objects.delete(name)
+        raise StoreUnavailableError(
+            f"marker {marker} is not pinned: gc or unpin came in between",
+            hint="try again; if it happens again, give gc a longer --grace",
+            store=objects.url,
+        )
+
+
+def unpin(objects: Objects, job: bytes, marker: MarkerId) -> None:
+    """Leave a marker to the retention again.
+
+    Raises:
+        MarkerNotFoundError: it is not pinned.
+    """
+    name = pin_name(job, marker)
+    if objects.size(name) is None:
+        raise MarkerNotFoundError(f"marker {marker} is not pinned", store=objects.url)
+    objects.delete(name)
+    for entry, attempted in attempts(objects, job):
+        if attempted == marker:
+            objects.delete(entry.name)
+
+
+def pinned(objects: Objects, job: bytes) -> frozenset[MarkerId]:
+    """Markers that have a pin, or an attempt to pin them."""
+    entries = objects.list(f"{PINS_DIR}/{job.hex()}/")
+    found = (parse_pin_name(entry.name) or parse_attempt_name(entry.name) for entry in entries)
+    return frozenset(each[1] for each in found if each is not None)
+
+
+def attempts(objects: Objects, job: bytes) -> Iterator[tuple[Entry, MarkerId]]:
+    """Attempts to pin markers, finished or not."""
+    for entry in objects.list(f"{PINS_DIR}/{job.hex()}/"):
+        if (found := parse_attempt_name(entry.name)) is not None:
+            yield entry, found[1]
+
+
+def _check_offered(objects: Objects, job: bytes, marker: MarkerId) -> None:
+    catalog = Catalog.load(objects, job) if check_store(objects) else None
+    if catalog is not None:
+        catalog.check_offered(marker)
+    if catalog is None or marker not in catalog.markers:
+        raise MarkerNotFoundError(
+            f"marker {marker} is not in the store",
+            hint="put it there first: stream-ckpt materialize URI --store URL",
+            store=objects.url,
+        )
