@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,21 @@ from typer.testing import CliRunner
 
 from tests import stores
 from tests.builders import JOB, OTHER_JOB, ROWWISE, claim, table
+from tests.stores import History
 from tests.tables import FIRST, write_tables
 from tests.unit.test_interchange import SCHEMA, values
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.control.lost import check_not_lost
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, UnsupportedError
+from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.layout import CONTROL_FILE, RECORDS_DIR, STORE_FILE, claim_name, dense_name
 from torchrec_stream_ckpt.log import file_writer
 from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.materialize.materializer import Materializer
 from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.identity import prepare_store
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.uris import parse_uri
@@ -212,3 +217,31 @@ def test_rows_that_only_the_log_had_are_not_said_to_be_elsewhere(
     assert trim.markers == (MarkerId(1, 2),)
     with pytest.raises(CorruptionError, match="2944 were committed"):
         run("verify", f"file://{history.root}", "--marker", "1:3")
+
+
+def test_an_old_materializer_that_still_runs_does_not_stop_the_recovered_log(tmp_path: Path) -> None:
+    """The old log had a marker more than the store: its materializer brings that one after the recovery."""
+    old, new, store = (tmp_path / name for name in ("old", "new", "store"))
+    before = History(old)
+    before.generation(1, [1, 2, 3])
+    objects = open_store(str(store))
+    with ThreadPoolExecutor(2) as pool:
+        late = Materializer(before.log, objects, lambda _: open_dense(str(old)), pool)
+        lineage = before.lineage
+        some = Lineage(lineage.claims, lineage.commits.only([MarkerId(1, 1), MarkerId(1, 2)]))
+        assert list(late.catch_up(some)) == [MarkerId(1, 1), MarkerId(1, 2)]
+        assert run("recover", f"file://{new}", "--store", store)["offered"] == ["1:1", "1:2"]
+        assert list(late.catch_up(lineage)) == [MarkerId(1, 3)]
+    after = History(new)
+    after.rows = before.rows
+    after.generation(2, [3, 4], "1:2")
+    log = [f"file://{new}", "--store", str(store)]
+    done = CliRunner().invoke(app, ["materialize", *log, "--dense", str(new), "--once"])
+    assert done.exit_code == 0, done.output
+    for marker in (MarkerId(1, 2), MarkerId(2, 4)):
+        assert stores.rows_of(objects, after.lineage, marker) == before.rows[marker]
+    (collected,) = run("gc", *log, "--newest", "1", "--grace", "0s")
+    assert (collected["kept"], collected["dropped"]) == (["2:4"], ["1:1", "1:2", "2:3"])
+    assert stores.rows_of(objects, after.lineage, MarkerId(2, 4)) == before.rows[MarkerId(2, 4)]
+    assert stores.rows_of(objects, before.lineage, MarkerId(1, 3)) == before.rows[MarkerId(1, 3)], "it is left alone"
+    assert run("trim", *log, "--verify")["upto"] == "2:4"

@@ -103,7 +103,7 @@ def _check(job: Job, objects: Objects, upto: str, *, verify: bool) -> tuple[Sync
         synced = check_synced(holdings, marker, pool, whole=verify)
     if verify:
         dense = dense_in(objects)
-        for each in sorted(holdings.catalog.markers - holdings.catalog.dropped):
+        for each in sorted((holdings.catalog.markers - holdings.catalog.dropped) & job.lineage.commits.keys()):
             if each <= synced.upto.id:
                 dense.verify(job.lineage.find(each))
                 dense.release()

@@ -46,6 +46,7 @@ from torchrec_stream_ckpt.layout import (
 from torchrec_stream_ckpt.log.api import Incarnation
 from torchrec_stream_ckpt.materialize.compact import plan_spans, write_span
 from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
+from torchrec_stream_ckpt.materialize.recovered import came_after_recovery
 from torchrec_stream_ckpt.materialize.retention import Candidate, Retention
 from torchrec_stream_ckpt.materialize.rounds import ages, elapsed, idle, read_clocks, waited
 from torchrec_stream_ckpt.store.api import Entry, Objects
@@ -133,7 +134,12 @@ def _pass_over_newer(holdings: Holdings) -> None:
     catalog, newest = holdings.catalog, holdings.lineage.newest
     lineage = holdings.lineage
     unknown = (catalog.markers | catalog.dropped) - lineage.commits.keys() - lineage.given_up
-    older = [marker for marker in unknown if newest is None or marker < newest.id]
+    log = Incarnation(lineage.claims[lineage.newest_generation].incarnation, 0)
+    older = [
+        marker
+        for marker in unknown
+        if (newest is None or marker < newest.id) and not came_after_recovery(lineage, marker, log)
+    ]
     if older:
         raise CorruptionError(
             f"the store holds marker {min(older)}, which the log does not know",

@@ -25,6 +25,7 @@ from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.interval_folder import IntervalFolder, Segments
 from torchrec_stream_ckpt.materialize.losses import Losses, put_claim
 from torchrec_stream_ckpt.materialize.progress import Counts, Progress
+from torchrec_stream_ckpt.materialize.recovered import came_after_recovery
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore
@@ -65,6 +66,7 @@ class Materializer:
         pass_over: Callable[[Commit, CorruptionError], None] | None = None,
         head: HeadWriter | None = None,
     ) -> None:
+        self._log = log
         self._objects = objects
         self._mine = mine
         self._head = head
@@ -110,10 +112,11 @@ class Materializer:
             CorruptionError: one of them was put back to an earlier state, or the store is another log's.
         """
         catalog = self._load(job)
-        lineage = read()
+        lineage, now = read(), self._log.incarnation()
         newest: dict[int, MarkerId] = {}
         for marker in sorted(catalog.markers - lineage.given_up):
-            newest[marker.generation] = marker
+            if now is None or not came_after_recovery(lineage, marker, now):
+                newest[marker.generation] = marker
         for marker in newest.values():
             if marker not in lineage.commits:
                 raise CorruptionError(

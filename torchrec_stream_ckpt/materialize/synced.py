@@ -87,7 +87,7 @@ def given_up(holdings: Holdings) -> list[MarkerId]:
 
 def _upto(holdings: Holdings, upto: MarkerId | None) -> Commit:
     catalog = holdings.catalog
-    offered = catalog.markers - catalog.dropped
+    offered = (catalog.markers - catalog.dropped) & holdings.lineage.commits.keys()
     if upto is not None:
         commit = holdings.lineage.find(upto)
         catalog.check_offered(upto)
