@@ -172,7 +172,7 @@ class Inside:
 
     def pass_over(self, row: int) -> None:
         """The sweep takes ``row`` of the first kernel for sent."""
-        self.masks[0]._sweep.unswept[row] = False  # type: ignore[attr-defined]
+        self.masks[0].sweep.unswept[row] = False  # type: ignore[attr-defined]
 
     @property
     def stager(self) -> RowStager:

@@ -285,7 +285,7 @@ class StreamCheckpointer:
         ``load_state_dict``, are seen without this call. A marker whose rows have not all been sent is given up: their
         values are gone.
         """
-        self._attached.capture.mark_all()
+        self._attached.capture.outside.mark_all()
 
     def close(self, timeout_s: float = 60.0) -> None:
         """Remove the hooks, wait for the marker in flight and let go of the log; takes at most ``timeout_s``.

@@ -240,7 +240,7 @@ class CopiedRows:
                 self._copy_kernel(kernels[number], group)
 
     def _copy_kernel(self, kernel: FusedKernel, copies: Iterable[tuple[BlockRows, list[torch.Tensor]]]) -> None:
-        with kernel.reading():
+        with kernel.order.reading():
             weights, states = kernel.weights(), kernel.states()
             for piece, (first, *others) in copies:
                 at = piece.position

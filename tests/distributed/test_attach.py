@@ -29,7 +29,7 @@ def _restore(uri: str, optimizer: str = "rowwise") -> tuple[State, list[int]]:
     job.step()
     with attach(job, StreamConfig(uri=uri)) as checkpointer:
         assert checkpointer.restore() is not None
-        return truth(job), [kernel.iteration for kernel in fused_kernels(job.dmp)]
+        return truth(job), [kernel.scalars.iteration for kernel in fused_kernels(job.dmp)]
 
 
 def _attached(job: Trainer) -> dict[str, list[str]]:
@@ -38,7 +38,7 @@ def _attached(job: Trainer) -> dict[str, list[str]]:
     for lookup in job.dmp.module.ebc._lookups:
         things |= {f"lookup {name}": part for name, part in lookup.named_modules()}
     things |= {"optimizer": job.optimizer, "dense": job.dense, "fused": job.dmp.fused_optimizer}
-    things |= {f"optimizer of {n}": kernel.optimizer for n, kernel in enumerate(fused_kernels(job.dmp))}
+    things |= {f"optimizer of {n}": kernel.scalars.optimizer for n, kernel in enumerate(fused_kernels(job.dmp))}
     told = {}
     for name, thing in things.items():
         hooks = {key: len(value) for key, value in vars(thing).items() if "hooks" in key and hasattr(value, "__len__")}

@@ -173,7 +173,8 @@ def _scalars(job: Trainer) -> list[tuple[int, float, float]]:
     """Iteration and learning rates of every kernel: state that no state_dict holds."""
     from torchrec_stream_ckpt.adapter import fused_kernels
 
-    return [(kernel.iteration, kernel.learning_rate, kernel.next_learning_rate) for kernel in fused_kernels(job.dmp)]
+    scalars = [kernel.scalars for kernel in fused_kernels(job.dmp)]
+    return [(each.iteration, each.learning_rate, each.next_learning_rate) for each in scalars]
 
 
 def _restore(uri: str) -> tuple[dict[str, torch.Tensor], list[tuple[int, float, float]]]:

@@ -202,7 +202,7 @@ def _change(uri: str) -> None:
     with attach(job, uri) as checkpointer:
         go_on(job, checkpointer, 1)
         for kernel in fused_kernels(job.dmp):
-            kernel.set_hyperparameters(FUSED)
+            kernel.scalars.set_hyperparameters(FUSED)
         job.optimizer.param_groups[0].update(lr=0.125, eps=1e-4)
         checkpointer.mark().result(60)
 
@@ -226,7 +226,7 @@ def _restore(uri: str, **fused: Any) -> tuple[list[dict[str, float]], dict[str, 
         with attach(job, uri) as checkpointer:
             assert checkpointer.restore() is not None
             values = [
-                {name: kernel.hyperparameters[name] for name in FUSED}
+                {name: kernel.scalars.hyperparameters[name] for name in FUSED}
                 for kernel in fused_kernels(job.dmp)
                 if any(shard.rows for shard in kernel.shards)
             ]

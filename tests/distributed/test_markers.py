@@ -141,7 +141,7 @@ def _more_than_the_ring(uri: str) -> int:
     with attach(job, settings) as checkpointer:
         for steps in range(1, 200):
             job.step()
-            inside(checkpointer).capture.mark_all()
+            inside(checkpointer).capture.outside.mark_all()
             checkpointer.step()
             if _committed(uri):
                 return steps

@@ -96,7 +96,7 @@ def _look(job: Trainer) -> Seen:
         truth(job),
         _wrappers(job.optimizer),
         [group["lr"] for group in job.dense.param_groups],
-        {(kernel.learning_rate, kernel.next_learning_rate) for kernel in fused_kernels(job.dmp)},
+        {(kernel.scalars.learning_rate, kernel.scalars.next_learning_rate) for kernel in fused_kernels(job.dmp)},
     )
 
 

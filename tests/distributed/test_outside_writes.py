@@ -61,7 +61,7 @@ def whole_optimizer(job: Trainer) -> Callable[[], object]:
 
 
 def fused_optimizer_of_one_kernel(job: Trainer) -> Callable[[], object]:
-    optimizer = fused_kernels(job.dmp)[0].optimizer
+    optimizer = fused_kernels(job.dmp)[0].scalars.optimizer
     state = copy.deepcopy(optimizer.state_dict())
     return lambda: optimizer.load_state_dict(state)
 
@@ -266,7 +266,7 @@ def _write_under_an_open_cut(uri: str) -> tuple[str, str, list[str], State]:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.disable(logging.NOTSET)  # warm ranks are quiet
-    logging.getLogger("torchrec_stream_ckpt.capture.hook").addHandler(handler)
+    logging.getLogger("torchrec_stream_ckpt.capture.outside").addHandler(handler)
     with StreamCheckpointer(job.dmp, job.optimizer, config=config, stateful={"loader": job}) as checkpointer:
         checkpointer.mark().result(60)
         job.step()

@@ -270,7 +270,7 @@ def _staged(
 
 
 def _iterations(job: Trainer) -> set[int]:
-    return {kernel.iteration for kernel in fused_kernels(job.dmp)}
+    return {kernel.scalars.iteration for kernel in fused_kernels(job.dmp)}
 
 
 Found = tuple[State, set[int], list[float], State]

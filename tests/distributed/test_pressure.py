@@ -123,7 +123,7 @@ def _cut_under(
     steps(job, checkpointer, 1)
     touch_everything(job)
     gate.shut()
-    before = (capture.saved_rows, ring.waits, publisher.num_bytes)
+    before = (capture.frozen.saved_rows, ring.waits, publisher.num_bytes)
     future, state = cut(checkpointer), truth(job)
     during(job, checkpointer)
     assert not future.done()
@@ -134,7 +134,7 @@ def _cut_under(
     if error is None:
         truths[str(future.result().id)] = state
     said = str(error or future.result().id)
-    after = (capture.saved_rows, ring.waits, publisher.num_bytes)
+    after = (capture.frozen.saved_rows, ring.waits, publisher.num_bytes)
     saved_rows, waits, num_bytes = (now - then for now, then in zip(after, before, strict=True))
     return Cut(said, saved_rows, count, waits, num_bytes)
 
@@ -268,7 +268,7 @@ def _one_rank_only(uri: str) -> tuple[Truths, str]:
         checkpointer.mark().result(60)
         steps(job, checkpointer, 1)
         if first:
-            inside(checkpointer).capture.before_load()
+            inside(checkpointer).capture.outside.before_load()
             gate.shut()
         steps(job, checkpointer, 1)
         job.step()

@@ -164,7 +164,9 @@ def _dies(uri: str, directory: Path) -> None:
     steps(job, checkpointer, 2)
     assert inside(checkpointer).cuts.open
     if dist.get_rank() == 0:
-        torch.save({"state": state, "saved_rows": inside(checkpointer).capture.saved_rows}, directory / "marker.pt")
+        torch.save(
+            {"state": state, "saved_rows": inside(checkpointer).capture.frozen.saved_rows}, directory / "marker.pt"
+        )
         (directory / "frozen").touch()
     with pytest.raises(
         (RuntimeError, RankLostError)

@@ -122,19 +122,19 @@ class Job:
         """As an eviction does: what the kernel calls in front of a reset of rows, which it has for a GPU alone."""
         if rows:
             ids = torch.tensor(sorted({row % ROWS[table] for row in rows}))
-            self.capture._before_rewrite(0, ids + self.kernel.bases[table])
+            self.capture.outside.before_rewrite(0, ids + self.kernel.bases[table])
             for values in self.tables()[table :: len(ROWS)]:
                 values[ids] = 0
 
     def load(self) -> None:
-        self.capture.before_load()
+        self.capture.outside.before_load()
         for values in self.tables():
             values.add_(1)
 
     def write_in_place(self) -> None:
         for values in self.tables():
             values.mul_(2)
-        self.capture.mark_all()
+        self.capture.outside.mark_all()
 
     def write_unsaid(self, table: int) -> None:
         """Without a word; torch itself refuses the backward of a lookup that was made before."""
@@ -165,7 +165,7 @@ class Job:
         """The stream holds the cut; nothing else."""
         assert self.cut is not None
         assert self.says(self.cut)
-        self.capture.finish()
+        self.capture.frozen.finish()
         self.cut = None
 
     def log_takes(self, frames: int) -> None:

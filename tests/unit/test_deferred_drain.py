@@ -63,7 +63,7 @@ class DeferredJob(Job):
 
     def sweep_again(self, table: int) -> None:
         if self.cut is None:
-            self.capture._masks[0].sweep_again([table])
+            self.capture._masks[0].sweep.again([table])
 
     def sweep(self, max_bytes: int) -> None:
         if self.cut is None:
@@ -76,7 +76,7 @@ class DeferredJob(Job):
         super().freeze()
 
     def give_up(self) -> None:
-        self.capture.give_up("the test says so")
+        self.capture.frozen.give_up("the test says so")
 
     def drain_by_counts(self) -> bool:
         """Both halves of a drain."""
@@ -87,7 +87,7 @@ class DeferredJob(Job):
 
     @property
     def marked(self) -> list[int]:
-        return self.capture._masks[0].touched().tolist()
+        return self.capture._masks[0].touched.find().tolist()
 
 
 MORE_EVENTS = st.one_of(
@@ -122,7 +122,7 @@ def test_drains_alone_send_all_that_is_marked_once_training_pauses(
     job = DeferredJob(ring_frames=ring_frames)
     for name, *arguments in events:
         getattr(job, str(name))(*arguments)
-    job.capture.give_up("the test is over")
+    job.capture.frozen.give_up("the test is over")
     for _ in range(3 * sum(ROWS)):
         job.log_takes(99)
         job.arrive()
@@ -190,7 +190,7 @@ def test_counts_of_marks_that_may_be_gone_are_not_used(event: str) -> None:
         job.capture.begin()
     else:
         getattr(job, event)()
-    job.capture.give_up("the test says so")
+    job.capture.frozen.give_up("the test says so")
     assert job.capture.look(due=False) is (event == "write_in_place")
 
 
@@ -243,7 +243,7 @@ def test_a_few_ids_of_a_large_shard_are_marked_without_flags() -> None:
 
 def test_an_id_of_no_table_is_refused_once_the_counts_are_there_and_by_a_marker() -> None:
     job = DeferredJob()
-    job.capture._masks[0]._touched.fill_rows(torch.tensor([sum(ROWS)]))
+    job.capture._masks[0].touched.fill_rows(torch.tensor([sum(ROWS)]))
     for _ in range(2):
         with pytest.raises(UnsupportedError, match=r"id of -1.*"):
             job.drain_by_counts()

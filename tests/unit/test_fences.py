@@ -115,9 +115,11 @@ WITH_TORCH = frozenset(
     {
         *(source for source in SOURCES if source.startswith("adapter/")),
         "capture/counts.py",
+        "capture/frozen.py",
         "capture/kernel_rows.py",
         "capture/hook.py",
         "capture/oracle.py",
+        "capture/outside.py",
         "capture/prover.py",
         "capture/rowmask.py",
         "capture/sender.py",

@@ -79,7 +79,7 @@ def test_what_an_update_overwrites_is_sent_before_in_frames_of_its_size() -> Non
     job.forward([16, 0], [])
     job.backward(0)
     job.backward(0)
-    assert job.capture.saved_rows == 3  # 8 and 16 of the first table, 2 of the second; 0 is in the ring
+    assert job.capture.frozen.saved_rows == 3  # 8 and 16 of the first table, 2 of the second; 0 is in the ring
     assert len(job.taken) == 4
     assert 0 < job.ring.held_bytes - before < 1_500
     job.end()
@@ -93,7 +93,7 @@ def test_a_forward_from_before_the_cut_is_seen_as_well() -> None:
     job.freeze()
     job.drain()
     job.backward(0)
-    assert job.capture.saved_rows == 2
+    assert job.capture.frozen.saved_rows == 2
     job.end()
     assert job.given_up == 0
 
@@ -103,7 +103,7 @@ def test_without_memory_the_cut_is_given_up_and_its_rows_go_with_the_next_one() 
     job.forward([8], [])
     job.backward(0)
     assert job.given_up == 1
-    assert job.capture.saved_rows == 0
+    assert job.capture.frozen.saved_rows == 0
     job.end()
 
 
@@ -119,7 +119,7 @@ def test_rows_that_were_written_in_place_cannot_be_saved() -> None:
     job = _frozen_and_full(10**6)
     job.write_in_place()
     assert job.given_up == 1
-    assert job.capture.written_in_place
+    assert job.capture.outside.in_place
     job.end()
 
 

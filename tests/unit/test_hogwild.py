@@ -96,7 +96,7 @@ def _train_and_cut(seconds: float) -> tuple[int, int, int]:
         job.log_takes(9)
         job.drain()
     job.end()
-    return job.cuts, job.given_up, job.capture.saved_rows
+    return job.cuts, job.given_up, job.capture.frozen.saved_rows
 
 
 def test_a_cut_is_one_moment_while_threads_train() -> None:

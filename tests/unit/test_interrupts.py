@@ -65,7 +65,7 @@ def _push(job: Job) -> None:
 
 def _sweep(job: Job) -> None:
     for table in range(2):
-        job.capture._masks[0].sweep_again([table])
+        job.capture._masks[0].sweep.again([table])
     job.capture.sweep(Drain(1, 1), 700)
 
 
@@ -79,7 +79,7 @@ CASES: dict[str, tuple[Callable[[Job], None], Callable[[Job], None]]] = {
     "freezing": (_touched, Job.freeze),
     "sending a cut": (_frozen, _push),
     "ending a cut": (_sent, Job.drain),
-    "giving a cut up": (_frozen, lambda job: job.capture.give_up("the test says so")),
+    "giving a cut up": (_frozen, lambda job: job.capture.frozen.give_up("the test says so")),
     "a rewrite of frozen rows": (_frozen, lambda job: job.rewrite(0, [8, 9])),
     "a load": (_frozen, Job.load),
 }
@@ -102,9 +102,9 @@ def _interrupted_at(name: str, every: int) -> int:
             return times
         number += every
         times += 1
-        if job.capture._cut is not None and name in GIVEN_UP:
-            job.capture.give_up("it was interrupted")
-        if job.capture._cut is None:
+        if job.capture.frozen.cut is not None and name in GIVEN_UP:
+            job.capture.frozen.give_up("it was interrupted")
+        if job.capture.frozen.cut is None:
             job.cut = None
         job.pending.clear()
         job.log_takes(99)

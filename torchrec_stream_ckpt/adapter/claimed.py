@@ -24,7 +24,7 @@ def check_free(kernels: Sequence[FusedKernel]) -> None:
         raise ConfigError(
             "another StreamCheckpointer captures these tables",
             hint="close() it before you attach a new one",
-            tables=",".join(shard.table.name for kernel in taken for shard in kernel.shards),
+            tables=",".join(kernel.tables for kernel in taken),
         )
 
 

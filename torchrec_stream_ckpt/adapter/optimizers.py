@@ -7,7 +7,6 @@ safe set. What rewrites whole tables on some steps is watched apart (``FusedKern
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -79,40 +78,3 @@ def row_states(tbe: SplitTableBatchedEmbeddingBagsCodegen, names: tuple[str, ...
     tables = [tuple(states) for states in tbe.split_optimizer_states()]
     assert all(len(states) == len(names) for states in tables), f"{tbe.optimizer} has other states than {names}"
     return tables
-
-
-_HYPERPARAMETERS = (
-    "eps",
-    "weight_decay",
-    "beta1",
-    "beta2",
-    "momentum",
-    "eta",
-    "max_gradient",
-    "max_norm",
-    "counter_halflife",
-    "adjustment_iter",
-    "adjustment_ub",
-    "tail_id_threshold",
-    "weight_norm_coefficient",
-    "lower_bound",
-    "ar_alpha",
-    "ema_beta",
-    "min_shrinkage",
-)
-"""Numbers of ``optimizer_args`` that may change while a job runs; the learning rate is a scalar of its own. Modes are
-not among them: they say which states there are."""
-
-
-def hyperparameters(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> dict[str, float]:
-    """What the kernel updates with, but for its learning rate."""
-    args = tbe.optimizer_args
-    return {name: getattr(args, name) for name in _HYPERPARAMETERS if hasattr(args, name)}
-
-
-def set_hyperparameters(tbe: SplitTableBatchedEmbeddingBagsCodegen, values: Mapping[str, float]) -> None:
-    """Put back what :func:`hyperparameters` said; what this FBGEMM does not have is left out."""
-    args = tbe.optimizer_args
-    names = type(args).__annotations__  # a NamedTuple's fields, in order
-    changed = {name: values[name] for name in hyperparameters(tbe) if name in values}
-    tbe.optimizer_args = type(args)(*(changed.get(name, value) for name, value in zip(names, args, strict=True)))

@@ -51,7 +51,7 @@ class Load:
 
     @classmethod
     def of(cls, kernels: Sequence[FusedKernel], replicated: Tensors) -> Load:
-        shards = [shard for kernel in kernels for shard in kernel.shards if shard.rows and shard.cols]
+        shards = [shard for kernel in kernels for shard in kernel.held]
         num_bytes = sum(shard.rows * _row_bytes(shard.table, shard.cols) for shard in shards)
         numbers = sum(_blocks(shard.rows) * (1 + len(shard.table.states)) for shard in shards)
         tensors = replicated.values()

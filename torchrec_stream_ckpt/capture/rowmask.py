@@ -59,6 +59,8 @@ class RowMask:
         """Rows that were taken and may not have been sent."""
         self._torn = False
         """Flags are being taken: some may be cleared whose rows are not in hand yet."""
+        self.left = 0
+        """Rows that were set when they were last looked for, and were not sent."""
 
     def fill(self, begin: int, end: int, ids: Ids) -> None:
         """(CPU) Set the rows ``begin`` + ``ids`` of the shard [``begin``, ``end``).
@@ -104,6 +106,7 @@ class RowMask:
             self._found = None
         else:
             self.fill_rows(other.find())
+        self.left += other.left
         other.clear_all()
 
     def take(self) -> torch.Tensor:
@@ -159,7 +162,7 @@ class RowMask:
         self._cleared()
 
     def clear_all(self) -> None:
-        self._hand, self._torn = None, False
+        self._hand, self._torn, self.left = None, False, 0
         self.bits.zero_()
         if self._flags is not None:
             self._flags.fill(False)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torchrec_stream_ckpt.adapter import FusedKernel
 from torchrec_stream_ckpt.errors import UnsupportedError
+from torchrec_stream_ckpt.format.control import TableScalars
 from torchrec_stream_ckpt.format.rows import RowLayout
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.types import TableShard, TableSpec
@@ -48,9 +49,23 @@ def check_rows_fit(kernels: Iterable[FusedKernel]) -> None:
 def local_shards(kernels: Iterable[FusedKernel], schema: Schema) -> tuple[TableShard, ...]:
     """The shards of this rank that hold rows, in the order of its kernels."""
     index = schema.index()
+    return tuple(shard.table_shard(index) for kernel in kernels for shard in kernel.held)
+
+
+def scalars_of(kernels: Iterable[FusedKernel], index: Mapping[str, int]) -> tuple[TableScalars, ...]:
+    """The kernels' own state, a record a shard; the iteration is that of the trained batches."""
     return tuple(
-        TableShard(index[shard.table.name], shard.row0, shard.rows, shard.col0, shard.cols)
+        TableScalars(
+            index[shard.table.name],
+            shard.row0,
+            shard.rows,
+            shard.col0,
+            shard.cols,
+            kernel.scalars.iteration - kernel.lookups.in_flight,
+            kernel.scalars.max_counter,
+            kernel.scalars.learning_rate,
+            kernel.scalars.next_learning_rate,
+        )
         for kernel in kernels
-        for shard in kernel.shards
-        if shard.rows and shard.cols
+        for shard in kernel.held
     )

@@ -1,6 +1,6 @@
 """Which rows have to be sent: a bit for each row that changed, another for each that was never sent.
 
-All are bool masks over the linear row space of one kernel (its shards one behind the other) and live on
+All are bool masks over the linear row space of one kernel (its shards one after the other) and live on
 the tables' device: three bytes a row, on a GPU two (``sweep``). Marking is a scatter; nothing here grows. A drain does
 not read the whole mask where little of it is set (``rowmask``), and on a GPU it does not wait for what is (``counts``).
 
@@ -14,6 +14,7 @@ or because something was raised, are marked again.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
@@ -27,7 +28,7 @@ from torchrec_stream_ckpt.errors import UnsupportedError
 
 
 class TouchedRows:
-    """The masks of one kernel.
+    """The masks of one kernel, and its sweep.
 
     Args:
         kernel: Holds the rows.
@@ -44,96 +45,76 @@ class TouchedRows:
         )
         self._masks = touched, frozen
         """One value, so that no exception falls between the halves of a swap."""
-        self._sweep: Sweep = RangeSweep(self.bases, kernel.device) if record is not None else MaskSweep(self.bases)
+        self.sweep: Sweep = RangeSweep(self.bases, kernel.device) if record is not None else MaskSweep(self.bases)
+        """Rows that were never sent."""
         self._feature_rows = [(self.bases[shard], self.bases[shard + 1]) for shard in kernel.feature_shards]
         """For each feature, the linear rows of its shard."""
 
     @property
-    def _touched(self) -> RowMask:
+    def touched(self) -> RowMask:
+        """Rows that changed since they were last sent."""
         return self._masks[0]
 
     @property
-    def _frozen(self) -> RowMask:
+    def frozen(self) -> RowMask:
+        """Rows of the cut that have not been sent with its values."""
         return self._masks[1]
+
+    @property
+    def counts(self) -> LateCounts | None:
+        """(GPU) How many rows are touched; None: the host looks."""
+        return self._masks[0].late
 
     def mark(self, lookup: Lookup) -> None:
         """Mark the rows of a lookup whose update has been applied. Never makes the host wait for a GPU."""
         if lookup.indices.is_cuda:
-            rows = self._kernel.linear_rows(lookup).clamp_(max=self.total)
-            self._touched.fill_rows(rows)
+            self.touched.fill_rows(self._kernel.linear_rows(lookup))
             return
-        ids, touched = lookup.indices.numpy(), self._touched
-        for (first, last), (begin, end) in zip(self._feature_rows, pairwise(self._bounds(lookup)), strict=True):
-            if end > begin:
-                touched.fill(first, last, ids[begin:end])
+        ids, touched = lookup.indices.numpy(), self.touched
+        for first, last, begin, end in self._spans(lookup):
+            touched.fill(first, last, ids[begin:end])
 
-    def _bounds(self, lookup: Lookup) -> list[int]:
-        """Where the ids of each feature begin, and where the last ones end."""
+    def _spans(self, lookup: Lookup) -> Iterator[tuple[int, int, int, int]]:
+        """(CPU) Of each feature with ids: the linear rows of its shard, and where its ids begin and end."""
         if lookup.bag_starts is not None:
-            return lookup.offsets[lookup.bag_starts.long()].tolist()
-        batch = (lookup.offsets.numel() - 1) // len(self._feature_rows)
-        if batch == 0:
-            return [0] * (len(self._feature_rows) + 1)
-        return lookup.offsets[::batch].tolist()
+            bounds = lookup.offsets[lookup.bag_starts.long()].tolist()
+        elif batch := (lookup.offsets.numel() - 1) // len(self._feature_rows):
+            bounds = lookup.offsets[::batch].tolist()
+        else:
+            return
+        for (first, last), (begin, end) in zip(self._feature_rows, pairwise(bounds), strict=True):
+            if end > begin:
+                yield first, last, begin, end
 
     def mark_rows(self, rows: torch.Tensor | None) -> None:
         """Something outside the fused update changes these linear rows; None: it may change any row."""
         if rows is None:
-            self._touched.fill_all()
+            self.touched.fill_all()
         else:
-            self._touched.fill_rows(rows.to(self._touched.bits.device))
+            self.touched.fill_rows(rows.to(self.touched.bits.device))
 
     def mark_shards(self, shards: list[int]) -> None:
         """Any row of these shards has changed."""
         for shard in shards:
-            self._touched.fill_range(self.bases[shard], self.bases[shard + 1])
-
-    def sweep_again(self, shards: list[int]) -> None:
-        """Every row of these shards is to be sent once, whether a step touches it or not."""
-        self._sweep.again(shards)
+            self.touched.fill_range(self.bases[shard], self.bases[shard + 1])
 
     def check_ids(self) -> None:
-        """(GPU) Say it when an update has got an id that lies in no table; a CPU kernel raises by itself.
+        """(GPU) Refuse an update that got an id which lies in no table; a CPU kernel raises by itself.
 
-        FBGEMM's bounds check lets -1 pass, and its CUDA backward then writes the row in front of the table
+        FBGEMM's bounds check lets -1 pass, and its CUDA backward then writes the row before the table
         (``linearize_index_kernel`` adds the table's first row without a look at the sign): no mark would be true.
         """
-        self._refuse_ids(bool(self._touched.bits[self.total]))
+        self._refuse_ids(bool(self.touched.bits[self.total]))
 
     def _refuse_ids(self, trained: bool) -> None:
         if trained:
             raise UnsupportedError(
                 "an id of -1 was trained: on a GPU the fused update then writes outside of its table",
                 hint="drop such ids before the lookup",
-                tables=",".join(shard.table.name for shard in self._kernel.shards),
+                tables=self._kernel.tables,
             )
 
-    # What a drain looks at.
-
-    @property
-    def deferred(self) -> bool:
-        """Whether a drain needs counts that were asked for before."""
-        return self._touched.late is not None
-
-    def ask(self) -> None:
-        """(deferred) Have the touched rows counted. Never waits."""
-        assert self._touched.late is not None
-        self._touched.late.ask(self._touched.bits)
-
-    @property
-    def asked(self) -> bool:
-        """(deferred) Whether counts are on their way, or there."""
-        return self._touched.late is not None and self._touched.late.asked
-
-    @property
-    def counted(self) -> bool:
-        """(deferred) Whether the counts are there."""
-        return self._touched.late is not None and self._touched.late.arrived
-
-    def forget_counts(self) -> None:
-        """(deferred) The next drain needs new ones."""
-        if self._touched.late is not None:
-            self._touched.late.drop()
+    # A drain.
 
     def look(self) -> KernelRows | None:
         """Take the rows to drain: all that changed since they were last sent, or as many as the counts say, once.
@@ -146,59 +127,45 @@ class TouchedRows:
         Raises:
             UnsupportedError: as ``check_ids``.
         """
-        late = self._touched.late
+        late = self.counts
         if late is None:
             self.check_ids()
-            return KernelRows(self._touched.take())
+            return KernelRows(self.touched.take())
         taken = late.take()
         if taken is None:
             return None
         counts, outside = taken
         self._refuse_ids(outside)
-        found = late.first(self._touched.bits, counts)
-        self._touched.take_set(found.rows)
+        found = late.first(self.touched.bits, counts)
+        self.touched.take_set(found.rows)
         return found
-
-    def touched(self) -> torch.Tensor:
-        """Linear rows that changed since they were last sent, ascending. On a GPU the host waits."""
-        return self._touched.find()
-
-    @property
-    def swept(self) -> bool:
-        """Whether every row has been sent at least once, as far as is known without a scan."""
-        return not self._sweep.left
-
-    @property
-    def swept_rows(self) -> int:
-        """How many rows the sweep has behind it, as far as is known without a scan."""
-        return self.total - self._sweep.left
 
     def sent(self, rows: torch.Tensor, count: int) -> None:
         """Of the rows that ``look`` has returned, the first ``count`` were sent: again only if they change again."""
-        self._touched.put_back(count)
-        self._sweep.drained(rows[:count])
+        self.touched.put_back(count)
+        self.sweep.drained(rows[:count])
 
     def forget(self) -> None:
         """What has changed so far is sent as it is, or not at all."""
-        self._touched.clear_all()
-        self._frozen.clear_all()
+        self.touched.clear_all()
+        self.frozen.clear_all()
 
     def take_unswept(self, limit: int) -> KernelRows:
-        """Up to ``limit`` rows to be swept, none when ``swept``. Where drains are deferred, of one shard.
+        """Up to ``limit`` rows to be swept, none once all were. Where drains wait for counts, of one shard.
 
         Their marks are taken too. On a GPU they stay: to clear them would drop the counts, and a sweep goes on at every
         step.
         """
-        found = self._sweep.window(limit)
-        if not self.deferred:
-            self._touched.take_set(found.rows[self._touched.bits[found.rows]])
+        found = self.sweep.window(limit)
+        if self.counts is None:
+            self.touched.take_set(found.rows[self.touched.bits[found.rows]])
         return found
 
     def sweep_sent(self, rows: torch.Tensor, count: int) -> None:
         """Of the rows that ``take_unswept`` has returned, the first ``count`` were sent."""
-        self._sweep.sent(rows, count)
-        if not self.deferred:
-            self._touched.put_back_from(int(rows[count]) if count < rows.numel() else self.total)
+        self.sweep.sent(rows, count)
+        if self.counts is None:
+            self.touched.put_back_from(int(rows[count]) if count < rows.numel() else self.total)
 
     # A cut.
 
@@ -207,37 +174,30 @@ class TouchedRows:
         touched, frozen = self._masks
         touched.put_back()
         self._masks = frozen, touched
-        self.forget_counts()
+        if frozen.late is not None:
+            frozen.late.drop()
 
     def thaw(self) -> None:
         """The cut is over: frozen rows that were not sent are touched rows again. To be called again if it raises."""
-        self._touched.merge(self._frozen)
-
-    def frozen(self) -> torch.Tensor:
-        """Linear rows of the cut that have not been sent, ascending."""
-        return self._frozen.find()
+        self.touched.merge(self.frozen)
 
     def frozen_among(self, rows: torch.Tensor | None) -> torch.Tensor:
         """Those of the linear ``rows`` (None: of all rows) that are frozen, ascending. On a GPU the host waits."""
         if rows is None:
-            return self.frozen()
-        frozen = self._frozen.bits
+            return self.frozen.find()
+        frozen = self.frozen.bits
         rows = rows.to(frozen.device)
         return _ascending(rows[frozen[rows] & (rows < self.total)])
 
     def frozen_in(self, lookup: Lookup) -> torch.Tensor:
         """Linear rows of a lookup that are frozen, ascending. On a GPU the host waits, to learn how many."""
         if lookup.indices.is_cuda:
-            return self.frozen_among(self._kernel.linear_rows(lookup).clamp_(max=self.total))
+            return self.frozen_among(self._kernel.linear_rows(lookup))
         hits = [torch.empty(0, dtype=torch.int64, device="cpu")]
-        for (first, last), (begin, end) in zip(self._feature_rows, pairwise(self._bounds(lookup)), strict=True):
+        for first, last, begin, end in self._spans(lookup):
             ids = lookup.indices[begin:end].long()
-            hits.append(ids[self._frozen.bits[first:last][ids]] + first)
+            hits.append(ids[self.frozen.bits[first:last][ids]] + first)
         return _ascending(torch.cat(hits))
-
-    def frozen_sent(self, rows: torch.Tensor) -> None:
-        """These frozen rows were gathered, with the values of the cut."""
-        self._frozen.clear(rows)
 
 
 def _ascending(rows: torch.Tensor) -> torch.Tensor:

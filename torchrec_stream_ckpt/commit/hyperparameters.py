@@ -27,15 +27,15 @@ def fused_values(kernels: Iterable[FusedKernel]) -> Values:
     """
     values: Values = {}
     for kernel in kernels:
-        tables = [shard.table.name for shard in kernel.shards if shard.rows and shard.cols]
-        for rate in (kernel.learning_rate, kernel.next_learning_rate):
+        tables = [shard.table.name for shard in kernel.held]
+        for rate in (kernel.scalars.learning_rate, kernel.scalars.next_learning_rate):
             if tables and not -float("inf") < rate < float("inf"):
                 raise ConfigError(
                     f"the learning rate of the fused optimizer is {rate}",
                     hint="set a finite one before the next marker",
                     tables=", ".join(tables),
                 )
-        values |= dict.fromkeys(tables, kernel.hyperparameters)
+        values |= dict.fromkeys(tables, kernel.scalars.hyperparameters)
     return values
 
 
@@ -50,7 +50,7 @@ def set_fused_values(kernels: Iterable[FusedKernel], saved: Iterable[Values]) ->
         for table, each in values.items():
             everywhere.setdefault(table, []).append(each)
     for kernel in kernels:
-        tables = [shard.table.name for shard in kernel.shards if shard.rows and shard.cols]
+        tables = [shard.table.name for shard in kernel.held]
         found = [each for table in tables for each in everywhere.get(table, ())]
         for each in found[1:]:
             for name in sorted(each.keys() & found[0].keys()):
@@ -62,17 +62,17 @@ def set_fused_values(kernels: Iterable[FusedKernel], saved: Iterable[Values]) ->
                         tables=", ".join(tables),
                     )
         if found:
-            kernel.set_hyperparameters(found[0])
+            kernel.scalars.set_hyperparameters(found[0])
 
 
 def given(kernels: Iterable[FusedKernel], optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, str]:
     """All of this rank, as text: what the code gives, or what the marker has given. Name -> value."""
     found = {}
     for kernel in kernels:
-        first = next((shard for shard in kernel.shards if shard.rows and shard.cols and not shard.row0), None)
+        first = next((shard for shard in kernel.held if not shard.row0), None)
         if first is not None:  # tables that share a kernel share all of these
-            rates = {"lr": kernel.next_learning_rate}
-            for name, value in {**rates, **kernel.hyperparameters}.items():
+            rates = {"lr": kernel.scalars.next_learning_rate}
+            for name, value in {**rates, **kernel.scalars.hyperparameters}.items():
                 found[f"{first.table.name} {name}"] = repr(value)
     for key, optimizer in optimizers.items():
         for number, group in enumerate(optimizer.param_groups):

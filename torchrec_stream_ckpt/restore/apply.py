@@ -97,7 +97,7 @@ def _targets(plan: RestorePlan, kernels: list[FusedKernel], met: Met) -> dict[Ta
     targets = {}
     for kernel in kernels:
         for shard, weights, states in zip(kernel.shards, kernel.weights(), kernel.states(), strict=True):
-            key = TableShard(index[shard.table.name], shard.row0, shard.rows, shard.col0, shard.cols)
+            key = shard.table_shard(index)
             if key in plan.targets:
                 sent = met.begin(key, plan.based_on)
                 merged = key.table in plan.merged
@@ -109,23 +109,16 @@ def _set_scalars(plan: RestorePlan, kernels: list[FusedKernel], records: Sequenc
     """Give each kernel the state of those whose rows it has got."""
     index = plan.schema.index()
     for kernel in kernels:
-        shards = [shard for shard in kernel.shards if shard.rows and shard.cols]
-        names = ", ".join(shard.table.name for shard in shards)
-        sources = [
-            record
-            for shard in shards
-            for record in _sources(
-                TableShard(index[shard.table.name], shard.row0, shard.rows, shard.col0, shard.cols), records
-            )
-        ]
+        names = ", ".join(shard.table.name for shard in kernel.held)
+        sources = [record for shard in kernel.held for record in _sources(shard.table_shard(index), records)]
         if not sources:
             continue
         rate, next_rate = _agreed(
             "learning rate", names, ((each.learning_rate, each.next_learning_rate) for each in sources)
         )
         iterations = [each.iteration for each in sources]
-        kernel.set_scalars(
-            _agreed("iteration count", names, iterations) if kernel.reads_iteration else max(iterations),
+        kernel.scalars.put_back(
+            _agreed("iteration count", names, iterations) if kernel.scalars.reads_iteration else max(iterations),
             max(each.max_counter for each in sources),
             rate,
             next_rate,

@@ -63,7 +63,7 @@ class Attached:
         self.standing = Standing(self._dmp)
         self.capture = Capture(self.kernels, self.schema)
         self.oracle = Oracle(self.kernels, self.schema) if self._paranoid else None
-        self._unwatch = watch_outside_writes(self._dmp, self._optimizer, self.capture.before_load, reshard)
+        self._unwatch = watch_outside_writes(self._dmp, self._optimizer, self.capture.outside.before_load, reshard)
         self._free_kernels = claim(self.kernels)
 
     def unhook(self) -> None:

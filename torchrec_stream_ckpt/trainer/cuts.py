@@ -148,7 +148,7 @@ class Cuts:
         """
         assert self.idle
         self._seal = seal = Seal()
-        extra = deadline_s is not None or self._capture.written_in_place
+        extra = deadline_s is not None or self._capture.outside.in_place
         drain = Drain(step, marker, extra=extra, deadline_s=deadline_s)
         staged: dict[str, Any] | None = None
         taken: Taken | None = None
@@ -186,7 +186,7 @@ class Cuts:
     def go_on(self) -> None:
         """(all ranks) A later step boundary: send more of the cut that is open, without waiting."""
         if self._open is not None:
-            self._push(Drain(self._open.step, self._open.marker, extra=self._capture.written_in_place))
+            self._push(Drain(self._open.step, self._open.marker, extra=self._capture.outside.in_place))
         self._ask()
 
     def complete(self, deadline_s: float) -> None:
@@ -203,7 +203,7 @@ class Cuts:
 
     def give_up(self, reason: str) -> None:
         """The cut that is open is none: its rows go with the next one."""
-        self._capture.give_up(reason)  # which may have frozen rows for a cut that was never open
+        self._capture.frozen.give_up(reason)  # which may have frozen rows for a cut that was never open
         self._let_go()
 
     def _complete_here(self, deadline_s: float) -> None:
@@ -242,7 +242,7 @@ class Cuts:
             cut.seal.close(sealed)
         else:  # what differs on any rank must not be committed: the seal waits for the others
             self._sealed, self._found = sealed, self._oracle.compare(cut.scalars)
-        self._capture.finish()
+        self._capture.frozen.finish()
         self._let_go()
 
     def _fail(self, marker: int, error: BaseException) -> None:

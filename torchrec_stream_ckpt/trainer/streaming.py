@@ -104,7 +104,7 @@ class Streaming:
     def step(self) -> None:
         """A training step is done."""
         self.steps += 1
-        self._pace.step(self._attached.capture.saving_s)
+        self._pace.step(self._attached.capture.frozen.saving_s)
         vote = self._cadence.decide()
         stream = self._opened
         if not vote.owner:

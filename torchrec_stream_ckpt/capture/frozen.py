@@ -1,0 +1,117 @@
+"""The cut that is open: rows as they were at its step boundary, sent as the ring gets space.
+
+Frozen rows are sent at the boundary of the cut and at later ones. What is about to overwrite one that has not been
+sent sends it first (copy on write: the copy is the frame itself). So every frozen row is sent with the value of the
+boundary, or the cut is given up.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from torchrec_stream_ckpt.adapter import FusedKernel
+from torchrec_stream_ckpt.capture.kernel_rows import KernelRows
+from torchrec_stream_ckpt.capture.sender import Drain, Sender
+from torchrec_stream_ckpt.capture.touched import TouchedRows
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenCut:
+    """A cut that is being sent."""
+
+    drain: Drain
+    """What its frames carry."""
+    on_give_up: Callable[[str], object]
+    """Hears why it was given up."""
+
+
+class FrozenRows:
+    """The frozen rows of all kernels, from ``freeze`` until ``finish`` or ``give_up``.
+
+    Args:
+        kernels: All of this rank.
+        masks: Of each kernel.
+        sender: Sends the rows.
+    """
+
+    def __init__(self, kernels: Sequence[FusedKernel], masks: Sequence[TouchedRows], sender: Sender) -> None:
+        self._kernels = kernels
+        self._masks = masks
+        self._sender = sender
+        self.cut: FrozenCut | None = None
+        """The one that is open."""
+        self._sending = threading.RLock()
+        """Held while rows of a cut are sent, and while it is given up: by one thread at a time."""
+        self.saved_rows = 0
+        """Rows of cuts that were sent before a write."""
+        self.saving_s = 0.0
+        """Time that took."""
+
+    def freeze(self, drain: Drain, on_give_up: Callable[[str], object]) -> None:
+        """Open a cut of all that is touched now; hears through ``on_give_up`` why it was given up, on any thread."""
+        self.cut = FrozenCut(drain, on_give_up)
+        for mask in self._masks:
+            mask.freeze()
+
+    def push(self, drain: Drain) -> bool:
+        """Send the frozen rows that find space; returns whether the cut is open and nothing of it is left."""
+        if not self._sender.may_send(drain):
+            return False
+        for position, (kernel, mask) in enumerate(zip(self._kernels, self._masks, strict=True)):
+            with self._sending, kernel.order.reading():
+                if self.cut is None:
+                    return False
+                frozen = mask.frozen
+                rows = frozen.find()
+                frozen.left = rows.numel()
+                sent = self._sender.send(position, KernelRows(rows), drain)
+                frozen.clear(rows[:sent] if sent < rows.numel() else rows)
+                frozen.left -= sent
+                if sent < rows.numel():
+                    return False
+        return self.cut is not None
+
+    def save(self, position: int, find: Callable[[], torch.Tensor]) -> None:
+        """Send frozen rows before a write, within the marker's budget; a write neither waits nor fails."""
+        begin = time.perf_counter()
+        with self._sending:
+            cut = self.cut
+            if cut is None:  # another thread has given it up
+                return
+            try:
+                with self._kernels[position].order.reading():
+                    rows = find()
+                    sent = self._sender.send(position, KernelRows(rows), replace(cut.drain, saving=True))
+                    self._masks[position].frozen.clear(rows[:sent])
+                self.saved_rows += sent
+                if sent < rows.numel():
+                    self.give_up(
+                        "rows that the marker has not sent are overwritten, and ring and marker budget are full"
+                    )
+            except Exception as error:  # the publisher has died, or memory is short
+                log.exception("the rows of marker %d cannot be sent on this rank", cut.drain.marker)
+                self.give_up(f"{type(error).__name__}: {error}")
+            finally:
+                self.saving_s += time.perf_counter() - begin
+
+    def finish(self) -> None:
+        """The cut is in the ring to its last row, and so is its MARK."""
+        self.cut = None
+
+    def give_up(self, reason: str) -> None:
+        """End the cut, if one is open, without its MARK: rows that were not sent are touched rows again."""
+        with self._sending:
+            if self.cut is None:
+                return
+            self.cut.on_give_up(reason)  # first: whatever is raised from here on, this cut is never taken for whole
+            for mask in self._masks:
+                mask.thaw()
+            self.cut = None
