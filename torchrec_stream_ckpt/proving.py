@@ -308,11 +308,10 @@ def digests(kernels: Sequence[FusedKernel], schema: Schema, blocks_of: BlocksOf)
     """
     index = schema.index()
     for number, position, shard, id_ in _held(kernels, schema):
-        place = TableShard(index[shard.table.name], shard.row0, shard.rows, shard.col0, shard.cols)
         blocks = blocks_of(id_, shard.row0, shard.row0 + shard.rows)
         pieces = map(partial(_shard_piece, kernels, number, position, id_), _parts(blocks))
         found = [np.empty((0, 1 + len(shard.table.states)), np.uint64), *_digested(kernels, pieces, ())]
-        yield ShardDigests(place, blocks, np.concatenate(found))
+        yield ShardDigests(shard.table_shard(index), blocks, np.concatenate(found))
 
 
 def replicated_digests(name: str, tensor: torch.Tensor, blocks_of: BlocksOf) -> tuple[Ints, Digests]:

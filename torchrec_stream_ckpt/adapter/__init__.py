@@ -57,7 +57,7 @@ of ``SplitTableBatchedEmbeddingBagsCodegen``:
 ``flush``, ``reset_cache_states``                     1.0    (GPU) no cached row may cover one that is restored
 ``_prefetch``, ``lxu_cache_locations_list``           1.0    (GPU) moves cached rows; batches it has done that for
 ``prefetch_pipeline``                                 1.0    (GPU) whether those leave the slots of others alone
-``weights_dev``, ``weights_host``, ``weights_uvm``    1.0    whether there is memory behind the views
+``weights_dev``, ``weights_host``, ``weights_uvm``    1.0    whether the views have memory
 of a managed collision collection and its wrapper:
 ``_managed_collision_collection``, ``_env``           1.0    the collection inside; its ranks
 ``_managed_collision_modules``                        1.0    one id map a table

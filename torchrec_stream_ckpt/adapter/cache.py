@@ -39,12 +39,12 @@ class UvmCache:
         self._slots = CacheSlots(locked=tbe.prefetch_pipeline)
 
     def newest(self, shard: int, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Weights of local ``rows``: the cache's where it holds the row, else ``values``, those of the table."""
+        """Weights of local ``rows``: the cache's where it holds the row, otherwise ``values``, those of the table."""
         base = self._bases.get(shard, -1)
         if base < 0 or not rows.numel():
             return values
         tbe = self._tbe
-        # -1 where the cache does not hold a row; else the cache row, whose first columns are those of the table.
+        # -1 where the cache does not hold a row; otherwise the cache row, whose first columns are those of the table.
         slots = torch.ops.fbgemm.lxu_cache_lookup(rows + base, tbe.lxu_cache_state, tbe.total_cache_hash_size)
         cached = tbe.lxu_cache_weights.index_select(0, slots.clamp(min=0).long())[:, : values.shape[1]]
         return torch.where((slots >= 0).unsqueeze(1), cached, values)

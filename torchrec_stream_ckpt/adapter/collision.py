@@ -81,7 +81,7 @@ class IdMap:
             "map_raw_ids": module._mch_sorted_raw_ids,
             "map_rows": module._mch_remapped_ids_mapping,
             "history_ids": module._history_accumulator[:seen] if seen else none,
-            # Once they have been reset in the table nobody reads the list again.
+            # Once they have been reset in the table nothing reads the list again.
             "evicted_rows": module._evicted_emb_indices.long() if module._evicted else none,
             "counters": torch.tensor(counters, dtype=torch.int64, device="cpu"),
         }

@@ -98,7 +98,7 @@ class FusedKernel:
         return row_states(self._tbe, self._state_names)
 
     def newest(self, shard: int, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """(GPU) Gathered weights of ``rows``: those of the UVM cache where it holds the row, else ``values``.
+        """(GPU) Gathered weights of ``rows``: those of the UVM cache where it holds the row, otherwise ``values``.
 
         Args:
             shard: Index of the shard.

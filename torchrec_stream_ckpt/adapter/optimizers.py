@@ -46,10 +46,10 @@ OPTIMIZERS = {EmbOptimType[name]: kind for name, kind in _KNOWN.items() if name 
 def optimizer_states(name: str) -> tuple[str, ...]:
     """Names of the states that rows have under a fused optimizer, such as ``exact_rowwise_adagrad``.
 
-    Without those of its weight decay or bias correction, which come behind them.
+    Without those of its weight decay or bias correction, which come after them.
 
     Raises:
-        ConfigError: it is none that is captured.
+        ConfigError: it is not captured.
     """
     known = {optimizer.name.lower(): kind.states for optimizer, kind in OPTIMIZERS.items()}
     if name not in known:

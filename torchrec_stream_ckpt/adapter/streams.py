@@ -1,8 +1,8 @@
 """(GPU) Order between reading the rows of a kernel and all that changes them.
 
 A pipeline of TorchRec may run lookups, and with them the fused update in the backward, on a stream of its own, and
-move rows in and out of the UVM cache on another one. A row that is gathered has to be behind every change that was
-queued before, and in front of every change that is queued later, whatever streams these are on.
+move rows in and out of the UVM cache on another one. A row has to be gathered after every change that was
+queued before, and before every change that is queued later, whatever streams these are on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class StreamOrder:
         self._read: torch.cuda.Event | None = None
 
     def writing(self) -> None:
-        """Rows change on the current stream, by what is queued behind this call: behind the last reading.
+        """Rows change on the current stream, by what is queued after this call; it runs after the last reading.
 
         On any thread; the autograd threads call it too.
         """
@@ -38,9 +38,9 @@ class StreamOrder:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Rows are read on the current stream, by what is queued inside: behind all changes and readings so far.
+        """Rows are read on the current stream, by what is queued inside; it runs after all changes and readings so far.
 
-        Waiting for whole streams, not for one event of each, also waits for what was queued behind ``writing()``.
+        Waiting for whole streams, not for one event of each, also waits for what was queued after ``writing()``.
         """
         if self._device.type != "cuda":
             yield

@@ -2,9 +2,9 @@
 
 The host must know how many rows a drain sends: frames, their sections and the ring depend on it. So the marks of each
 shard are counted on the device at one step boundary, and the numbers are used at a later one, once they have arrived.
-Updates only set marks, and whoever clears any drops the counts (``RowMask``). So a count is a *lower bound* of what is
-marked later, and ``nonzero_static`` finds so many rows without anything to wait for. The first marked rows of a shard
-are taken, whenever they were marked, as they are then; what is marked beyond the count stays marked.
+Updates only set marks, and clearing any drops the counts (``RowMask``). So a count is a *lower bound* of what is
+marked later, and ``nonzero_static`` finds that number of rows without anything to wait for. The first marked rows of a
+shard are taken, whenever they were marked, as they are then; what is marked beyond the count stays marked.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LateCounts:
 
     Args:
         bases: Linear row of each shard's first row, and the number of rows.
-        record: Notes the moment behind the copy to the host.
+        record: Notes the moment after the copy to the host.
     """
 
     def __init__(self, bases: tuple[int, ...], record: Record) -> None:

@@ -2,7 +2,7 @@
 
 The oracle keeps a second copy of every shard of this rank in host memory and writes it from nothing but the frames
 that this rank submits, as a reader would: the header says which table, columns and rows, the payload says the values.
-So it knows only what the stream knows. A row that a writer changed behind the hook, a row that was never sent, or a
+So it knows only what the stream knows. A row that a writer changed past the hook, a row that was never sent, or a
 frame that says other cells than it holds, makes the copy differ from the live table, and that is found before the
 marker can be committed. Values are compared as bytes: a NaN equals itself, and -0.0 is not 0.0.
 """
@@ -132,7 +132,7 @@ class _ShardCopy:
                 ours, theirs = (each[place * size : (place + 1) * size].tobytes() for each in (copy[local], values))
                 said = f"the stream has {_show(ours, section.dtype)}, the table {_show(theirs, section.dtype)}"
                 return Difference(table, name, said, row, None if section.per_row else self.shard.col0 + place)
-        raise AssertionError("compare() saw a difference that is none")
+        raise AssertionError("compare() saw a difference, and no byte differs")
 
 
 class Oracle:
@@ -209,7 +209,7 @@ class Oracle:
     def compare(self, live_scalars: Sequence[TableScalars]) -> Difference | None:
         """What the stream says, MARK included, against the live tables and ``live_scalars``; None: the same.
 
-        Behind ``hold`` against the tables as they were then.
+        After ``hold``: against the tables as they were then.
         """
         if self._unreadable is not None:
             return self._unreadable
@@ -234,7 +234,7 @@ class Oracle:
         return None
 
     def _flush(self) -> None:
-        """The capture reads through a cache in front of the weights; here the cache is written back instead."""
+        """Write UVM caches back: the capture reads through them, the oracle reads the tables."""
         for kernel in self._kernels:
             kernel.flush()
 
@@ -242,7 +242,7 @@ class Oracle:
 def mismatch(
     differences: Sequence[Difference | None], generation: int, marker: int, step: int
 ) -> CaptureMismatchError | None:
-    """The error that all ranks raise for what each of them found; None if nobody found anything."""
+    """The error that all ranks raise for what each of them found; None if no rank found a difference."""
     found = [(rank, difference) for rank, difference in enumerate(differences) if difference is not None]
     if not found:
         return None

@@ -178,7 +178,7 @@ class Prover:
         return Proved.by(self.window.width, self._committed)
 
     def take(self) -> Taken:
-        """(training thread, while nobody writes rows) Copy the rows of the window as they are now."""
+        """(training thread, while nothing writes rows) Copy the rows of the window as they are now."""
         self._tensors = self._replicated()
         ready, self._ready = self._ready, None
         if ready is None or not ready.fits(self._tensors):  # an optimizer has made its state

@@ -50,7 +50,7 @@ class RowMask:
         blocks = total // BLOCK + 1
         self._padded = torch.zeros(blocks * BLOCK, dtype=torch.bool, device=device)
         self.bits = self._padded[: total + 1]
-        """One byte a row; to be read. Whoever sets one here says so to ``flag``."""
+        """One byte a row; to be read. Code that sets one here says so to ``flag``."""
         self._bits = self.bits.numpy() if device.type == "cpu" else np.empty(0, np.bool_)
         self._flags = np.zeros(blocks, np.bool_) if device.type == "cpu" and late is None else None
         self._found: torch.Tensor | None = None
@@ -74,7 +74,7 @@ class RowMask:
             self._flag_rows(ids + np.int64(begin))
 
     def fill_rows(self, rows: torch.Tensor) -> None:
-        """Set linear rows, the one behind the last included."""
+        """Set linear rows, the one after the last included."""
         self.bits.index_fill_(0, rows, True)
         if self._flags is not None:
             self._flag_rows(rows.numpy())
@@ -119,7 +119,7 @@ class RowMask:
             return self.take_set(self.find())
         self.put_back()
         self._torn = True
-        # Whoever sets a row sets its flag after it. So flags go first: a row that the scan misses keeps its flag.
+        # Code that sets a row sets its flag after it. So flags go first: a row that the scan misses keeps its flag.
         blocks = np.flatnonzero(self._flags)
         self._flags[blocks] = False
         self._hand = rows = self._scan(blocks)

@@ -67,7 +67,7 @@ class Sender:
         return max((stager.row_bytes for stager in self.stagers[position]), default=1)
 
     def may_send(self, drain: Drain) -> bool:
-        """A drain begins or goes on: whether a look at the masks is worth it. While the log takes nothing it is not."""
+        """A drain begins or goes on; returns whether to look at the masks: not while the log takes nothing."""
         assert self.ring is not None
         if drain is not self._begun:
             self._begun, self._quota = drain, self.ring.capacity
@@ -75,7 +75,7 @@ class Sender:
 
     @torch.no_grad()
     def send(self, position: int, found: KernelRows, drain: Drain) -> int:
-        """Gather and submit rows of one kernel; how many of them found space, from the first on."""
+        """Gather and submit rows of one kernel; returns how many of them found space, from the first on."""
         rows, cuts = found
         if not rows.numel():
             return 0

@@ -70,8 +70,8 @@ class RowStager:
         """Gather ``rows`` (local, at most ``max_rows``) of the live tensors into ``buffer``.
 
         On a CPU the rows are in the buffer on return. On a GPU the gather is queued on the current stream,
-        in front of any later update, and the buffer's ``ready`` waits for the copy; ``newest`` puts over the
-        gathered weights what a cache in front of them holds.
+        before any later update, and the buffer's ``ready`` waits for the copy; ``newest`` replaces gathered weights
+        by those that the UVM cache holds.
         """
         shard, layout = self._shard, self._layout
         count = rows.numel()

@@ -27,7 +27,7 @@ class Sweep(Protocol):
 
     @property
     def left(self) -> int:
-        """Rows that the sweep has before it, as far as is known without a scan."""
+        """Rows that the sweep has still to send, as far as is known without a scan."""
 
 
 class MaskSweep:
@@ -66,7 +66,7 @@ class MaskSweep:
 
     @property
     def left(self) -> int:
-        """Rows that are not behind the sweep, as far as is known without a scan."""
+        """Rows that the sweep has still to send, as far as is known without a scan."""
         return self._total - self._cursor
 
 
@@ -101,7 +101,7 @@ class RangeSweep:
 
     @property
     def left(self) -> int:
-        """Rows that are not behind the sweep."""
+        """Rows that the sweep has still to send."""
         return sum(end - begin for _, begin, end in self._ranges())
 
     def _ranges(self) -> list[tuple[int, int, int]]:

@@ -1,7 +1,7 @@
 """Which fused updates run: each one is noted before its kernel, and settled once its rows are marked.
 
-What stops Python between the two (a signal handler that raises, a hook of somebody else, an error in another kernel)
-leaves the note behind. Its rows may have changed, so whoever looks at the marks next counts them as touched. A note
+What stops Python between the two (a signal handler that raises, another library's hook, an error in another kernel)
+leaves the note there. Its rows may have changed, so the next look at the marks counts them as touched. A note
 whose backward has ended is one that was left; the others are of updates that still run, on other threads.
 
 Nothing here takes a lock: each step is one operation on a dict, or one assignment, so that an exception between any

@@ -44,8 +44,8 @@ class Cadence:
     """Votes over a group of its own. Called on the training thread of every rank, at every step.
 
     Args:
-        every_steps: Cut at each multiple of so many steps, or never when None.
-        every_s: Cut when so many seconds have passed since the last cut, or never when None.
+        every_steps: Cut at each multiple of this number of steps; None: never.
+        every_s: Cut when this many seconds have passed since the last cut; None: never.
         affordable: Cut whenever this says so on all ranks, asked at every step; None: by steps and seconds alone.
         group: A gloo group that nothing else uses meanwhile.
         roll: Tells where the ranks are; None: waits for them have no bound but the group's.
@@ -137,7 +137,7 @@ class Cadence:
 
 
 def _done(work: dist.Work, seconds: float) -> bool:
-    """Whether a collective has come to its end, at most so much later."""
+    """Whether a collective ends within ``seconds``."""
     ends = time.monotonic() + seconds
     pause = 0.00002
     while not work.is_completed():

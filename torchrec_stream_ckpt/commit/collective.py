@@ -131,7 +131,7 @@ class Team:
     def agree(self, tag: tuple[int, int], value: T, bound_s: float, what: str) -> list[T]:
         """(all ranks, commit thread) The value of each rank at ``tag``, a marker and a phase of it.
 
-        A rank that gave up waiting has gone on to a higher tag. Who is late hears so, and the others ask again: so they
+        A rank that gave up waiting has gone on to a higher tag. A late rank hears so, and the others ask again: they
         are in step again without having said a word about it.
 
         Raises:

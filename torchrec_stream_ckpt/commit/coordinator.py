@@ -12,7 +12,7 @@ Call order of a marker, as DCP writes it down:
    later step boundary where they did not fit, and until the MARK is durable
 5. (all ranks, commit thread) votes are gathered
 6. (rank 0, outcome thread) COMMIT into the control partition; its order decides. Log or store may keep this thread
-   waiting, but not the commit thread, which then tells that nobody knows
+   waiting, but not the commit thread, which then tells that the outcome is unknown
 7. (all ranks, commit thread) rank 0 tells the outcome; futures resolve
 
 A rank that fails anywhere says so in the next of these collectives; none is ever left out, so that no rank waits
@@ -27,6 +27,7 @@ import time
 import zlib
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from torchrec_stream_ckpt.commit.again import Again
@@ -57,10 +58,16 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+
 PHASES = {1: "which cut", 2: "what dense state", 3: "votes", 4: "outcome"}
 PHASE_S = 5.0
 """A phase may take so much longer than the one before: the ranks do not begin at one instant."""
 _NO_ANSWER_HINT = "stream-ckpt list tells, once the log answers again"
+
+
+def _left_s(deadline: float) -> float:
+    """Time until a moment on the monotonic clock."""
+    return max(0.0, deadline - time.monotonic())
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +121,7 @@ class Coordinator:
         """DCP's own collectives: a rank that does not come to them must not hold the vote up."""
         self._saving: Future[tuple[DenseFile, ...]] | None = None
         self._decider = Worker("stream-ckpt-outcome")
-        """Rank 0's questions to log and store: what hangs there must not keep the other ranks from the outcome."""
+        """Rank 0's questions to log and store: one that hangs must not keep the other ranks from the outcome."""
         self._deciding: Future[None] | None = None
         self._running: Future[None] | None = None
         self._seal = Seal()
@@ -151,13 +158,13 @@ class Coordinator:
         return self._running is not None and not self._running.done()
 
     def settle(self, timeout_s: float | None = None) -> bool:
-        """Wait for the marker in flight; whether it has settled."""
+        """Wait for the marker in flight; returns whether it has settled."""
         if self._running is not None:
             wait([self._running], timeout_s)
         return not self.busy
 
     def close(self, timeout_s: float) -> bool:
-        """Wait for the marker in flight, then give it up; whether it had settled."""
+        """Wait for the marker in flight, then give it up; returns whether it had settled."""
         settled = self.settle(timeout_s)
         self._seal.fail("the stream was closed")
         self._abandoned.set()
@@ -169,27 +176,10 @@ class Coordinator:
 
     def _settle(self, cut: CutOrder, future: Future[Committed]) -> None:
         generation = self._generation.claim.generation
-        failure: StreamCkptError
         try:
             self._decide_together(cut)
-        except RankLostError as error:
-            failure = MarkerFailedError(
-                f"a rank was lost while the marker was decided: {error.message}",
-                hint="stream-ckpt list tells whether it was committed",
-                generation=generation,
-                marker=cut.marker,
-                rank=self._team.rank,
-            )
-        except StreamCkptError as error:
-            failure = error
         except Exception as error:  # a peer died, or its connection did: nothing may leave this thread unsaid
-            failure = MarkerFailedError(
-                f"a rank was lost while the marker was decided: {type(error).__name__}: {error}",
-                hint="stream-ckpt list tells whether it was committed",
-                generation=generation,
-                marker=cut.marker,
-                rank=self._team.rank,
-            )
+            failure = self._failure(cut, error)
         else:
             if self._team.rank == 0:
                 log.info("marker %d:%d committed (step %d)", generation, cut.marker, cut.step)
@@ -206,8 +196,21 @@ class Coordinator:
         log.warning("marker %d:%d failed: %s", generation, cut.marker, failure)
         future.set_exception(failure)
 
+    def _failure(self, cut: CutOrder, error: Exception) -> StreamCkptError:
+        """Why the marker has failed, as its future says it."""
+        if isinstance(error, StreamCkptError) and not isinstance(error, RankLostError):
+            return error
+        said = error.message if isinstance(error, RankLostError) else f"{type(error).__name__}: {error}"
+        return MarkerFailedError(
+            f"a rank was lost while the marker was decided: {said}",
+            hint="stream-ckpt list tells whether it was committed",
+            generation=self._generation.claim.generation,
+            marker=cut.marker,
+            rank=self._team.rank,
+        )
+
     def _decide_together(self, cut: CutOrder) -> None:
-        """Return when the marker is committed, else raise why not; the same on every rank."""
+        """Return when the marker is committed, otherwise raise why not; the same on every rank."""
         deadline = time.monotonic() + self._timeout_s
         listing = zlib.crc32("\n".join(self._dense.listing).encode())
         votes = self._agree(cut, 1, MarkerVote(cut.marker, cut.step, cut.seal.reason, listing), deadline)
@@ -226,17 +229,17 @@ class Coordinator:
 
     def _agree(self, cut: CutOrder, phase: int, value: T, deadline: float) -> list[T]:
         """What each rank says in one phase of a marker; a later phase may wait a little longer than the one before."""
-        bound_s = max(0.0, deadline - time.monotonic()) + PHASE_S * phase
+        bound_s = _left_s(deadline) + PHASE_S * phase
         return self._team.agree((cut.marker, phase), value, bound_s, f"marker {cut.marker} ({PHASES[phase]})")
 
     def _outcome(
         self, cut: CutOrder, votes: list[MarkerVote], deadline: float
     ) -> tuple[RowRange, ...] | StreamCkptError:
-        """(rank 0) Commit; the rows that all ranks are to send again, or why it is not committed.
+        """(rank 0) Commit; returns the rows that all ranks are to send again, or why it is not committed.
 
         Ends before the other ranks have waited enough, whatever log and store do.
         """
-        bound_s = max(0.0, deadline - time.monotonic()) + PHASE_S * 3
+        bound_s = _left_s(deadline) + PHASE_S * 3
         ends = time.monotonic() + bound_s
         where = {"generation": self._generation.claim.generation, "marker": cut.marker}
         if self._deciding is not None and not wait([self._deciding], bound_s).done:
@@ -245,8 +248,8 @@ class Coordinator:
                 hint=_NO_ANSWER_HINT,
                 **where,
             )
-        self._deciding = self._decider.submit(self._commit, cut, votes, max(0.0, ends - time.monotonic()))
-        if not wait([self._deciding], max(0.0, ends - time.monotonic())).done:
+        self._deciding = self._decider.submit(self._commit, cut, votes, _left_s(ends))
+        if not wait([self._deciding], _left_s(ends)).done:
             return CommitUnknownError(
                 f"COMMIT: log or store have not answered for {bound_s:.0f} s; "
                 f"the log waits for {self._generation.log.waits_for()}",
@@ -264,40 +267,38 @@ class Coordinator:
 
     def _prepare(self, cut: CutOrder, deadline: float) -> MarkerVote:
         """Make this rank's part durable; what goes wrong becomes the vote's reason."""
+        vote = partial(MarkerVote, cut.marker, cut.step)
         try:
             assert cut.staged is not None
-            left_s = max(0.0, deadline - time.monotonic())
-            if self._saving is not None and not wait([self._saving], left_s).done:
+            if self._saving is not None and not wait([self._saving], _left_s(deadline)).done:
                 raise TimeoutError("that of an earlier marker is still being saved, a rank does not come")
             self._saving = self._saver.submit(self._save, cut.staged, cut.marker)
-            if not wait([self._saving], max(0.0, deadline - time.monotonic())).done:
+            if not wait([self._saving], _left_s(deadline)).done:
                 raise TimeoutError(f"it takes longer than {self._timeout_s:.0f} s, or a rank does not come")
             files = self._saving.result()
         except Exception as error:  # DCP raises what its storage and peers raise
-            return MarkerVote(cut.marker, cut.step, f"dense state was not saved: {type(error).__name__}: {error}")
+            return vote(f"dense state was not saved: {type(error).__name__}: {error}")
         publisher = self._generation.publisher
         if publisher.lost is not None:
-            return MarkerVote(cut.marker, cut.step, publisher.lost.headline, lost=publisher.lost)
-        if not cut.seal.wait(max(0.0, deadline - time.monotonic())):
+            return vote(publisher.lost.headline, lost=publisher.lost)
+        if not cut.seal.wait(_left_s(deadline)):
             why = publisher.failure or "the log is slow, or no step follows"
             cut.seal.fail(f"its rows did not find space in the ring in {self._timeout_s:.0f} s ({why})")
         sealed = cut.seal.sealed
         if sealed is None:
-            return MarkerVote(cut.marker, cut.step, cut.seal.reason)
+            return vote(cut.seal.reason)
         try:
             failpoint("mark.wait")
-            durable = publisher.wait_mark(sealed.mark_seq, max(0.0, deadline - time.monotonic()))
+            durable = publisher.wait_mark(sealed.mark_seq, _left_s(deadline))
             failpoint("mark.durable")
             self._generation.check_gaps()
         except StreamLostError as error:
-            return MarkerVote(cut.marker, cut.step, error.headline, lost=error)
+            return vote(error.headline, lost=error)
         except Exception as error:  # the publisher has died or is closed
-            return MarkerVote(cut.marker, cut.step, f"the stream has ended: {error}")
+            return vote(f"the stream has ended: {error}")
         if durable is None:
             waited = publisher.failure or "it is slow"
-            return MarkerVote(
-                cut.marker, cut.step, f"the log did not acknowledge the rows in {self._timeout_s:.0f} s ({waited})"
-            )
+            return vote(f"the log did not acknowledge the rows in {self._timeout_s:.0f} s ({waited})")
         end = RankEnd(
             self._team.rank,
             self._generation.partition,
@@ -308,10 +309,10 @@ class Coordinator:
             sealed.rows,
             sealed.num_bytes,
         )
-        return MarkerVote(cut.marker, cut.step, "", end=end, files=files)
+        return vote("", end=end, files=files)
 
     def _save(self, staged: dict[str, Any], number: int) -> tuple[DenseFile, ...]:
-        """Save the dense state together with the other ranks; returns what this one wrote, which is durable then."""
+        """Save the dense state together with the other ranks; returns the files that this one wrote, now durable."""
         store, job, marker = self._generation.dense, self._generation.claim.job, self._generation.marker(number)
         folder = store.writing(job, marker)
         try:
@@ -328,8 +329,9 @@ class Coordinator:
         """Raise why the marker is given up, as far as the ranks' own words tell; the same on every rank."""
         generation = self._generation.claim.generation
         if len({(vote.marker, vote.step) for vote in votes}) > 1:
-            said = (f"rank {rank}: marker {vote.marker} at step {vote.step}" for rank, vote in enumerate(votes))
-            cuts = "; ".join(said)
+            cuts = "; ".join(
+                f"rank {rank}: marker {vote.marker} at step {vote.step}" for rank, vote in enumerate(votes)
+            )
             raise MarkerFailedError(
                 f"the ranks have cut different markers: {cuts}",
                 hint="call step() and mark() on all ranks at the same step; restart the job if a rank skipped one",

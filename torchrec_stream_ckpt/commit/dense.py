@@ -297,10 +297,7 @@ class DenseState:
         imported = _older_states(reader, entries, parameters).get("imported", {})
         view.load_state_dict(_below("model", load_here(model, reader)))
         for optimizer in self._optimizers.values():
-            groups = [
-                {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
-                for group in optimizer.param_groups
-            ]
+            groups = optimizer_state.named_groups(optimizer, names)
             mine = {name for group in groups for name in group["params"]}
             state = {name: values for name, values in imported.items() if name in mine}
             optimizer_state.put_back(optimizer, parameters, OptimizerState(type(optimizer).__name__, groups, state))

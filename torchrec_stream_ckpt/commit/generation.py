@@ -254,7 +254,7 @@ def claim_generation(
 
 
 def fence_of(lineage: Lineage, uri: str) -> Claim:
-    """A CLAIM that nobody will write rows for: it only fences all generations below it."""
+    """A CLAIM of a generation without rows: it only fences all generations below it."""
     if not lineage.claims:
         raise MarkerNotFoundError("no trainer ever opened this log", hint="check the URI", uri=uri)
     return nobodys(lineage, lineage.next_generation, uuid.uuid4().hex, time.time())
@@ -264,7 +264,7 @@ def nobodys(lineage: Lineage, generation: int, nonce: str, time_s: float, **more
     """A CLAIM of a generation that no rank writes, above all that the log has.
 
     Args:
-        lineage: The log's; somebody has claimed a generation.
+        lineage: The log's; it has at least one CLAIM.
         generation: The new one.
         nonce, time_s: Of the record.
         more: Its other fields that are not as those of the newest CLAIM.

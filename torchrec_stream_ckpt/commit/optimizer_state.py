@@ -138,16 +138,20 @@ def _tree(
                 f"{title} keeps state for a tensor of shape {tuple(holder.shape)} that is not a parameter of the model",
                 hint="build it from in_backward_optimizer_filter(model.named_parameters())",
             )
-    groups = [
-        {**group, "params": [names[id(parameter)] for parameter in group["params"]]} for group in optimizer.param_groups
-    ]
     return {
         "class": type(optimizer).__name__,
-        "param_groups": encode(groups, f"{title}: param_groups", keep),
+        "param_groups": encode(named_groups(optimizer, names), f"{title}: param_groups", keep),
         "state": state,
         "other": encode(other, f"{title}: state", keep),
         "own": encode(_own_state(optimizer, title), f"{title}: state_dict()", keep),
     }
+
+
+def named_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Param groups of ``optimizer`` with names in place of parameters."""
+    return [
+        {**group, "params": [names[id(parameter)] for parameter in group["params"]]} for group in optimizer.param_groups
+    ]
 
 
 def _below_parameter(values: Any, place: str, key: str, name: str, tensors: _Tensors) -> Any:
@@ -239,7 +243,7 @@ def check(optimizers: Optimizers, saved: Mapping[str, OptimizerState], names: Ma
             raise SchemaMismatchError(
                 f"dense {key} is {saved[key].kind} in the marker and {type(optimizer).__name__} in this job"
             )
-        here = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+        here = [group["params"] for group in named_groups(optimizer, names)]
         there = [group["params"] for group in saved[key].groups]
         if here != there:
             raise SchemaMismatchError(f"dense {key}: its parameter groups are {there!r:.200}, here {here!r:.200}")
@@ -284,7 +288,7 @@ def _beside(value: Any, live: Any) -> Any:
 def _on_device(
     value: torch.Tensor, key: Any, known: Any, parameter: nn.Parameter, *, counted_there: bool
 ) -> torch.Tensor:
-    """Where the optimizer keeps a state: where it had it, else with the parameter.
+    """Where the optimizer keeps a state: where it had it, otherwise with the parameter.
 
     A step counter is on the CPU, but with the parameter in a group that is fused or capturable (``counted_there``).
     """

@@ -1,7 +1,7 @@
 """How often to drain and to cut, from what drains and markers turn out to cost.
 
 ``drain_every="auto"``: a drain sends about half a ring. It comes less often while little has changed, or while so much
-changes that every drain sends most rows anew, and not at all while the log is behind.
+changes that every drain sends most rows anew, and not at all while the log lags.
 
 ``max_overhead``: a part of the time that training takes by itself is earned, and drains and markers spend it. A marker
 is affordable when what markers cost has been earned beforehand; what it costs beyond that is a debt. So the share of
@@ -39,7 +39,7 @@ class DrainInterval:
         self._since = 0
 
     def due(self, ring_used: float) -> bool:
-        """(once a step) Whether to drain now. Not while the log is behind: what is left marked is sent once, later.
+        """(once a step) Whether to drain now. Not while the log lags: what is left marked is sent once, later.
 
         Args:
             ring_used: Part of the ring that frames take now; a marker's may take more than the ring.
@@ -93,7 +93,7 @@ class Account:
         """A step boundary begins: the time since the last call that was spent on nothing of ours was training.
 
         Args:
-            saved_s: What hooks have spent since then in front of updates, to save rows of a marker.
+            saved_s: What hooks have spent since then before updates, to save rows of a marker.
         """
         now = self._clock()
         if self._open:

@@ -1,9 +1,8 @@
 """A copy of what the ranks hold alike: each of them copies a part, into memory that is kept for the next marker.
 
 DDP keeps parameters and optimizer states equal on all ranks, so one copy of them is saved; a frozen parameter is
-compared, for nobody keeps it equal. Which rank makes it follows
-from names and sizes alone: every rank comes to the same answer without asking, and the votes of a marker compare what
-the answer was made from.
+compared, for nothing keeps it equal. Which rank makes the copy follows from names and sizes alone: every rank comes to
+the same answer without asking, and the votes of a marker compare what the answer was made from.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def listing(tensors: Tensors, places: Mapping[str, str], frozen: Collection[str]
     Args:
         tensors: What each rank holds a copy of.
         places: Entry -> where its tensor stands, for people.
-        frozen: Entries of parameters that nobody keeps equal: a checksum of their bytes is in the listing.
+        frozen: Entries of parameters that nothing keeps equal: a checksum of their bytes is in the listing.
     """
     return tuple(
         f"{name}{f' ({places[name]})' if name in places else ''} {list(tensor.shape)} {tensor.dtype}"

@@ -2,7 +2,7 @@
 
 A rank that waits asks all ranks, and each of them answers from a thread of its own, once a second, with the call that
 it is in. So a wait can end with the name of the rank that did not come, and a call that was made on one rank alone is
-named on all of them. A rank that does not answer is frozen or dead. While nobody waits, a rank looks once a second
+named on all of them. A rank that does not answer is frozen or dead. While no rank waits, each looks once a second
 whether it is asked.
 """
 
@@ -25,7 +25,7 @@ from torchrec_stream_ckpt.errors import ConfigError, RankLostError
 log = logging.getLogger(__name__)
 
 QUIET_S = 3.0
-"""Who waits for less asks nobody."""
+"""A rank asks the others only after a wait of this length."""
 TICK_S = 1.0
 SILENT_S = 3.0
 """A rank that has not answered for so long is frozen, dead, or cut off."""
@@ -91,7 +91,7 @@ class Roll:
         return cls(store, dist.get_rank(), dist.get_world_size())
 
     def close(self, call: str = "close()") -> None:
-        """This rank makes no call any more; whoever waits for it is told so."""
+        """This rank makes no call any more; ranks that wait for it are told so."""
         self._call, self._waits_in_call, self._closed = call, True, True
         self._ending.set()
         self._woken.set()
@@ -131,14 +131,14 @@ class Roll:
             self._call, self._call_ends_s = before
 
     def bound(self, bound_s: float) -> None:
-        """All waits of the call that the training thread is in end in so many seconds."""
+        """End all waits of the call that the training thread is in within ``bound_s``."""
         self._call_ends_s = time.monotonic() + bound_s
 
     def wait(self, done: Callable[[float], bool], bound_s: float, what: str = "", *, in_call: bool = True) -> None:
         """Wait for other ranks.
 
         Args:
-            done: Waits for so many seconds at most, and says whether what is waited for has come.
+            done: Waits for the given seconds at most, and says whether what is waited for has come.
             bound_s: How long.
             what: What this rank waits in; default: the call that the training thread is in.
             in_call: On the training thread.
@@ -306,7 +306,7 @@ class Roll:
 
 
 def _run(of: weakref.ref[Roll], woken: threading.Event, ending: threading.Event) -> None:
-    """The thread of a roll: ends with it, also if nobody closes it."""
+    """The thread of a roll: ends with it, also if it is never closed."""
     heard: set[str] = set()
     while True:
         woken.wait(TICK_S)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """A MARK that was submitted behind all rows of its cut."""
+    """A MARK that was submitted after all rows of its cut."""
 
     mark_seq: int
     """Seq of this rank's MARK."""
@@ -28,7 +28,7 @@ class Seal:
         self._reason = ""
 
     def close(self, sealed: Sealed) -> bool:
-        """The MARK is in the ring; whether that still counts."""
+        """The MARK is in the ring; returns whether that still counts."""
         with self._lock:
             if not self._decided.is_set():
                 self._sealed = sealed
@@ -36,7 +36,7 @@ class Seal:
             return self._sealed is not None
 
     def fail(self, reason: str) -> bool:
-        """This rank gives the cut up, unless it has been sealed; whether it is given up."""
+        """This rank gives the cut up, unless it has been sealed; returns whether it is given up."""
         with self._lock:
             if not self._decided.is_set():
                 self._reason = reason
@@ -44,7 +44,7 @@ class Seal:
             return self._sealed is None
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the decision; whether there is one."""
+        """Wait for the decision; returns whether there is one."""
         return self._decided.wait(timeout_s)
 
     @property

@@ -145,7 +145,7 @@ def _container(value: Any, place: str, keep: Keep, above: tuple[int, ...]) -> An
 
 
 def no_tensor(_: torch.Tensor, place: str) -> str:
-    """(``keep``) There is none."""
+    """(``keep``) Refuse a tensor where none can stand."""
     raise UnsupportedError(f"{place} is a tensor, which is found by identity", hint="use a name for it")
 
 

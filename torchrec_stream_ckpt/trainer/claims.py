@@ -62,7 +62,7 @@ class Claims:
         """Markers of a run that forgot ``restore()`` would be newer than all that the log holds.
 
         Raises:
-            ConfigError: it holds some, and nobody has said that this is meant.
+            ConfigError: it holds some, and ``fresh`` is not set.
         """
         newest = self._control.refresh().newest
         if newest is not None and not self._tier.config.fresh:

@@ -165,7 +165,7 @@ class Cuts:
                 self._push(drain)
             if deadline_s is not None:
                 self.give_up(self._no_space())
-        except BaseException as error:  # a Stateful of the user, memory, the publisher; or somebody interrupts
+        except BaseException as error:  # a Stateful of the user, memory, the publisher; or an interrupt
             self._fail(marker, error)
             if not isinstance(error, Exception):
                 self._hand_over(CutOrder(marker, step, seal, staged), taken)
@@ -202,7 +202,7 @@ class Cuts:
             self._seal.fail("the stream was closed before all ranks had compared their tables")
 
     def give_up(self, reason: str) -> None:
-        """The cut that is open is none: its rows go with the next one."""
+        """End the open cut without its MARK: its rows go with the next one."""
         self._capture.frozen.give_up(reason)  # which may have frozen rows for a cut that was never open
         self._let_go()
 
@@ -212,19 +212,19 @@ class Cuts:
             self.give_up(self._no_space())
 
     def _push(self, drain: Drain) -> None:
-        """Send what finds space, and MARK behind the last row."""
+        """Send what finds space, and MARK after the last row."""
         cut = self._open
         if cut is None:
             return
         try:
-            if cut.seal.failed:  # in front of a write, in the commit thread or on another rank
+            if cut.seal.failed:  # before a write, in the commit thread or on another rank
                 self.give_up(cut.seal.reason)
             elif self._capture.push(drain) and (buffer := self._ring.acquire(extra=True, wait_s=drain.wait_s)):
                 self._finish(cut, buffer)
             elif self._oracle is not None and not cut.held:
                 self._oracle.hold()
                 cut.held = True
-        except BaseException as error:  # the publisher has died, or memory is short; or somebody interrupts
+        except BaseException as error:  # the publisher has died, or memory is short; or an interrupt
             self._fail(cut.marker, error)
             if not isinstance(error, Exception):
                 raise

@@ -150,11 +150,11 @@ class Session:
         finally:
             self._source.dense.release()
 
-    def advance(self, behind: Route) -> int:
+    def advance(self, route: Route) -> int:
         """(each rank) Write what was committed after the marker that the tables hold; returns the rows."""
-        assert behind.since is not None
-        plan = plan_restore(behind, self._attached.schema, self._attached.shards)
-        self._met.path = self._met.path.then(behind.since, plan.path)
+        assert route.since is not None
+        plan = plan_restore(route, self._attached.schema, self._attached.shards)
+        self._met.path = self._met.path.then(route.since, plan.path)
         return apply_rows(self._tier.log, plan, self._attached.kernels, met=self._met)
 
     def held(self, marker: MarkerId) -> tuple[RestorePlan, Route]:
@@ -254,7 +254,7 @@ class Session:
         """(all ranks) A marker is damaged where it was read: note it, so that the next look finds another place.
 
         Raises:
-            CorruptionError: there is none.
+            CorruptionError: no other place has it.
         """
         name = _segment(route, error)
         if name is not None and name not in self._damaged.segments:
@@ -270,7 +270,7 @@ class Session:
     # HEAD.
 
     def _everywhere(self, route: Route, head: HeadState) -> Route:
-        """``route`` if each host has what rank 0's HEAD holds, else one that counts on none."""
+        """``route`` if each host has what rank 0's HEAD holds, otherwise one that uses no HEAD."""
         if all(self._team.gather(self._has_head(head))):
             return route
         if self._team.rank == 0:

@@ -156,7 +156,7 @@ def _open_writer(folder: str | Path) -> SummaryWriter:
     except ImportError:
         raise ConfigError(
             "scalars need TensorBoard, which is not installed",
-            hint="pip install 'torchrec_stream_ckpt[tensorboard]', or leave --tensorboard away",
+            hint="pip install 'torchrec_stream_ckpt[tensorboard]', or omit --tensorboard",
         ) from None
     try:
         return SummaryWriter(str(folder))

@@ -72,7 +72,7 @@ class Standby:
         log_: The job's log.
         control: Its control partition; used on rank 0 alone.
         load: (all ranks) Writes the newest marker into the live tables: all of it; None when nothing is committed.
-        advance: (each rank) Writes what is behind the marker that the tables hold; returns the rows.
+        advance: (each rank) Writes what was committed after the marker that the tables hold; returns the rows.
         takeover: When it ends.
         uri: Of the log, for messages.
     """
@@ -107,8 +107,8 @@ class Standby:
         """(all ranks) Keep the tables at the newest marker until it is time.
 
         Returns:
-            The marker that the tables hold, behind which nothing can be committed any more by the trainer before; None
-            when none was ever committed.
+            The marker that the tables hold, after which the trainer before can commit nothing any more; None when none
+            was ever committed.
 
         Raises:
             FencedError: another trainer, or spare, was first.
@@ -138,7 +138,7 @@ class Standby:
         try:
             lineage = self._refresh()
             sign = self._signs(lineage)
-        except LogUnavailableError as error:  # who cannot reach the log can neither judge nor take over
+        except LogUnavailableError as error:  # a spare that cannot reach the log can neither judge nor take over
             log.info("the log does not answer: %s", error.headline)
             self._pulse.beat()
             return _Order(newest=self._at)
@@ -188,34 +188,34 @@ class Standby:
             action()
         except (LogUnavailableError, StoreUnavailableError) as error:
             if self._team.rank == 0:
-                log.warning("the spare stays behind for now: %s", error.headline)
+                log.warning("the spare does not follow for now: %s", error.headline)
 
     def _follow(self) -> None:
-        """(all ranks) To the newest marker: by what changed, else as a whole."""
+        """(all ranks) Bring the tables to the newest marker: by what changed, otherwise as a whole."""
         try:
-            behind = self._team.on_rank0(self._behind)
-            if behind is None:
+            route = self._team.on_rank0(self._newer)
+            if route is None:
                 self._load_all()
-            elif behind.commit.id != self._at:
+            elif route.commit.id != self._at:
                 self.touched = True
-                self.rows += self._team.together(lambda: self._advance(behind))
-                self._at = behind.commit.id
+                self.rows += self._team.together(lambda: self._advance(route))
+                self._at = route.commit.id
         except (CorruptionError, TrimmedError) as error:
             if self._team.rank == 0:
                 log.warning("the spare loads all rows again: %s", error.headline)
             self._load_all()
 
-    def _behind(self) -> Route | None:
+    def _newer(self) -> Route | None:
         """(rank 0) What leads from where the tables stand to the newest marker; None: nothing does."""
         lineage = self._refresh()
         newest = lineage.newest
         if self._at is None or newest is None or self._at not in lineage.leading_to(newest.id):
             return None
-        behind = locate(lineage, newest.id, since=self._at)
-        behind.check(self._log)
-        behind = behind.complete(self._log, self._known)
-        self._known = {**self._known, **behind.shards}
-        return behind
+        route = locate(lineage, newest.id, since=self._at)
+        route.check(self._log)
+        route = route.complete(self._log, self._known)
+        self._known = {**self._known, **route.shards}
+        return route
 
     def _load_all(self) -> None:
         """(all ranks)"""

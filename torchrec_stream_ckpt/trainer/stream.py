@@ -1,4 +1,4 @@
-"""What one rank has open while it streams: a generation, the cuts of its markers, and who commits them."""
+"""What one rank has open while it streams: a generation, the cuts of its markers, and what commits them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Stream:
 
         Args:
             swept: Whether every row was sent at least once.
-            sound: Whether anything could be done about a loss, or there is none.
+            sound: Whether the log has lost nothing of its stream, or nothing can be done about a loss.
         """
         settled, owner = not self.coordinator.busy, self.coordinator.fenced is None
         return StepVote(settled and owner and swept and self.cuts.idle, settled, owner, self.cuts.holding, sound)
