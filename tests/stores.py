@@ -113,7 +113,7 @@ def rows_in(catalog: Catalog, lineage: Lineage, marker: MarkerId, cover: Cover) 
     rows: Rows = {}
     with ThreadPoolExecutor(2) as pool:
         held = load_held(objects, catalog, cover, pool)
-        picked = [each for piece in held.pieces for each in piece.segments]
+        picked = [each for piece in held.pieces for each in piece.opened]
         for each, entry, data in read_chunks(objects, picked, pool):
             view = decode_chunk(entry, data, lineage.claims[marker.generation].schema, each.ref.name)
             for place, number in enumerate(view.ids.tolist()):

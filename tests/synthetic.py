@@ -273,7 +273,7 @@ def image_of_store(objects: Objects, lineage: Lineage, marker: MarkerId) -> Imag
     with ThreadPoolExecutor(2) as pool:
         held = load_held(objects, catalog, cover, pool)
         for piece in held.pieces:
-            for each, entry, data in read_chunks(objects, piece.segments, pool):
+            for each, entry, data in read_chunks(objects, piece.opened, pool):
                 if piece.generation >= bases.get(entry.table, 0):
                     view = decode_chunk(entry, data, schema, each.ref.name)
                     image.put(entry.table, entry.col0, view)

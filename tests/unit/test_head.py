@@ -409,7 +409,7 @@ def test_one_that_gc_has_left_behind_is_not_used(tmp_path: Path, pool: ThreadPoo
     assert choice.held is not None
     assert (choice.held.reach, choice.held.head, choice.commit.id) == (newest, None, newest)
     image = Image(SCHEMA)
-    picked = [each for piece in choice.held.pieces for each in piece.segments]
+    picked = [each for piece in choice.held.pieces for each in piece.opened]
     for each, entry, data in read_chunks(warmed.objects, picked, pool):
         image.put(entry.table, entry.col0, decode_chunk(entry, data, SCHEMA, each.ref.name))
     assert image == image_of_log(FileLog(tmp_path / "truth"), lineage, newest)

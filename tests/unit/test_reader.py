@@ -23,8 +23,8 @@ from torchrec_stream_ckpt.format.segment import Chunk, SegmentId, SegmentKind, l
 from torchrec_stream_ckpt.layout import StoreSegment
 from torchrec_stream_ckpt.store import reader
 from torchrec_stream_ckpt.store.api import Entry, Objects, open_store
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.reader import Picked, load_front, load_fronts, load_held, read_chunks
+from torchrec_stream_ckpt.store.catalog import Catalog, Picked
+from torchrec_stream_ckpt.store.reader import load_front, load_fronts, load_held, read_chunks
 from torchrec_stream_ckpt.types import MarkerId
 
 SCHEMA = Schema((table("t", 1000, 4),))
@@ -247,6 +247,6 @@ def test_what_is_held_has_all_pieces_and_the_notes_at_its_reach(tmp_path: Path, 
     assert cover is not None
     held = load_held(history.objects, catalog, cover, pool)
     assert (held.reach, len(held.pieces), len(held.shards)) == (MarkerId(1, 2), 2, 1)
-    assert [picked.front.rows for piece in held.pieces for picked in piece.segments] == [14, 3]
+    assert [picked.front.rows for piece in held.pieces for picked in piece.opened] == [14, 3]
     assert [len(shards) for shards in held.shards] == [2]
     assert all(piece.generation == 1 for piece in held.pieces)

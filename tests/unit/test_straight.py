@@ -18,8 +18,8 @@ from torchrec_stream_ckpt.restore.plan import RestorePlan, StoreRead
 from torchrec_stream_ckpt.restore.reshard import intersect
 from torchrec_stream_ckpt.restore.straight import read_runs
 from torchrec_stream_ckpt.restore.target import Target
+from torchrec_stream_ckpt.store.catalog import Picked
 from torchrec_stream_ckpt.store.folder import FolderObjects
-from torchrec_stream_ckpt.store.reader import Picked
 from torchrec_stream_ckpt.types import MarkerId, StateSpec, TableShard
 
 SPEC = table("t", 10, 4, "float32", StateSpec("sum", "float32", True))

@@ -22,8 +22,9 @@ from torchrec_stream_ckpt.route.find import locate
 from torchrec_stream_ckpt.route.held import load_catalog
 from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.catalog import Picked
 from torchrec_stream_ckpt.store.folder import FolderObjects
-from torchrec_stream_ckpt.store.reader import Picked, open_segments
+from torchrec_stream_ckpt.store.reader import open_segments
 from torchrec_stream_ckpt.types import MarkerId
 
 _READERS = 4
@@ -90,7 +91,7 @@ def open_sources(
         stored = [
             OpenSegment(objects, picked, piece.generation)
             for piece in pieces
-            for picked in piece.segments
+            for picked in piece.opened
             if objects is not None  # else there are no pieces
         ]
         tail = list(_fold_tail(log, route, FolderObjects(folder), pool, progress))

@@ -13,8 +13,9 @@ from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array, RowsView
 from torchrec_stream_ckpt.format.segment import decode_chunk
 from torchrec_stream_ckpt.interchange.sources import OpenSegment, Sources
+from torchrec_stream_ckpt.store.catalog import Picked
 from torchrec_stream_ckpt.store.newest import NewestFirst
-from torchrec_stream_ckpt.store.reader import Picked, read_chunks
+from torchrec_stream_ckpt.store.reader import read_chunks
 from torchrec_stream_ckpt.types import StateSpec, TableSpec
 
 WINDOW_BYTES = 32 * 2**20

@@ -25,9 +25,9 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import Directory, decode_chunk
 from torchrec_stream_ckpt.layout import head_slice_name
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.catalog import Catalog, Cover
+from torchrec_stream_ckpt.store.catalog import Catalog, Cover, Picked
 from torchrec_stream_ckpt.store.head import HeadFolder, SliceArrays
-from torchrec_stream_ckpt.store.reader import Picked, load_fronts, load_notes, read_chunks
+from torchrec_stream_ckpt.store.reader import load_fronts, load_notes, read_chunks
 from torchrec_stream_ckpt.types import MarkerId
 
 WRITER_WAIT_S = 10.0

@@ -23,9 +23,9 @@ from torchrec_stream_ckpt.layout import FoldName
 from torchrec_stream_ckpt.materialize.fold import SEGMENT_BYTES, SegmentWriter
 from torchrec_stream_ckpt.materialize.sorter import RowSorter
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.catalog import Piece
+from torchrec_stream_ckpt.store.catalog import Picked, Piece
 from torchrec_stream_ckpt.store.newest import NewestFirst
-from torchrec_stream_ckpt.store.reader import Picked, open_segments, read_chunks
+from torchrec_stream_ckpt.store.reader import open_segments, read_chunks
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from torchrec_stream_ckpt.format.frame import Header, parse_header
 from torchrec_stream_ckpt.format.interval import Interval
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import Incarnation, LogReader
-from torchrec_stream_ckpt.store.reader import Held, Picked
+from torchrec_stream_ckpt.store.catalog import Picked
+from torchrec_stream_ckpt.store.reader import Held
 from torchrec_stream_ckpt.types import LogSpan
 
 
@@ -71,7 +72,7 @@ def _frame(error: CorruptionError, log: LogReader, span: LogSpan) -> tuple[int |
 
 def _segments(held: Held | None) -> Iterator[Picked]:
     for piece in held.pieces if held is not None else ():
-        yield from piece.segments
+        yield from piece.opened
 
 
 def in_segments(error: CorruptionError, segments: Iterable[Picked], schema: Schema) -> dict[str, object]:

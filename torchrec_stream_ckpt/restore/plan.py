@@ -18,7 +18,8 @@ from torchrec_stream_ckpt.restore.cover import covered_cells
 from torchrec_stream_ckpt.restore.reshard import Move, intersect
 from torchrec_stream_ckpt.route.path import Path
 from torchrec_stream_ckpt.route.route import Route, Shards
-from torchrec_stream_ckpt.store.reader import Held, Picked
+from torchrec_stream_ckpt.store.catalog import Picked
+from torchrec_stream_ckpt.store.reader import Held
 from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
 
 
@@ -181,7 +182,7 @@ def _store_reads(
         )
 
     for number, piece in enumerate(held.pieces):
-        for picked in piece.segments:
+        for picked in piece.opened:
             check_tables(picked.front, schema, picked.ref.name)
             slices = slices_of(picked.front.directory)
             moves = moves_of(tuple(each for each in slices if piece.generation >= bases.get(each[0], 0)))

@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.restore.plan import RestorePlan, StoreRead
 from torchrec_stream_ckpt.restore.reshard import Move
 from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.store.api import ReadsInto
-from torchrec_stream_ckpt.store.reader import Picked
+from torchrec_stream_ckpt.store.catalog import Picked
 from torchrec_stream_ckpt.types import TableShard
 
 THREADS_AT_LEAST = 4

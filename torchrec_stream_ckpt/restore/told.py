@@ -11,8 +11,8 @@ import numpy as np
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.manifest import Notes, SegmentRef
 from torchrec_stream_ckpt.format.segment import Front
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.reader import NOTES_READS, Picked, load_front
+from torchrec_stream_ckpt.store.catalog import Catalog, Picked
+from torchrec_stream_ckpt.store.reader import NOTES_READS, load_front
 from torchrec_stream_ckpt.types import MarkerId
 
 _KEPT = 1024

@@ -150,7 +150,7 @@ def verify_marker(
         commit.dense_count,
         commit.dense_bytes,
         route.reach,
-        sum(len(piece.segments) for piece in held.pieces) if held is not None else 0,
+        sum(len(piece.opened) for piece in held.pieces) if held is not None else 0,
         stored_rows,
         stored_bytes,
         compared.share,
@@ -184,7 +184,7 @@ def _slices(shards: Shards, held: Held | None, bases: Mapping[int, int]) -> dict
             if generation >= bases.get(shard.table, 0):
                 found.setdefault(shard.table, set()).add((shard.col0, shard.cols))
     for piece in held.pieces if held is not None else ():
-        for picked in piece.segments:
+        for picked in piece.opened:
             for table, col0, cols in slices_of(picked.front.directory):
                 if piece.generation >= bases.get(table, 0):
                     found.setdefault(table, set()).add((col0, cols))
@@ -205,7 +205,7 @@ def _read_store(
     rows = num_bytes = 0
     with ThreadPoolExecutor(READERS) as pool:
         for piece in held.pieces:
-            for picked, entry, data in read_chunks(objects, piece.segments, pool):
+            for picked, entry, data in read_chunks(objects, piece.opened, pool):
                 view = decode_chunk(entry, data, schema, picked.ref.name)
                 if piece.generation >= bases.get(entry.table, 0):
                     coverage.add(entry.table, entry.col0, entry.cols, view.ids)

@@ -125,7 +125,7 @@ def _load_intact(
 
 def damaged_in(damaged: Mapping[str, CorruptionError], held: Held) -> str | None:
     """A segment that is needed and known to be damaged."""
-    names = (picked.ref.name for piece in held.pieces for picked in piece.segments)
+    names = (picked.ref.name for piece in held.pieces for picked in piece.opened)
     return next((name for name in names if name in damaged), None)
 
 

@@ -6,11 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, MissingObjectError, OtherLogError
 from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Manifest, SegmentRef
+from torchrec_stream_ckpt.format.segment import Front
 from torchrec_stream_ckpt.layout import (
     DROPPED_DIR,
     FOLDS_DIR,
@@ -32,6 +36,19 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
+class Picked:
+    """Chunks of one segment, by their numbers in its directory, ascending."""
+
+    ref: SegmentRef
+    front: Front
+    chunks: npt.NDArray[np.int64]
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.front.directory["num_bytes"][self.chunks].sum())
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """Rows that changed in (start, end], the newest version of each in the last segment that has it."""
 
@@ -41,6 +58,13 @@ class Piece:
     segments: tuple[SegmentRef, ...]
     chain: int
     """``RankEnd.chain`` of rank 0 at ``end``."""
+    opened: tuple[Picked, ...] = ()
+    """All chunks of each segment, once their directories were read."""
+
+    @property
+    def generation(self) -> int:
+        """The one that it ends in."""
+        return self.end.generation
 
     @property
     def rows(self) -> int:

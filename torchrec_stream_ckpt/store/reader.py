@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
-import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import TableScalars
@@ -17,7 +16,7 @@ from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.manifest import Notes, SegmentRef
 from torchrec_stream_ckpt.format.segment import ChunkEntry, Front, check_chunk, entries_of, parse_front
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.catalog import Catalog, Cover
+from torchrec_stream_ckpt.store.catalog import Catalog, Cover, Picked, Piece
 from torchrec_stream_ckpt.types import MarkerId, TableShard
 
 RANGE_BYTES = 16 * 2**20
@@ -31,35 +30,11 @@ AHEAD = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Picked:
-    """Chunks of one segment, by their numbers in its directory, ascending."""
-
-    ref: SegmentRef
-    front: Front
-    chunks: npt.NDArray[np.int64]
-
-    @property
-    def num_bytes(self) -> int:
-        return int(self.front.directory["num_bytes"][self.chunks].sum())
-
-
-@dataclass(frozen=True, slots=True)
-class HeldPiece:
-    """A piece of a cover, its directories read."""
-
-    generation: int
-    """The one that it ends in."""
-    end: MarkerId
-    segments: tuple[Picked, ...]
-    """All chunks of each."""
-
-
-@dataclass(frozen=True, slots=True)
 class Held:
     """What a HEAD and a store have on the path to a marker: all rows up to ``reach``."""
 
     reach: MarkerId
-    pieces: tuple[HeldPiece, ...]
+    pieces: tuple[Piece, ...]
     """Oldest first; without a HEAD, the first one holds every row."""
     scalars: tuple[TableScalars, ...]
     """Of all ranks at ``reach``."""
@@ -80,9 +55,7 @@ def load_held(objects: Objects, catalog: Catalog, cover: Cover, pool: Executor, 
     """
     refs = [ref for piece in cover.pieces for ref in piece.segments]
     opened = iter(open_segments(objects, refs, catalog.job, pool))
-    pieces = tuple(
-        HeldPiece(piece.end.generation, piece.end, tuple(islice(opened, len(piece.segments)))) for piece in cover.pieces
-    )
+    pieces = tuple(replace(piece, opened=tuple(islice(opened, len(piece.segments)))) for piece in cover.pieces)
     notes = load_notes(objects, catalog, cover.reach, pool)
     scalars = tuple(record for each in notes for record in each.mark.scalars)
     told = {cover.reach: notes, **_told(pieces), **_told_in_folds(objects, catalog, cover, pool)}
@@ -91,11 +64,11 @@ def load_held(objects: Objects, catalog: Catalog, cover: Cover, pool: Executor, 
     return Held(cover.reach, pieces, scalars, tuple(each.shards for each in notes), head, tuple(told.items()))
 
 
-def _told(pieces: Sequence[HeldPiece]) -> dict[MarkerId, tuple[Notes, ...]]:
+def _told(pieces: Sequence[Piece]) -> dict[MarkerId, tuple[Notes, ...]]:
     """What stands in the segments of intervals, whose directories were read for their rows."""
     found: dict[MarkerId, list[Notes]] = {}
     for piece in pieces:
-        for picked in piece.segments:
+        for picked in piece.opened:
             if picked.front.notes:
                 found.setdefault(piece.end, []).append(Notes.from_json(picked.front.notes, picked.ref.name))
     return {marker: tuple(notes) for marker, notes in found.items()}

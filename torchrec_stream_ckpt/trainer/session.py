@@ -303,5 +303,5 @@ class Session:
 def _segment(route: Route, error: CorruptionError) -> str | None:
     """The segment of the store that ``error`` is about, if the marker was read from it."""
     said = str(error.where.get("name", error.where.get("path", "")))
-    names = (picked.ref.name for piece in (route.held.pieces if route.held else ()) for picked in piece.segments)
+    names = (picked.ref.name for piece in (route.held.pieces if route.held else ()) for picked in piece.opened)
     return next((name for name in names if said.endswith(name)), None)
