@@ -403,7 +403,7 @@ class StreamCheckpointer:
         return moved
 
     def _end_groups(self) -> None:
-        """Their threads and sockets end here, with the last references to them."""
+        """End threads and sockets of process groups here, with the last references to them."""
         self._roll.close()
         self._team.close()
         self._commit_team.close()

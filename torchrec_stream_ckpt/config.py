@@ -175,14 +175,14 @@ class StreamConfig:
 
     @property
     def inner(self) -> StreamConfig:
-        """Of what the trainer writes to by itself: the nearest tier, as if it were the only one."""
+        """Settings of the nearest tier, to which the trainer itself writes, as if it were the only one."""
         if len(self.uris) == 1:
             return replace(self, uri=self.uris[0])
         return replace(self, uri=self.uris[0], outer_every=1, store=None, store_options=None, kafka_options=None)
 
     @property
     def outer(self) -> StreamConfig | None:
-        """Of the outer tier, as if it were the only one; None with a single tier."""
+        """Settings of the outer tier, as if it were the only one; None with a single tier."""
         return replace(self, uri=self.uris[-1], outer_every=1) if len(self.uris) > 1 else None
 
     @property

@@ -74,7 +74,7 @@ class TrackedLoader(Generic[T]):
         self._ahead: deque[_Position] = deque()
         """States after each batch in flight, and at the ends of passes among and after them; oldest first."""
         self._epoch = 0
-        """Of the pass that is being fetched, or of the next one."""
+        """Number of the pass that is being fetched, or of the next one."""
         self._pass: object | None = None
         """The pass that is being fetched."""
         self._lock = threading.RLock()
@@ -242,12 +242,12 @@ class GlobalBatches(Generic[T]):
 
     @property
     def batches(self) -> int:
-        """In a whole epoch."""
+        """Batches of a whole epoch."""
         return self._count // self._batch_size
 
     @property
     def epoch(self) -> int:
-        """Of the next batch, and of those that are left of a pass."""
+        """Epoch of the next batch, and of the rest of a pass."""
         return self._epoch
 
     def __iter__(self) -> Iterator[T]:

@@ -113,7 +113,7 @@ class Stats:
     """What would be lost if the job died now: seconds since the cut of the last committed marker; before the first one,
     since the generation was opened."""
     loss_steps: int
-    """The same in steps."""
+    """Steps that would be lost now."""
     proof_round_markers: int
     """Markers that prove every row of this rank once; 0 without proofs."""
     proved_ratio: float

@@ -121,7 +121,7 @@ class MarkPlace:
     end: int
     """Log offset just past it."""
     chain: int
-    """Its header checksum."""
+    """Header checksum of the last frame."""
 
 
 @dataclass(frozen=True, slots=True)

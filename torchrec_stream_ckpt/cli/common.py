@@ -8,7 +8,6 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -17,8 +16,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, StreamCkptError, printable
-from torchrec_stream_ckpt.route.job import Job, kept_store, options_of
-from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.route.job import Job, kept_store
 from torchrec_stream_ckpt.store.jobs import has_job
 
 if TYPE_CHECKING:
@@ -26,35 +24,13 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def open_objects(url: str, store_options: str | None) -> Iterator[Objects]:
-    """Open the store at ``url``."""
-    with contextlib.closing(open_store(url, options_of(url, store_options))) as objects:
-        yield objects
-
-
-@contextlib.contextmanager
-def open_job(
-    uri: str,
-    store: str | None,
-    store_options: str | None,
-    kafka_options: str | None,
-    commit_key_file: Path | None = None,
-    *,
-    warn: bool = True,
-) -> Iterator[Job]:
-    """Open a log that exists, and fold its control partition; on stderr it is said if that has lost its end.
+def open_job(job: Job, *, warn: bool = True) -> Iterator[Job]:
+    """A job whose log exists, its control partition folded; on stderr it is said if that has lost its end.
 
     Args:
-        uri: Of the log.
-        store: As asked for.
-        store_options: Of an object store.
-        kafka_options: Of the client.
-        commit_key_file: The commit key.
+        job: Is closed at the end.
         warn: Whether the verb does not look for a lost end itself.
     """
-    job = Job.open(
-        uri, store=store, store_options=store_options, kafka_options=kafka_options, commit_key_file=commit_key_file
-    )
     with contextlib.closing(job):
         lineage = job.control.refresh()
         if not (lineage.claims or lineage.unsigned) and (rows := job.log.newest_rows()) is not None:
@@ -62,11 +38,11 @@ def open_job(
             if not (lineage.claims or lineage.unsigned):
                 raise CorruptionError(
                     f"{rows.what} rows, and {rows.control}, which says whose they are, is gone or empty",
-                    hint=f"let it be put back: stream-ckpt recover {uri} --store {store or 'URL'}",
+                    hint=f"let it be put back: stream-ckpt recover {job.uri} --store {job.store or 'URL'}",
                     path=rows.place,
                 )
         if job.log.incarnation() is None:
-            raise MarkerNotFoundError("there is no log here", hint="check the URI; a job makes its log", uri=uri)
+            raise MarkerNotFoundError("there is no log here", hint="check the URI; a job makes its log", uri=job.uri)
         job.control.refresh()
         if warn:
             _warn(job)

@@ -80,7 +80,7 @@ class _Setup:
     """What one run needs, and what it has opened."""
 
     job: Job
-    """Its store is where dense state lies, as far as that was named."""
+    """The job; its store is where dense state lies, if that was named."""
     store: str | None
     """Where rows go."""
     policy: Policy

@@ -68,16 +68,17 @@ class Access:
         )
 
     def open_job(self, uri: str, store: str | None = None, *, warn: bool = True) -> AbstractContextManager[Job]:
-        """As :func:`open_job`."""
+        """A job's log, read as of now."""
         from torchrec_stream_ckpt.cli.common import open_job
 
-        return open_job(uri, store, self.store_options, self.kafka_options, self.commit_key_file, warn=warn)
+        return open_job(self.job(uri, store), warn=warn)
 
     def open_objects(self, url: str) -> AbstractContextManager[Objects]:
-        """As :func:`open_objects`."""
-        from torchrec_stream_ckpt.cli.common import open_objects
+        """The store at ``url``."""
+        from torchrec_stream_ckpt.route.job import options_of
+        from torchrec_stream_ckpt.store.api import open_store
 
-        return open_objects(url, self.store_options)
+        return contextlib.closing(open_store(url, options_of(url, self.store_options)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

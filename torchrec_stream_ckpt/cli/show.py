@@ -51,7 +51,7 @@ def _record(job: Job, commit: Commit) -> dict[str, Any]:
 
 
 def _dense_files(job: Job, commit: Commit) -> tuple[DenseFile, ...]:
-    """Those that can be named: not those of a list that is gone or altered, which ``reason`` says."""
+    """The marker's dense files; none if their list is gone or altered, which ``reason`` says."""
     try:
         return job.dense_of(commit).files(commit)
     except CorruptionError:
@@ -59,7 +59,7 @@ def _dense_files(job: Job, commit: Commit) -> tuple[DenseFile, ...]:
 
 
 def _standing(job: Job, commit: Commit) -> dict[str, Any]:
-    """From where it can be restored, and what the store has of it."""
+    """From where the marker can be restored, and what the store has of it."""
     standing = Survey(job).look(commit)
     if standing.reason and standing.dropped is None:
         check_named_store(job)

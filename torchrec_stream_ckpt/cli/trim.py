@@ -53,10 +53,7 @@ def trim_job(
     Trainers may run meanwhile. Of every committed marker that was not given up, the store must have what the log would
     no longer have; otherwise nothing is deleted, and the first marker that would be lost is named.
     """
-    with (
-        options.open(warn=False) as job,
-        options.objects() as objects,
-    ):
+    with options.open(warn=False) as job, options.objects() as objects:
         with closing(job.copying(objects)) as copying:
             copying.check_copy()  # the store may know markers that the log has lost
             synced, gone = _check(job, objects, upto, verify=verify)

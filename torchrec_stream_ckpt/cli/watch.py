@@ -82,7 +82,7 @@ class Watcher:
         return self._last
 
     def look_or_say_why_not(self) -> Look:
-        """The same; when something does not answer, what was seen last, with an alert."""
+        """Look; if log or store does not answer, what was seen last, with an alert."""
         try:
             return self.look()
         except (LogUnavailableError, StoreUnavailableError) as error:
@@ -106,7 +106,7 @@ class Watcher:
         return self._held[2]
 
     def _width(self, job: Job) -> int | None:
-        """That of the windows of the newest marker's generation: one is as wide as the other."""
+        """Width of the windows of the newest marker's generation: all are equally wide."""
         newest = job.lineage.newest
         if newest is None:
             return None

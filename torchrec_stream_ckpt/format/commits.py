@@ -150,7 +150,7 @@ class CommitValues(ValuesView[Commit]):
 
 
 class CommitItems(ItemsView[MarkerId, Commit]):
-    """The same with their markers."""
+    """Markers with their COMMITs."""
 
     _mapping: Commits
 

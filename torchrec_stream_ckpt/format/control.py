@@ -121,7 +121,7 @@ class Claim(Record):
     same_layout: int | None = None
     """The record leaves the layout to the CLAIM of its parent's generation, which has this checksum."""
     version: int = field(default=VERSION, compare=False)
-    """Of the frame that it came in: its bytes can be made again."""
+    """Format version of the frame that it came in: so its bytes can be made again."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Claim):
@@ -175,7 +175,7 @@ class Claim(Record):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Serve(Claim):
-    """As CLAIM, of a serving stream: restores, lists and materializers refuse it by name."""
+    """The CLAIM of a serving stream: restores, lists and materializers refuse it by name."""
 
     KIND: ClassVar[Kind] = Kind.SERVE
 
@@ -206,7 +206,7 @@ class Commit(Record):
     dense_list: DenseList | None = None
     """The list that names the dense files; None where they stand here."""
     version: int = field(default=VERSION, compare=False)
-    """Of the frame that it came in: its bytes can be made again."""
+    """Format version of the frame that it came in: so its bytes can be made again."""
 
     @property
     def id(self) -> MarkerId:
@@ -301,7 +301,7 @@ class Trim(Record):
     given_up: tuple[MarkerId, ...] | None = None
     """Markers that the store gave up, and needs for no other one: nobody has to know their COMMITs any more."""
     version: int = field(default=VERSION, compare=False)
-    """Of the frame that it came in: its bytes can be made again."""
+    """Format version of the frame that it came in: so its bytes can be made again."""
 
     @property
     def id(self) -> MarkerId:

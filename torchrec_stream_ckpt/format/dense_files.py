@@ -39,7 +39,7 @@ class DenseList:
     list_bytes: int
     """Length of the list."""
     sha256: str
-    """Of the list."""
+    """SHA-256 of the list."""
 
     @property
     def file(self) -> DenseFile:

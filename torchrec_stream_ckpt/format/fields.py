@@ -84,7 +84,7 @@ class Fields:
         return tuple(_record(item, kind, f"{self._what}.{name}") for item in self.take(name, list))
 
     def rank_ends(self, name: str) -> RankEnds:
-        """Those of a COMMIT, packed; version 1 has them one by one."""
+        """Ends of all ranks of a COMMIT, packed; version 1 has them one by one."""
         if self._version > 1:
             return RankEnds.from_text(self.take(name, str))
         return RankEnds.of(self.each(name, RankEnd))
@@ -94,7 +94,7 @@ class Fields:
         return _record(self._raw[name], DenseList, f"{self._what}.{name}") if name in self._raw else None
 
     def proof(self) -> Proof | None:
-        """That of a MARK; None where it is left out."""
+        """Proof of a MARK; None where it is left out."""
         if "proof" not in self._raw:
             return None
         what = f"{self._what}.proof"
@@ -114,7 +114,7 @@ class Fields:
             raise CorruptionError(f"{what}: {error.message}") from None
 
     def optional_meta(self, name: str) -> Meta | None:
-        """The same; None where it is left out."""
+        """Metadata as :meth:`meta`; None where it is left out."""
         return self.meta(name) if name in self._raw else None
 
     def optional_markers(self, name: str) -> tuple[MarkerId, ...] | None:

@@ -50,7 +50,7 @@ class HeadState:
     """False while rows are written, and for ever once their writer has died at it."""
     schema_crc: int
     commit: Commit
-    """As it stands in the control partition."""
+    """The COMMIT as the control partition has it."""
     slices: tuple[HeadSlice, ...]
     notes: tuple[Notes, ...]
     """What each rank said at the marker: its shards, and its kernels' scalars."""

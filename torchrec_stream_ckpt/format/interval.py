@@ -18,7 +18,7 @@ class Interval:
 
     claim: Claim = field(repr=False)
     commit: Commit
-    """Of the marker that it ends at."""
+    """COMMIT of the marker that the interval ends at."""
     end: RankEnd
     """Where the rank's stream stands there."""
     after: RankEnd | None = None

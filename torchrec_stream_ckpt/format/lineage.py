@@ -103,7 +103,7 @@ class Lineage:
             yield from self._noted[marker]
 
     def _deciding_trims(self) -> list[Trim]:
-        """Those that :attr:`trimmed` and :meth:`trim_of` name, oldest first."""
+        """The TRIMs that :attr:`trimmed` and :meth:`trim_of` name, oldest first."""
         deciding: dict[int, tuple[MarkerId, int]] = {}
         for place, trim in enumerate(self.trims):
             for marker in trim.markers:
@@ -322,7 +322,7 @@ class Lineage:
         return leading
 
     def towards(self, marker: MarkerId, since: MarkerId | None = None) -> Lineage:
-        """Of all this only what a restore of ``marker`` needs: the markers that lead to it, and their generations.
+        """The part of this that a restore of ``marker`` needs: the markers that lead to it, and their generations.
 
         With ``since``, a marker on the path that the reader has: of those before it only what the path stands on.
         """
@@ -389,7 +389,7 @@ class Lineage:
 
 
 def _deciding_notes(notes: list[Note]) -> list[Note]:
-    """Of the NOTEs of one marker, those that have the last word on some name."""
+    """The NOTEs of one marker that are the last to set some name."""
     said: set[str] = set()
     deciding = []
     for note in reversed(notes):

@@ -50,7 +50,7 @@ _TEXT = r"[ !#-\[\]-~]"
 """A character of a string that stands for itself: printable ASCII, without what ends or escapes."""
 _SHA256 = "[0-9a-f]{64}"
 _NAME = r"(?:\.metadata|[A-Za-z0-9_-][A-Za-z0-9_.-]{0,254})"
-"""Of a dense file: what DCP writes. Names that begin otherwise with a dot are looked at one by one."""
+"""Name of a dense file, as DCP writes it. Other names that begin with a dot are looked at one by one."""
 _FILE = rf'\{{"name":"{_NAME}","num_bytes":{_NUMBER},"sha256":"{_SHA256}"\}}'
 _LIST = rf'\{{"files":[1-9][0-9]{{0,17}},"list_bytes":[1-9][0-9]{{0,6}},"num_bytes":{_NUMBER},"sha256":"{_SHA256}"\}}'
 _BASE64 = "[A-Za-z0-9+/]+(?:[AQgw]==|[AEIMQUYcgkosw048]=)?"
@@ -110,7 +110,7 @@ class PackedCommit:
     marker: int
     nonce: str
     frame: bytes
-    """All of it, as it stands in the log."""
+    """The whole frame, as the log has it."""
 
     KIND = Kind.COMMIT
 
@@ -177,7 +177,7 @@ def open_commit(frame: bytes) -> Commit:
 
 
 def read_record(frame: Buffer, offset: int | None = None, *, serving: bool = False) -> ControlRecord | PackedCommit:
-    """As :func:`parse_control`; a COMMIT as its writer makes it stays packed."""
+    """Parse a frame as :func:`parse_control` does; a COMMIT in exactly its writer's bytes stays packed."""
     packed = pack_commit(frame)
     return packed if packed is not None else parse_control(frame, offset, serving=serving)
 

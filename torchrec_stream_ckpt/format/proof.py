@@ -83,7 +83,7 @@ class Proved:
     round_markers: int
     """Markers that prove every row once."""
     share: float
-    """Of the rows: how many were proved in this generation, 0 to 1."""
+    """Part of the rows that was proved in this generation, 0 to 1."""
     oldest_markers: int
     """How many committed markers ago the oldest proof was made that no newer one has replaced."""
 
@@ -99,7 +99,7 @@ class ReplicatedProof:
     """What the MARK of rank 0 says of one tensor of the dense state that belongs to a replicated table."""
 
     name: str
-    """Its entry in the dense state: ``model.`` or ``optim.`` and so on."""
+    """Name of the entry in the dense state: ``model.`` or ``optim.`` and so on."""
     rows: int
     cols: int
     """1 for a tensor with one value a row."""
@@ -133,7 +133,7 @@ class Proof:
     digests: str
     """The numbers, as 8 little-endian bytes each, in base64."""
     replicated: tuple[ReplicatedProof, ...] = ()
-    """Of tables that are dense state, on rank 0 alone; sorted by name, no name twice."""
+    """Proofs of tables that are dense state, on rank 0 alone; sorted by name, no name twice."""
 
     @classmethod
     def of(cls, window: Window, digests: Digests, replicated: Iterable[ReplicatedProof] = ()) -> Proof:
@@ -194,7 +194,7 @@ def column_keys(col0: int, cols: int, words_per_element: int = 1) -> Ints:
 
 
 def per_row_keys(col0: int, cols: int, words_per_element: int = 1) -> Ints:
-    """Those of a state with one value a row, which belongs to the columns of its shard; shape (words_per_element,)."""
+    """Keys of a state with one value a row, which belongs to the columns of its shard; shape (words_per_element,)."""
     slice_ = _mixed(np.array([_PER_ROW + (col0 << 32) + cols], np.uint64))
     halves = np.arange(words_per_element, dtype=np.uint64)
     return (_mixed(slice_ + halves) | _ONE).view(np.int64)

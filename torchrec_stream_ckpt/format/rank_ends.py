@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.types import LogSpan, RankEnd
 
 COLUMNS = ("partition", "begin", "end", "frames", "chain", "rows", "num_bytes")
-"""In this order. The rank is the position."""
+"""The packed columns, in order. The rank is the position."""
 MAX_RANKS = 65_536
 """Columns of width 0 take no bytes: without a limit a few of them would stand for ranks without end."""
 _FRONT = struct.Struct(f"<I{len(COLUMNS)}B{len(COLUMNS)}Q")

@@ -24,12 +24,12 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.types import TableShard
 
 COLUMNS = ("table", "row0", "rows", "col0", "cols")
-"""In this order."""
+"""The packed columns, in order."""
 MAX_SHARDS = 2**20
 MAX_TEXT = 262_144
 """Characters of the string in CLAIM."""
 _MAX_BYTES = 4 + 4 * MAX_RANKS + 8 * len(COLUMNS) * MAX_SHARDS
-"""Of what is packed."""
+"""Limit of the packed bytes."""
 _COUNT = struct.Struct("<I")
 
 Table = npt.NDArray[np.uint64]

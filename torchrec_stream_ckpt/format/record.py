@@ -13,7 +13,7 @@ from torchrec_stream_ckpt.format.schema import canonical, plain
 
 MAC = re.compile(r"(?:[0-9a-f]{64})?")
 MAX_META_BYTES = 4096
-"""Of the canonical JSON of a marker's metadata."""
+"""Limit of the canonical JSON of a marker's metadata."""
 _SIGNED = "torchrec_stream_ckpt {kind} version 1\n"
 """Signed before the record: so an HMAC of one kind of record, or of anything else, is not valid for another kind."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -39,7 +39,7 @@ class Record:
         return signed_front(self.KIND) + canonical(self.body() | {"mac": ""})
 
     def header(self) -> Header:
-        """Of the frame. What stands in both agrees."""
+        """Header of the record's frame; it agrees with the record."""
         place = {name: getattr(self, name) for name in ("generation", "step", "marker") if hasattr(self, name)}
         return Header(self.KIND, self.job, version=self.version, **place)
 
@@ -50,7 +50,7 @@ class Record:
 
 
 def signed_front(kind: Kind) -> bytes:
-    """In front of what is signed."""
+    """The bytes that are signed before the record."""
     return _SIGNED.format(kind=kind.name).encode()
 
 

@@ -18,7 +18,7 @@ _ROOM = MAX_FRAME_BYTES - 1024
 
 
 def brief(claim: Claim, claims: Mapping[int, Claim]) -> Claim:
-    """The same, in the fewest bytes: what its parent's CLAIM says is left to that.
+    """The CLAIM in the fewest bytes: what its parent's CLAIM says is left to that.
 
     Args:
         claim: Has its schema, and its layout if it is known.
@@ -44,7 +44,7 @@ def _fitting(claim: Claim) -> Claim:
 
 
 def alone(claim: Claim) -> Claim:
-    """The same, for a log that may not have its parent's CLAIM; not signed where it was another record."""
+    """The CLAIM for a log that may lack its parent's CLAIM; not signed where it was another record."""
     if claim.same_schema is None and claim.same_layout is None:
         return claim
     return _fitting(replace(claim, same_schema=None, same_layout=None, mac=""))

@@ -32,7 +32,7 @@ class End(Record):
     job: bytes
     generation: int
     nonce: str
-    """That of the generation's CLAIM."""
+    """Nonce of the generation's CLAIM."""
     step: int
     outcome: str
     """One of :class:`Outcome`."""

@@ -70,7 +70,7 @@ class FrameRing:
         self._out: dict[int, weakref.ref[FrameBuffer]] = {}
         """Buffers of the ring that somebody holds, by identity: one that is dropped is not missed for ever."""
         self._lent: dict[int, tuple[weakref.ref[FrameBuffer], int]] = {}
-        """The same of the marker's budget, and their bytes."""
+        """Buffers lent from the marker's budget, and their bytes."""
         self._changed = threading.Condition()
         self.waits = 0
         """How often a call had to wait for space."""

@@ -112,7 +112,7 @@ class RowsView:
     weights: Array
     """Shape (rows, cols)."""
     states: tuple[Array, ...]
-    """In the schema's order; shape (rows,) for a state with one value a row, otherwise (rows, cols)."""
+    """States in the schema's order; shape (rows,) for a state with one value a row, otherwise (rows, cols)."""
 
 
 def decode_rows(header: Header, payload: memoryview, table: TableSpec) -> RowsView:

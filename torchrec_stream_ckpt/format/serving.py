@@ -63,7 +63,7 @@ def encode(table: TableSpec, encoding: Encoding, weights: Floats) -> list[Array]
 
 
 def _to_int8(table: TableSpec, weights: Floats) -> list[Array]:
-    """As FBGEMM's row-wise 8 bits: 256 levels between a row's least and largest value."""
+    """Encode weights as FBGEMM's row-wise 8 bits: 256 levels between a row's least and largest value."""
     if not np.isfinite(weights).all():
         raise UnsupportedError("a row holds a NaN or an infinity", hint="serve it as bf16", table=table.name)
     bias, top = weights.min(1), weights.max(1)

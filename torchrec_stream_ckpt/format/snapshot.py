@@ -23,7 +23,7 @@ PIECE_BYTES = 700_000
 """Packed bytes that one record carries at most: its JSON has to fit a frame."""
 MAX_PARTS = 256
 MAX_BYTES = 2**30
-"""Of what is packed."""
+"""Limit of the packed bytes."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -65,7 +65,7 @@ class Snapshot(Record):
     part: int
     parts: int
     num_bytes: int
-    """Of all that is packed."""
+    """Length of all packed bytes."""
     digest: str
     """SHA-256 of the packed bytes of all parts, 64 hex digits."""
     piece: str

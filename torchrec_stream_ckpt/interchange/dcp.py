@@ -59,13 +59,13 @@ class _Chunk:
     path: Path_
     dtype: torch.dtype
     size: tuple[int, ...]
-    """Of the entry."""
+    """Shape of the entry."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     reader: TableReader
     row0: int
     rows: int
-    """Of the window."""
+    """Rows of the window."""
     shard: int
     """Which column shard of the table."""
     state: int | None

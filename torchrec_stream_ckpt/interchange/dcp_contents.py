@@ -37,9 +37,9 @@ class DcpSource:
 class SavedTable:
     spec: TableSpec
     weight: str
-    """Its entry."""
+    """Entry of the weights."""
     states: tuple[str, ...]
-    """Their entries, in the schema's order."""
+    """Entries of the states, in the schema's order."""
     slices: tuple[tuple[int, int], ...]
     """(first column, columns) of each column shard."""
 

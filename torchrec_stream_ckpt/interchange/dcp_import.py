@@ -70,7 +70,7 @@ class Imported:
     tables: tuple[str, ...]
     rows: int
     num_bytes: int
-    """Of rows in the log."""
+    """Bytes of rows in the log."""
     dense: int
     """Entries of the dense model."""
     dense_states: int

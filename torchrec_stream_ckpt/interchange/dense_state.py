@@ -28,9 +28,9 @@ class DenseTensors:
     """Whole tensors, and nested and plain values where an optimizer keeps such."""
 
     model: dict[str, Any]
-    """By name: parameters, data-parallel tables, buffers of rank 0."""
+    """Parameters, data-parallel tables and buffers of rank 0, by name."""
     optimizer: dict[str, dict[str, Any]]
-    """By parameter and state."""
+    """Optimizer states, by parameter and state."""
 
 
 def read_dense(folder: Path) -> DenseTensors:
@@ -57,7 +57,7 @@ def read_dense(folder: Path) -> DenseTensors:
 
 
 def _optimizer_states(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """By parameter and state; of rank 0 where ranks may differ."""
+    """Optimizer states, by parameter and state; of rank 0 where ranks may differ."""
     if "rank0.optimizers" in values:
         saved = read(read_json(values["rank0.optimizers"]), values, {})
         return {

@@ -31,7 +31,7 @@ class TableDiff:
     weights: int
     """Rows whose weights differ."""
     states: dict[str, int | None]
-    """By state, rows in which it differs; None where it holds one value a row under two column splits: that has no
+    """Rows that differ, by state; None where it holds one value a row under two column splits: that has no
     answer."""
 
 

@@ -47,7 +47,7 @@ class Exported:
     tables: tuple[str, ...]
     rows: int
     num_bytes: int
-    """Of all files."""
+    """Bytes of all files."""
     files: tuple[str, ...]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torchrec_stream_ckpt.types import StateSpec, TableSpec
 
 _COLLECTIONS = ("embedding_bags", "embeddings")
-"""In an ``EmbeddingBagCollection``, and in an ``EmbeddingCollection``: a log does not say which one it was."""
+"""Where an ``EmbeddingBagCollection`` and an ``EmbeddingCollection`` have tables: a log does not say which it was."""
 _WEIGHT = re.compile(rf"(?:(.+)\.)?(?:{'|'.join(_COLLECTIONS)})\.([^.]+)\.weight")
 
 
@@ -26,7 +26,7 @@ class TorchRecName:
 
     @classmethod
     def parse(cls, key: str) -> TorchRecName | None:
-        """Of a key such as ``sparse.ebc.embedding_bags.t_user.weight``; None if it is no table's."""
+        """Parse a key such as ``sparse.ebc.embedding_bags.t_user.weight``; None if it is not of a table."""
         match = _WEIGHT.fullmatch(key)
         return cls(match[1] or "", match[2]) if match else None
 

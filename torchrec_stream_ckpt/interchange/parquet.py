@@ -91,7 +91,7 @@ def _vectors(pyarrow: Any, values: Array, dtype: str) -> Any:
 
 
 def _widened(values: Array, dtype: str) -> Array:
-    """The same values in a type that Parquet has."""
+    """Convert values to a type that Parquet has, without a change."""
     if dtype == "bfloat16":
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32) if dtype in _WIDENED else values

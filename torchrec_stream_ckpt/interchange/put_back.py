@@ -48,9 +48,9 @@ class Known:
     there: Lineage
     """What the log says."""
     copied: list[ControlRecord]
-    """In the second copy."""
+    """Records of the second copy."""
     stored: list[ControlRecord]
-    """In manifests of the store."""
+    """Records in manifests of the store."""
 
     @classmethod
     def of(cls, log: Log, control: Control, objects: Objects, job: bytes) -> Known:

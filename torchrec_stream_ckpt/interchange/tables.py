@@ -30,7 +30,7 @@ class TableWindow:
     weights: Array
     """Shape (rows, dim)."""
     states: tuple[Array, ...]
-    """In the schema's order: shape (rows, dim), or (column slices, rows) where a state holds one value a row."""
+    """States in the schema's order: shape (rows, dim), or (column slices, rows) where a state holds one value a row."""
 
     @property
     def rows(self) -> int:

@@ -29,7 +29,7 @@ class Batch:
     weights: Array
     """Shape (rows, cols)."""
     states: tuple[Array, ...]
-    """In the schema's order; shape (rows,) or (rows, cols)."""
+    """Optimizer states in the schema's order; shape (rows,) or (rows, cols)."""
 
 
 def write_stream(

@@ -89,12 +89,12 @@ class Heat:
 
 @dataclass(slots=True)
 class History:
-    """All of it."""
+    """What the log says of a job's past."""
 
     intervals: dict[MarkerId, Traffic]
     """Oldest first."""
     heat: dict[str, Heat]
-    """By table name."""
+    """Heat of rows, by table name."""
 
 
 def read_history(

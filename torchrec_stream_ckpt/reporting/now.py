@@ -58,7 +58,7 @@ class Backlog:
     markers: int
     num_bytes: int
     age_s: float
-    """Of the oldest of them."""
+    """Age of the oldest of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +96,14 @@ class Look:
     steps_per_s: float | None
     """Over the recent markers of the newest marker's generation."""
     interval_s: float | None
-    """Their median distance."""
+    """Median seconds between the recent markers."""
     loss_s: float | None
     """Age of the newest marker: what would be lost if the job died now. None before there is one."""
     restore: Restore | None
     proved: Proved | None
     """What the markers of the newest marker's generation prove; None: nothing, or it is not known."""
     backlog: Backlog | None
-    """None where no store is known, or nobody has written there."""
+    """None where no store is known, or nothing was written there."""
     alerts: tuple[Alert, ...]
 
 
@@ -160,7 +160,7 @@ def look(
 
 
 def strays_of(commit: Commit) -> dict[int, int]:
-    """(Kafka) Partition -> records among the frames of a marker, sent twice or by somebody else.
+    """(Kafka) Partition -> records among the frames of a marker, sent twice or by another program.
 
     Each record has an offset, and the frames are counted.
     """
@@ -171,7 +171,7 @@ def strays_of(commit: Commit) -> dict[int, int]:
 def in_words(strays: Mapping[int, int]) -> str:
     """How many of them are where."""
     places = ", ".join(f"{count} in partition {partition}" for partition, count in strays.items())
-    return f"sent twice or by somebody else: {places}"
+    return f"sent twice or by another program: {places}"
 
 
 def _markers_of(lineage: Lineage, newest: Commit) -> int:
@@ -195,21 +195,16 @@ def row(lineage: Lineage, commit: Commit) -> MarkerRow:
         step=commit.step,
         time_s=commit.time_s,
         rows=commit.rows - (previous.rows if previous else 0),
-        num_bytes=sent_bytes(commit) - (sent_bytes(previous) if previous else 0),
+        num_bytes=commit.num_bytes - (previous.num_bytes if previous else 0),
         dense_bytes=commit.dense_bytes,
         steps=commit.step - (base.step if base is not None else 0),
         took_s=max(0.0, commit.time_s - previous.time_s) if previous is not None else None,
     )
 
 
-def sent_bytes(commit: Commit) -> int:
-    """Bytes of frames of its generation up to a marker, of all ranks."""
-    return commit.num_bytes
-
-
 def path_bytes(lineage: Lineage, marker: MarkerId) -> int:
     """Bytes of all frames that make up a marker."""
-    return sum(sent_bytes(commit) for commit in lineage.path(marker))
+    return sum(commit.num_bytes for commit in lineage.path(marker))
 
 
 def restore_of(lineage: Lineage, commit: Commit, holdings: Holdings | None, bytes_per_s: float) -> Restore:
@@ -229,8 +224,8 @@ def backlog_of(lineage: Lineage, holdings: Holdings, time_s: float) -> Backlog:
     for commit in lineage.commits.values():
         if commit.id not in known:
             missing.append(commit)
-            num_bytes += sent_bytes(commit)
-            num_bytes -= sent_bytes(newest[commit.generation]) if commit.generation in newest else 0
+            num_bytes += commit.num_bytes
+            num_bytes -= newest[commit.generation].num_bytes if commit.generation in newest else 0
         newest[commit.generation] = commit
     age_s = max(0.0, time_s - missing[0].time_s) if missing else 0.0
     return Backlog(len(missing), num_bytes, age_s)

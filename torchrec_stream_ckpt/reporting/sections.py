@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.reporting.history import Heat, History, Traffic
-from torchrec_stream_ckpt.reporting.now import Look, sent_bytes
+from torchrec_stream_ckpt.reporting.now import Look
 from torchrec_stream_ckpt.reporting.stalls import Stalls
 from torchrec_stream_ckpt.reporting.svg import (
     COLORS,
@@ -341,7 +341,7 @@ def stalls(found: Stalls | None) -> str:
 
 
 def _peaks(points: Sequence[tuple[float, float]], most: int = 400) -> list[tuple[float, float]]:
-    """Of neighbors that are too many to draw, the highest one."""
+    """The highest point of each group of neighbors, where there are too many to draw."""
     stride = max(1, -(-len(points) // most))
     return [max(points[at : at + stride], key=lambda point: point[1]) for at in range(0, len(points), stride)]
 
@@ -351,10 +351,10 @@ def _peaks(points: Sequence[tuple[float, float]], most: int = 400) -> list[tuple
 
 def restore(whole: Lineage, intervals: Sequence[Traffic], bytes_per_s: float) -> str:
     """Seconds that each marker would take to come back."""
-    behind = _behind(whole)
+    older = _older(whole)
     lines: dict[int, list[tuple[float, float]]] = {}
     for number, each in enumerate(intervals):
-        num_bytes = behind[each.commit.generation] + sent_bytes(each.commit)
+        num_bytes = older[each.commit.generation] + each.commit.num_bytes
         seconds = num_bytes / (bytes_per_s * len(each.commit.ranks))
         lines.setdefault(each.commit.generation, []).append((float(number), seconds))
     across, upward = plot_axes()
@@ -370,13 +370,13 @@ def restore(whole: Lineage, intervals: Sequence[Traffic], bytes_per_s: float) ->
     return chart("restore", "Restore estimate", f"up to {_on_axis_s(high)}", body)
 
 
-def _behind(whole: Lineage) -> dict[int, int]:
+def _older(whole: Lineage) -> dict[int, int]:
     """For each generation, the bytes of frames that its parent marker is made of."""
     found: dict[int, int] = {}
     for generation, claim in sorted(whole.claims.items()):
         parent: MarkerId | None = claim.parent
         known = parent is not None and parent in whole.commits and parent.generation in found
-        found[generation] = found[parent.generation] + sent_bytes(whole.commits[parent]) if known and parent else 0
+        found[generation] = found[parent.generation] + whole.commits[parent].num_bytes if known and parent else 0
     return found
 
 

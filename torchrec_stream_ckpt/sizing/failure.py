@@ -39,7 +39,7 @@ class RankMemory:
     """On the tables' device."""
     dense_bytes: float
     marker_bytes: float
-    """Of the marker budget: rows of a cut that do not find space in the ring."""
+    """Part of the marker budget: rows of a cut that do not find space in the ring."""
     head_bytes: float
     """A host, if it keeps a HEAD."""
     day_bytes: float

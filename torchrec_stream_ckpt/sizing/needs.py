@@ -32,7 +32,7 @@ class Plan:
     publisher_use: float
     """Part of the busiest rank's publisher thread; above 1 the log lags and drains become coarser."""
     frames_per_drain: float
-    """Of the busiest rank."""
+    """Frames of the busiest rank."""
     ring_frames: int
     """Frames that its ring takes: with more in a drain, the rest waits for the next one."""
     sweep_bytes: float

@@ -222,7 +222,7 @@ class Catalog:
         return self._folds[start, end]
 
     def assuming(self, spans: Iterable[tuple[MarkerId | None, MarkerId]]) -> Catalog:
-        """The same with folds that are still to be written, and have no segments."""
+        """This catalog with folds that are still to be written, and have no segments."""
         folds = {(start, end): Fold(self.job, start, end, 0, ()) for start, end in spans}
         return replace(self, folds=self.folds | folds.keys(), _folds=self._folds | folds)
 
@@ -280,7 +280,7 @@ class Catalog:
         return Cover(tuple(self.piece(start, commits[end]) for start, end in follow(strides, reach, since)))
 
     def upto(self, generation: int) -> Catalog:
-        """The same without markers of later generations."""
+        """This catalog without markers of later generations."""
         return replace(
             self,
             markers=frozenset(marker for marker in self.markers if marker.generation <= generation),

@@ -132,7 +132,7 @@ def name_files(
 
 
 def lacking(objects: Objects, commit: Commit, files: Iterable[DenseFile]) -> list[DenseFile]:
-    """Those of a marker's dense files that a store does not have in their length."""
+    """A marker's dense files that a store lacks, or has with another length."""
     names = {file: dense_file_name(commit.job, commit.id, file.name) for file in files}
     return [file for file, name in names.items() if objects.size(name) != file.num_bytes]
 
@@ -190,7 +190,7 @@ def dense_in(objects: Objects) -> DenseStore:
 
 
 class DenseFolder:
-    """In a folder that all ranks see: DCP writes and reads a marker's own folder. One rank verifies for all."""
+    """Dense state in a folder that all ranks see. DCP writes and reads a marker's own folder; one rank verifies."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -45,7 +45,7 @@ def files_in(objects: Objects, commit: Commit) -> tuple[DenseFile, ...]:
 
 
 class DenseObjects:
-    """In an object store: every rank carries its own files there, and those that it reads from there.
+    """Dense state in an object store: every rank carries its own files there, and those that it reads from there.
 
     The scratch folder is made where ``TMPDIR`` says. It is taken away by :meth:`close` and at exit; a process that is
     killed leaves it.

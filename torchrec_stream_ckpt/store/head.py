@@ -196,12 +196,12 @@ class SliceArrays:
         return flat if per_row else flat.reshape(self.layout.rows, width)
 
     def crc_of(self, block: int) -> int:
-        """Of what a block holds now."""
+        """Checksum of what a block holds now."""
         return int(crc32c(self._map[self.layout.block(block)]))
 
     @property
     def crcs_crc(self) -> int:
-        """Of the checksums."""
+        """Checksum of the checksums."""
         return int(crc32c(self._map[self.layout.data_bytes : self.layout.file_bytes]))
 
     def check(self, first: int, end: int) -> None:
@@ -281,7 +281,7 @@ class Head:
         return arrays
 
     def drop(self) -> None:
-        """It is damaged: nobody shall use it again."""
+        """Mark HEAD as damaged, so that no reader uses it again."""
         self._folder.drop()
 
     def close(self) -> None:

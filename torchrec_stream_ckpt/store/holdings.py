@@ -101,7 +101,7 @@ class Holdings:
         return Holding(marker, cover, damage, self._dense(commit))
 
     def assuming(self, spans: Iterable[tuple[MarkerId | None, MarkerId]]) -> Holdings:
-        """The same once these folds are written."""
+        """What the store holds once these folds are written."""
         return Holdings(self.catalog.assuming(spans), self.lineage, self.sizes)
 
     def chain(self, marker: MarkerId) -> list[Commit]:

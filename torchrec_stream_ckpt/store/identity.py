@@ -25,7 +25,7 @@ def prepare_store(objects: Objects) -> None:
 
 
 def prove_writable(objects: Objects) -> None:
-    """As :func:`prepare_store`, and writes in any case: the same bytes again, to see that they are taken.
+    """Prepare the store, and write its format in any case: the same bytes again, to see that they are taken.
 
     Raises:
         UnsupportedError: it is of a newer format.

@@ -54,6 +54,6 @@ def some_jobs_in(objects: Objects) -> list[bytes]:
     jobs = sorted(jobs_in(objects))
     if not jobs:
         raise MarkerNotFoundError(
-            "nobody has put markers into this store", hint="check the store's URL", store=objects.url
+            "no job has put markers into this store", hint="check the store's URL", store=objects.url
         )
     return jobs

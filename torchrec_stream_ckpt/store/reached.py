@@ -16,7 +16,7 @@ class Reached:
     """Where the outer log stands in the generation of a relay."""
 
     marker: MarkerId
-    """Its newest marker; number 0 at the generation's beginning."""
+    """Newest marker of the log; number 0 at the generation's beginning."""
     every: int
     """It gets markers whose number is a multiple of this."""
 
@@ -37,7 +37,7 @@ def note_reached(objects: Objects, job: bytes, reached: Reached) -> None:
 
 
 def awaited(objects: Objects, lineage: Lineage, markers: Iterable[MarkerId]) -> frozenset[MarkerId]:
-    """Those of ``markers`` that an outer tier is still to get.
+    """The ``markers`` that an outer tier is still to get.
 
     A relay copies the newest generation that a trainer has begun, and no older one. Where one has run and has not said
     how far it came, the outer tier may lack all of it.

@@ -37,9 +37,9 @@ class Held:
     pieces: tuple[Piece, ...]
     """Oldest first; without a HEAD, the first one holds every row."""
     scalars: tuple[TableScalars, ...]
-    """Of all ranks at ``reach``."""
+    """Scalars of all ranks at ``reach``."""
     shards: tuple[tuple[TableShard, ...], ...]
-    """Of each rank in the generation of ``reach``."""
+    """Shards of each rank in the generation of ``reach``."""
     head: HeadState | None = None
     """The HEAD from which the pieces go on."""
     told: tuple[tuple[MarkerId, tuple[Notes, ...]], ...] = ()
