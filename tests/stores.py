@@ -191,11 +191,15 @@ class History:
             self.rows[MarkerId(number, marker)] = rows
 
     def _commit(self, marker: MarkerId, stream: Stream, end: int) -> None:
-        made = commit(marker.generation, marker.marker, [stream.end(0, end)], time_s=3600.0 * marker.marker)
+        made = commit(marker.generation, marker.marker, [stream.end(0, end)], time_s=self.time_of(marker))
         folder = dense_path(self.root, made)
         folder.mkdir(parents=True)
         (folder / ".metadata").write_bytes(f"dense state of {marker}".encode())
         self.log.append_control(replace(made, dense_files=digest_files(folder, [".metadata"])).to_frame())
+
+    def time_of(self, marker: MarkerId) -> float:
+        """What the trainer's wall clock says when it commits a marker."""
+        return 3600.0 * marker.marker
 
     @property
     def lineage(self) -> Lineage:

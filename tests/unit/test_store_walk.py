@@ -1,0 +1,266 @@
+"""A random walk of all that works on a store, against a model: no kept marker is lost unless the walk destroyed it."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests import stores
+from tests.stores import HeldObjects, History
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.control.trim import trim_log
+from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, StreamCkptError
+from torchrec_stream_ckpt.failpoints import arm
+from torchrec_stream_ckpt.materialize.compactor import Policy
+from torchrec_stream_ckpt.materialize.gc import GcRules, collect
+from torchrec_stream_ckpt.materialize.materializer import Materializer
+from torchrec_stream_ckpt.materialize.retention import Retention
+from torchrec_stream_ckpt.materialize.synced import check_synced
+from torchrec_stream_ckpt.store.catalog import Catalog, Cover
+from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.store.holdings import Holdings
+from torchrec_stream_ckpt.store.pins import pin, unpin
+from torchrec_stream_ckpt.types import MarkerId
+
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
+HOUR, DAY = 3600.0, 86400.0
+GRACE = 12 * HOUR
+STEPS = 300
+LONG_STEPS = 10_000
+POINTS = ["gc.dropped", "gc.merged", "gc.listed", "gc.deleted", "gc.tidied", "pin.attempted", "pin.put"]
+POINTS += ["materialize.manifest", "materialize.manifest_put"]
+POLICIES = [Policy(rebase=0), Policy(rebase=1e-9), Policy(rebase=0, compact="span16"), Policy()]
+
+
+class Walk(History):
+    """One job, its store, and what must be true of them. Time is the model's own: no clock of the walk shows it."""
+
+    def __init__(self, root: Path, seed: int, pool: Executor) -> None:
+        super().__init__(root)
+        self.random, self._pool = random.Random(seed), pool
+        self.store = HeldObjects({})
+        self.now_s = 10 * DAY
+        self._skew_s = 0.0
+        self._hosts = {"a": 50.0, "b": 9e5}
+        """Clocks of hosts that run gc: what each would have shown at time 0."""
+        self._boots = 0
+        self._committed: dict[MarkerId, float] = {}
+        self._readers: list[tuple[float, MarkerId, Catalog, Cover]] = []
+        self._destroyed: set[str] = set()
+        self._pinned: set[MarkerId] = set()
+        self.told = 0
+        """Refusals, and losses that the walk has caused."""
+        self.deleted = 0
+
+    @property
+    def objects(self) -> HeldObjects:  # type: ignore[override]
+        return self.store
+
+    def time_of(self, marker: MarkerId) -> float:
+        self.now_s += self.random.uniform(0, HOUR)
+        self._committed[marker] = self.now_s
+        return self.now_s + self._skew_s
+
+    # Steps.
+
+    def step(self) -> str:
+        """One step, sometimes killed in the middle, then all that must hold."""
+        steps: dict[Callable[[], None], int] = {
+            self.train: 5, self.branch: 2, self.fold: 6, self.gc: 7, self.pin: 2, self.unpin: 1, self.trim: 1,
+            self.destroy: 1, self.skew: 1, self.begin_read: 3, self.end_read: 3, self.wait: 3,
+        }  # fmt: skip
+        (step,) = self.random.choices(list(steps), list(steps.values()))
+        arm(f"{self.random.choice(POINTS)}=raise@{self.random.randint(1, 3)}" if self.random.random() < 0.3 else "")
+        try:
+            step()
+        except OSError as error:
+            if "failpoint" not in str(error):
+                raise
+        finally:
+            arm("")
+        self.check()
+        return step.__name__
+
+    def train(self) -> None:
+        newest = self.lineage.newest
+        self._go_on(str(newest.id) if newest is not None else "")
+
+    def branch(self) -> None:
+        offered = sorted(self._offered())
+        if offered:
+            self._go_on(str(self.random.choice(offered)))
+
+    def _go_on(self, parent: str) -> None:
+        lineage = self.lineage
+        first = MarkerId.parse(parent).marker + 1 if parent else 1
+        count = self.random.randint(1, 3)
+        self.generation(lineage.next_generation if lineage.claims else 1, range(first, first + count), parent)
+
+    def fold(self) -> None:
+        policy = self.random.choice(POLICIES)
+        made = Materializer(self.log, self.store, lambda _: open_dense(str(self.root)), self._pool, policy)  # type: ignore[arg-type]
+        self._refusing(lambda: list(made.catch_up(self.lineage)))
+
+    def gc(self) -> None:
+        aged = self.random.random() < 0.4
+        retention = Retention(
+            keep_all_for=self.random.choice([2 * HOUR, 6 * HOUR, DAY]) if aged else None,
+            then_every=self.random.choice([None, 2, 5]),
+            newest=self.random.randint(1, 4) if not aged else None,
+        )
+        rules = GcRules(retention=retention, grace_s=GRACE, compact=self.random.random() < 0.5)
+        host, lineage = self.random.choice(sorted(self._hosts)), self.lineage
+        before, clocks = self._offered(), {host: self.now_s + self._hosts[host]}
+        if lineage.commits and before:
+            done = self._refusing(lambda: collect(self.store, lineage, lineage.job, rules, self._pool, lambda: clocks))
+            self.deleted += len(done.now) if done is not None else 0
+        for marker in before - self._offered():
+            assert retention.keep_all_for is None or self.now_s - self._committed[marker] > float(
+                retention.keep_all_for
+            )
+
+    def pin(self) -> None:
+        known = sorted(self.rows)
+        if not known:
+            return
+        marker = self.random.choice(known)
+        try:
+            pin(self.store, self.lineage.job, marker)
+        except (MarkerNotFoundError, CorruptionError):
+            assert marker not in self._offered() or self._destroyed
+        else:
+            self._pinned.add(marker)
+
+    def unpin(self) -> None:
+        if self._pinned:
+            marker = self.random.choice(sorted(self._pinned))
+            self._pinned.remove(marker)
+            unpin(self.store, self.lineage.job, marker)
+
+    def trim(self) -> None:
+        if not self._offered():
+            return
+        holdings = Holdings.load(self.store, self.lineage)
+        synced = self._refusing(lambda: check_synced(holdings, None, self._pool, whole=True))
+        if synced is not None:
+            trim_log(self.log, Control(self.log), synced.upto, "file:///store", others=synced.others)
+
+    def destroy(self) -> None:
+        """Flip a bit of an object, or lose it."""
+        kinds = ("segments/", "folds/", "manifests/")
+        names = sorted(entry.name for entry in self.store.list("") if entry.name.startswith(kinds))
+        if not names or self.random.random() < 0.6:
+            return
+        name = self.random.choice(names)
+        self._destroyed.add(name)
+        if self.random.random() < 0.5:
+            self.store.delete(name)
+            return
+        data = bytearray(self.store.read(name))
+        data[self.random.randrange(len(data))] ^= 1 << self.random.randrange(8)
+        self.store.put(name, [bytes(data)])
+
+    def skew(self) -> None:
+        """The next trainer runs on a host of another wall clock; a host of gc boots."""
+        self._skew_s = self.random.choice([-DAY, 0.0, DAY])
+        del self._hosts[self.random.choice(sorted(self._hosts))]
+        self._boots += 1
+        self._hosts[f"boot {self._boots}"] = self.random.uniform(0, 1e6)
+
+    def wait(self) -> None:
+        self.now_s += self.random.choice([1.0, HOUR, 8 * HOUR, 20 * HOUR])
+
+    def begin_read(self) -> None:
+        """A restore reads what the store holds, and goes on later."""
+        offered = sorted(self._offered())
+        if not offered:
+            return
+        marker, lineage = self.random.choice(offered), self.lineage
+        catalog = Catalog.load(self.store, lineage.job)  # type: ignore[arg-type]
+        cover = self._refusing(lambda: catalog.cover(lineage.chain(marker)))
+        if cover is not None and cover.reach == marker:
+            self._readers.append((self.now_s, marker, catalog, cover))
+
+    def end_read(self) -> None:
+        if self._readers:
+            begin_s, marker, catalog, cover = self._readers.pop(0)
+            if self.now_s - begin_s < GRACE:
+                self._reads(marker, lambda: stores.rows_in(catalog, self.lineage, marker, cover))
+
+    # What must hold.
+
+    def check(self) -> None:
+        """Every pinned marker is offered, and a few of those that are offered come back bit for bit."""
+        offered = self._offered()
+        assert self._pinned <= offered or self._destroyed
+        lineage = self.lineage
+        for marker in {*self.random.sample(sorted(offered), min(2, len(offered))), *sorted(self._pinned & offered)[:1]}:
+            self._reads(marker, lambda marker=marker: stores.rows_of(self.store, lineage, marker))  # type: ignore[misc]
+
+    def _reads(self, marker: MarkerId, read: Callable[[], stores.Rows]) -> None:
+        try:
+            assert read() == self.rows[marker]
+        except AssertionError:
+            if not self._destroyed:
+                raise
+            cover = Catalog.load(self.store, self.lineage.job).cover(self.lineage.chain(marker))  # type: ignore[arg-type]
+            assert cover is None or cover.reach != marker, f"marker {marker} comes back with other rows"
+            self.told += 1
+        except CorruptionError as error:
+            said = str(error.where) + error.message
+            if not any(name in said for name in self._destroyed):
+                raise
+            self.told += 1
+
+    def _refusing(self, action: Callable[[], stores.T]) -> stores.T | None:
+        """What it returns; a refusal is one that the walk has caused."""
+        try:
+            return action()
+        except StreamCkptError:
+            if not self._destroyed:
+                raise
+            self.told += 1
+            return None
+
+    def _offered(self) -> set[MarkerId]:
+        claims = self.lineage.claims
+        catalog = Catalog.load(self.store, self.lineage.job) if claims else None  # type: ignore[arg-type]
+        return set(catalog.markers - catalog.dropped) if catalog is not None else set()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Executor]:
+    with ThreadPoolExecutor(2) as threads:
+        yield threads
+
+
+def walks(root: Path, seed: int, pool: Executor, *, destroying: bool) -> None:
+    walk = Walk(root, seed, pool)
+    if not destroying:
+        walk.destroy = walk.wait  # type: ignore[method-assign]
+    for _ in range(STEPS // 2):
+        walk.step()
+    assert walk.deleted > 0
+    assert destroying or not walk.told
+
+
+@pytest.mark.parametrize("destroying", [False, True], ids=["kept", "destroyed"])
+def test_no_kept_marker_is_lost_unless_the_walk_destroyed_it(tmp_path: Path, pool: Executor, destroying: bool) -> None:
+    walks(tmp_path, 1, pool, destroying=destroying)
+
+
+@pytest.mark.slow
+def test_no_kept_marker_is_lost_in_walks_that_nobody_has_gone(tmp_path: Path, pool: Executor) -> None:
+    for number in range(LONG_STEPS // (STEPS // 2)):
+        seed = random.SystemRandom().randrange(2**32)
+        root = tmp_path / f"walk-{number}-seed-{seed}"
+        root.mkdir()
+        print(f"walk {number}: seed {seed}")
+        walks(root, seed, pool, destroying=bool(number % 2))
+        shutil.rmtree(root)
