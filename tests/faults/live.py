@@ -46,7 +46,7 @@ class Orders:
     """It lives no longer, whatever becomes of the test."""
 
     close_after: int = 0
-    """At this step a marker is cut, and the checkpointer is closed with it in flight; 0: never."""
+    """After so many steps a marker is cut, and the checkpointer is closed with it in flight; 0: never."""
     close_s: float = 0.0
     """What ``close`` is given then."""
 
@@ -98,7 +98,7 @@ def live(orders: Orders) -> None:
         }
         progress["steps_s"] = steps[-50:]
         _replace(orders.run / f"progress-{dist.get_rank()}", json.dumps(progress).encode())
-        if job.step_number == orders.close_after:
+        if len(steps) == orders.close_after:
             _close(checkpointer, orders)
             return
 
