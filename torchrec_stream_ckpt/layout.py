@@ -67,6 +67,7 @@ PINS_DIR = "pins"
 OUTER_DIR = "outer"
 VERDICTS_DIR = "verdicts"
 GARBAGE_DIR = "garbage"
+DAMAGED_DIR = "damaged"
 RECORDS_DIR = "records"
 PLACES_DIR = "places"
 TEMPORARY_PREFIX = ".put-"
@@ -294,6 +295,11 @@ def parse_verdict_name(name: str) -> tuple[bytes, MarkerId] | None:
     match = _VERDICT.fullmatch(name)
     found = _job_and_marker(match)
     return found if match and found and verdict_name(*found, int(match[4], 16)) == name else None
+
+
+def damaged_name(name: str) -> str:
+    """Where the bytes of a damaged object are kept once it is written anew."""
+    return f"{DAMAGED_DIR}/{name}"
 
 
 def garbage_name(job: bytes, time_ms: int, crc: int) -> str:

@@ -39,6 +39,7 @@ METRICS: Mapping[str, Metric] = {
     "fold_bytes_read": Metric(f"{_PREFIX}_folds_read_bytes_total", "Bytes read for bases and spans.", "counter"),
     "fold_bytes": Metric(f"{_PREFIX}_folds_written_bytes_total", "Bytes of bases and spans written.", "counter"),
     "dense_bytes": Metric(f"{_PREFIX}_dense_written_bytes_total", "Bytes of dense state copied.", "counter"),
+    "repairs": Metric(f"{_PREFIX}_repairs_total", "Damaged objects of the store that were written anew.", "counter"),
     "errors": Metric(f"{_PREFIX}_errors_total", "Outages outlasted and markers passed over.", "counter"),
     "lag_markers": Metric(f"{_PREFIX}_lag_markers", "Committed markers that are not in the store."),
     "lag_bytes": Metric(f"{_PREFIX}_lag_bytes", "Bytes of frames that lead to them."),

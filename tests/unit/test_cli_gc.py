@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.control import snapshots
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
-from torchrec_stream_ckpt.layout import claim_name
+from torchrec_stream_ckpt.layout import DATA_DIR, claim_name
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.route.job import Job
@@ -288,13 +288,19 @@ def test_verify_names_the_segment_that_was_altered(history: History) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CorruptionError, match="chunk's checksum does not match") as caught:
-        run("verify", uri)
-    assert caught.value.where["name"] == name
+    (record,) = json.loads(run("verify", uri, "--json"))
+    assert (record["marker"], record["reach"]) == ("2:4", "1:1"), "the log has what follows"
+    (damage,) = record["read_around"]
+    assert "chunk's checksum does not match" in damage
+    assert name in damage
+    assert "read around damage in the store: " in run("verify", uri)
     assert json.loads(run("verify", uri, "--log", "--json"))[0]["marker"] == "2:4"
     path.unlink()
-    with pytest.raises(CorruptionError, match="the store does not hold this object"):
+    assert "the store does not hold this object" in run("verify", uri)
+    shutil.rmtree(history.root / DATA_DIR)
+    with pytest.raises(CorruptionError, match="the store does not hold this object") as caught:
         run("verify", uri)
+    assert name in str(caught.value)
     with pytest.raises(CorruptionError, match="would be lost"):
         run("trim", uri, "--store", str(history.root))
 

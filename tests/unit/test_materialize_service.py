@@ -346,7 +346,7 @@ def test_metrics_say_where_it_stands(job: Job, serving: Callable[..., Path]) -> 
 
 def test_the_keys_of_json_lines_stay_as_they_are(job: Job) -> None:
     _, events, _ = materialize(job)
-    counts = {"markers", "frames_bytes", "segment_bytes", "fold_bytes_read", "fold_bytes", "dense_bytes"}
+    counts = {"markers", "frames_bytes", "segment_bytes", "fold_bytes_read", "fold_bytes", "dense_bytes", "repairs"}
     lag = {"lag_markers", "lag_bytes", "lag_s"}
     assert [set(event) for event in events] == [
         {"event", "uri", "store", "once"},

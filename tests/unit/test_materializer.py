@@ -21,7 +21,7 @@ from tests.unit.folded_job import (
     store_of,
 )
 from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.layout import STORE_FILE, manifest_name
+from torchrec_stream_ckpt.layout import DATA_DIR, STORE_FILE, manifest_name
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.gc import GcRules, collect
@@ -92,32 +92,48 @@ def test_a_schema_that_changes_in_mid_log_is_refused(job: Job) -> None:
     check_refused(job, materialize(job), "another schema than the CLAIM", "copy of the log")
 
 
-def test_a_damaged_manifest_is_refused_and_made_anew_once_it_is_deleted(job: Job) -> None:
-    path = store_of(job) / manifest_name(synthetic.JOB, MarkerId(1, 2))
+def test_a_damaged_manifest_is_set_aside_and_made_anew(job: Job) -> None:
+    path = store_of(job) / manifest_name(synthetic.JOB, MarkerId(1, 3))
     good = path.read_bytes()
-    path.write_bytes(good.replace(b'"rows":', b'"rows":1', 1))
-    status, _, said = materialize(job)
-    assert status == 1
-    assert re.search(r"Error: .*manifest was altered.*m00000002.json", said), said
-    assert re.search(r"Try: .*delete it: stream-ckpt materialize makes it anew", said), said
-    path.unlink()
-    assert materialize(job)[0] == 0
+    harmed = good.replace(b'"rows":', b'"rows":1', 1)
+    path.write_bytes(harmed)
+    status, events, said = materialize(job)
+    assert (status, said) == (0, "")
+    (repair,) = (event for event in events if event["event"] == "repaired")
+    assert (repair["name"], "manifest was altered" in str(repair["reason"])) == (
+        str(path.relative_to(store_of(job))),
+        True,
+    )
+    assert (store_of(job) / str(repair["aside"])).read_bytes() == harmed
     assert path.read_bytes() == good
     check_folded(job, [1, 2, 3, 4])
 
 
-def test_a_segment_that_the_store_lost_is_named(job: Job) -> None:
+def test_a_segment_that_the_store_lost_is_folded_again_from_the_log(job: Job) -> None:
     (lost,) = store_of(job).glob("segments/*/g00000001-r00001-m00000003-p000.seg")
     content = lost.read_bytes()
     lost.unlink()
+    (store_of(job) / "segments" / synthetic.JOB.hex() / "g00000001-r00001-m00000004-p000.seg").unlink(missing_ok=True)
+    status, events, said = materialize(job)
+    assert (status, said) == (0, "")
+    assert [event["name"] for event in events if event["event"] == "repaired"] == [str(lost.relative_to(store_of(job)))]
+    assert lost.read_bytes() == content
+    check_folded(job, [1, 2, 3, 4])
+
+
+def test_a_segment_that_store_and_log_have_lost_is_named(job: Job) -> None:
+    (lost,) = store_of(job).glob("segments/*/g00000001-r00001-m00000003-p000.seg")
+    lost.unlink()
+    begin = Control(job.log).refresh().commits[MarkerId(1, 2)].ranks[1].end
+    files = {int(path.stem.split("-")[1]): path for path in (job.root / DATA_DIR / "p00001").iterdir()}
+    base = max(each for each in files if each <= begin)
+    data = bytearray(files[base].read_bytes())
+    data[begin - base + 128 + 3] ^= 1  # what the log has of it
+    files[base].write_bytes(data)
     status, _, said = materialize(job)
     assert status == 1
     assert re.search(r"Error: the store has lost segments .*marker=1:3, rank=1", said), said
     assert re.search(r"Try: bring them back, or delete the marker's manifest", said), said
-    (store_of(job) / manifest_name(synthetic.JOB, MarkerId(1, 3))).unlink()
-    assert materialize(job)[0] == 0
-    assert lost.read_bytes() == content
-    check_folded(job, [1, 2, 3, 4])
 
 
 def orphans(job: Job, damage: str, marker: int = 4) -> dict[Path, bytes]:
@@ -157,16 +173,15 @@ def test_a_damaged_segment_of_another_worker_does_not_stop_the_first(job: Job) -
     check_folded(job, [1, 2, 3, 4])
 
 
-def test_a_damaged_segment_that_a_manifest_names_loses_no_other_marker(job: Job) -> None:
+def test_damaged_segments_that_a_manifest_names_are_folded_again(job: Job) -> None:
     whole = orphans(job, "altered", marker=3)
     for path in store_of(job).glob("segments/*/g00000001-*-m00000004-p000.seg"):
         path.unlink()
     status, events, said = materialize(job, "--pass-over-lost")
-    assert status == 1
-    assert re.search(r"Error: the store has lost segments .*marker=1:3, rank=0", said), said
-    assert [event["event"] for event in events] == ["start", "stop"]
-    (store_of(job) / manifest_name(synthetic.JOB, MarkerId(1, 3))).unlink()  # as the hint says
-    assert materialize(job)[0] == 0
+    assert (status, said) == (0, "")
+    mended = [event["name"] for event in events if event["event"] == "repaired"]
+    assert sorted(mended) == sorted(str(path.relative_to(store_of(job))) for path in whole)
+    assert "passed_over" not in {event["event"] for event in events}
     assert {path: path.read_bytes() for path in whole} == whole
     check_folded(job, [1, 2, 3, 4])
 

@@ -84,6 +84,7 @@ def line(event: Event) -> str:
         "head": lambda: _head(fields),
         "trouble": lambda: f"{fields['message']}\n  Try: {fields['hint']}\n  It is tried again until it works.",
         "recovered": lambda: "it works again",
+        "repaired": lambda: _repaired(fields),
         "passed_over": lambda: f"marker {fields['marker']} is passed over: {fields['reason']}",
         "stop": lambda: f"stopped: {fields['markers']} markers folded, {fields['lag_markers']} not yet folded",
     }
@@ -93,6 +94,11 @@ def line(event: Event) -> str:
 def _marker(fields: Mapping[str, Any]) -> str:
     left = f"{fields['lag_markers']} to fold" if fields["lag_markers"] else "up to date"
     return f"marker {fields['marker']}, step {fields['step']}: in the store after {fields['took_s']:.1f} s, {left}"
+
+
+def _repaired(fields: Mapping[str, Any]) -> str:
+    kept = f"\n  What was there is kept as {fields['aside']}." if fields["aside"] else ""
+    return f"{fields['name']} was damaged ({fields['reason']}); it was written anew from {fields['source']}{kept}"
 
 
 def _head(fields: Mapping[str, Any]) -> str:

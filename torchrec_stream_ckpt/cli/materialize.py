@@ -126,6 +126,7 @@ class _Setup:
             going_on=service.going_on,
             pass_over=service.pass_over if self.pass_over_lost else None,
             head=HeadWriter(self.head, objects, self.pool) if self.head is not None else None,
+            repaired=service.repaired,
         )
 
     def _sign_off(self) -> None:

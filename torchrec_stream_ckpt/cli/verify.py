@@ -210,6 +210,8 @@ def _describe(said: Verified | MarkerVerdict | _NotRead) -> str:
     parts.append(f"{100 * result.proved:.1f}% of its rows compared with proofs")
     if result.uncompared:
         parts.append(f"not all row-wise state of {', '.join(result.uncompared)}: it came in several column splits")
+    if result.read_around:
+        parts.append(f"read around damage in the store: {printable('; '.join(result.read_around))}")
     if result.unproved is not None:
         lines = [f"marker {result.marker} was read ({', '.join(parts)}), and is not as it was proved:"]
         return "\n".join((*lines, *(f"  {printable(str(block))}" for block in result.unproved.blocks)))

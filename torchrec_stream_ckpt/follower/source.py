@@ -223,6 +223,15 @@ class FollowedJob:
             yield Changed(reader.spec, col0, ids, window.weights[places, columns], states)
 
     def _chunks(self, sources: Sources) -> Iterator[Changed]:
+        """What was sent, oldest first; all of it again where a piece of the store is damaged and others have it."""
+        while True:
+            try:
+                yield from self._sent(sources)
+                return
+            except CorruptionError as error:
+                sources.go_around(error)
+
+    def _sent(self, sources: Sources) -> Iterator[Changed]:
         """What was sent, oldest first. What older generations sent of a table that was sent whole later is left out."""
         wanted = np.array(self._wanted(sources.schema), np.int64)
         for objects, group in groupby(sources.newest_first[::-1], key=lambda source: source.objects):

@@ -13,16 +13,16 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchrec_stream_ckpt.errors import ConfigError, StoreUnavailableError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StoreUnavailableError, TrimmedError
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.materialize.fold import fold_interval
 from torchrec_stream_ckpt.route.find import locate
-from torchrec_stream_ckpt.route.held import load_catalog
+from torchrec_stream_ckpt.route.held import load_catalog, lost, segment_of
 from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.catalog import Picked
+from torchrec_stream_ckpt.store.catalog import Catalog, Picked
 from torchrec_stream_ckpt.store.folder import FolderObjects
 from torchrec_stream_ckpt.store.reader import open_segments
 from torchrec_stream_ckpt.types import MarkerId
@@ -41,15 +41,77 @@ class OpenSegment:
     """The oldest one that its rows may be of."""
 
 
-@dataclass(frozen=True, slots=True)
 class Sources:
-    """All segments that lead to a marker; a row's newest version is in the first one that has it."""
+    """All segments that lead to a marker; a row's newest version is in the first one that has it.
 
-    schema: Schema
-    bases: dict[int, int]
-    """``Lineage.bases`` of the marker: what older generations sent of a table does not count."""
-    newest_first: tuple[OpenSegment, ...]
-    pool: Executor
+    Args:
+        log: The job's log.
+        lineage: Its control partition.
+        marker: The marker.
+        since: Begin after this one.
+        catalog: What the store holds; None: nothing.
+        folder: Takes what only the log has.
+        pool: Threads to read with.
+        progress: Called with the bytes of each frame that is folded.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        lineage: Lineage,
+        marker: MarkerId,
+        since: MarkerId | None,
+        catalog: Catalog | None,
+        folder: FolderObjects,
+        pool: Executor,
+        progress: Callable[[int], None],
+    ) -> None:
+        self._log = log
+        self._catalog = catalog
+        self._folder = folder
+        self._progress = progress
+        self._damaged: dict[str, CorruptionError] = {}
+        self.pool = pool
+        self.newest_first: tuple[OpenSegment, ...] = ()
+        self._route = self._open(lineage, marker, since)
+
+    @property
+    def schema(self) -> Schema:
+        return self._route.schema
+
+    @property
+    def bases(self) -> dict[int, int]:
+        """``Lineage.bases`` of the marker: what older generations sent of a table does not count."""
+        return self._route.bases
+
+    def _open(self, lineage: Lineage, marker: MarkerId, since: MarkerId | None) -> Route:
+        route = locate(lineage, marker, self._catalog, since=since, damaged=self._damaged)
+        route.check(self._log)
+        stored = [
+            OpenSegment(self._catalog.objects, picked, piece.generation)
+            for piece in (route.held.pieces if route.held is not None else ())
+            for picked in piece.opened
+            if self._catalog is not None  # there are no pieces otherwise
+        ]
+        tail = list(_fold_tail(self._log, route, self._folder, self.pool, self._progress))
+        self.newest_first = tuple([*stored, *tail][::-1])
+        return route
+
+    def go_around(self, error: CorruptionError) -> None:
+        """A segment was found to be damaged: :attr:`newest_first` has its rows from elsewhere on return.
+
+        Raises:
+            CorruptionError: ``error`` itself, where there is no other way to its rows.
+        """
+        name = segment_of(self._route.held, error)
+        if name is None:
+            raise error
+        self._damaged[name] = error
+        route = self._route
+        try:
+            self._route = self._open(route.lineage, route.marker, route.since)
+        except (CorruptionError, TrimmedError) as other:
+            raise lost(error, route.marker, other) from None
 
 
 @contextlib.contextmanager
@@ -83,19 +145,10 @@ def open_sources(
     """
     if since is not None and since not in {commit.id for commit in lineage.chain(marker)}:
         raise ConfigError(f"marker {since} is not on the path to marker {marker}", hint="see stream-ckpt list --tree")
-    route = locate(lineage, marker, load_catalog(objects, lineage), since=since)
-    held = route.held
-    route.check(log)
     with ThreadPoolExecutor(_READERS) as pool, _scratch(scratch) as folder:
-        pieces = held.pieces if held is not None else ()
-        stored = [
-            OpenSegment(objects, picked, piece.generation)
-            for piece in pieces
-            for picked in piece.opened
-            if objects is not None  # else there are no pieces
-        ]
-        tail = list(_fold_tail(log, route, FolderObjects(folder), pool, progress))
-        yield Sources(route.schema, route.bases, tuple([*stored, *tail][::-1]), pool)
+        yield Sources(
+            log, lineage, marker, since, load_catalog(objects, lineage), FolderObjects(folder), pool, progress
+        )
 
 
 @contextlib.contextmanager

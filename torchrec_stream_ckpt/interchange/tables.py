@@ -52,14 +52,12 @@ class TableReader:
     """
 
     def __init__(self, sources: Sources, table: int) -> None:
+        self._open_sources = sources
+        self._table = table
         self._pool = sources.pool
         self._schema = sources.schema
         self.spec: TableSpec = sources.schema.tables[table]
-        self._sources = [
-            OpenSegment(source.objects, _of_table(source.picked, table), source.generation)
-            for source in sources.newest_first
-            if source.generation >= sources.bases.get(table, 0)
-        ]
+        self._sources = _sources_of(sources, table)
         held = {
             (int(col0), int(cols))
             for source in self._sources
@@ -92,12 +90,23 @@ class TableReader:
             yield row0, min(height, self.spec.rows - row0)
 
     def read(self, row0: int, rows: int) -> TableWindow:
-        """The newest version of each row of [row0, row0 + rows).
+        """The newest version of each row of [row0, row0 + rows); a damaged piece of the store is read around.
 
         Raises:
-            CorruptionError: a piece is damaged, or a row was never sent.
+            CorruptionError: a piece is damaged and nothing else has its rows, or a row was never sent.
             StoreUnavailableError: the store does not answer.
         """
+        while True:
+            try:
+                return self._read(row0, rows)
+            except CorruptionError as error:
+                self._open_sources.go_around(error)
+                again = TableReader(self._open_sources, self._table)
+                if again.slices != self.slices:
+                    raise
+                self._sources, self._cuts = again._sources, again._cuts
+
+    def _read(self, row0: int, rows: int) -> TableWindow:
         window = self._empty(row0, rows)
         newest = NewestFirst(row0, rows, len(self._cuts) - 1)
         for objects, sources in groupby(self._sources, key=lambda source: source.objects):
@@ -131,16 +140,30 @@ class TableReader:
                     target[rows, here] = source[chosen, there]
 
 
+def _sources_of(sources: Sources, table: int) -> list[OpenSegment]:
+    """What counts of one table."""
+    return [
+        OpenSegment(source.objects, _of_table(source.picked, table), source.generation)
+        for source in sources.newest_first
+        if source.generation >= sources.bases.get(table, 0)
+    ]
+
+
 def rows_sent(sources: Sources, table: int) -> int:
     """How many rows of a table the sources hold any version of. Holds one byte a row of the table."""
-    spec = sources.schema.tables[table]
-    sent = np.zeros(spec.rows, np.bool_)
-    mine = [OpenSegment(each.objects, _of_table(each.picked, table), each.generation) for each in sources.newest_first]
-    for objects, group in groupby(mine, key=lambda source: source.objects):
-        picked = [source.picked for source in group if len(source.picked.chunks)]
-        for each, entry, data in read_chunks(objects, picked, sources.pool):
-            sent[decode_chunk(entry, data, sources.schema, each.ref.name).ids] = True
-    return int(sent.sum())
+    sent = np.zeros(sources.schema.tables[table].rows, np.bool_)
+    while True:
+        mine = [
+            OpenSegment(each.objects, _of_table(each.picked, table), each.generation) for each in sources.newest_first
+        ]
+        try:
+            for objects, group in groupby(mine, key=lambda source: source.objects):
+                picked = [source.picked for source in group if len(source.picked.chunks)]
+                for each, entry, data in read_chunks(objects, picked, sources.pool):
+                    sent[decode_chunk(entry, data, sources.schema, each.ref.name).ids] = True
+            return int(sent.sum())
+        except CorruptionError as error:
+            sources.go_around(error)
 
 
 def _of_table(picked: Picked, table: int) -> Picked:

@@ -72,15 +72,16 @@ class IntervalFolder:
                 except CorruptionError:  # no manifest names it yet: it is folded again, to the same bytes
                     mine = True
             if refs is None and mine:
-                self._check_there(lineage, catalog, interval, missing)
-                refs = self._fold(catalog, interval, before)
+                self.check_there(lineage, catalog, interval, missing)
+                refs = self.fold(catalog, interval, before)
             if refs is not None:
                 self._found[commit.id, end.rank] = refs
             segments.append(refs)
         complete = tuple(refs for refs in segments if refs is not None)
         return complete if len(complete) == len(segments) else None
 
-    def _fold(self, catalog: Catalog, interval: Interval, before: Commit | None) -> tuple[SegmentRef, ...]:
+    def fold(self, catalog: Catalog, interval: Interval, before: Commit | None) -> tuple[SegmentRef, ...]:
+        """Fold one rank's interval, whatever the store has of it; ``before`` as of :meth:`segments`."""
         progress = self._progress
         progress.doing = f"folding marker {interval.commit.id}, rank {interval.end.rank}"
         shards = self._shards_before(catalog, interval, before)
@@ -111,7 +112,7 @@ class IntervalFolder:
             )
         return held_by(self._log, interval.claim, interval.commit, interval.end)
 
-    def _check_there(self, lineage: Lineage, catalog: Catalog, interval: Interval, missing: Sequence[Commit]) -> None:
+    def check_there(self, lineage: Lineage, catalog: Catalog, interval: Interval, missing: Sequence[Commit]) -> None:
         """Whether the log still has the interval; raises with what is lost, what remains, and what to do."""
         marker = interval.commit.id
         try:

@@ -19,6 +19,7 @@ from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.materialize.materializer import Materializer, backlog_bytes
 from torchrec_stream_ckpt.materialize.progress import Counts
+from torchrec_stream_ckpt.materialize.repairer import Repair
 from torchrec_stream_ckpt.service import Event, Service
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -48,7 +49,7 @@ class Status:
 
 
 class MaterializeService(Service):
-    """Follows one log. Its own events are ``head``, ``waiting`` and ``passed_over``.
+    """Follows one log. Its own events are ``head``, ``waiting``, ``repaired`` and ``passed_over``.
 
     Args:
         read: The control partition as of now; None while there is no log.
@@ -92,6 +93,10 @@ class MaterializeService(Service):
         """Passed to the materializer when lost markers are to be passed over."""
         self.status.errors += 1
         self.report(Event("passed_over", {"marker": str(commit.id), "reason": error.headline}))
+
+    def repaired(self, repair: Repair) -> None:
+        """Passed to the materializer: said of each damaged object that was written anew."""
+        self.report(Event("repaired", asdict(repair)))
 
     def _round(self, *, once: bool, last: bool = False) -> None:
         """Put what is missing now into the store.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
+from functools import partial
 
 from torchrec_stream_ckpt.errors import (
     ConfigError,
@@ -26,6 +27,7 @@ from torchrec_stream_ckpt.materialize.interval_folder import IntervalFolder, Seg
 from torchrec_stream_ckpt.materialize.losses import Losses, put_claim
 from torchrec_stream_ckpt.materialize.progress import Counts, Progress
 from torchrec_stream_ckpt.materialize.recovered import came_after_recovery
+from torchrec_stream_ckpt.materialize.repairer import Repair, Repairer
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore
@@ -52,6 +54,7 @@ class Materializer:
         going_on: Called again and again while it works; ends the work where it stands by raising.
         pass_over: Called with a marker that can never be in the store, and why; without it, that is an error.
         head: What keeps the newest state warm on this host.
+        repaired: Called with a damaged object of the store that was written anew.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Materializer:
         going_on: Callable[[], None] = lambda: None,
         pass_over: Callable[[Commit, CorruptionError], None] | None = None,
         head: HeadWriter | None = None,
+        repaired: Callable[[Repair], None] = lambda _: None,
     ) -> None:
         self._log = log
         self._objects = objects
@@ -75,6 +79,7 @@ class Materializer:
         self._losses = Losses(objects, pass_over)
         self._intervals = IntervalFolder(log, objects, mine, self._progress)
         self._dense = DenseCopier(objects, dense_of, self._losses, self._progress)
+        self._repairer = Repairer(objects, pool, self._intervals, self._progress, repaired)
         self._compactor = Compactor(objects, pool, policy or Policy(), self._progress)
         self.head_problem: StreamCkptError | None = None
         """Why HEAD could not be brought to the newest marker at the last attempt."""
@@ -124,7 +129,7 @@ class Materializer:
                     hint="bring the right log back, or give this one a store of its own: --store URL",
                     store=self._objects.url,
                 )
-            catalog.check(lineage.commits[marker])
+            self._repairer.mending(lineage, catalog, partial(catalog.check, lineage.commits[marker]))
 
     def catch_up(self, lineage: Lineage) -> Iterator[MarkerId]:
         """Put every missing marker into the store, as far as others do their part; yields each one that is whole.
@@ -149,7 +154,8 @@ class Materializer:
             elif not waiting and self._mine(commit.ranks[0].partition):
                 self._put_marker(lineage, catalog, commit, segments)
                 self.missing.remove(commit)
-                self._compactor.fold(lineage, catalog, commit)
+                fold = partial(self._compactor.fold, lineage, catalog, commit)
+                self._repairer.mending(lineage, catalog, fold)
                 self.counts.markers += 1
                 yield commit.id
         self.missing = [commit for commit in self.missing if commit.id not in catalog.dropped]
@@ -165,7 +171,7 @@ class Materializer:
         if self._head.marker != newest:
             self._progress.doing = f"bringing HEAD to marker {newest}"
         try:
-            self._head.follow(lineage, catalog, newest)
+            self._repairer.mending(lineage, catalog, partial(self._head.follow, lineage, catalog, newest))
         except (StoreUnavailableError, ConfigError, CorruptionError) as error:
             self.head_problem = error  # it is tried again
         else:
@@ -203,7 +209,8 @@ class Materializer:
         try:
             if stands_on_lost:
                 raise CorruptionError(f"it stands on marker {parent}, which is lost", marker=commit.id)
-            return self._intervals.segments(lineage, catalog, commit, before, self.missing)
+            fold = partial(self._intervals.segments, lineage, catalog, commit, before, self.missing)
+            return self._repairer.mending(lineage, catalog, fold)
         except CorruptionError as error:
             if isinstance(error, MissingObjectError):
                 raise

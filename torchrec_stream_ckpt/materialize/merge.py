@@ -16,6 +16,7 @@ import numpy as np
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.manifest import Fold, SegmentRef
+from torchrec_stream_ckpt.format.proof import column_keys, digest_rows, per_row_keys, row_keys, words_of
 from torchrec_stream_ckpt.format.rows import RowLayout, RowsView
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import ChunkEntry, SegmentId, SegmentKind, check_tables, decode_chunk
@@ -82,17 +83,58 @@ def merge(
         lambda part: SegmentId(SegmentKind.FOLD, job, end, 0, part),
     )
     sources = _open(objects, job, schema, pieces, pool)
-    rows = RowSorter(schema)
+    rows, merged = RowSorter(schema), _RowDigests(schema)
     for window in _windows(schema, bases, sources):
-        _merge_window(objects, schema, bases, sources, window, rows, pool, progress)
+        _merge_window(objects, schema, bases, sources, window, rows, merged, pool, progress)
         if rows.num_bytes >= SEGMENT_BYTES // 2:
             writer.put(rows, last=False)
     writer.put(rows, last=True)
     fold = Fold(job, start, end, pieces[-1].chain, tuple(writer.refs))
+    _check_written(objects, fold, schema, merged, pool)
     failpoint("fold.manifest")
     objects.put(name.name, [fold.to_bytes()])
     failpoint("fold.manifest_put")
     return fold
+
+
+class _RowDigests:
+    """Digests of rows, summed up in whatever order they come."""
+
+    def __init__(self, schema: Schema) -> None:
+        self._schema = schema
+        self.rows = 0
+        self.digest = np.zeros(1, np.int64)
+
+    def add(self, table: int, col0: int, cols: int, view: RowsView) -> None:
+        """At least one row of a table, each once with these columns."""
+        self.rows += len(view.ids)
+        for section, values in enumerate((view.weights, *view.states)):
+            words = words_of(values.reshape(len(view.ids), -1))
+            each = max(1, values.dtype.itemsize // 4)
+            columns = per_row_keys(col0, cols, each) if values.ndim == 1 else column_keys(col0, cols, each)
+            self.digest += digest_rows(words, columns, row_keys(table, section, view.ids)).sum()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _RowDigests) and (self.rows, int(self.digest[0])) == (other.rows, int(other.digest[0]))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _check_written(objects: Objects, fold: Fold, schema: Schema, merged: _RowDigests, pool: Executor) -> None:
+    """Read a fold back before anything relies on it.
+
+    Raises:
+        CorruptionError: it holds other rows than were merged.
+    """
+    found = _RowDigests(schema)
+    for each, entry, data in read_chunks(objects, open_segments(objects, fold.segments, fold.job, pool), pool):
+        found.add(entry.table, entry.col0, entry.cols, decode_chunk(entry, data, schema, each.ref.name))
+    if found != merged:
+        raise CorruptionError(
+            f"a fold of {merged.rows} rows was read back with {found.rows} rows, or with other bits",
+            hint="it is not used; check the memory and the disks of this host, and start the materializer again",
+            fold=FoldName(fold.job, fold.end, fold.start).name,
+        )
 
 
 def _open(objects: Objects, job: bytes, schema: Schema, pieces: Sequence[Piece], pool: Executor) -> list[_Source]:
@@ -132,6 +174,7 @@ def _merge_window(
     sources: Sequence[_Source],
     window: _MergeWindow,
     rows: RowSorter,
+    merged: _RowDigests,
     pool: Executor,
     progress: Callable[[int], None],
 ) -> None:
@@ -144,7 +187,9 @@ def _merge_window(
         view = decode_chunk(entry, data, schema, each.ref.name)
         _, chosen = newest.take(view.ids)
         if len(chosen):
-            rows.add(window.table, window.col0, window.cols, _cut(view, chosen, entry, window, each.ref))
+            part = _cut(view, chosen, entry, window, each.ref)
+            rows.add(window.table, window.col0, window.cols, part)
+            merged.add(window.table, window.col0, window.cols, part)
         progress(len(data))
 
 

@@ -16,6 +16,8 @@ class Counts:
     fold_bytes_read: int = 0
     fold_bytes: int = 0
     dense_bytes: int = 0
+    repairs: int = 0
+    """Damaged objects of the store that were written anew."""
 
 
 class Progress:

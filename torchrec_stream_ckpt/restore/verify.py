@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -23,9 +23,10 @@ from torchrec_stream_ckpt.restore.proofs import Met, Said
 from torchrec_stream_ckpt.restore.rowsums import RowSums
 from torchrec_stream_ckpt.restore.unproved import Compared, Unproved
 from torchrec_stream_ckpt.route.find import locate
-from torchrec_stream_ckpt.route.held import load_catalog
-from torchrec_stream_ckpt.route.route import Shards
+from torchrec_stream_ckpt.route.held import load_all, load_catalog, lost, segment_of
+from torchrec_stream_ckpt.route.route import Route, Shards
 from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.store.reader import Held, read_chunks
 from torchrec_stream_ckpt.types import MarkerId, TableShard
@@ -59,6 +60,8 @@ class Verified:
     """What is not as a marker proved it."""
     uncompared: tuple[str, ...] = ()
     """Tables whose row-wise states came in several column splits, and are in part not compared."""
+    read_around: tuple[str, ...] = ()
+    """Objects of the store that are damaged, in words: their rows came from elsewhere."""
 
 
 CompareDense = Callable[[DenseStore, Commit, Proof], Compared]
@@ -74,7 +77,7 @@ def verify_marker(
     objects: Objects | None = None,
     compare_dense: CompareDense | None = None,
 ) -> Verified:
-    """Check every byte that restoring ``marker`` would read.
+    """Check every byte that restoring ``marker`` would read: a damaged piece of the store is read around.
 
     Args:
         log: The job's log.
@@ -92,13 +95,47 @@ def verify_marker(
         TrimmedError: the log was trimmed, and the marker needs what is gone.
     """
     commit = lineage.find(marker)
-    schema = lineage.claims[marker.generation].schema
-    route = locate(lineage, marker, load_catalog(objects, lineage), around=False)
-    held = route.held
-    if not route.wrote_to(log.incarnation()):
-        route.check_trimmed(log)  # its dense state is where its rows are
-    dense.verify(commit)
-    route.check(log)
+    catalog, damaged = load_catalog(objects, lineage), dict[str, CorruptionError]()
+    while True:
+        route = locate(lineage, marker, catalog, damaged=damaged)
+        if not route.wrote_to(log.incarnation()):
+            route.check_trimmed(log)  # its dense state is where its rows are
+        if not damaged:
+            dense.verify(commit)
+        try:
+            route.check(log)
+            found = _verify(log, route, dense, objects, progress, compare_dense)
+            first = _damage_of(catalog, lineage, marker)
+            said = [error.headline for error in (first, *damaged.values()) if error is not None]
+            return replace(found, read_around=tuple(said))
+        except (CorruptionError, TrimmedError) as error:
+            name = segment_of(route.held, error)
+            if name is None or isinstance(error, TrimmedError):
+                damage = next(iter(damaged.values()), None) or _damage_of(catalog, lineage, marker)
+                raise error if damage is None or damage is error else lost(damage, marker, error) from None
+            damaged[name] = error
+
+
+def _damage_of(catalog: Catalog | None, lineage: Lineage, marker: MarkerId) -> CorruptionError | None:
+    """Why the store does not serve a marker that it should, as far as directories tell."""
+    try:
+        if catalog is not None:
+            load_all(catalog, lineage, marker)
+    except CorruptionError as error:
+        return error
+    return None
+
+
+def _verify(
+    log: Log,
+    route: Route,
+    dense: DenseStore,
+    objects: Objects | None,
+    progress: Callable[[int], None],
+    compare_dense: CompareDense | None,
+) -> Verified:
+    """Read all of one route."""
+    commit, schema, held, lineage = route.commit, route.schema, route.held, route.lineage
     route = route.complete(log)
     shards = route.shards
     # A plan for one process that holds every table whole reads every stream, and proves that they cover it.
@@ -142,7 +179,7 @@ def verify_marker(
     )
     return Verified(
         plan.marker,
-        len(lineage.path(marker)),
+        len(lineage.path(commit.id)),
         read,
         frames,
         rows,

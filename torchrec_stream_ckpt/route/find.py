@@ -149,7 +149,6 @@ def locate(
     since: MarkerId | None = None,
     head: HeadState | None = None,
     damaged: Mapping[str, CorruptionError] = NONE,
-    around: bool = True,
 ) -> Route:
     """Where the bytes of ``marker`` are: what HEAD and the store give, and that the log has to give the rest.
 
@@ -161,20 +160,17 @@ def locate(
         catalog: What the store holds; None for nothing.
         since: A marker on the path that the reader has.
         head: A HEAD on the path.
-        damaged: Segments of the store that are known to be damaged.
-        around: Read around what is damaged in the store, as a restore does.
+        damaged: Segments of the store that are known to be damaged: they are read around.
 
     Raises:
         MarkerNotFoundError: ``marker`` was never committed, or given up.
-        CorruptionError: (without ``around``) the store is damaged.
         StoreUnavailableError: it does not answer.
     """
     commit = lineage.find(marker)
     if catalog is None:
         return Route(lineage, commit, of_head(head) if head is not None else None, since)
     catalog.check_offered(marker)
-    held = hold(catalog, lineage, marker, since, head, damaged) if around else load_all(catalog, lineage, marker, since)
-    return Route(lineage, commit, held, since)
+    return Route(lineage, commit, hold(catalog, lineage, marker, since, head, damaged), since)
 
 
 def verify_dense_state(dense: DenseStore, commit: Commit) -> None:

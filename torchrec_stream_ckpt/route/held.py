@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
-from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.errors import CorruptionError, StreamCkptError
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.identity import check_store
@@ -61,8 +63,9 @@ def hold(
 ) -> Held | None:
     """What HEAD and the store have on the path to ``marker``, as far as their directories tell.
 
-    What is damaged there is left out, with a warning: a damaged fold where other pieces hold its rows, all of the store
-    where the log may still have it. A HEAD is left out where the store alone leads further. None when nothing is left.
+    What is damaged there is left out, with a warning: of a damaged fold the pieces that it was made of are read, and
+    the store ends before an interval that is damaged, for the log may still have it. A HEAD is left out where the store
+    alone leads further. None when nothing is left.
 
     Args:
         catalog: What the store holds.
@@ -106,21 +109,56 @@ def _load_intact(
     head: HeadState | None = None,
     damaged: Mapping[str, CorruptionError] = NONE,
 ) -> Held | None:
-    """As :func:`load_all`, but around damaged folds: they hold nothing that their intervals do not."""
+    """As :func:`load_all`, but around what is damaged, as far along the path as that leads."""
+    held, error = _try(catalog, lineage, marker, since, head, damaged)
+    if error is None:
+        return held
+    intact = intact_on(catalog, lineage, marker, damaged)
+    held, _ = _try(intact, lineage, marker, since, head, damaged)
+    if held is None:
+        log.warning("the store cannot serve marker %s, the log is read: %s", marker, error.headline)
+        return None
+    count = len(catalog.folds - intact.folds) + len(catalog.markers - intact.markers)
+    way = f"{len(held.pieces)} pieces give the rows up to {held.reach}"
+    log.warning("the store is read around %d damaged folds or intervals: %s; %s", count, error.headline, way)
+    return held
+
+
+def _try(
+    catalog: Catalog,
+    lineage: Lineage,
+    marker: MarkerId,
+    since: MarkerId | None,
+    head: HeadState | None,
+    damaged: Mapping[str, CorruptionError],
+) -> tuple[Held | None, CorruptionError | None]:
+    """(what there is, why it cannot be read)."""
     try:
         held = load_all(catalog, lineage, marker, since, head)
-        if held is None or (name := damaged_in(damaged, held)) is None:
-            return held
-        headline = damaged[name].headline
     except CorruptionError as error:
-        headline = error.headline
-    path = {commit.id for commit in lineage.chain(marker)}
-    folds = frozenset(fold for fold in catalog.folds if fold[1] in path and _is_damaged(catalog, *fold, damaged))
-    if folds:
-        log.warning("the store is read around %d damaged folds: %s", len(folds), headline)
-        return _load_intact(replace(catalog, folds=catalog.folds - folds), lineage, marker, since, head, damaged)
-    log.warning("the store cannot serve marker %s, the log is read: %s", marker, headline)
-    return None
+        return None, error
+    name = damaged_in(damaged, held) if held is not None else None
+    return (held, None) if name is None else (None, damaged[name])
+
+
+def segment_of(held: Held | None, error: StreamCkptError) -> str | None:
+    """The segment of the store that ``error`` is about, if it is one of these."""
+    said = str(error.where.get("name", error.where.get("path", "")))
+    names = (picked.ref.name for piece in (held.pieces if held else ()) for picked in piece.opened)
+    return next((name for name in names if said.endswith(name)), None)
+
+
+def lost(error: CorruptionError, marker: MarkerId, elsewhere: StreamCkptError | None = None) -> CorruptionError:
+    """``error``, about an object of the store of whose rows nothing else leads to ``marker``, with what to do.
+
+    Args:
+        error: What reading has raised.
+        marker: What needs the rows.
+        elsewhere: Why the other way to them leads nowhere.
+    """
+    hint = error.hint or "bring this object back from a copy, or restore another marker: stream-ckpt verify --all URI"
+    where = {"marker": str(marker), **error.where} | ({"elsewhere": elsewhere.message} if elsewhere else {})
+    return type(error)(error.message, hint=hint, **where)
 
 
 def damaged_in(damaged: Mapping[str, CorruptionError], held: Held) -> str | None:
@@ -129,12 +167,36 @@ def damaged_in(damaged: Mapping[str, CorruptionError], held: Held) -> str | None
     return next((name for name in names if name in damaged), None)
 
 
+def intact_on(
+    catalog: Catalog, lineage: Lineage, marker: MarkerId, damaged: Mapping[str, CorruptionError] = NONE
+) -> Catalog:
+    """``catalog`` without what is damaged on the path to a marker: folds, and intervals with their markers."""
+    path = {commit.id for commit in lineage.chain(marker)}
+    folds = {
+        fold
+        for fold in catalog.folds
+        if fold[1] in path and _is_damaged(catalog, partial(_of_fold, catalog, fold), damaged)
+    }
+    markers = {
+        each for each in catalog.markers & path if _is_damaged(catalog, partial(_of_marker, catalog, each), damaged)
+    }
+    return replace(catalog, folds=catalog.folds - folds, markers=catalog.markers - markers)
+
+
+def _of_fold(catalog: Catalog, fold: tuple[MarkerId | None, MarkerId]) -> Sequence[SegmentRef]:
+    return catalog.fold(*fold).segments
+
+
+def _of_marker(catalog: Catalog, marker: MarkerId) -> Sequence[SegmentRef]:
+    return [ref for refs in catalog.manifest(marker).segments for ref in refs]
+
+
 def _is_damaged(
-    catalog: Catalog, start: MarkerId | None, end: MarkerId, damaged: Mapping[str, CorruptionError]
+    catalog: Catalog, refs: Callable[[], Sequence[SegmentRef]], damaged: Mapping[str, CorruptionError]
 ) -> bool:
-    """Whether a fold cannot be read, as far as directories tell and is known."""
+    """Whether segments cannot be read, as far as directories tell and is known."""
     try:
-        for ref in catalog.fold(start, end).segments:
+        for ref in refs():
             if ref.name in damaged:
                 return True
             load_front(catalog.objects, ref, catalog.job)

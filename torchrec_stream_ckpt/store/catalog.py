@@ -163,6 +163,11 @@ class Catalog:
             )
             raise CorruptionError(error.message, hint=hint, store=self.objects.url, **error.where) from None
 
+    def forget(self) -> None:
+        """Read manifests and folds again when they are next asked for: one was written anew."""
+        self._manifests.clear()
+        self._folds.clear()
+
     def check(self, commit: Commit) -> Manifest:
         """The manifest of a marker that is there; raises also when it is of another history than ``commit``."""
         manifest = self.manifest(commit.id)

@@ -22,6 +22,7 @@ from torchrec_stream_ckpt.restore.plan import RestorePlan, plan_restore
 from torchrec_stream_ckpt.restore.proofs import Met
 from torchrec_stream_ckpt.route.damaged import Damaged
 from torchrec_stream_ckpt.route.find import OpenHead, find, no_head
+from torchrec_stream_ckpt.route.held import segment_of
 from torchrec_stream_ckpt.route.job import Tier
 from torchrec_stream_ckpt.route.path import Path
 from torchrec_stream_ckpt.route.route import Route
@@ -256,7 +257,7 @@ class Session:
         Raises:
             CorruptionError: no other place has it.
         """
-        name = _segment(route, error)
+        name = segment_of(route.held, error)
         if name is not None and name not in self._damaged.segments:
             log.warning(
                 "marker %s is restored without a damaged segment of the store: %s", route.marker, error.headline
@@ -298,10 +299,3 @@ class Session:
         if self._head is not None:
             self._head.close()
             self._head = None
-
-
-def _segment(route: Route, error: CorruptionError) -> str | None:
-    """The segment of the store that ``error`` is about, if the marker was read from it."""
-    said = str(error.where.get("name", error.where.get("path", "")))
-    names = (picked.ref.name for piece in (route.held.pieces if route.held else ()) for picked in piece.opened)
-    return next((name for name in names if said.endswith(name)), None)

@@ -1,0 +1,159 @@
+"""One bit is wrong in an object of the store, and other bytes have its rows: readers take those, and say so once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.stores import fold, lose_rows
+from tests.synthetic import JOB, Image, Job, image_of_log
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.follower.core import follow
+from torchrec_stream_ckpt.format.dense import digest_files
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.rows import RowsView
+from torchrec_stream_ckpt.interchange.sources import open_sources
+from torchrec_stream_ckpt.interchange.tables import TableReader
+from torchrec_stream_ckpt.layout import dense_name, manifest_name
+from torchrec_stream_ckpt.materialize.compactor import Policy
+from torchrec_stream_ckpt.restore.verify import verify_marker
+from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.types import MarkerId
+
+BASE = "segments/*/f-*-from-root-p000.seg"
+INTERVAL = "segments/*/g00000001-r00001-m00000004-p000.seg"
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """Six markers in a store with bases; after the last base come more intervals."""
+    job = Job(tmp_path / "log")
+    job.begin()
+    for _ in range(6):
+        go_on(job)
+    fold(job.root, Policy(rebase=0.3))
+    assert len(list(job.root.glob(BASE))) > 1
+    return job
+
+
+def go_on(job: Job) -> None:
+    """One more marker, with dense state."""
+    job.touch(2)
+    name = dense_name(JOB, MarkerId(1, len(lineage_of(job).commits) + 1))
+    (job.root / name).mkdir(parents=True)
+    (job.root / name / ".metadata").write_bytes(b"state")
+    job.commit(dense_files=digest_files(job.root / name, [".metadata"]), dense=name)
+
+
+def flip(job: Job, pattern: str, at: int = -10) -> Path:
+    """Flip a bit in the newest object of these; by default in its last chunk, where no directory tells."""
+    path = sorted(job.root.glob(pattern))[-1]
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+    return path
+
+
+def lineage_of(job: Job) -> Lineage:
+    return Control(job.log).refresh()
+
+
+def verified(job: Job, marker: MarkerId) -> MarkerId | None:
+    """Reads all bytes of a marker; returns up to where the store gave them."""
+    objects = open_store(str(job.root))
+    return verify_marker(job.log, lineage_of(job), open_dense(str(job.root)), marker, objects=objects).reach
+
+
+def exported(job: Job, marker: MarkerId) -> Image:
+    """What an export reads, table by table."""
+    lineage, scratch = lineage_of(job), job.root.parent / "scratch"
+    scratch.mkdir(exist_ok=True)
+    with open_sources(job.log, lineage, marker, open_store(str(job.root)), scratch) as sources:
+        image = Image(sources.schema)
+        for index in range(len(sources.schema.tables)):
+            reader = TableReader(sources, index)
+            for row0, rows in reader.windows():
+                put(image, reader, index, row0, rows)
+    return image
+
+
+def put(image: Image, reader: TableReader, table: int, row0: int, rows: int) -> None:
+    window = reader.read(row0, rows)
+    slices = reader.slices or ((0, reader.spec.dim),)
+    for place, (col0, cols) in enumerate(slices):
+        states = tuple(
+            state[place] if spec.per_row else state[:, col0 : col0 + cols]
+            for spec, state in zip(reader.spec.states, window.states, strict=True)
+        )
+        ids = np.arange(row0, row0 + rows)
+        image.put(table, col0, RowsView(ids, window.weights[:, col0 : col0 + cols], states))
+
+
+def followed(job: Job, marker: MarkerId) -> Image:
+    """What a replica has after it was loaded."""
+    schema = lineage_of(job).claims[1].schema
+    image = Image(schema)
+    names = [table.name for table in schema.tables]
+    with follow(f"file://{job.root}", states=True, scratch=job.root.parent) as replica:
+        for update in replica.updates(timeout_s=0):
+            assert update.marker == marker
+            for each in update.changes():
+                image.put(names.index(each.table.name), each.col0, RowsView(each.ids, each.weights, each.states))
+    return image
+
+
+@pytest.mark.parametrize("read", [exported, followed])
+@pytest.mark.parametrize("pattern", [BASE, INTERVAL])
+@pytest.mark.parametrize("at", [-10, 30], ids=["a chunk", "the directory"])
+def test_what_is_read_around_a_flipped_bit_is_what_the_log_says(
+    job: Job, read: Callable[[Job, MarkerId], Image], pattern: str, at: int
+) -> None:
+    newest = MarkerId(1, 6)
+    path = flip(job, pattern, at)
+    harmed = path.read_bytes()
+    assert read(job, newest) == image_of_log(job.log, lineage_of(job), newest)
+    assert path.read_bytes() == harmed, "a reader changes nothing"
+
+
+@pytest.mark.parametrize("at", [-10, 30], ids=["a chunk", "the directory"])
+def test_a_marker_with_a_damaged_base_is_verified_by_what_the_base_was_made_of(
+    job: Job, caplog: pytest.LogCaptureFixture, at: int
+) -> None:
+    path = flip(job, BASE, at)
+    assert verified(job, MarkerId(1, 6)) == MarkerId(1, 6)
+    said = [each.getMessage() for each in caplog.records]
+    assert len(said) == 1, "it is said once"
+    assert "read around" in said[0]
+    assert path.name in said[0]
+
+
+def test_an_interval_that_is_damaged_comes_from_the_log(job: Job) -> None:
+    base = sorted(job.root.glob(BASE))[-1]
+    marker = int(base.name.split("-m")[1][:8])
+    newest = MarkerId(1, marker + 1)
+    while len(lineage_of(job).commits) < newest.marker:
+        go_on(job)
+    fold(job.root, Policy(rebase=0))
+    flip(job, f"segments/*/g00000001-r00000-m{newest.marker:08d}-p000.seg")
+    assert verified(job, newest) == MarkerId(1, marker), "the store serves what comes before"
+
+
+def test_damage_without_another_way_names_the_object_and_what_to_try(job: Job) -> None:
+    path = flip(job, BASE)
+    marker = MarkerId(1, int(path.name.split("-m")[1][:8]))
+    for other in job.root.glob("folds/*/*-from-root.json"):
+        if f"m{marker.marker:08d}" not in other.name:
+            other.unlink()
+    (job.root / manifest_name(JOB, MarkerId(1, 1))).unlink()  # as gc leaves it: nothing leads to the base
+    lose_rows(job.root)
+    for read in (verified, exported):
+        with pytest.raises(CorruptionError) as told:
+            read(job, marker)
+        assert path.name in told.value.headline
+        assert f"marker={marker}" in told.value.headline
+        assert told.value.hint.startswith("bring this object back")

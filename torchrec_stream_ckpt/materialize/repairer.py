@@ -1,0 +1,191 @@
+"""Mend what is damaged in a store: set the object aside, and write it anew from what else has its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+from typing import TypeVar
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.interval import Interval
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.manifest import Manifest, SegmentRef
+from torchrec_stream_ckpt.layout import (
+    FoldName,
+    StoreSegment,
+    damaged_name,
+    parse_fold_name,
+    parse_fold_segment,
+    parse_manifest_name,
+    parse_store_segment,
+)
+from torchrec_stream_ckpt.materialize.interval_folder import IntervalFolder
+from torchrec_stream_ckpt.materialize.merge import merge
+from torchrec_stream_ckpt.materialize.progress import Progress
+from torchrec_stream_ckpt.route.held import lost
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.reader import open_segments, read_chunks
+from torchrec_stream_ckpt.types import MarkerId
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """One object that was written anew."""
+
+    name: str
+    reason: str
+    """What was found there."""
+    source: str
+    """What it was made of, in words."""
+    aside: str
+    """Where the damaged bytes are; empty: there were none."""
+
+
+class Repairer:
+    """Writes damaged objects of one store anew.
+
+    Args:
+        objects: The store.
+        pool: Threads to read it with.
+        intervals: Folds intervals of the log.
+        progress: Told of what is read.
+        told: Called with what was mended.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        pool: Executor,
+        intervals: IntervalFolder,
+        progress: Progress,
+        told: Callable[[Repair], None],
+    ) -> None:
+        self._objects = objects
+        self._pool = pool
+        self._intervals = intervals
+        self._progress = progress
+        self._told = told
+
+    def mending(self, lineage: Lineage, catalog: Catalog, work: Callable[[], T]) -> T:
+        """Do ``work``; where it finds a damaged object of the store, mend that and do it again.
+
+        Raises:
+            CorruptionError: what is damaged is no such object, or nothing else has its rows.
+        """
+        mended: set[str] = set()
+        while True:
+            try:
+                return work()
+            except CorruptionError as error:
+                name = _object_of(error)
+                if name is None or name in mended:
+                    raise
+                mended.add(name)
+                self.mend(lineage, catalog, name, error)
+
+    def mend(self, lineage: Lineage, catalog: Catalog, name: str, error: CorruptionError) -> None:
+        """Write one object anew.
+
+        Args:
+            lineage: The control partition.
+            catalog: What the store holds; what it has read of the object is forgotten.
+            name: The object.
+            error: What was found there.
+
+        Raises:
+            CorruptionError: ``error``, where nothing else has its rows.
+        """
+        self._progress.doing = f"mending {name}"
+        part, manifest, segment = parse_fold_segment(name), parse_manifest_name(name), parse_store_segment(name)
+        fold = part[0] if part is not None else parse_fold_name(name)
+        marker = manifest[1] if manifest is not None else segment.marker if segment is not None else None
+        try:
+            if fold is not None:
+                marker = fold.end
+                source, aside = self._fold(lineage, catalog, fold, name)
+            elif segment is not None:
+                source, aside = self._interval(lineage, catalog, segment, name)
+            else:
+                assert manifest is not None
+                source, aside = self._manifest(lineage, catalog, manifest[1], name)
+        except CorruptionError as other:
+            assert marker is not None
+            raise lost(error, marker, other) from None
+        self._progress.counts.repairs += 1
+        self._told(Repair(name, error.headline, source, aside))
+
+    def _fold(self, lineage: Lineage, catalog: Catalog, fold: FoldName, name: str) -> tuple[str, str]:
+        """Merge the pieces that lead from its start to its end without it."""
+        chain = lineage.chain(fold.end)
+        after = [commit.id for commit in chain].index(fold.start) + 1 if fold.start is not None else 0
+        others = replace(catalog, folds=catalog.folds - {(fold.start, fold.end)})
+        cover = others.cover(chain[after:], fold.start)
+        if cover is None or cover.reach != fold.end:
+            raise CorruptionError("no other pieces of the store have the rows of this fold", name=name)
+        refs = [ref for piece in cover.pieces for ref in piece.segments]
+        self.mending(lineage, others, lambda: self._read(refs, lineage.job))  # before anything is overwritten
+        aside = self._set_aside(name)
+        schema, bases = lineage.claims[fold.end.generation].schema, lineage.bases(fold.end)
+        progress = self._progress.count_merged
+        merge(self._objects, lineage.job, schema, bases, cover.pieces, self._pool, progress)
+        catalog.forget()
+        return f"{len(cover.pieces)} other pieces of the store", aside
+
+    def _interval(self, lineage: Lineage, catalog: Catalog, segment: StoreSegment, name: str) -> tuple[str, str]:
+        """Fold the rank's interval of the log again, to the same bytes."""
+        commit, before = self._with_previous(lineage, segment.marker)
+        after = before.ranks[segment.rank] if before is not None else None
+        interval = Interval(lineage.claims[commit.generation], commit, commit.ranks[segment.rank], after)
+        self._intervals.check_there(lineage, catalog, interval, [commit])
+        aside = self._set_aside(name)
+        refs = self.mending(lineage, catalog, lambda: self._intervals.fold(catalog, interval, before))
+        if commit.id in catalog.markers and catalog.manifest(commit.id).segments[segment.rank] != refs:
+            raise CorruptionError("the log has other rows than the manifest says", name=name)
+        return "the log", aside
+
+    def _manifest(self, lineage: Lineage, catalog: Catalog, marker: MarkerId, name: str) -> tuple[str, str]:
+        """Name the marker's segments again."""
+        commit, before = self._with_previous(lineage, marker)
+        segments = self._intervals.segments(lineage, catalog, commit, before, [commit])
+        if segments is None:
+            raise CorruptionError("others have not folded all ranks", name=name)
+        aside = self._set_aside(name)
+        self._objects.put(name, [Manifest(commit, lineage.previous(commit.id), segments).to_bytes()])
+        catalog.forget()
+        return "the log and the marker's segments", aside
+
+    @staticmethod
+    def _with_previous(lineage: Lineage, marker: MarkerId) -> tuple[Commit, Commit | None]:
+        """A marker, and the one before it in its generation."""
+        previous = lineage.previous(marker)
+        return lineage.find(marker), lineage.find(previous) if previous is not None else None
+
+    def _read(self, refs: Sequence[SegmentRef], job: bytes) -> None:
+        """Compare all checksums of segments."""
+        for _, _, data in read_chunks(self._objects, open_segments(self._objects, refs, job, self._pool), self._pool):
+            self._progress.count_merged(len(data))
+
+    def _set_aside(self, name: str) -> str:
+        """Keep what an object holds now; returns where, empty if there is no such object."""
+        try:
+            data = self._objects.read(name)
+        except CorruptionError:
+            return ""
+        self._objects.put(damaged_name(name), [data])
+        failpoint("repair.aside")
+        return damaged_name(name)
+
+
+def _object_of(error: CorruptionError) -> str | None:
+    """The segment, fold or manifest of a store that ``error`` is about."""
+    said = str(error.where.get("name", error.where.get("path", "")))
+    name = "/".join(PurePosixPath(said).parts[-3:])  # below the store: its folder, the job's, its own
+    parsers = (parse_fold_name, parse_fold_segment, parse_store_segment, parse_manifest_name)
+    return name if any(parse(name) is not None for parse in parsers) else None
