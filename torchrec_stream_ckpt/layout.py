@@ -44,6 +44,7 @@ import hashlib
 import os
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from torchrec_stream_ckpt.errors import CorruptionError
@@ -123,6 +124,7 @@ def partition_dir(root: Path, partition: int) -> Path:
     return root / DATA_DIR / f"p{partition:05d}"
 
 
+@lru_cache(maxsize=64)  # a generation has a first segment in each of its partitions, and all have one name
 def segment_name(generation: int, base: int) -> str:
     return f"g{generation:08d}-{base:020d}.seg"
 

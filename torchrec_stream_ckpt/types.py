@@ -9,9 +9,11 @@ from typing import NamedTuple
 from torchrec_stream_ckpt.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class MarkerId:
-    """Name of one marker: the generation that committed it, and its number on the lineage."""
+class MarkerId(NamedTuple):
+    """Name of one marker: the generation that committed it, and its number on the lineage.
+
+    A tuple, for it is made, hashed and compared tens of thousands of times when the log of an old job is read.
+    """
 
     generation: int
     """Run of the trainer that committed it, counted from 1 on each log."""
@@ -102,8 +104,7 @@ class RankEnd:
     """Bytes of frames since HELLO."""
 
 
-@dataclass(frozen=True, slots=True)
-class LogSpan:
+class LogSpan(NamedTuple):
     """A contiguous piece of one data partition, offsets [begin, end)."""
 
     generation: int

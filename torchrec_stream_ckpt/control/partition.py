@@ -174,19 +174,18 @@ class Control:
         """Read all that is left, from the newest snapshot on."""
         self._last, last = -1, (-1, b"")
         recent: deque[tuple[int, bytes]] = deque(maxlen=RECENT)
-        start, before = 0, -1
+        start, before, copied = 0, -1, self.copies is not None
 
         def read(base: int) -> Folded:
             def noted() -> Iterator[tuple[int, bytes]]:
                 nonlocal last, start, before
                 recent.clear()
                 start, before = base, base - 1
-                for each in self.records.read(base):
-                    last = each
-                    if not is_snapshot(each[1]):
+                for last in self.records.read(base):
+                    if copied and not is_snapshot(last[1]):
                         before = recent[0][0] if len(recent) == RECENT else before
-                        recent.append(each)
-                    yield each
+                        recent.append(last)
+                    yield last
 
             return self.records.fold(noted(), base, spare=self._spare)
 

@@ -100,7 +100,7 @@ def _records(frames: bytes, *, serving: bool) -> Iterator[ControlRecord | Packed
     view, position = memoryview(frames), 0
     while position < len(view):
         end = position + HEADER_LEN + parse_header(view[position : position + HEADER_LEN]).payload_len
-        record = read_record(view[position:end], serving=serving)
+        record = read_record(view[position:end], serving=serving, checked=True)
         if isinstance(record, Snapshot):
             raise CorruptionError("a SNAPSHOT carries another one")
         yield record
@@ -129,15 +129,15 @@ def fold(
             snapshot says.
     """
     folded, ahead, parts = Folded() if not base else None, _Ahead(), Parts()
-    for offset, record in records:
-        if is_snapshot(record):
-            part = take(record)
+    for each in records:
+        if is_snapshot(each[1]):
+            part = take(each[1])
             whole = parts.add(part) if part is not None and part.upto >= base else None
             if whole is not None and (folded is None or whole[0].upto > folded.upto) and ahead.stands(whole[0], base):
-                folded = _folded_in(whole, offset, serving=serving) or folded
+                folded = _folded_in(whole, each[0], serving=serving) or folded
                 ahead.forget(folded)
             continue
-        ahead.add(offset, record)
+        ahead.add(each)
         while folded is not None and ahead.num_bytes > _AHEAD_BYTES:
             apply(folded, *ahead.pop())
     if folded is None:
@@ -158,14 +158,14 @@ class _Ahead:
     records: deque[tuple[int, bytes]] = field(default_factory=deque)
     num_bytes: int = 0
 
-    def add(self, offset: int, record: bytes) -> None:
-        self.records.append((offset, record))
-        self.num_bytes += len(record)
+    def add(self, record: tuple[int, bytes]) -> None:
+        self.records.append(record)
+        self.num_bytes += len(record[1])
 
     def pop(self) -> tuple[int, bytes]:
-        offset, record = self.records.popleft()
-        self.num_bytes -= len(record)
-        return offset, record
+        record = self.records.popleft()
+        self.num_bytes -= len(record[1])
+        return record
 
     def stands(self, part: Snapshot, base: int) -> bool:
         """Whether the last record that a snapshot covers is the one that stands there.

@@ -59,7 +59,11 @@ class Lineage:
     )
     """(what :attr:`commits` held, its markers by generation), made anew when it holds another number or newest one."""
 
+    _job: bytes | None = field(default=None, init=False, compare=False, repr=False)
+    """Of the first CLAIM."""
+
     def __post_init__(self) -> None:
+        self._job = next((claim.job for claim in self.claims.values()), None)
         for trim in self.trims:
             self._take(trim)
 
@@ -122,9 +126,9 @@ class Lineage:
         """
         if isinstance(record, Snapshot):
             return  # it says again what others have said
-        if self.claims and record.job != self.job:
+        if self._job is not None and record.job != self._job:
             raise CorruptionError(
-                f"control record of job {record.job.hex()} in the log of job {self.job.hex()}",
+                f"control record of job {record.job.hex()} in the log of job {self._job.hex()}",
                 hint="give every job its own directory or topic",
                 generation=record.generation,
             )
@@ -159,16 +163,18 @@ class Lineage:
             layout = before.layout if before.layout == claim.layout else claim.layout
             claim = replace(claim, schema=schema, layout=layout)
         self.claims[claim.generation] = claim
+        self._job = self._job or claim.job
 
     def _commit(self, commit: Commit | PackedCommit, place: Place | None) -> None:
-        owner = self.claims.get(commit.generation)
-        if owner is None or owner.nonce != commit.nonce or commit.generation != self.newest_generation:
+        generation = commit.generation
+        owner = self.claims.get(generation)
+        if owner is None or owner.nonce != commit.nonce or generation != self.newest_generation:
             self.stale += 1
             return
-        marker, newest = MarkerId(owner.generation, commit.marker), self.commits.newest
+        marker, newest = MarkerId(generation, commit.marker), self.commits.newest
         # A COMMIT that was not acknowledged may land late, after that of a later marker: it does not count.
         late = newest is not None and marker <= newest
-        if late or commit.generation in self.ends:
+        if late or generation in self.ends:
             self.stale += 1
         else:
             self.commits.add(marker, commit, place)

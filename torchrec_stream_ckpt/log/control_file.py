@@ -19,7 +19,7 @@ from torchrec_stream_ckpt.durable import fsync_dir, write_all
 from torchrec_stream_ckpt.errors import CommitUnknownError, CorruptionError, LogUnavailableError, PrunedError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, MAGIC, MAX_FRAME_BYTES, Kind, parse_header, payload_of
-from torchrec_stream_ckpt.format.packed_commit import head_at
+from torchrec_stream_ckpt.format.packed_commit import commit_payload_len
 from torchrec_stream_ckpt.format.snapshot import Base
 from torchrec_stream_ckpt.layout import CONTROL_FILE, CONTROL_LOCK
 from torchrec_stream_ckpt.locks import held
@@ -229,8 +229,10 @@ class _Pieces:
         at = position - self._begin
         if len(self._piece) < at + HEADER_LEN:
             return None
-        head = head_at(self._piece, at)  # nearly all are COMMITs
-        length = HEADER_LEN + (head or parse_header(self._piece[at : at + HEADER_LEN])).payload_len
+        payload_len = commit_payload_len(self._piece, at)  # nearly all are COMMITs
+        if payload_len is None:
+            payload_len = parse_header(self._piece[at : at + HEADER_LEN]).payload_len
+        length = HEADER_LEN + payload_len
         if position + length > self._size:
             return None
         if at + length > len(self._piece):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 from torchrec_stream_ckpt.errors import CorruptionError, StreamCkptError
 from torchrec_stream_ckpt.format.frame import Header, parse_header
@@ -106,12 +105,12 @@ class Placing:
     def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
         self._at = span
         for offset, frame in self._log.read(span):
-            self._at = replace(span, begin=offset)
+            self._at = span._replace(begin=offset)
             yield offset, frame
 
     def where(self, error: CorruptionError) -> dict[str, object]:
         """The file and the offset that ``error`` is about: what it says, or the frame that was read last."""
         if "path" in error.where or self._at is None:
             return {}
-        path, offset = self._log.place(replace(self._at, begin=int(str(error.where.get("offset", self._at.begin)))))
+        path, offset = self._log.place(self._at._replace(begin=int(str(error.where.get("offset", self._at.begin)))))
         return {"path": path, "offset": str(offset)}

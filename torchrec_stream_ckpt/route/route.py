@@ -189,7 +189,7 @@ def check_there(log: LogReader, lineage: Lineage, marker: MarkerId, needed: Sequ
         said = lineage.reach
         log.check_there(
             [
-                replace(span, begin=max(span.begin, each.span.begin))
+                span._replace(begin=max(span.begin, each.span.begin))
                 for each in needed
                 for span in lineage.spans(each.commit.generation, [each.end], said)
             ]

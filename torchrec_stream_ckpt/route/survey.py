@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torchrec_stream_ckpt.errors import StreamCkptError, TrimmedError
 from torchrec_stream_ckpt.format.control import Commit
@@ -151,7 +151,7 @@ class Survey:
             return False
         spans = RankEnds.of(lineage.find(marker).ranks).spans(generation)
         if after:
-            spans = [replace(span, begin=after[rank].end) for rank, span in enumerate(spans)]
+            spans = [span._replace(begin=after[rank].end) for rank, span in enumerate(spans)]
         try:
             self._job.log.check_there(spans)
         except StreamCkptError:
