@@ -100,7 +100,7 @@ class Node:
             return
         if self.number == CONTROLLER_ID:
             tool += [f"--cluster-id={self._cluster}", "--config", config]
-            subprocess.run(tool, capture_output=True, timeout=120, check=True)
+            subprocess.run(tool, capture_output=True, timeout=500, check=True)
             return
         # All that a broker's empty disk is given; a JVM takes seconds to write it.
         self.data.mkdir()

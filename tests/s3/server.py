@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.broker.runtime import find_java
 
 HERE = Path(__file__).parent
 KEY, SECRET = "AKTESTS", "only-for-tests"
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
 _JVM = ("-Xms64m", "-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Djava.awt.headless=true")
 _SETTINGS = f"""\
 s3proxy.authorization=aws-v2-or-v4

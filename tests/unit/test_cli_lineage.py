@@ -109,7 +109,7 @@ def test_nothing_is_fenced_without_a_yes(uri: str) -> None:
     terminal, end = pty.openpty()
     os.write(terminal, b"n\n")
     command = [sys.executable, "-m", "torchrec_stream_ckpt", "fence", uri]
-    done = subprocess.run(command, stdin=end, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, stdin=end, capture_output=True, text=True, timeout=500, check=False)
     os.close(terminal)
     os.close(end)
     assert done.returncode == 1, done

@@ -142,7 +142,7 @@ def test_nothing_is_cut_in_a_pipe(tmp_path: Path) -> None:
     made.run(1)
     command = [sys.executable, "-m", "torchrec_stream_ckpt", "show", f"file://{made.root}"]
     environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=True)
     assert done.stdout.count(optimizer) == len(NAMES)
     assert all(name in done.stdout for name in NAMES)
     narrow = run("show", f"file://{made.root}", columns=60)

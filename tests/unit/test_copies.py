@@ -522,7 +522,7 @@ def test_a_kill_between_append_and_copy_leaves_a_copy_that_is_behind(root: Path,
 
 def _killed(program: str, fuse: str, *arguments: str) -> bool:
     environment = {**os.environ, "STREAM_CKPT_FAILPOINTS": fuse}
-    done = subprocess.run([sys.executable, "-c", program, *arguments], env=environment, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", program, *arguments], env=environment, timeout=500, check=False)
     return done.returncode == -signal.SIGKILL
 
 

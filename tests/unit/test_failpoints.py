@@ -71,7 +71,7 @@ def test_the_environment_arms_a_process_that_dies_at_its_point(tmp_path: Path) -
         "STREAM_CKPT_FAILPOINTS_REPORT": str(tmp_path / "fired"),
     }
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=500, check=False
     )
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
     assert (tmp_path / "fired").read_text() == "b\n"

@@ -93,7 +93,7 @@ def test_the_source_distribution_is_the_whole_repository(published: Published) -
     if not (ROOT / ".git").exists():
         pytest.skip("no clone: what belongs to the repository is not known")
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    found = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    found = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, timeout=500, check=True).stdout
     ours = {name for name in found.split("\0") if (ROOT / name).is_file()}
     with tarfile.open(published.sdist) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}

@@ -38,7 +38,7 @@ from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
 
 HOST = "127.0.0.1"
 PORT_FREE_TIMEOUT_S = 5.0
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 20.0
 _PORT_RACES = 2
 _PORT_TAKEN = b"Address already in use"
