@@ -37,6 +37,7 @@ def relay(tiers: Tiers, *, upto: str = "", everything: bool = False) -> list[str
 
 def lose(tiers: Tiers) -> None:
     """The node is gone, and its disk."""
+    tiers.inner.control.close()  # nobody writes there any more
     shutil.rmtree(tiers.folder)
 
 

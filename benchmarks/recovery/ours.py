@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from baselines import Ledger, UnavailableError
 from stream import Trainer, marker_of
 from workload import Tables, Workload
 
+from torchrec_stream_ckpt.adapter.kernels import LocalShard
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.layout import partition_dir
 from torchrec_stream_ckpt.log.files import FileLog
@@ -28,16 +29,7 @@ from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.route.tiers import Source, TierState
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.dense import DenseFolder
-from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
-
-
-@dataclass(frozen=True)
-class _Shard:
-    table: TableSpec
-    row0: int
-    rows: int
-    col0: int
-    cols: int
+from torchrec_stream_ckpt.types import MarkerId, TableShard
 
 
 class Kernel:
@@ -46,7 +38,7 @@ class Kernel:
     reads_iteration = False
 
     def __init__(self, workload: Workload, tables: Tables) -> None:
-        self.shards = tuple(_Shard(spec, 0, spec.rows, 0, spec.dim) for spec in workload.schema.tables)
+        self.shards = tuple(LocalShard(spec, 0, spec.rows, 0, spec.dim) for spec in workload.schema.tables)
         self._cuts = list(pairwise(workload.bases.tolist()))
         self._tables = tables
 

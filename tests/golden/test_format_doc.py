@@ -151,6 +151,7 @@ def test_names_of_a_store_are_those_that_the_code_makes() -> None:
         layout.verdict_name(make.JOB, marker, 0x1A),
         layout.garbage_name(make.JOB, 5, 0x1A),
         layout.probe_name(make.JOB, "5f" * 8),
+        layout.damaged_name("NAME"),
         layout.worker_name(make.JOB, "5f" * 8, 42),
         layout.dense_file_name(make.JOB, marker, "NAME"),
         layout.CopyName(make.JOB, "0a1b2c3d", 2, 128, 4096, 0x1A).name,

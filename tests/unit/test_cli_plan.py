@@ -140,7 +140,7 @@ WRONG = [
     (["--tables", "0", "--rows", "9", "--dim", "4", *RATE], "count must be from 1", ""),
     (["--tables", "1", "--rows", "9", "--dim", "400000", *RATE], "does not fit a frame", "split its columns"),
     (["--tables", "none.json", *RATE], "cannot read the tables", "a number or a JSON file"),
-    (["--tables", "none.json", "--rows", "9", *RATE], "the file says rows", "leave --rows"),
+    (["--tables", "none.json", "--rows", "9", *RATE], "the file says rows", "leave out --rows"),
     (["file:///nowhere", *TABLES], "says which tables it has", "leave --tables"),
 ]
 

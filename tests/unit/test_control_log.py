@@ -18,9 +18,9 @@ from torchrec_stream_ckpt.log.files import FileLog
     ("number", "offset", "hint"),
     [
         (0, 3, "check that this log or topic belongs to the job"),
-        (1, 3, "stream-ckpt recover URI --store URL"),
-        (1, 40, "stream-ckpt recover NEW_URI --store URL"),
-        (1, HEADER_LEN + 5, "stream-ckpt recover NEW_URI --store URL"),
+        (1, 3, "stream-ckpt recover file://{folder} --store file://{folder}"),
+        (1, 40, "stream-ckpt recover NEW_URI --store file://{folder}"),
+        (1, HEADER_LEN + 5, "move {folder}/control.log aside"),
     ],
 )
 def test_a_changed_byte_of_the_control_log_is_refused_with_what_to_do(
@@ -37,4 +37,4 @@ def test_a_changed_byte_of_the_control_log_is_refused_with_what_to_do(
         Control(FileLog(tmp_path)).refresh()
     where = refused.value.where
     assert str(where.get("offset", where.get("control_offset"))) == str(records[number])
-    assert hint in refused.value.hint
+    assert hint.format(folder=tmp_path) in refused.value.hint

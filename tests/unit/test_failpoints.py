@@ -83,11 +83,29 @@ OF_STORES = ("store.upload", "materialize.dense", "restore.chunk", "dense.put", 
 
 def test_trainers_trims_and_materializers_are_killed_at_every_point() -> None:
     from tests.faults import kills, materializer
-    from tests.unit import test_copies, test_gc, test_head, test_repairs, test_snapshots, test_tiers, test_trim
+    from tests.unit import (
+        test_copies,
+        test_gc,
+        test_head,
+        test_repairs,
+        test_snapshots,
+        test_store_walk,
+        test_tiers,
+        test_trim,
+    )
 
     names = compiled_in()
-    in_units = (test_copies, test_trim, test_snapshots, test_gc, test_head, test_tiers, test_repairs)
+    in_units = (
+        test_copies,
+        test_trim,
+        test_snapshots,
+        test_gc,
+        test_head,
+        test_tiers,
+        test_repairs,
+        test_store_walk,
+    )
     killed = {*kills.POINTS, *materializer.POINTS, *(point for each in in_units for point in each.POINTS)}
-    killed.add("recover.append")  # by test_recover
+    killed |= {"recover.append", "recover.trim"}  # by test_recover
     assert {name for name in names if not name.startswith(OF_STORES)} == killed
     assert set(names.values()) == {1}, "a name stands at one place"

@@ -186,6 +186,11 @@ def test_a_job_may_be_named_in_upper_case(lost: Path) -> None:
     assert run("recover", f"file://{lost}", "--store", lost, "--job", JOB.hex().upper())["job"] == JOB.hex()
 
 
+def _die_at_the_trim(name: str) -> None:
+    if name == "recover.trim":
+        raise KeyboardInterrupt
+
+
 def test_a_lost_trim_is_put_back_for_rows_that_the_store_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_writer, "SEGMENT_BYTES", 1)
     history = stores.History(tmp_path / "job")
@@ -196,6 +201,11 @@ def test_a_lost_trim_is_put_back_for_rows_that_the_store_holds(tmp_path: Path, m
     run("trim", uri, "--store", history.root, "--upto", "1:2")
     control.write_bytes(before)
     shutil.rmtree(history.root / RECORDS_DIR)
+    assert history.lineage.trims == []
+    with monkeypatch.context() as patch:  # a first recovery dies before it says so
+        patch.setattr("torchrec_stream_ckpt.interchange.put_back.failpoint", _die_at_the_trim)
+        with pytest.raises((KeyboardInterrupt, AssertionError)):
+            run("recover", uri, "--store", history.root)
     assert history.lineage.trims == []
     assert run("recover", uri, "--store", history.root)["appended"] == 1
     (trim,) = history.lineage.trims

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import islice
+from itertools import groupby, islice
 from typing import Annotated, Any
 
 import typer
@@ -105,8 +105,8 @@ def _print_newest(job: Job) -> None:
     """What the list of markers does not show of the newest generation."""
     if job.lineage.unsigned:
         console().print(f"{job.lineage.unsigned} records are not signed with the commit key, and count for nothing")
-    newest = job.lineage.newest_generation
-    if any(commit.generation == newest for commit in job.lineage.commits.values()) or not newest:
+    newest, marker = job.lineage.newest_generation, job.lineage.commits.newest
+    if not newest or (marker is not None and marker.generation == newest):
         return
     if job.lineage.claims[newest].world:
         console().print(f"generation {newest} has committed no marker")
@@ -118,10 +118,11 @@ def _print_tree(job: Job, rows: dict[str, dict[str, Any]]) -> None:
     """Generations below the marker that they stand on; those that stand on none at the top."""
     roots = Tree(plain(job.uri))
     markers: dict[MarkerId | None, Tree] = {None: roots}
+    made = {number: list(each) for number, each in groupby(job.lineage.commits, lambda marker: marker.generation)}
     for generation, claim in sorted(job.lineage.claims.items()):
         ranks = f"{claim.world} ranks" if claim.world else "a fence"
         branch = markers.get(claim.parent, roots).add(f"generation {generation} ({ranks}, {age(claim.time_s)} ago)")
-        for marker in (marker for marker in job.lineage.commits if marker.generation == generation):
+        for marker in made.get(generation, ()):
             row = rows.get(str(marker))
             if row is None:
                 continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from dataclasses import fields
 from functools import cache
 from typing import Any, TypeVar, get_type_hints
@@ -42,7 +42,7 @@ class Fields:
             raise CorruptionError(f"{what} is no JSON: {error}") from None
         if not isinstance(self._raw, dict):
             raise CorruptionError(f"{what} is no JSON object")
-        _exactly(self._raw, {item.name for item in fields(kind)} - {"version"}, what, self._optional)
+        _exactly(self._raw, _names(kind), what, self._optional)
         for name, value in same.items():
             if _typed(self._raw[name], type(value), f"{what}.{name}") != value:
                 raise CorruptionError(f"{what}.{name} is {self._raw[name]!r:.80}, its header says {value!r}")
@@ -160,7 +160,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_int=_whole, parse_f
 """Made once: making one takes longer than reading a small record."""
 
 
-def _exactly(raw: dict[str, Any], names: set[str], what: str, optional: Collection[str] = ()) -> None:
+def _exactly(raw: dict[str, Any], names: Set[str], what: str, optional: Collection[str] = ()) -> None:
     """No field more, none less but optional ones; where these are not allowed, they must be missing."""
     if not names - OPTIONAL <= raw.keys() <= names - OPTIONAL.difference(optional):
         raise CorruptionError(f"{what} has fields {sorted(raw)!r:.200}, expected {sorted(names)}")
@@ -172,6 +172,12 @@ def _typed(value: object, kind: type[T], what: str) -> T:
     if type(value) is not kind or (isinstance(value, int) and value < 0):
         raise CorruptionError(f"{what} is {value!r:.80}, expected {kind.__name__}")
     return value
+
+
+@cache
+def _names(kind: type[Any]) -> frozenset[str]:
+    """Fields of a record's payload."""
+    return frozenset(item.name for item in fields(kind)) - {"version"}
 
 
 _hints: Callable[[type], dict[str, Any]] = cache(get_type_hints)
