@@ -136,7 +136,7 @@ def test_a_job_trains_on_over_trims_and_nothing_that_it_needs_is_lost(tmp_path: 
     _, marker, state, second = results[0]
     assert (marker, differences(first["1:4"], state)) == ("1:4", [])
     assert list(second) == ["2:5", "2:6", "2:7"]
-    assert Control(open_log(f"file://{root}")).refresh().reach == {1: MarkerId(1, 4), 2: MarkerId(2, 7)}
+    assert Control(open_log(f"file://{root}")).refresh().trims.reach == {1: MarkerId(1, 4), 2: MarkerId(2, 7)}
     assert [name for name in _segments(root) if "g00000001" in name.name] == []
 
     assert _put_back(root, kept) > 10

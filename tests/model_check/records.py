@@ -35,7 +35,7 @@ class RecordRules:
     """All on: what counts, and what is looked at first. One off: a mutation."""
 
     vouched: bool = True
-    """Under a commit key, a record without a signature decides nothing (``Control._accept``)."""
+    """Under a commit key, a record without a signature decides nothing (``Records._accept``)."""
     unsigned_taken: bool = True
     """The number of such a record is not given out again: somebody may write rows under it (``Lineage.disregard``)."""
     copy_asked: bool = True

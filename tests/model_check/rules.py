@@ -52,7 +52,7 @@ class Rules:
     trim_recorded_first: bool = True
     """Data is deleted only once the TRIM can be read (``trim_log``)."""
     trims_add_up: bool = True
-    """A later TRIM of less takes nothing back (``Lineage.reach``)."""
+    """A later TRIM of less takes nothing back (``Trims.reach``)."""
     trimmed_not_asked_for: bool = True
     """What a TRIM names is not missing to a trainer (``Lineage.spans``)."""
 

@@ -203,7 +203,7 @@ def test_a_planted_record_is_never_a_marker_and_hides_none(log: FileLog, key: Pa
     trainer = Control(log, key)
     assert ids(trainer) == ["1:1", "1:2", "1:4"]
     assert trainer.refresh().newest_generation == 1  # fenced by nobody
-    assert trainer.refresh().reach == {}  # and nothing may be missing
+    assert trainer.refresh().trims.reach == {}  # and nothing may be missing
     again = Control(log, key)
     again.claim(claim(again.refresh().next_generation, parent=MarkerId(1, 4)))
     assert 2 <= again.refresh().newest_generation <= 10

@@ -332,7 +332,7 @@ def test_what_the_copy_lacks_comes_from_manifests(root: Path) -> None:
     found = recover(root)
     assert (found["offered"], found["next_generation"]) == (["1:1", "1:2", "2:1", "2:2", "2:3"], 4)
     assert image(root) == before
-    assert Control(FileLog(root)).refresh().reach == {1: MarkerId(1, 1)}
+    assert Control(FileLog(root)).refresh().trims.reach == {1: MarkerId(1, 1)}
 
 
 def test_a_copy_that_is_behind_is_well_and_makes_up_for_it(root: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.builders import OTHER_JOB, SCHEMA, claim, commit, trim
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
-from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.lineage import Lineage, towards
 from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
 
 
@@ -131,19 +131,19 @@ def test_a_parent_that_was_fenced_before_its_commit_is_not_there() -> None:
 
 
 def reach(lineage: Lineage) -> list[str]:
-    return [str(marker) for marker in lineage.reach.values()]
+    return [str(marker) for marker in lineage.trims.reach.values()]
 
 
 def test_nothing_is_trimmed_until_somebody_says_so() -> None:
-    assert (branches().reach, branches().trimmed, branches().trim_of(1)) == ({}, None, None)
+    assert (branches().trims.reach, branches().trims.newest, branches().trims.of(1)) == ({}, None, None)
 
 
 def test_a_trim_takes_each_generation_up_to_its_own_marker() -> None:
     lineage = branches()
     lineage.apply(trim("1:2", "3:3"))
     assert reach(lineage) == ["1:2", "3:3"]
-    assert lineage.trimmed == lineage.trim_of(1) == lineage.trim_of(3) == trim("1:2", "3:3")
-    assert (lineage.trim_of(2), lineage.trim_of(4)) == (None, None)
+    assert lineage.trims.newest == lineage.trims.of(1) == lineage.trims.of(3) == trim("1:2", "3:3")
+    assert (lineage.trims.of(2), lineage.trims.of(4)) == (None, None)
 
 
 def test_a_later_trim_never_takes_back_an_earlier_one() -> None:
@@ -151,15 +151,15 @@ def test_a_later_trim_never_takes_back_an_earlier_one() -> None:
     for record in (trim("1:2", "3:4"), trim("1:1", "2:3"), trim("1:2", "3:3")):
         lineage.apply(record)
     assert reach(lineage) == ["1:2", "3:4", "2:3"]
-    assert lineage.trimmed == lineage.trim_of(3) == trim("1:2", "3:4")
-    assert lineage.trim_of(2) == trim("1:1", "2:3")
+    assert lineage.trims.newest == lineage.trims.of(3) == trim("1:2", "3:4")
+    assert lineage.trims.of(2) == trim("1:1", "2:3")
 
 
 def test_of_two_trims_of_one_marker_the_later_one_says_where_the_store_is() -> None:
     lineage = branches()
     for store in ("file:///old", "file:///new"):
         lineage.apply(trim("1:2", store=store))
-    assert lineage.trim_of(1) == lineage.trimmed == trim("1:2", store="file:///new")
+    assert lineage.trims.of(1) == lineage.trims.newest == trim("1:2", store="file:///new")
 
 
 @pytest.mark.parametrize("markers", [("1:3",), ("1:9", "3:4"), ("2:1",)])
@@ -167,12 +167,12 @@ def test_a_trim_of_a_marker_that_is_not_committed_counts_for_nothing(markers: tu
     lineage = branches()
     lineage.apply(trim(*markers))
     lineage.apply(commit(4, 6))  # and none that comes later makes it count
-    assert (lineage.reach, lineage.trims, lineage.stale) == ({}, [], 1)
+    assert (lineage.trims.reach, len(lineage.trims), lineage.stale) == ({}, 0, 1)
 
 
 def test_a_trim_in_front_of_its_commit_counts_for_nothing() -> None:
     lineage = Lineage.of([claim(1), trim("1:1"), commit(1, 1)])
-    assert (lineage.reach, lineage.stale) == ({}, 1)
+    assert (lineage.trims.reach, lineage.stale) == ({}, 1)
 
 
 def test_the_log_has_to_hold_what_is_not_trimmed() -> None:
@@ -194,7 +194,7 @@ def test_a_restore_is_told_of_the_markers_that_lead_to_it_alone() -> None:
     records = [claim(1), commit(1, 1), commit(1, 2), commit(1, 3), claim(2, parent=MarkerId(1, 1)), commit(2, 2)]
     records += [claim(3, parent=MarkerId(1, 2)), commit(3, 3), commit(3, 4), trim("1:1")]
     lineage = Lineage.of(records)
-    told = lineage.towards(MarkerId(3, 3))
+    told = towards(lineage, MarkerId(3, 3))
     assert (list(told.claims), ids(told)) == ([1, 3], ["1:1", "1:2", "3:3"])
     for marker in (MarkerId(3, 3), MarkerId(1, 2)):
         assert told.path(marker) == lineage.path(marker)
@@ -222,4 +222,4 @@ def test_generations_with_the_same_tables_keep_them_once() -> None:
 
 def test_a_lineage_that_is_put_together_knows_what_was_trimmed() -> None:
     lineage = Lineage.of([claim(1), commit(1, 1), commit(1, 2), trim("1:1")])
-    assert Lineage(lineage.claims, lineage.commits, lineage.trims).reach == lineage.reach == {1: MarkerId(1, 1)}
+    assert Lineage(lineage.claims, lineage.commits, lineage.trims).reach == lineage.trims.reach == {1: MarkerId(1, 1)}

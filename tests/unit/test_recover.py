@@ -201,12 +201,12 @@ def test_a_lost_trim_is_put_back_for_rows_that_the_store_holds(tmp_path: Path, m
     run("trim", uri, "--store", history.root, "--upto", "1:2")
     control.write_bytes(before)
     shutil.rmtree(history.root / RECORDS_DIR)
-    assert history.lineage.trims == []
+    assert not history.lineage.trims
     with monkeypatch.context() as patch:  # a first recovery dies before it says so
         patch.setattr("torchrec_stream_ckpt.interchange.put_back.failpoint", _die_at_the_trim)
         with pytest.raises((KeyboardInterrupt, AssertionError)):
             run("recover", uri, "--store", history.root)
-    assert history.lineage.trims == []
+    assert not history.lineage.trims
     assert run("recover", uri, "--store", history.root)["appended"] == 1
     (trim,) = history.lineage.trims
     assert (trim.markers, trim.store) == ((MarkerId(1, 2),), uri)

@@ -19,7 +19,7 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Claim, parse_control
 from torchrec_stream_ckpt.format.folding import body_of, lineage_of
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES, parse_header, payload_of
-from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.lineage import Lineage, knows, towards
 from torchrec_stream_ckpt.format.mac import CommitKey
 from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.referring import alone, brief
@@ -187,10 +187,10 @@ def test_what_is_kept_of_a_lineage_is_written_as_it_was_read() -> None:
     again = lineage_of(body_of(lineage))
     assert again == lineage
     assert [each.layout for each in again.claims.values()] == [WHOLE, WHOLE, TURNED]
-    assert all(lineage.knows(each) for each in claims)
-    assert not lineage.knows(replace(claims[1], same_layout=7))
-    towards = lineage.towards(MarkerId(3, 3))
-    assert [each.to_frame() for each in towards.claims.values()] == frames
+    assert all(knows(lineage, each) for each in claims)
+    assert not knows(lineage, replace(claims[1], same_layout=7))
+    told = towards(lineage, MarkerId(3, 3))
+    assert [each.to_frame() for each in told.claims.values()] == frames
 
 
 def test_what_goes_to_other_ranks_has_each_layout_and_schema_once() -> None:

@@ -90,11 +90,12 @@ def test_a_reader_from_a_snapshot_and_the_tail_sees_what_a_reader_of_everything_
     for record in history[cut + 1 :]:
         late.apply(record)
     assert body_of(late) == body_of(whole)
-    for name in ("claims", "commits", "ends", "notes", "stale", "unsigned", "given_up", "reach", "next_generation"):
+    for name in ("claims", "commits", "ends", "notes", "stale", "unsigned", "given_up", "next_generation"):
         assert getattr(late, name) == getattr(whole, name), name
-    assert late.trimmed == whole.trimmed
+    assert late.trims.reach == whole.trims.reach
+    assert late.trims.newest == whole.trims.newest
     for number in whole.claims:
-        assert late.trim_of(number) == whole.trim_of(number)
+        assert late.trims.of(number) == whole.trims.of(number)
     for marker, made in whole.commits.items():
         assert late.spans(marker.generation, made.ranks) == whole.spans(marker.generation, made.ranks)
         try:
@@ -119,7 +120,7 @@ def test_what_a_trim_gives_up_is_kept_by_nobody_and_its_number_is_known() -> Non
     assert lineage.given_up == {MarkerId(1, 1), MarkerId(1, 3)}
     assert [str(each.id) for each in lineage.path(MarkerId(2, 6))] == ["1:2", "2:6"]
     lineage.apply(trim("1:3", store="file:///late"))  # of somebody who has not read on
-    assert (len(lineage.trims), lineage.stale, lineage.reach) == (2, 0, {1: MarkerId(1, 4)})
+    assert (len(lineage.trims), lineage.stale, lineage.trims.reach) == (2, 0, {1: MarkerId(1, 4)})
 
 
 def test_a_trim_gives_up_nothing_but_what_lies_in_front_of_it() -> None:

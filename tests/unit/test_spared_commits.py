@@ -20,7 +20,7 @@ from torchrec_stream_ckpt.format.commits import Commits, Place
 from torchrec_stream_ckpt.format.control import Commit, ControlRecord
 from torchrec_stream_ckpt.format.folding import body_of
 from torchrec_stream_ckpt.format.frame import HEADER_LEN
-from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.lineage import Lineage, towards
 from torchrec_stream_ckpt.format.mac import CommitKey
 from torchrec_stream_ckpt.layout import CONTROL_FILE
 from torchrec_stream_ckpt.log.files import FileLog
@@ -63,7 +63,7 @@ def agree(spared: Lineage, whole: Lineage) -> None:
     for marker in whole.commits:
         assert spared.previous(marker) == whole.previous(marker)
         assert spared.newest_of(marker.generation) == whole.newest_of(marker.generation)
-        for ask in (Lineage.way, Lineage.leading_to, Lineage.path, Lineage.chain, Lineage.bases, Lineage.towards):
+        for ask in (Lineage.way, Lineage.leading_to, Lineage.path, Lineage.chain, Lineage.bases, towards):
             try:
                 answer = ask(whole, marker)
             except StreamCkptError as error:
@@ -135,7 +135,7 @@ def test_what_leads_to_a_marker_needs_no_commit(log: FileLog) -> None:
     lineage.commits.fetch = None
     assert lineage.way(MarkerId(2, 10)) == [MarkerId(1, 5), MarkerId(2, 10)]
     assert len(lineage.leading_to(MarkerId(2, 9))) == 7
-    assert len(lineage.towards(MarkerId(2, 9)).commits) == 7
+    assert len(towards(lineage, MarkerId(2, 9)).commits) == 7
     assert lineage.bases(MarkerId(2, 9)) == {0: 1, 1: 1}
 
 
@@ -147,7 +147,7 @@ def test_a_trim_and_a_note_of_a_marker_that_is_not_held_count(log: FileLog) -> N
     log.append_control(note(MarkerId(1, 4), loss=0.5).to_frame())
     log.append_control(note(MarkerId(1, 1), loss=0.5).to_frame())
     lineage = control.refresh()
-    assert (lineage.stale, lineage.given_up, lineage.reach) == (1, {MarkerId(1, 1)}, {1: MarkerId(1, 3)})
+    assert (lineage.stale, lineage.given_up, lineage.trims.reach) == (1, {MarkerId(1, 1)}, {1: MarkerId(1, 3)})
     assert dict(lineage.notes) == {MarkerId(1, 4): (("loss", 0.5),)}
     assert MarkerId(1, 2) in lineage.commits
     assert MarkerId(1, 1) not in lineage.commits

@@ -209,13 +209,13 @@ def test_offsets_of_a_log_that_was_lost_are_not_those_of_the_log_that_came_after
     job.generation(3, [3, 4], "1:2")
     before, lineage = job.segments(), job.control.refresh()
     (span,) = lineage.spans(3, lineage.find(MarkerId(3, 4)).ranks)
-    cut = trim_range(lineage, lineage.reach, Incarnation(job.incarnation, 1))
+    cut = trim_range(lineage, lineage.trims.reach, Incarnation(job.incarnation, 1))
     assert (cut.gone, cut.kept, cut.dead) == ((), (span,), frozenset())
     done = job.trim("3:3")
     assert list(map(str, done.trim.markers)) == ["1:2", "3:3"]
     assert job.segments() == {3: [base for base in before[3] if base >= job.end("3:3")]}
     lineage = job.control.refresh()
-    cut = trim_range(lineage, lineage.reach, Incarnation(job.incarnation, 1))
+    cut = trim_range(lineage, lineage.trims.reach, Incarnation(job.incarnation, 1))
     assert (cut.gone, cut.kept) == (
         (LogSpan(3, 0, 0, job.end("3:3")),),
         (LogSpan(3, 0, job.end("3:3"), job.end("3:4")),),
@@ -232,8 +232,8 @@ def test_what_a_marker_lacks_is_said_to_be_in_the_store(job: Job) -> None:
     for marker in ("1:1", "1:2", "1:3", "2:3", "3:3", "4:6", "6:7"):
         with pytest.raises(TrimmedError, match=rf"the log up to marker \d:\d was trimmed on .*; the store {STORE}"):
             choose(job.log, lineage, open_dense(str(job.root)), MarkerId.parse(marker))
-    assert lineage.trimmed is not None
-    assert lineage.trimmed.id == MarkerId(4, 5)
+    assert lineage.trims.newest is not None
+    assert lineage.trims.newest.id == MarkerId(4, 5)
 
 
 def test_a_marker_whose_data_is_all_there_is_restored_from_the_log(job: Job) -> None:
@@ -258,7 +258,7 @@ def test_a_trim_that_was_run_again_appends_nothing_and_frees_nothing(job: Job) -
     assert (older.appended, older.freed) == (False, Freed("segments", 0, 0))
     moved = job.trim("4:5", store="file:///new")
     assert (moved.appended, moved.freed) == (True, Freed("segments", 0, 0))
-    trim_ = job.control.refresh().trim_of(1)
+    trim_ = job.control.refresh().trims.of(1)
     assert trim_ is not None
     assert trim_.store == "file:///new"
 
@@ -280,7 +280,7 @@ def test_a_folder_that_is_not_ours_is_said_before_anything_else(plain: Job, monk
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
     with pytest.raises(LogUnavailableError, match="cannot trim the log: Permission denied"):
         plain.trim("1:2")
-    assert plain.control.refresh().trims == []
+    assert not plain.control.refresh().trims
 
 
 def test_a_job_with_a_commit_key_is_trimmed_with_it_alone(tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_a_job_with_a_commit_key_is_trimmed_with_it_alone(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="has a commit key"):
         trim_log(made.log, made.control, found, STORE)
     assert trim_log(made.log, signing, found, STORE).appended
-    assert Control(made.log, key).refresh().reach == {1: MarkerId(1, 1)}
+    assert Control(made.log, key).refresh().trims.reach == {1: MarkerId(1, 1)}
 
 
 # Killed, twice at once, and under a trainer.
@@ -346,7 +346,7 @@ def test_two_trims_at_once_free_the_same_and_each_file_once(job: Job) -> None:
     assert len(done) == 4
     assert sum(each.freed.count for each in done) == planned.count == len(data) - len(job.sizes())
     assert sum(each.freed.num_bytes or 0 for each in done) == planned.num_bytes
-    assert job.control.refresh().reach == {1: MarkerId(1, 2), 2: MarkerId(2, 4), 4: MarkerId(4, 5)}
+    assert job.control.refresh().trims.reach == {1: MarkerId(1, 2), 2: MarkerId(2, 4), 4: MarkerId(4, 5)}
 
 
 class TrimmedUnderneath(FileLog):

@@ -79,7 +79,7 @@ def _standing(job: Job, commit: Commit) -> dict[str, Any]:
 
 def _trimmed(job: Job, commit: Commit) -> list[dict[str, Any]]:
     """For each generation of which log data may be gone: up to which marker, since when, and where it is."""
-    trims = [(each.generation, job.lineage.trim_of(each.generation)) for each in job.lineage.path(commit.id)]
+    trims = [(each.generation, job.lineage.trims.of(each.generation)) for each in job.lineage.path(commit.id)]
     return [
         {"generation": generation, "up_to": str(trim.reach(generation)), "time_s": trim.time_s, "store": trim.store}
         for generation, trim in trims

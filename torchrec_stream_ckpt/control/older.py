@@ -46,7 +46,7 @@ class Older:
 
     def _find(self, lineage: Lineage, parent: MarkerId | None) -> None:
         """All streams up to ``parent``, once, and again after a trim."""
-        reach = lineage.reach
+        reach = lineage.trims.reach
         if self._known == (parent, reach):
             return
         spans: list[LogSpan] = []

@@ -24,7 +24,7 @@ from torchrec_stream_ckpt.errors import (
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Claim, Commit, Trim
 from torchrec_stream_ckpt.format.folding import Folded, is_snapshot
-from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.lineage import Lineage, knows
 from torchrec_stream_ckpt.format.mac import CommitKey, Record
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.store.api import Objects
@@ -145,7 +145,7 @@ class Control:
             return None
         lineage = self.refresh()  # a trainer may have appended and copied them since
         genuine = (self.records.genuine(each, lineage.job) for each in beyond)
-        lost = [record for record in genuine if record is not None and not lineage.knows(record)]
+        lost = [record for record in genuine if record is not None and not knows(lineage, record)]
         if not lost:
             return None
         markers = [record.id for record in lost if isinstance(record, Commit)]
@@ -201,7 +201,7 @@ class Control:
 
     def _counts(self, record: bytes) -> bool:
         parsed = self.records.genuine(record)
-        return parsed is not None and self.lineage.knows(parsed)
+        return parsed is not None and knows(self.lineage, parsed)
 
     def append(self, record: Record) -> None:
         """Append a record of another log, or a part of a snapshot: signed anew if it has no signature.
@@ -286,7 +286,7 @@ class Control:
         failpoint("trim.append")
         self._append(self.records.frame_of(trim))
         failpoint("trim.appended")
-        reach = self.refresh().reach
+        reach = self.refresh().trims.reach
         if any(reach.get(each.generation, each) < each or each.generation not in reach for each in trim.markers):
             raise CorruptionError("the TRIM was appended and does not count", marker=trim.id)
         self._copy()

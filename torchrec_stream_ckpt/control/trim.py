@@ -83,7 +83,9 @@ def trim_log(
             hint="give it with --commit-key-file",
         )
     incarnation = _incarnation(log)
-    plan = log.trim(trim_range(lineage, _furthest(lineage.reach.values(), trim.markers), incarnation), dry_run=True)
+    plan = log.trim(
+        trim_range(lineage, _furthest(lineage.trims.reach.values(), trim.markers), incarnation), dry_run=True
+    )
     if dry_run:
         return Trimmed(trim, False, plan)
     new = not _said(lineage, trim)
@@ -91,7 +93,7 @@ def trim_log(
         control.trim(trim)
     failpoint("trim.recorded")
     lineage = control.refresh()
-    return Trimmed(trim, new, log.trim(trim_range(lineage, lineage.reach, incarnation)))
+    return Trimmed(trim, new, log.trim(trim_range(lineage, lineage.trims.reach, incarnation)))
 
 
 def _incarnation(log: Log) -> Incarnation:
@@ -134,7 +136,7 @@ def _said(lineage: Lineage, trim: Trim) -> bool:
     if trim.given_up:  # they are there
         return False
     for marker in trim.markers:
-        known = lineage.trim_of(marker.generation)
+        known = lineage.trims.of(marker.generation)
         reach = known.reach(marker.generation) if known else None
         if known is None or reach is None or reach < marker or (reach == marker and known.store != trim.store):
             return False

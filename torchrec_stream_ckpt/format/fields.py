@@ -174,10 +174,12 @@ def _typed(value: object, kind: type[T], what: str) -> T:
     return value
 
 
-@cache
-def _names(kind: type[Any]) -> frozenset[str]:
-    """Fields of a record's payload."""
+def _payload_names(kind: type) -> frozenset[str]:
     return frozenset(item.name for item in fields(kind)) - {"version"}
+
+
+_names: Callable[[type], frozenset[str]] = cache(_payload_names)
+"""Fields of a record's payload."""
 
 
 _hints: Callable[[type], dict[str, Any]] = cache(get_type_hints)

@@ -17,9 +17,9 @@ from typing import Any
 from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.control import ControlRecord
+from torchrec_stream_ckpt.format.control import ControlRecord, Trim
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, parse_header
-from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.lineage import Lineage, count_trim
 from torchrec_stream_ckpt.format.packed_commit import PackedCommit, read_record
 from torchrec_stream_ckpt.format.schema import canonical
 from torchrec_stream_ckpt.format.snapshot import Parts, Snapshot, pack, unpack
@@ -67,9 +67,15 @@ def lineage_of(body: bytes, *, serving: bool = False) -> Lineage:
         MarkerId(int(generation), marker) for generation, each in numbers.pop("given_up").items() for marker in each
     )
     stale = numbers.pop("stale")
-    lineage = Lineage.restored(_records(frames, serving=serving), stale=stale, given_up=given_up, **numbers)
-    if lineage.stale != stale:
+    lineage = Lineage(given_up=set(given_up), **numbers)
+    for record in _records(frames, serving=serving):
+        if isinstance(record, Trim):
+            count_trim(lineage, record)  # what its rule asks for may have been given up since
+        else:
+            lineage.apply(record)
+    if lineage.stale:
         raise CorruptionError("a SNAPSHOT carries records that do not count")
+    lineage.stale = stale
     return lineage
 
 

@@ -20,6 +20,7 @@ from torchrec_stream_ckpt.format.record import Meta
 from torchrec_stream_ckpt.format.referring import resolved
 from torchrec_stream_ckpt.format.remarks import End, Note
 from torchrec_stream_ckpt.format.snapshot import Snapshot
+from torchrec_stream_ckpt.format.trims import Trims
 from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
 
 _COMMIT = (PackedCommit, Commit)
@@ -35,8 +36,8 @@ class Lineage:
     """The winning CLAIM of each generation."""
     commits: Commits = field(default_factory=Commits)
     """Committed markers, oldest first."""
-    trims: list[Trim] = field(default_factory=list)
-    """The TRIMs that count, oldest first."""
+    trims: Trims = field(default_factory=Trims)
+    """The TRIMs that count."""
     ends: dict[int, End] = field(default_factory=dict)
     """The last word of each generation that has one; only that of the newest generation says that the job has ended."""
     notes: dict[MarkerId, Meta] = field(default_factory=dict)
@@ -52,8 +53,6 @@ class Lineage:
     """The highest number that such a record has taken out of use."""
     _noted: dict[MarkerId, list[Note]] = field(default_factory=dict)
     """The NOTEs that still say something, oldest first."""
-    _taken: dict[int, tuple[MarkerId, Trim]] = field(default_factory=dict)
-    """For each generation of which data may be gone: the marker up to which, and the last TRIM that says so."""
     _ordered: tuple[tuple[int, MarkerId | None], dict[int, list[MarkerId]]] = field(
         default=((-1, None), {}), compare=False, repr=False
     )
@@ -64,34 +63,12 @@ class Lineage:
 
     def __post_init__(self) -> None:
         self._job = next((claim.job for claim in self.claims.values()), None)
-        for trim in self.trims:
-            self._take(trim)
 
     @classmethod
     def of(cls, records: Iterable[ControlRecord | PackedCommit]) -> Lineage:
         lineage = cls()
         for record in records:
             lineage.apply(record)
-        return lineage
-
-    @classmethod
-    def restored(
-        cls,
-        records: Iterable[ControlRecord | PackedCommit],
-        *,
-        stale: int,
-        unsigned: int,
-        taken: int,
-        given_up: Iterable[MarkerId],
-    ) -> Lineage:
-        """The lineage that had these :meth:`records`, which all count, and these numbers."""
-        lineage = cls(unsigned=unsigned, taken=taken, given_up=set(given_up))
-        for record in records:
-            if isinstance(record, Trim):
-                lineage._count(record)  # what its rule asks for may have been given up since
-            else:
-                lineage.apply(record)
-        lineage.stale += stale
         return lineage
 
     def records(self) -> Iterator[Claim | Commit | Trim | End | Note]:
@@ -102,20 +79,9 @@ class Lineage:
             yield from commits.get(number, ())
             if number in self.ends:
                 yield self.ends[number]
-        yield from self._deciding_trims()
+        yield from self.trims.deciding()
         for marker in sorted(self._noted):
             yield from self._noted[marker]
-
-    def _deciding_trims(self) -> list[Trim]:
-        """The TRIMs that :attr:`trimmed` and :meth:`trim_of` name, oldest first."""
-        deciding: dict[int, tuple[MarkerId, int]] = {}
-        for place, trim in enumerate(self.trims):
-            for marker in trim.markers:
-                if marker.generation not in deciding or deciding[marker.generation][0] <= marker:
-                    deciding[marker.generation] = marker, place
-        newest = max(((trim.id, place) for place, trim in enumerate(self.trims)), default=None)
-        places = {place for _, place in deciding.values()} | ({newest[1]} if newest is not None else set())
-        return [self.trims[place] for place in sorted(places)]
 
     def apply(self, record: ControlRecord | PackedCommit, place: Place | None = None) -> None:
         """Fold one record.
@@ -133,15 +99,15 @@ class Lineage:
                 generation=record.generation,
             )
         if isinstance(record, _COMMIT):  # first: nearly all are
-            self._commit(record, place)
+            _commit(self, record, place)
         elif isinstance(record, Claim):
-            self._claim(record)
+            _claim(self, record)
         elif isinstance(record, Trim):
-            self._trim(record)
+            _trim(self, record)
         elif isinstance(record, End):
-            self._end(record)
+            _end(self, record)
         else:
-            self._note(record)
+            _note(self, record)
 
     def disregard(self, generation: int) -> None:
         """A record that the commit key does not vouch for, of that generation or, if 0, of none that can be told.
@@ -151,90 +117,6 @@ class Lineage:
         self.unsigned += 1
         if generation <= self.newest_generation + _MAX_GAP:
             self.taken = max(self.taken, generation)
-
-    def _claim(self, claim: Claim) -> None:
-        if claim.generation <= self.newest_generation:
-            self.stale += 1
-            return
-        claim = resolved(claim, self.claims)
-        before = self.claims.get(self.newest_generation)
-        if before is not None:  # a thousand generations keep tables and layouts once
-            schema = before.schema if before.schema.is_same(claim.schema) else claim.schema
-            layout = before.layout if before.layout == claim.layout else claim.layout
-            claim = replace(claim, schema=schema, layout=layout)
-        self.claims[claim.generation] = claim
-        self._job = self._job or claim.job
-
-    def _commit(self, commit: Commit | PackedCommit, place: Place | None) -> None:
-        generation = commit.generation
-        owner = self.claims.get(generation)
-        if owner is None or owner.nonce != commit.nonce or generation != self.newest_generation:
-            self.stale += 1
-            return
-        marker, newest = MarkerId(generation, commit.marker), self.commits.newest
-        # A COMMIT that was not acknowledged may land late, after that of a later marker: it does not count.
-        late = newest is not None and marker <= newest
-        if late or generation in self.ends:
-            self.stale += 1
-        else:
-            self.commits.add(marker, commit, place)
-
-    def _trim(self, trim: Trim) -> None:
-        # What is older than what may be gone did exist, whether or not its COMMIT has been given up.
-        if all(marker in self.commits or self._is_gone(marker) for marker in trim.markers):
-            self._count(trim)
-        else:
-            self.stale += 1
-
-    def _is_gone(self, marker: MarkerId) -> bool:
-        taken = self._taken.get(marker.generation)
-        return taken is not None and marker <= taken[0]
-
-    def _take(self, trim: Trim) -> None:
-        for marker in trim.markers:
-            taken = self._taken.get(marker.generation)
-            if taken is None or taken[0] <= marker:
-                self._taken[marker.generation] = marker, trim
-
-    def _count(self, trim: Trim) -> None:
-        self.trims.append(trim)
-        self._take(trim)
-        if trim.given_up:
-            parents = {claim.parent for claim in self.claims.values()}
-            for marker in trim.given_up:
-                if marker in self.commits and marker not in parents:
-                    del self.commits[marker]
-                    self.notes.pop(marker, None)
-                    self._noted.pop(marker, None)
-                    self.given_up.add(marker)
-
-    def _end(self, end: End) -> None:
-        owner = self.claims.get(end.generation)
-        if owner is None or owner.nonce != end.nonce or end.generation != self.newest_generation:
-            self.stale += 1
-        else:
-            self.ends[end.generation] = end
-
-    def _note(self, note: Note) -> None:
-        if note.id in self.commits:
-            self.notes[note.id] = tuple(sorted((dict(self.notes.get(note.id, ())) | dict(note.meta)).items()))
-            self._noted[note.id] = _deciding_notes([*self._noted.get(note.id, ()), note])
-        else:
-            self.stale += 1
-
-    def knows(self, record: ControlRecord) -> bool:
-        """Whether it says what the record says."""
-        if isinstance(record, Claim):
-            return self.claims.get(record.generation) == record
-        if isinstance(record, Commit):
-            return self.commits.get(record.id) == record
-        if isinstance(record, Trim):
-            return record in self.trims
-        if isinstance(record, End):
-            return self.ends.get(record.generation) == record
-        if isinstance(record, Snapshot):
-            return True
-        return record.id in self.commits and set(record.meta) <= set(self.meta(record.id))
 
     @property
     def ended(self) -> End | None:
@@ -271,22 +153,8 @@ class Lineage:
         Raises:
             MarkerNotFoundError: it was never committed.
         """
-        self._check_committed(marker)
+        _check_committed(self, marker)
         return self.commits[marker]
-
-    def _check_committed(self, marker: MarkerId) -> None:
-        if marker in self.commits:
-            return
-        if marker in self.given_up:
-            raise MarkerNotFoundError(
-                f"marker {marker} was given up, and a trim took its COMMIT",
-                hint="choose another one: stream-ckpt list URI shows which are offered",
-            )
-        known = ", ".join(str(known) for known in list(self.commits)[-5:]) or "none at all"
-        raise MarkerNotFoundError(
-            f"marker {marker} is not committed (newest committed: {known})",
-            hint="list them: stream-ckpt list URI",
-        )
 
     def path(self, marker: MarkerId) -> list[Commit]:
         """The commits whose frames make up ``marker``: root generation first, ``marker`` itself last.
@@ -297,18 +165,18 @@ class Lineage:
 
     def way(self, marker: MarkerId) -> list[MarkerId]:
         """The markers of :meth:`path`; needs none of their COMMITs."""
-        self._check_committed(marker)
+        _check_committed(self, marker)
         way = [marker]
         while (parent := self.claims[way[-1].generation].parent) is not None:
             if parent.generation >= way[-1].generation:
                 raise CorruptionError(f"generation {way[-1].generation} names {parent} as its parent")
-            self._check_committed(parent)
+            _check_committed(self, parent)
             way.append(parent)
         return way[::-1]
 
     def previous(self, marker: MarkerId) -> MarkerId | None:
         """The committed marker before ``marker`` in its generation; None at the first one."""
-        same = self._of_generation(marker.generation)
+        same = _of_generation(self, marker.generation)
         place = bisect_left(same, marker)
         return same[place - 1] if place else None
 
@@ -323,35 +191,13 @@ class Lineage:
         """The markers of :meth:`chain`; needs none of their COMMITs."""
         leading: list[MarkerId] = []
         for ancestor in self.way(marker):
-            same = self._of_generation(ancestor.generation)
+            same = _of_generation(self, ancestor.generation)
             leading += same[: bisect_right(same, ancestor)]
         return leading
 
-    def towards(self, marker: MarkerId, since: MarkerId | None = None) -> Lineage:
-        """The part of this that a restore of ``marker`` needs: the markers that lead to it, and their generations.
-
-        With ``since``, a marker on the path that the reader has: of those before it only what the path stands on.
-        """
-        way, leading = self.way(marker), self.leading_to(marker)
-        if since is not None:
-            place = leading.index(since)
-            leading = [each for each in leading[:place] if each in way] + leading[place:]
-        claims = {each.generation: self.claims[each.generation] for each in way}
-        return Lineage(claims, self.commits.only(leading))
-
     def newest_of(self, generation: int) -> MarkerId:
         """The newest committed marker of a generation that has one."""
-        return self._of_generation(generation)[-1]
-
-    def _of_generation(self, generation: int) -> list[MarkerId]:
-        """The committed markers of a generation, oldest first."""
-        state = (len(self.commits), self.commits.newest)
-        if self._ordered[0] != state:
-            ordered: dict[int, list[MarkerId]] = {}
-            for marker in self.commits:
-                ordered.setdefault(marker.generation, []).append(marker)
-            self._ordered = state, ordered
-        return self._ordered[1].get(generation, [])
+        return _of_generation(self, generation)[-1]
 
     def bases(self, marker: MarkerId) -> dict[int, int]:
         """For each table, the newest generation on the path to ``marker`` that sent it whole."""
@@ -359,24 +205,6 @@ class Lineage:
         for each in self.way(marker):
             bases |= dict.fromkeys(self.claims[each.generation].swept, each.generation)
         return bases
-
-    @property
-    def trimmed(self) -> Trim | None:
-        """The TRIM of the newest marker."""
-        return max(reversed(self.trims), key=lambda trim: trim.id, default=None)
-
-    def trim_of(self, generation: int) -> Trim | None:
-        """The TRIM that took most of a generation's data, None while all of it has to be there.
-
-        A later one for an older marker takes nothing back; of two for one marker the later one says where the store is.
-        """
-        taken = self._taken.get(generation)
-        return taken[1] if taken is not None else None
-
-    @property
-    def reach(self) -> dict[int, MarkerId]:
-        """For each generation of which data may be gone, the marker up to which."""
-        return {generation: marker for generation, (marker, _) in self._taken.items()}
 
     def spans(
         self, generation: int, ranks: Iterable[RankEnd], reach: Mapping[int, MarkerId] | None = None
@@ -386,16 +214,93 @@ class Lineage:
         Args:
             generation: Whose streams.
             ranks: Where they end.
-            reach: What is trimmed, if it is not what :attr:`reach` says; nothing: all, from HELLO to MARK.
+            reach: What is trimmed, if it is not what :attr:`trims` say; nothing: all, from HELLO to MARK.
         """
-        marker = (self.reach if reach is None else reach).get(generation)
+        marker = (self.trims.reach if reach is None else reach).get(generation)
         gone = {(end.rank, end.partition): end.end for end in self.commits[marker].ranks} if marker else {}
         begins = [(max(end.begin, gone.get((end.rank, end.partition), 0)), end) for end in ranks]
         return [LogSpan(generation, end.partition, begin, end.end) for begin, end in begins if begin < end.end]
 
 
+def _of_generation(lineage: Lineage, generation: int) -> list[MarkerId]:
+    """The committed markers of a generation, oldest first."""
+    state = (len(lineage.commits), lineage.commits.newest)
+    if lineage._ordered[0] != state:
+        ordered: dict[int, list[MarkerId]] = {}
+        for marker in lineage.commits:
+            ordered.setdefault(marker.generation, []).append(marker)
+        lineage._ordered = state, ordered
+    return lineage._ordered[1].get(generation, [])
+
+
+def _claim(lineage: Lineage, claim: Claim) -> None:
+    if claim.generation <= lineage.newest_generation:
+        lineage.stale += 1
+        return
+    claim = resolved(claim, lineage.claims)
+    before = lineage.claims.get(lineage.newest_generation)
+    if before is not None:  # a thousand generations keep tables and layouts once
+        schema = before.schema if before.schema.is_same(claim.schema) else claim.schema
+        layout = before.layout if before.layout == claim.layout else claim.layout
+        claim = replace(claim, schema=schema, layout=layout)
+    lineage.claims[claim.generation] = claim
+    lineage._job = lineage._job or claim.job
+
+
+def _commit(lineage: Lineage, commit: Commit | PackedCommit, place: Place | None) -> None:
+    generation = commit.generation
+    owner = lineage.claims.get(generation)
+    if owner is None or owner.nonce != commit.nonce or generation != lineage.newest_generation:
+        lineage.stale += 1
+        return
+    marker, newest = MarkerId(generation, commit.marker), lineage.commits.newest
+    # A COMMIT that was not acknowledged may land late, after that of a later marker: it does not count.
+    late = newest is not None and marker <= newest
+    if late or generation in lineage.ends:
+        lineage.stale += 1
+    else:
+        lineage.commits.add(marker, commit, place)
+
+
+def _trim(lineage: Lineage, trim: Trim) -> None:
+    # What is older than what may be gone did exist, whether or not its COMMIT has been given up.
+    if all(marker in lineage.commits or lineage.trims.has_taken(marker) for marker in trim.markers):
+        count_trim(lineage, trim)
+    else:
+        lineage.stale += 1
+
+
+def count_trim(lineage: Lineage, trim: Trim) -> None:
+    """Fold a TRIM that counts, whatever of its markers has been given up since."""
+    lineage.trims.add(trim)
+    if trim.given_up:
+        parents = {claim.parent for claim in lineage.claims.values()}
+        for marker in trim.given_up:
+            if marker in lineage.commits and marker not in parents:
+                del lineage.commits[marker]
+                lineage.notes.pop(marker, None)
+                lineage._noted.pop(marker, None)
+                lineage.given_up.add(marker)
+
+
+def _end(lineage: Lineage, end: End) -> None:
+    owner = lineage.claims.get(end.generation)
+    if owner is None or owner.nonce != end.nonce or end.generation != lineage.newest_generation:
+        lineage.stale += 1
+    else:
+        lineage.ends[end.generation] = end
+
+
+def _note(lineage: Lineage, note: Note) -> None:
+    if note.id in lineage.commits:
+        lineage.notes[note.id] = tuple(sorted((dict(lineage.notes.get(note.id, ())) | dict(note.meta)).items()))
+        lineage._noted[note.id] = _deciding_notes([*lineage._noted.get(note.id, ()), note])
+    else:
+        lineage.stale += 1
+
+
 def _deciding_notes(notes: list[Note]) -> list[Note]:
-    """The NOTEs of one marker that are the last to set some name."""
+    """Of the NOTEs of one marker, those that have the last word on some name."""
     said: set[str] = set()
     deciding = []
     for note in reversed(notes):
@@ -404,3 +309,46 @@ def _deciding_notes(notes: list[Note]) -> list[Note]:
             deciding.append(note)
             said |= names
     return deciding[::-1]
+
+
+def knows(lineage: Lineage, record: ControlRecord) -> bool:
+    """Whether a lineage says what the record says."""
+    if isinstance(record, Claim):
+        return lineage.claims.get(record.generation) == record
+    if isinstance(record, Commit):
+        return lineage.commits.get(record.id) == record
+    if isinstance(record, Trim):
+        return record in lineage.trims
+    if isinstance(record, End):
+        return lineage.ends.get(record.generation) == record
+    if isinstance(record, Snapshot):
+        return True
+    return record.id in lineage.commits and set(record.meta) <= set(lineage.meta(record.id))
+
+
+def towards(lineage: Lineage, marker: MarkerId, since: MarkerId | None = None) -> Lineage:
+    """Of all this only what a restore of ``marker`` needs: the markers that lead to it, and their generations.
+
+    With ``since``, a marker on the path that the reader has: of those before it only what the path stands on.
+    """
+    way, leading = lineage.way(marker), lineage.leading_to(marker)
+    if since is not None:
+        place = leading.index(since)
+        leading = [each for each in leading[:place] if each in way] + leading[place:]
+    claims = {each.generation: lineage.claims[each.generation] for each in way}
+    return Lineage(claims, lineage.commits.only(leading))
+
+
+def _check_committed(lineage: Lineage, marker: MarkerId) -> None:
+    if marker in lineage.commits:
+        return
+    if marker in lineage.given_up:
+        raise MarkerNotFoundError(
+            f"marker {marker} was given up, and a trim took its COMMIT",
+            hint="choose another one: stream-ckpt list URI shows which are offered",
+        )
+    known = ", ".join(str(known) for known in list(lineage.commits)[-5:]) or "none at all"
+    raise MarkerNotFoundError(
+        f"marker {marker} is not committed (newest committed: {known})",
+        hint="list them: stream-ckpt list URI",
+    )

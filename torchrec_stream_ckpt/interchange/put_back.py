@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotF
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord, Trim
 from torchrec_stream_ckpt.format.folding import Folded
-from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.lineage import Lineage, knows
 from torchrec_stream_ckpt.format.remarks import End
 from torchrec_stream_ckpt.layout import (
     DENSE_DIR,
@@ -80,7 +80,7 @@ class Known:
             placed = sorted((each for each in known if _place(each)), key=lambda each: _place(each) or (0, 0, 0))
             known = placed + [each for each in known if not _place(each)]
         # What was given up is in no lineage: what the log lacks comes after the last record that it has.
-        last = max((place for place, each in enumerate(known) if lineage.knows(each)), default=-1)
+        last = max((place for place, each in enumerate(known) if knows(lineage, each)), default=-1)
         missing, stale = known[last + 1 :], lineage.stale
         for record in missing:
             lineage.apply(record)
@@ -171,7 +171,7 @@ def taken_away(log: Log, lineage: Lineage, objects: Objects) -> Trim | None:
         except CorruptionError:
             holdings = holdings or Holdings.load(objects, lineage)
             held = _newest_held(holdings, generation)
-            if held is not None and held > lineage.reach.get(generation, MarkerId(generation, 0)):
+            if held is not None and held > lineage.trims.reach.get(generation, MarkerId(generation, 0)):
                 gone.append(held)
     if not gone:
         return None

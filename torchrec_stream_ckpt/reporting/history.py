@@ -189,7 +189,7 @@ def _read_rank(
 
 def _skip_trimmed(lineage: Lineage, intervals: list[Traffic]) -> list[Traffic]:
     """The intervals whose frames the log has to hold; the others are marked."""
-    trim = lineage.trim_of(intervals[0].commit.generation)
+    trim = lineage.trims.of(intervals[0].commit.generation)
     reach = trim.reach(intervals[0].commit.generation) if trim is not None else None
     gone = [each for each in intervals if reach is not None and each.commit.id <= reach]
     for interval in gone:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError, TrimmedError
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.interval import Interval, generations, intervals, intervals_of
-from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.lineage import Lineage, towards
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import Incarnation, LogReader
 from torchrec_stream_ckpt.log.stream import held_by
@@ -100,7 +100,7 @@ class Route:
     def check_trimmed(self, log: LogReader) -> None:
         """What was trimmed on purpose must still be there: a trim deletes only what it can. Raises as :meth:`check`."""
         walked = generations(self.lineage, self.marker, self.reach)
-        if any(self.lineage.trim_of(commit.generation) is not None for commit, _ in walked):
+        if any(self.lineage.trims.of(commit.generation) is not None for commit, _ in walked):
             check_there(log, self.lineage, self.marker, self.intervals)
 
     def wrote_to(self, now: Incarnation | None) -> bool:
@@ -149,7 +149,7 @@ class Route:
                 found[commit.generation] = _told(claim, self.held)
             else:
                 found[commit.generation] = known.get(commit.generation) or _in_log(log, claim, commit)
-        return replace(self, lineage=self.lineage.towards(self.marker, self.since), shards=found)
+        return replace(self, lineage=towards(self.lineage, self.marker, self.since), shards=found)
 
     def all_shards(self) -> Shards:
         """:attr:`shards`, and those of the marker's own generation if the store has given all of it."""
@@ -183,10 +183,10 @@ def check_there(log: LogReader, lineage: Lineage, marker: MarkerId, needed: Sequ
     try:
         log.check_there([each.span for each in needed])
     except CorruptionError:
-        trims = [trim for each in needed if (trim := lineage.trim_of(each.commit.generation)) is not None]
+        trims = [trim for each in needed if (trim := lineage.trims.of(each.commit.generation)) is not None]
         if not trims:
             raise
-        said = lineage.reach
+        said = lineage.trims.reach
         log.check_there(
             [
                 span._replace(begin=max(span.begin, each.span.begin))

@@ -21,6 +21,7 @@ from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.format.commits import Commits
 from torchrec_stream_ckpt.format.control import Claim, Commit, Trim
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.trims import Trims
 from torchrec_stream_ckpt.log.api import Incarnation, LogReader
 from torchrec_stream_ckpt.route.job import Job, Tier, open_tier
 from torchrec_stream_ckpt.store.api import Objects
@@ -271,7 +272,7 @@ class TierState:
                 for trim in lineage.trims
                 if (reach := tuple(marker for marker in trim.markers if marker.generation in generations))
             ]
-        return Lineage(claims, Commits(commits), trims)
+        return Lineage(claims, Commits(commits), Trims(trims))
 
 
 def _read(job: Job) -> tuple[Lineage, str]:

@@ -147,7 +147,7 @@ def _adopt(tiers: Tiers, state: TierState, parent: MarkerId) -> None:
     _for_each_missing(state, parent, lambda record: _append(tiers, record))
     lineage = inner.control.refresh()
     away = [commit.id for commit in lineage.path(parent) if not state.owns(commit.generation)]
-    said = lineage.reach
+    said = lineage.trims.reach
     if all(marker.generation in said and said[marker.generation] >= marker for marker in away):
         return
     last, job = away[-1], lineage.job
