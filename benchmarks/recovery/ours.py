@@ -32,13 +32,22 @@ from torchrec_stream_ckpt.store.dense import DenseFolder
 from torchrec_stream_ckpt.types import MarkerId, TableShard
 
 
-class Kernel:
-    """What a restore sees of a fused kernel: live views of its tables, and setters that a benchmark has no use for."""
+class _NoScalars:
+    """Numbers of a kernel that a benchmark has no use for."""
 
     reads_iteration = False
 
+    def put_back(self, *_scalars: float) -> None:
+        pass
+
+
+class Kernel:
+    """What a restore sees of a fused kernel: live views of its tables, and setters that a benchmark has no use for."""
+
+    scalars = _NoScalars()
+
     def __init__(self, workload: Workload, tables: Tables) -> None:
-        self.shards = tuple(LocalShard(spec, 0, spec.rows, 0, spec.dim) for spec in workload.schema.tables)
+        self.held = self.shards = tuple(LocalShard(spec, 0, spec.rows, 0, spec.dim) for spec in workload.schema.tables)
         self._cuts = list(pairwise(workload.bases.tolist()))
         self._tables = tables
 
@@ -52,9 +61,6 @@ class Kernel:
         pass
 
     def finish_write(self) -> None:
-        pass
-
-    def set_scalars(self, *_scalars: float) -> None:
         pass
 
 

@@ -222,4 +222,5 @@ def test_generations_with_the_same_tables_keep_them_once() -> None:
 
 def test_a_lineage_that_is_put_together_knows_what_was_trimmed() -> None:
     lineage = Lineage.of([claim(1), commit(1, 1), commit(1, 2), trim("1:1")])
-    assert Lineage(lineage.claims, lineage.commits, lineage.trims).trims.reach == lineage.trims.reach == {1: MarkerId(1, 1)}
+    again = Lineage(lineage.claims, lineage.commits, lineage.trims)
+    assert again.trims.reach == lineage.trims.reach == {1: MarkerId(1, 1)}
