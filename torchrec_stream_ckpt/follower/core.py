@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.errors import (
     StreamLostError,
     TrimmedError,
 )
-from torchrec_stream_ckpt.follower.source import FollowedJob
+from torchrec_stream_ckpt.follower.source import FollowedJob, handed_out
 from torchrec_stream_ckpt.follower.tail import Tail
 from torchrec_stream_ckpt.follower.updates import Changed, Update, UpdateKind
 from torchrec_stream_ckpt.format.control import Commit
@@ -220,7 +220,7 @@ class Follower:
         if self._schema is None:
             self._source.check_wanted(schema)
         else:
-            check_schema(self._schema, self._source.handed_out(schema))
+            check_schema(self._schema, handed_out(schema))
         why = "the first marker"
         if self._at is not None:
             if self._at.id in {commit.id for commit in lineage.chain(target.id)}:
@@ -336,7 +336,7 @@ class Follower:
         def dense() -> Path:
             return self._source.dense(commit)
 
-        return Update(kind, commit, self._source.handed_out(schema), why, counted, dense)
+        return Update(kind, commit, handed_out(schema), why, counted, dense)
 
     def _took(self, update: Update) -> None:
         """The caller has applied it."""

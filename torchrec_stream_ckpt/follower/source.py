@@ -125,11 +125,6 @@ class FollowedJob:
     def wants(self, table: TableSpec) -> bool:
         return any(fnmatch.fnmatchcase(table.name, glob) for glob in self._globs)
 
-    @staticmethod
-    def handed_out(schema: Schema) -> Schema:
-        """The tables as followers are given them."""
-        return Schema(tuple(map(decoded_table, schema.tables)))
-
     def _wanted(self, schema: Schema) -> list[int]:
         return [index for index, table in enumerate(schema.tables) if self.wants(table)]
 
@@ -248,3 +243,8 @@ class FollowedJob:
         if is_served(table):
             return Changed(decoded_table(table), col0, view.ids, decode(table, view))
         return Changed(table, col0, view.ids, view.weights, view.states if self._states else ())
+
+
+def handed_out(schema: Schema) -> Schema:
+    """The tables as followers are given them."""
+    return Schema(tuple(map(decoded_table, schema.tables)))

@@ -253,19 +253,10 @@ class Catalog:
                 lineage.apply(self.claim(marker.generation))
             parent = lineage.claims[marker.generation].parent if said.previous is None else None
             if said.previous != newest.get(marker.generation) or (parent and parent not in lineage.commits):
-                raise self._gap(marker, said.previous or parent)
+                raise _gap(self.objects, marker, said.previous or parent)
             lineage.apply(said.commit)
             newest[marker.generation] = marker
         return lineage
-
-    def _gap(self, marker: MarkerId, previous: MarkerId | None) -> CorruptionError:
-        return CorruptionError(
-            f"the store lacks what lies between marker {marker} and the one before it that it knows"
-            if previous is None
-            else f"the store lacks marker {previous}, on which {marker} follows",
-            hint="bring its manifest back, or give the log's URI: the log knows all markers",
-            store=self.objects.url,
-        )
 
     def cover(self, chain: Sequence[Commit], since: MarkerId | None = None) -> Cover | None:
         """Pieces that lead as far along ``chain`` as the store does; None when they lead nowhere.
@@ -322,7 +313,7 @@ class Catalog:
             return Piece(start, end.id, fold.segments, end.ranks[0].chain)
         manifest = self.check(end)
         if manifest.previous != (start if start is not None and start.generation == end.generation else None):
-            raise self._gap(end.id, manifest.previous)
+            raise _gap(self.objects, end.id, manifest.previous)
         refs = tuple(ref for refs in manifest.segments for ref in refs)
         return Piece(start, end.id, refs, end.ranks[0].chain)
 
@@ -337,3 +328,13 @@ def follow(
         steps.append((strides[at], at))
         at = strides[at]
     return steps[::-1]
+
+
+def _gap(objects: Objects, marker: MarkerId, previous: MarkerId | None) -> CorruptionError:
+    return CorruptionError(
+        f"the store lacks what lies between marker {marker} and the one before it that it knows"
+        if previous is None
+        else f"the store lacks marker {previous}, on which {marker} follows",
+        hint="bring its manifest back, or give the log's URI: the log knows all markers",
+        store=objects.url,
+    )
