@@ -40,6 +40,7 @@ def _train(uri: str, drain_every: int) -> tuple[dict[str, torch.Tensor], list[in
             publisher, sent = inside(ours).publisher, []
             for _ in range(STEPS):
                 job.step()
+                inside(ours).wait_for_log()  # a drain that finds the ring full sends later
                 before = publisher.rows
                 ours.step()
                 sent.append(publisher.rows - before)

@@ -93,7 +93,8 @@ def test_the_recipe_serves_a_live_trainer(tmp_path: Path, capsys: pytest.Capture
     said = capsys.readouterr().err
     seen = dict(re.findall(r"marker 1:(\d+), step (\d+), ", said))
     assert len(seen) == 3
-    assert all(int(step) == 20 * int(marker) for marker, step in seen.items())
+    # A marker is due each 20 steps, and cut at the first boundary at which all ranks are ready.
+    assert all(int(step) >= 20 * int(marker) for marker, step in seen.items())
     verified = re.findall(r"marker 1:(\d+): all 8 tables are those that were committed, bit for bit", said)
     assert verified == list(seen)
 

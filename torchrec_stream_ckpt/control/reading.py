@@ -145,8 +145,7 @@ class Records:
         if self._key is None:
             return read_record(record, offset, serving=self._serving)
         try:
-            parsed = read_record(record, offset, serving=True, checked=True)
-            why = "it is not signed with the commit key"
+            parsed, why = read_record(record, offset, serving=True), "it is not signed with the commit key"
         except CorruptionError as error:
             parsed, why = None, error.headline
         if parsed is not None and not isinstance(parsed, Serve) and self._key.vouches_for(parsed):

@@ -106,7 +106,7 @@ def _records(frames: bytes, *, serving: bool) -> Iterator[ControlRecord | Packed
     view, position = memoryview(frames), 0
     while position < len(view):
         end = position + HEADER_LEN + parse_header(view[position : position + HEADER_LEN]).payload_len
-        record = read_record(view[position:end], serving=serving, checked=True)
+        record = read_record(view[position:end], serving=serving)
         if isinstance(record, Snapshot):
             raise CorruptionError("a SNAPSHOT carries another one")
         yield record
