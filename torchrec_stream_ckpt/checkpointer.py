@@ -219,7 +219,7 @@ class StreamCheckpointer:
             raise ConfigError("a spare follows one log", hint="give it the outer one alone; it goes on without a tee")
         tier, session = self._tier, self._session
         load, advance, when = session.newest_rows, session.advance, takeover or Takeover()
-        spare = Standby(self._team, tier.log, tier.control, load, advance, when, tier.uri)
+        spare = Standby(self._team, tier.log, tier.control, load, advance, when, self._streaming.claims, tier.uri)
         try:
             marker = spare.wait()
         except BaseException as error:

@@ -73,7 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trainer/drains": LEAVES | {"format", "capture", "log", "commit"},
     "trainer/session": LEAVES
     | {"format", "adapter", "log", "store", "control", "commit", "route", "restore", "tiers", "trainer"},
-    "trainer/standby": LEAVES | {"format", "log", "control", "commit", "restore", "route"},
+    "trainer/standby": LEAVES | {"format", "log", "control", "commit", "restore", "route", "trainer"},
     "trainer/checking": LEAVES | {"format", "adapter", "commit", "proving", "restore", "store"},
     "trainer/telemetry": LEAVES | {"format", "capture", "log"},
     "trainer/showing": LEAVES | {"commit", "trainer"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +11,20 @@ import pytest
 
 from tests import builders
 from torchrec_stream_ckpt.config import Takeover
-from torchrec_stream_ckpt.errors import FencedError, LogUnavailableError, StoreUnavailableError
+from torchrec_stream_ckpt.errors import (
+    CommitUnknownError,
+    FencedError,
+    LogUnavailableError,
+    StoreUnavailableError,
+    StreamCkptError,
+)
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.trainer.standby import Standby
 from torchrec_stream_ckpt.types import MarkerId
 
 SILENT = LogUnavailableError("the broker does not answer", hint="bring it back")
+UNKNOWN = CommitUnknownError("the broker did not say whether it has the record", hint="ask the log")
 
 
 @dataclass
@@ -53,7 +60,8 @@ def spare(control: _Control, load: Callable[[], Any]) -> Standby:
     log = SimpleNamespace(incarnation=lambda: SimpleNamespace(id="log-1"), ends=lambda generation, partitions: {0: 1})
     team = SimpleNamespace(rank=0, on_rank0=lambda action: action(), together=lambda action: action())
     takeover = Takeover(after_s=0.05, poll_s=0.01)
-    return Standby(team, log, control, load, lambda route: 0, takeover, "file:///job")  # type: ignore[arg-type]
+    claims = SimpleNamespace(after=None, nonce="that of the next claim")
+    return Standby(team, log, control, load, lambda route: 0, takeover, claims, "file:///job")  # type: ignore[arg-type]
 
 
 def loaded(control: _Control) -> Callable[[], Any]:
@@ -82,12 +90,13 @@ def test_a_store_that_is_away_after_the_fence_is_waited_for() -> None:
     assert not away
 
 
-def test_a_fence_that_came_although_nobody_answered_is_not_taken_for_another_spares() -> None:
+@pytest.mark.parametrize("error", [SILENT, UNKNOWN])
+def test_a_fence_that_came_although_nobody_answered_is_not_taken_for_another_spares(error: StreamCkptError) -> None:
     late: list[Claim] = []
 
     def unanswered(claim: Claim) -> None:
         late.append(claim)
-        raise SILENT
+        raise error
 
     def overtaken(claim: Claim) -> None:
         control.lineage.apply(late[0])
@@ -103,4 +112,50 @@ def test_a_spare_that_another_one_has_fenced_ends() -> None:
 
     control = _Control(claim_fails=[overtaken])
     with pytest.raises(FencedError, match="another one was first"):
+        spare(control, loaded(control)).wait()
+
+
+@pytest.mark.parametrize("world", [2, 0])
+def test_a_spare_that_waited_while_somebody_else_took_over_ends(world: int) -> None:
+    """Its tables hold a marker that the other one has left behind it: a CLAIM on that would fence a living trainer."""
+    control = _Control()
+    waiting = spare(control, loaded(control))
+    assert waiting.wait() == MarkerId(1, 1)
+    tries = 0
+
+    def claim() -> None:
+        nonlocal tries
+        tries += 1
+        control.lineage.apply(replace(builders.claim(3), nonce="of another one", world=world))
+        raise SILENT
+
+    with pytest.raises(FencedError, match="generation 3 has taken over this job meanwhile"):
+        waiting.outlast(claim)
+    assert tries == 1
+
+
+def test_a_spares_own_claim_that_landed_without_an_answer_does_not_end_it() -> None:
+    control = _Control()
+    waiting = spare(control, loaded(control))
+    waiting.wait()
+    tries = 0
+
+    def claim() -> str:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            control.lineage.apply(replace(builders.claim(3), nonce="that of the next claim"))
+            raise UNKNOWN
+        return "claimed"
+
+    assert waiting.outlast(claim) == "claimed"
+
+
+def test_a_trainer_that_began_between_the_fence_and_its_answer_is_not_fenced() -> None:
+    def overtaken(claim: Claim) -> None:
+        control.lineage.apply(claim)
+        control.lineage.apply(replace(builders.claim(claim.generation + 1), nonce="of another one"))
+
+    control = _Control(claim_fails=[overtaken])
+    with pytest.raises(FencedError, match="generation 3 has taken over"):
         spare(control, loaded(control)).wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
+    FencedError,
     MarkerFailedError,
     MarkerNotFoundError,
     StreamLostError,
@@ -187,6 +188,8 @@ def claim_generation(
     layout: RankShards | None,
     least: int = 1,
     twin: Claim | None = None,
+    nonce: str | None = None,
+    after: str | None = None,
 ) -> Claim:
     """(rank 0) Make log and store ready, and own the next generation.
 
@@ -203,6 +206,8 @@ def claim_generation(
         layout: Which shards each rank holds; None where they are too many for a CLAIM.
         least: Take no lower number.
         twin: What was claimed on the outer tier: this log gets the same.
+        nonce: Of the CLAIM, for a caller that tries again what may have landed; None: a new one.
+        after: Nonce of the CLAIM that has to be the newest one, or ``nonce``; None: any may be.
 
     Raises:
         FencedError: another trainer was first.
@@ -214,6 +219,8 @@ def claim_generation(
     """
     parsed = parse_uri(config.uris[-1])
     lineage = check_whole(log_, control, parsed, objects, alone=twin is None)
+    if after is not None:
+        check_newest(lineage, {after, nonce})
     incarnation = log_.prepare(world)
     if parent in lineage.given_up:
         lineage.find(parent)  # since it was restored
@@ -236,7 +243,7 @@ def claim_generation(
     claim = Claim(
         job=job,
         generation=generation,
-        nonce=twin.nonce if twin is not None else uuid.uuid4().hex,
+        nonce=twin.nonce if twin is not None else nonce or uuid.uuid4().hex,
         name=parsed.job if isinstance(parsed, KafkaUri) else "",
         parent=parent,
         world=world,
@@ -251,6 +258,21 @@ def claim_generation(
     dense.prepare(claim.job)
     control.claim(claim)
     return claim
+
+
+def check_newest(lineage: Lineage, nonces: Container[str | None]) -> None:
+    """The newest CLAIM has to have one of these nonces; there need not be one.
+
+    Raises:
+        FencedError: somebody else has claimed a generation since.
+    """
+    newest = lineage.claims.get(lineage.newest_generation)
+    if newest is not None and newest.nonce not in nonces:
+        raise FencedError(
+            f"generation {newest.generation} has taken over this job meanwhile",
+            hint="only one trainer or spare may take over a job; start this one anew as a spare, or leave it stopped",
+            generation=newest.generation,
+        )
 
 
 def fence_of(lineage: Lineage, uri: str) -> Claim:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import Sequence
 
 from torchrec_stream_ckpt.commit.generation import claim_generation, newest_held
@@ -44,6 +45,10 @@ class Claims:
         self._tiers = tiers
         self._attached = attached
         self._world = world
+        self.nonce = uuid.uuid4().hex
+        """Of the next CLAIM, however often it is tried: one that landed unanswered does not fence the next try."""
+        self.after: str | None = None
+        """Nonce of the CLAIM that has to be the newest one when the next is made; None: any may be."""
         self._reopen_s = 0.0
         """When to try next to go on after a loss, on the monotonic clock."""
 
@@ -80,9 +85,11 @@ class Claims:
         if self._tiers is not None:
             return self._tiers.claim(schema, self._world, parent, whole, layout)
         log_, control, dense, objects = tier.log, tier.control, tier.dense, tier.objects
-        return claim_generation(
-            log_, control, dense, objects, tier.config, schema, self._world, parent, whole, layout=layout
-        )
+        rest = (tier.config, schema, self._world, parent, whole)
+        nonce, after = self.nonce, self.after
+        claim = claim_generation(log_, control, dense, objects, *rest, layout=layout, nonce=nonce, after=after)
+        self.nonce, self.after = uuid.uuid4().hex, None
+        return claim
 
     def claim_after_loss(self, lost: Claim, why: StreamLostError) -> tuple[Claim, int] | tuple[()] | None:
         """The next generation, on the newest marker that the log holds, and the step of that.

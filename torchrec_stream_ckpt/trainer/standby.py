@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from torchrec_stream_ckpt.commit.collective import Team
-from torchrec_stream_ckpt.commit.generation import fence_of
+from torchrec_stream_ckpt.commit.generation import check_newest, fence_of
 from torchrec_stream_ckpt.config import Takeover
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import (
     ColumnResplitError,
+    CommitUnknownError,
     CorruptionError,
     LogUnavailableError,
     StoreUnavailableError,
@@ -29,6 +30,7 @@ from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.restore.plan import RestorePlan
 from torchrec_stream_ckpt.route.find import locate
 from torchrec_stream_ckpt.route.route import Route, Shards
+from torchrec_stream_ckpt.trainer.claims import Claims
 from torchrec_stream_ckpt.types import MarkerId
 
 log = logging.getLogger(__name__)
@@ -74,6 +76,7 @@ class Standby:
         load: (all ranks) Writes the newest marker into the live tables: all of it; None when nothing is committed.
         advance: (each rank) Writes what was committed after the marker that the tables hold; returns the rows.
         takeover: When it ends.
+        claims: Claims the generation of the takeover; used on rank 0 alone.
         uri: Of the log, for messages.
     """
 
@@ -85,6 +88,7 @@ class Standby:
         load: Callable[[], tuple[RestorePlan, Route, int] | None],
         advance: Callable[[Route], int],
         takeover: Takeover,
+        claims: Claims,
         uri: str,
     ) -> None:
         self._team = team
@@ -93,6 +97,7 @@ class Standby:
         self._load = load
         self._advance = advance
         self._takeover = takeover
+        self._claims = claims
         self._uri = uri
         self._pulse = _Pulse(takeover.after_s)
         self._known: Shards = {}
@@ -166,17 +171,30 @@ class Standby:
         if lineage.claims and lineage.claims[lineage.newest_generation].world:
             self._claim = self._claim or fence_of(lineage, self._uri)
             self._control.claim(self._claim)
+            lineage = self._refresh()
+            check_newest(lineage, {self._claim.nonce})
+        if lineage.claims:
+            self._claims.after = lineage.claims[lineage.newest_generation].nonce
+
+    def _check_alone(self) -> None:
+        """(rank 0) While this spare waited, somebody may have started a trainer: that one must not be fenced."""
+        if self._claims.after is not None:
+            check_newest(self._refresh(), {self._claims.after, self._claims.nonce})
 
     def outlast(self, action: Callable[[], T]) -> T:
         """(all ranks) What ``action`` returns once log and store answer, however long that takes.
 
         From the fence on the trainer is gone for good: a spare that ended now would end the job.
+
+        Raises:
+            FencedError: somebody else has taken over meanwhile.
         """
         said = ""
         while True:
             try:
+                self._team.on_rank0(self._check_alone)
                 return action()
-            except (LogUnavailableError, StoreUnavailableError) as error:
+            except (CommitUnknownError, LogUnavailableError, StoreUnavailableError) as error:
                 if self._team.rank == 0 and error.headline != said:
                     log.warning("the spare has fenced the trainer, and waits to take over: %s", error.headline)
                 said = error.headline

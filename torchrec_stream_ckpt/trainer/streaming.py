@@ -62,7 +62,8 @@ class Streaming:
         self._pace = pace
         self._roll = roll
         self._telemetry = telemetry
-        self._claims = Claims(parts.tier, tiers, parts.attached, parts.team.world)
+        self.claims = Claims(parts.tier, tiers, parts.attached, parts.team.world)
+        """(rank 0) Of this job's generations."""
         self._drains = Drains(parts.ring, pace, config.sweep_bytes, telemetry.drain, parts.team.rank)
         self.stream: Stream | None = None
         """What this rank has open; None until a generation is."""
@@ -182,11 +183,11 @@ class Streaming:
 
     def check_restored(self) -> None:
         """(all ranks) Refuse a run that forgot ``restore()``."""
-        self._team.on_rank0(self._claims.check_restored)
+        self._team.on_rank0(self.claims.check_restored)
 
     def open_root(self) -> None:
         """Open a generation that stands on nothing: every table is sent whole."""
-        self._team.on_rank0(self._claims.check_schema)
+        self._team.on_rank0(self.claims.check_schema)
         tables = self._attached.tables
         self._attached.begin(tables)
         self._open(None, tables, parent_bytes=0)
@@ -231,7 +232,7 @@ class Streaming:
             parent_bytes: As of ``go_on_from``; None: what this process has sent.
             patience: As of ``go_on_from``.
         """
-        claim = patience(lambda: self._team.on_rank0(lambda: self._claims.claim(parent, swept)))
+        claim = patience(lambda: self._team.on_rank0(lambda: self.claims.claim(parent, swept)))
         self._enter(claim, self.steps, parent_bytes)
 
     def _enter(self, claim: Claim, parent_step: int, parent_bytes: int | None) -> None:
@@ -280,7 +281,7 @@ class Streaming:
         coordinator.settle()
         if coordinator.fenced is not None:
             raise coordinator.fenced
-        claimed = self._team.on_rank0(lambda: self._claims.claim_after_loss(stream.claim, why))
+        claimed = self._team.on_rank0(lambda: self.claims.claim_after_loss(stream.claim, why))
         self._ended = claimed is None
         if not claimed:
             return False

@@ -1,0 +1,51 @@
+"""Claiming a generation again when nobody knows whether the CLAIM has landed, and only on what is still the newest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.golden import make
+from torchrec_stream_ckpt.commit.generation import claim_generation
+from torchrec_stream_ckpt.config import StreamConfig
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.errors import FencedError, LogUnavailableError
+from torchrec_stream_ckpt.format.control import Claim
+from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.route.job import Tier, open_tier
+
+
+def claim(tier: Tier, nonce: str | None = None, after: str | None = None) -> Claim:
+    place = (tier.log, tier.control, tier.dense, tier.objects, tier.config)
+    return claim_generation(*place, make.SCHEMA, 1, None, (0, 1), layout=None, nonce=nonce, after=after)
+
+
+def test_a_claim_that_landed_without_an_answer_is_not_taken_for_another_trainers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(StreamConfig(uri=f"file://{tmp_path}"))
+    first = claim(tier)
+    real = Control.claim
+
+    def unanswered(control: Control, record: Claim) -> None:
+        real(control, record)
+        raise LogUnavailableError("the log took a CLAIM, and does not show it")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Control, "claim", unanswered)
+        with pytest.raises(LogUnavailableError):
+            claim(tier, "mine", first.nonce)
+    again = claim(tier, "mine", first.nonce)
+    lineage = Control(FileLog(tmp_path)).refresh()
+    assert (again.nonce, again.generation) == ("mine", lineage.newest_generation)
+    assert lineage.stale == 0
+
+
+def test_a_claim_on_what_is_not_the_newest_any_more_is_refused(tmp_path: Path) -> None:
+    tier = open_tier(StreamConfig(uri=f"file://{tmp_path}"))
+    first = claim(tier)
+    other = claim(open_tier(StreamConfig(uri=f"file://{tmp_path}")))
+    with pytest.raises(FencedError, match=f"generation {other.generation} has taken over"):
+        claim(tier, "mine", first.nonce)
+    assert Control(FileLog(tmp_path)).refresh().newest_generation == other.generation
