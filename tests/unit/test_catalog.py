@@ -14,7 +14,9 @@ from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Manifest, SegmentRef
-from torchrec_stream_ckpt.layout import FoldName, StoreSegment, claim_name, dropped_name, manifest_name
+from torchrec_stream_ckpt.layout import FoldName, StoreSegment, claim_name, dropped_name, manifest_name, pin_name
+from torchrec_stream_ckpt.log.api import Incarnation
+from torchrec_stream_ckpt.materialize.recovered import came_after_recovery
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.catalog import Catalog, Cover
 from torchrec_stream_ckpt.types import MarkerId
@@ -326,3 +328,22 @@ def test_a_claim_is_that_of_its_name(shelf: Shelf) -> None:
             shelf.catalog.claim(generation)
     with pytest.raises(MissingObjectError):
         shelf.catalog.claim(4)
+
+
+@pytest.mark.parametrize(("reason", "offered"), [("retention", True), ("the loss of its dense state", False)])
+def test_a_pin_overrides_a_rule_and_no_loss(tmp_path: Path, reason: str, offered: bool) -> None:
+    shelf = Shelf(tmp_path).markers("1:1", "1:2", "1:3")
+    made = shelf.lineage.find(marker("1:2"))
+    drop = Dropped(made, shelf.lineage.previous(made.id), 0.0, reason)
+    shelf.objects.put(dropped_name(JOB, made.id), [drop.to_bytes()])
+    shelf.objects.put(pin_name(JOB, made.id), [b"{}"])
+    assert (made.id not in Catalog.load(shelf.objects, JOB).dropped) == offered
+
+
+def test_markers_in_a_generation_that_only_fences_are_those_of_a_lost_log() -> None:
+    """Recovery took the number of a generation of which nothing was in the store, and its materializer came later."""
+    lineage = Lineage.of([claim(1), commit(1, 1), claim(2, world=0)])
+    now = Incarnation("log-1", 1)
+    assert came_after_recovery(lineage, marker("2:4"), now)
+    assert not came_after_recovery(lineage, marker("1:1"), now)
+    assert not came_after_recovery(lineage, marker("1:2"), now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,10 +11,11 @@ from tests.golden import make
 from torchrec_stream_ckpt.commit.generation import claim_generation
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.errors import FencedError, LogUnavailableError
+from torchrec_stream_ckpt.errors import CommitUnknownError, FencedError, LogUnavailableError, StreamLostError
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.route.job import Tier, open_tier
+from torchrec_stream_ckpt.trainer import claims
 
 
 def claim(tier: Tier, nonce: str | None = None, after: str | None = None) -> Claim:
@@ -49,3 +51,24 @@ def test_a_claim_on_what_is_not_the_newest_any_more_is_refused(tmp_path: Path) -
     with pytest.raises(FencedError, match=f"generation {other.generation} has taken over"):
         claim(tier, "mine", first.nonce)
     assert Control(FileLog(tmp_path)).refresh().newest_generation == other.generation
+
+
+def test_a_trainer_that_goes_on_after_a_loss_knows_its_own_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "_REOPEN_S", 0.0)
+    tier = open_tier(StreamConfig(uri=f"file://{tmp_path}"))
+    attached = SimpleNamespace(schema=make.SCHEMA, layout=None, tables=(0, 1))
+    mine = claims.Claims(tier, None, attached, 1)  # type: ignore[arg-type]
+    lost, why, real = mine.claim(None, (0, 1)), StreamLostError("the log ends too early"), Control.claim
+
+    def unanswered(control: Control, record: Claim) -> None:
+        real(control, record)
+        raise CommitUnknownError("nobody answered")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Control, "claim", unanswered)
+        assert mine.claim_after_loss(lost, why) == ()
+    gone_on = mine.claim_after_loss(lost, why)
+    assert gone_on
+    assert gone_on[0].generation == Control(FileLog(tmp_path)).refresh().newest_generation

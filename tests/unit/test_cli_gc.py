@@ -48,6 +48,13 @@ def run(*arguments: str) -> str:
     return done.output
 
 
+def damaged(*arguments: str) -> str:
+    """The same of a job that has all rows, and damage in its store."""
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 1, done.output
+    return done.output
+
+
 def gc(history: History, *arguments: str) -> list[dict[str, Any]]:
     """``stream-ckpt gc`` with the job's log, or without any if ``--no-log`` is given."""
     log = [] if "--no-log" in arguments else [f"file://{history.root}"]
@@ -288,15 +295,15 @@ def test_verify_names_the_segment_that_was_altered(history: History) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    (record,) = json.loads(run("verify", uri, "--json"))
+    (record,) = json.loads(damaged("verify", uri, "--json"))
     assert (record["marker"], record["reach"]) == ("2:4", "1:1"), "the log has what follows"
     (damage,) = record["read_around"]
     assert "chunk's checksum does not match" in damage
     assert name in damage
-    assert "read around damage in the store: " in run("verify", uri)
+    assert "read around damage in the store: " in damaged("verify", uri)
     assert json.loads(run("verify", uri, "--log", "--json"))[0]["marker"] == "2:4"
     path.unlink()
-    assert "the store does not hold this object" in run("verify", uri)
+    assert "the store does not hold this object" in damaged("verify", uri)
     shutil.rmtree(history.root / DATA_DIR)
     with pytest.raises(CorruptionError, match="the store does not hold this object") as caught:
         run("verify", uri)

@@ -14,7 +14,7 @@ from tests import stores, tiered
 from tests.synthetic import image_of_log
 from tests.tiered import TieredJob, relay
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.errors import StreamCkptError
+from torchrec_stream_ckpt.errors import StoreUnavailableError, StreamCkptError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.manifest import Dropped
 from torchrec_stream_ckpt.layout import OUTER_DIR, dense_file_name, dropped_name
@@ -22,6 +22,7 @@ from torchrec_stream_ckpt.materialize.gc import GcRules, collect
 from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
 from torchrec_stream_ckpt.materialize.retention import Retention
 from torchrec_stream_ckpt.route.tiers import TierState
+from torchrec_stream_ckpt.store.reached import Reached, note_reached
 from torchrec_stream_ckpt.tiers.relay import Relay
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -150,3 +151,28 @@ def test_the_command_names_what_it_passed_over_and_fails(job: TieredJob) -> None
     assert done.exit_code == 1
     assert "the outer tier does not get marker 1:4, and goes on: " in done.output
     assert outer(job)[-1] == "1:8"
+
+
+def test_an_inner_store_that_takes_nothing_does_not_stop_the_relay(
+    job: TieredJob, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its disk may be full because the outer tier was away: then the relay is what makes room."""
+
+    def full(*_: object) -> None:
+        raise StoreUnavailableError("no space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("torchrec_stream_ckpt.tiers.relay.note_reached", full)
+        assert relay(job.tiers) == [f"1:{number}" for number in range(3, 9)]
+    assert "no space left on device" in caplog.text
+    assert len(outer(job)) == 8
+
+
+def test_a_new_generation_of_which_no_relay_has_said_anything_is_left_to_it(job: TieredJob, pool: Executor) -> None:
+    """As where the relay could not say it: what it said of an older generation speaks for that one alone."""
+    job.begin("1:8")
+    job.markers(3)
+    for said in (job.tiers.folder / OUTER_DIR).rglob("g00000002-*"):
+        said.unlink()
+    note_reached(job.tiers.inner.objects, job.claim.job, Reached(MarkerId(1, 8), 1))
+    assert gc(job, pool, newest=1).awaited == (MarkerId(2, 9), MarkerId(2, 10), MarkerId(2, 11))

@@ -47,7 +47,7 @@ def verify_markers(
     and the offset of each damage, and no byte of rows is read twice. Markers that were given up, and those whose log
     was trimmed on purpose while the store does not serve them, are named and not read. Rows are compared with what
     markers proved of them; a marker with rows that differ is damaged. With --all, --verdict speaks of the newest marker
-    alone: a running trainer stands on it. Exit status 1 if any is damaged.
+    alone: a running trainer stands on it. Exit status 1 if any is damaged, or if damage in the store was read around.
     """
     if all_markers and options.chosen is not None:
         raise ConfigError("--all verifies every marker", hint="leave out MARKER, or --all", marker=options.chosen)
@@ -69,6 +69,8 @@ def verify_markers(
     for each in said:
         if isinstance(each, Verified) and each.unproved is not None and not accept_unproved:
             raise each.unproved.error(each.marker)
+    if any(isinstance(each, Verified) and each.read_around for each in said):
+        raise typer.Exit(1)  # every row is there, but not where a trim or gc would count on it
 
 
 def _is_damaged(verdict: MarkerVerdict, *, accept: bool) -> bool:

@@ -32,6 +32,8 @@ FORMAT = 1
 _LATEST_S = 2.0**36
 """Some year that ``time`` can print."""
 _JOB = re.compile(r"[0-9a-f]{32}")
+RETENTION = "retention"
+"""Why a marker was given up by a rule: only then a pin overrides it."""
 _LOST_ROWS = "the loss of its rows"
 
 
@@ -129,8 +131,8 @@ class Dropped:
     """As in the manifest."""
     time_s: float
     """When, Unix time."""
-    reason: str = "retention"
-    """By what, for people; but see :attr:`lost`."""
+    reason: str = RETENTION
+    """By what; :attr:`lost` and pins ask for it."""
 
     @classmethod
     def of_lost(cls, commit: Commit, previous: MarkerId | None) -> Dropped:

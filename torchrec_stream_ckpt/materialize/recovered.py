@@ -13,6 +13,10 @@ def came_after_recovery(lineage: Lineage, marker: MarkerId, log: Incarnation) ->
     The log has taken over what the store held then, so all of a generation up to some marker.
     """
     claim = lineage.claims.get(marker.generation)
-    if claim is None or marker in lineage.commits or log.holds_rows_of(claim.incarnation):
+    if claim is None or marker in lineage.commits:
+        return False
+    if not claim.world:
+        return True  # a fence has no markers: this one is of the lost log's generation of that number
+    if log.holds_rows_of(claim.incarnation):
         return False
     return all(marker > each for each in lineage.commits if each.generation == marker.generation)

@@ -31,8 +31,8 @@ class Damaged:
         """Where a marker turned out to be damaged while it was read."""
 
     def anew(self) -> Damaged:
-        """For the next restore: segments are known to be damaged, markers may be whole again."""
-        return Damaged(self._most, self.segments)
+        """For the next restore: what was damaged may be whole again, a materializer mends it under the same name."""
+        return Damaged(self._most)
 
     @property
     def passed(self) -> tuple[MarkerId, ...]:

@@ -13,7 +13,7 @@ from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, Mi
 from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Manifest, SegmentRef
+from torchrec_stream_ckpt.format.manifest import RETENTION, Dropped, Fold, Manifest, SegmentRef
 from torchrec_stream_ckpt.format.segment import Front
 from torchrec_stream_ckpt.layout import (
     DROPPED_DIR,
@@ -122,7 +122,7 @@ class Catalog:
         )
         if self.dropped:  # listed first: a pin that was there when a marker was given up is seen
             pins = {found[1] for name in self._names(PINS_DIR) if (found := parse_pin_name(name)) is not None}
-            self.dropped -= pins & self.markers
+            self.dropped -= {each for each in pins & self.markers & self.dropped if _is_by_rule(self, each)}
         self.folds = frozenset(
             (fold.start, fold.end) for name in self._names(FOLDS_DIR) if (fold := parse_fold_name(name)) is not None
         )
@@ -338,3 +338,11 @@ def _gap(objects: Objects, marker: MarkerId, previous: MarkerId | None) -> Corru
         hint="bring its manifest back, or give the log's URI: the log knows all markers",
         store=objects.url,
     )
+
+
+def _is_by_rule(catalog: Catalog, marker: MarkerId) -> bool:
+    """Whether a rule of retention gave the marker up, which a pin overrides, and not the loss of what it needs."""
+    try:
+        return catalog.drop_of(marker).reason == RETENTION
+    except (CorruptionError, MarkerNotFoundError):
+        return True

@@ -39,12 +39,12 @@ def note_reached(objects: Objects, job: bytes, reached: Reached) -> None:
 def awaited(objects: Objects, lineage: Lineage, markers: Iterable[MarkerId]) -> frozenset[MarkerId]:
     """The ``markers`` that an outer tier is still to get.
 
-    A relay copies the newest generation that a trainer has begun, and no older one. Where one has run and has not said
-    how far it came, the outer tier may lack all of it.
+    A relay copies the newest generation that a trainer has begun, and no older one. Where one has run, and has not said
+    how far it came in that generation, the outer tier may lack all of it.
     """
     newest = max((number for number, claim in lineage.claims.items() if claim.world), default=0)
     said = [each for each in _said(objects, lineage.job) if each.marker.generation == newest]
-    if not said and objects.size(RELAY_LOCK) is not None and not any(_said(objects, lineage.job)):
+    if not said and objects.size(RELAY_LOCK) is not None:
         said = [Reached(MarkerId(newest, 0), 1)]
     return frozenset(marker for marker in markers if any(each.lacks(marker) for each in said))
 

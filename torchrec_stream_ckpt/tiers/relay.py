@@ -20,6 +20,7 @@ from torchrec_stream_ckpt.errors import (
     FencedError,
     LogUnavailableError,
     MarkerNotFoundError,
+    StoreUnavailableError,
     StreamCkptError,
 )
 from torchrec_stream_ckpt.failpoints import failpoint
@@ -174,10 +175,18 @@ class Relay:
                 yield commit
 
     def _note(self, job: bytes, reached: MarkerId) -> None:
-        """Tell a gc of the inner store how far the outer log is: what it does not have yet must stay."""
-        if reached != self._noted:
+        """Tell a gc of the inner store how far the outer log is: what it does not have yet must stay.
+
+        Where that store takes nothing, the note before this one stands, and gc keeps more.
+        """
+        if reached == self._noted:
+            return
+        try:
             note_reached(self._tiers.inner.objects, job, Reached(reached, self._tiers.every))
-            self._noted = reached
+        except StoreUnavailableError as error:
+            log.warning("gc of the inner store keeps what the outer tier has up to %s: %s", reached, error.headline)
+            return
+        self._noted = reached
 
     def _has_dense(self, commit: Commit) -> bool:
         """Bring the dense state of a marker to the outer store; False where it is given up, or damaged.

@@ -110,8 +110,9 @@ class Claims:
             if self._tiers is not None or now is None or now.id != lost.incarnation:
                 log.error("no marker commits any more, start the job anew: %s", why.headline)
                 return None
-            newest = tier.control.refresh().newest_generation
-            if newest != lost.generation:
+            lineage = tier.control.refresh()
+            newest = lineage.newest_generation
+            if newest != lost.generation and lineage.claims[newest].nonce != self.nonce:
                 raise FencedError(f"generation {newest} has taken over this job", hint="stop this one")
             parent = newest_held(tier.log, tier.control, lost.generation)
             mine = self.claim(parent, self._attached.tables)
