@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from types import MappingProxyType
 
 from torchrec_stream_ckpt.errors import CorruptionError, StreamCkptError
@@ -172,15 +173,17 @@ def intact_on(
 ) -> Catalog:
     """``catalog`` without what is damaged on the path to a marker: folds, and intervals with their markers."""
     path = {commit.id for commit in lineage.chain(marker)}
-    folds = {
-        fold
-        for fold in catalog.folds
-        if fold[1] in path and _is_damaged(catalog, partial(_of_fold, catalog, fold), damaged)
-    }
-    markers = {
-        each for each in catalog.markers & path if _is_damaged(catalog, partial(_of_marker, catalog, each), damaged)
-    }
-    return replace(catalog, folds=catalog.folds - folds, markers=catalog.markers - markers)
+    folds, markers = [fold for fold in catalog.folds if fold[1] in path], list(catalog.markers & path)
+    refs = [partial(_of_fold, catalog, fold) for fold in folds] + [
+        partial(_of_marker, catalog, each) for each in markers
+    ]
+    with ThreadPoolExecutor(_READERS) as pool:  # a store may take its time for each of them
+        bad = list(pool.map(lambda each: _is_damaged(catalog, each, damaged), refs))
+    return replace(
+        catalog,
+        folds=catalog.folds - set(compress(folds, bad)),
+        markers=catalog.markers - set(compress(markers, bad[len(folds) :])),
+    )
 
 
 def _of_fold(catalog: Catalog, fold: tuple[MarkerId | None, MarkerId]) -> Sequence[SegmentRef]:
