@@ -93,7 +93,7 @@ class StoreUrl:
     scheme: str
     """``file`` for a folder."""
     place: str
-    """An absolute path for a folder, else what stands behind ``://``, without a slash at its end."""
+    """An absolute path for a folder, otherwise what follows ``://``, without a slash at its end."""
 
     @property
     def folder(self) -> Path | None:

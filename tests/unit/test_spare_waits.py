@@ -117,7 +117,7 @@ def test_a_spare_that_another_one_has_fenced_ends() -> None:
 
 @pytest.mark.parametrize("world", [2, 0])
 def test_a_spare_that_waited_while_somebody_else_took_over_ends(world: int) -> None:
-    """Its tables hold a marker that the other one has left behind it: a CLAIM on that would fence a living trainer."""
+    """Its tables hold a marker from which the other one has gone on: a CLAIM on that would fence a living trainer."""
     control = _Control()
     waiting = spare(control, loaded(control))
     assert waiting.wait() == MarkerId(1, 1)
