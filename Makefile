@@ -13,6 +13,9 @@ BENCH ?= *
 # Three files of tests at a time, also on two cores: most of them wait for ranks to start. Each worker has a broker of
 # its own.
 WORKERS ?= 3
+# A worker that dies ends the run, and the test that it died in is named. xdist would start another one, and then wait
+# for ever: its scheduler by files hands the finished ones out once more.
+SHARED = -n $(WORKERS) --dist loadfile --max-worker-restart 0
 GPU_PY ?= python3
 export PYTHON
 
@@ -39,15 +42,15 @@ demo-kafka: kafka-tools ## The same over a Kafka broker that it starts and stops
 
 # One thread a process: ranks that share few cores otherwise wait for each other's spinning threads.
 test: test-tools compiled ## Run all tests, Kafka and S3 included (WORKERS=3 PYTEST_ARGS="tests/unit -x")
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile --durations 40 $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest $(SHARED) --durations 40 $(PYTEST_ARGS)
 
 test-unit: browser-tools compiled ## Run the tests of single modules, without ranks and servers (PYTEST_ARGS=...)
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile tests/unit $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest $(SHARED) tests/unit $(PYTEST_ARGS)
 
 # What `make test` draws a sample of: slow tests, random jobs, damaged bytes, chaos, property tests on new examples.
 test-all: test-tools compiled ## Run all tests in their long form, the slow ones too; hours (PYTEST_ARGS=...)
 	@STREAM_CKPT_RANDOM=1 STREAM_CKPT_MATRIX_EXAMPLES=10 STREAM_CKPT_FUZZ_S=60 OMP_NUM_THREADS=1 \
-	  $(PY) -m pytest -n $(WORKERS) --dist loadfile --timeout 1800 -m 'not gpu' --durations 40 $(PYTEST_ARGS)
+	  $(PY) -m pytest $(SHARED) --timeout 1800 -m 'not gpu' --durations 40 $(PYTEST_ARGS)
 	@OMP_NUM_THREADS=1 $(PY) -m tests.faults $(CHAOS_ARGS)
 
 test-kafka: kafka-tools host-tools compiled ## Run only the tests that need a broker (PYTEST_ARGS=...)
