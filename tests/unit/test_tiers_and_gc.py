@@ -176,3 +176,40 @@ def test_a_new_generation_of_which_no_relay_has_said_anything_is_left_to_it(job:
         said.unlink()
     note_reached(job.tiers.inner.objects, job.claim.job, Reached(MarkerId(1, 8), 1))
     assert gc(job, pool, newest=1).awaited == (MarkerId(2, 9), MarkerId(2, 10), MarkerId(2, 11))
+
+
+def trim(job: TieredJob, upto: str) -> tuple[int, str]:
+    """Exit status and output of ``stream-ckpt trim`` of the inner log, whose store has all of its markers."""
+    stores.fold(job.tiers.folder)
+    inner = f"file://{job.tiers.folder}"
+    done = CliRunner().invoke(app, ["trim", inner, "--store", inner, "--upto", upto])
+    return done.exit_code, str(done.output) + str(done.exception or "")
+
+
+def test_a_trim_of_the_inner_log_leaves_what_the_outer_tier_does_not_have_yet(job: TieredJob) -> None:
+    status, said = trim(job, "latest")
+    assert status == 0, said
+    assert "the log after marker 1:2 stays until stream-ckpt relay has copied it" in said
+    assert "of the log up to 1:2" in said
+    assert relay(job.tiers) == [f"1:{number}" for number in range(3, 9)]
+    status, said = trim(job, "latest")
+    assert (status, "stays until" in said) == (0, False), said
+    assert "of the log up to 1:8" in said
+    job.markers(1)
+    assert relay(job.tiers) == ["1:9"]
+
+
+def test_a_trim_up_to_a_marker_that_the_outer_tier_lacks_is_refused(job: TieredJob) -> None:
+    status, said = trim(job, "1:5")
+    assert status == 1
+    assert "the outer tier has this generation up to marker 1:2" in said
+    assert "--upto 1:2" in said
+    assert relay(job.tiers)[-1] == "1:8"
+    assert trim(job, "1:5")[0] == 0
+
+
+def test_a_trim_of_an_inner_log_of_which_no_relay_has_said_anything_is_refused(job: TieredJob) -> None:
+    shutil.rmtree(job.tiers.folder / OUTER_DIR)
+    status, said = trim(job, "latest")
+    assert status == 1
+    assert "the outer tier has no marker of this generation" in said

@@ -15,6 +15,7 @@ from torchrec_stream_ckpt.control.snapshots import Shortened, shorten_control
 from torchrec_stream_ckpt.control.trim import trim_log
 from torchrec_stream_ckpt.errors import (
     CommitUnknownError,
+    ConfigError,
     CorruptionError,
     LogUnavailableError,
     MarkerNotFoundError,
@@ -23,12 +24,14 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.materialize.synced import Synced, check_synced, given_up
 from torchrec_stream_ckpt.route.job import Job
-from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.dense import dense_in
 from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.store.identity import check_store
+from torchrec_stream_ckpt.store.reached import copied_upto
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.units import size
+from torchrec_stream_ckpt.uris import FileUri, parse_uri
 
 _READERS = 8
 
@@ -95,7 +98,7 @@ def _check(job: Job, objects: Objects, upto: str, *, verify: bool) -> tuple[Sync
             store=objects.url,
         )
     holdings = Holdings.load(objects, job.lineage)
-    marker = MarkerId.parse(upto) if upto != "latest" else None
+    marker = _not_awaited(job, holdings, MarkerId.parse(upto) if upto != "latest" else None)
     with ThreadPoolExecutor(_READERS) as pool:
         synced = check_synced(holdings, marker, pool, whole=verify)
     if verify:
@@ -105,3 +108,30 @@ def _check(job: Job, objects: Objects, upto: str, *, verify: bool) -> tuple[Sync
                 dense.verify(job.lineage.find(each))
                 dense.release()
     return synced, given_up(holdings)
+
+
+def _not_awaited(job: Job, holdings: Holdings, marker: MarkerId | None) -> MarkerId | None:
+    """The marker to trim up to, of the log of an inner tier: the relay reads that log, and no store.
+
+    Raises:
+        ConfigError: the outer tier does not have all of that yet.
+    """
+    parsed = parse_uri(job.uri)
+    copied = copied_upto(open_store(str(parsed)), job.lineage) if isinstance(parsed, FileUri) else None
+    if copied is None or (marker is not None and marker <= copied):
+        return marker
+    offered = holdings.catalog.markers - holdings.catalog.dropped
+    there = max((each for each in offered & job.lineage.commits.keys() if each <= copied), default=None)
+    if marker is None and there is not None:
+        if any(each > copied for each in offered):
+            typer.echo(f"the log after marker {copied} stays until stream-ckpt relay has copied it", err=True)
+        return there
+    until = f"has this generation up to marker {copied}" if copied.marker else "has no marker of this generation"
+    instead = f", or trim up to another marker: --upto {there}" if there is not None else ""
+    raise ConfigError(
+        f"the outer tier {until}: log data that it is still to get would be lost for it",
+        hint=f"let stream-ckpt relay INNER OUTER --once finish first{instead}; a job that goes on without its outer "
+        "tier deletes relay.lock and outer/ in the log's folder",
+        marker=marker,
+        uri=job.uri,
+    )

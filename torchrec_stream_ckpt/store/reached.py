@@ -1,4 +1,4 @@
-"""How far an outer tier has come, as the inner tier's store says: a gc there must leave what the relay still needs."""
+"""How far an outer tier has come, as the inner tier's store says: gc and trim there leave what the relay needs."""
 
 from __future__ import annotations
 
@@ -42,11 +42,25 @@ def awaited(objects: Objects, lineage: Lineage, markers: Iterable[MarkerId]) -> 
     A relay copies the newest generation that a trainer has begun, and no older one. Where one has run, and has not said
     how far it came in that generation, the outer tier may lack all of it.
     """
+    said = _of_newest(objects, lineage)
+    return frozenset(marker for marker in markers if any(each.lacks(marker) for each in said))
+
+
+def copied_upto(objects: Objects, lineage: Lineage) -> MarkerId | None:
+    """The marker up to which an outer tier has the rows; None when no relay has run here.
+
+    A relay begins again at the newest marker of the outer log, so it needs all log data after this one.
+    """
+    return min((each.marker for each in _of_newest(objects, lineage)), default=None)
+
+
+def _of_newest(objects: Objects, lineage: Lineage) -> list[Reached]:
+    """What relays of the newest generation have said; at its beginning where one has run and said nothing."""
     newest = max((number for number, claim in lineage.claims.items() if claim.world), default=0)
     said = [each for each in _said(objects, lineage.job) if each.marker.generation == newest]
     if not said and objects.size(RELAY_LOCK) is not None:
         said = [Reached(MarkerId(newest, 0), 1)]
-    return frozenset(marker for marker in markers if any(each.lacks(marker) for each in said))
+    return said
 
 
 def _said(objects: Objects, job: bytes) -> list[Reached]:
