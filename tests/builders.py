@@ -165,7 +165,7 @@ def write(
     generation: int = 1,
     partition: int = 0,
     at: int = 0,
-    timeout_s: float = 10.0,
+    timeout_s: float = 120.0,
 ) -> list[Ack]:
     """Append frames and return where they are, once they are durable."""
     sent, acks = list(frames), []

@@ -25,7 +25,7 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["tests.imported"])
 
 
-def call(function: Callable[..., T], *args: Any, timeout_s: float = 120.0) -> T:
+def call(function: Callable[..., T], *args: Any, timeout_s: float = 400.0) -> T:
     """What an importable ``function(*args)`` returns in a process of its own.
 
     Raises:
@@ -47,7 +47,7 @@ def call(function: Callable[..., T], *args: Any, timeout_s: float = 120.0) -> T:
         ours.close()
 
 
-def run_script(script: Path, *arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+def run_script(script: Path, *arguments: str, timeout_s: float = 400.0) -> subprocess.CompletedProcess[str]:
     """``subprocess.run`` of a script of the project, from its root, without the seconds that importing torch takes."""
     with tempfile.TemporaryDirectory(prefix="script-") as folder:
         said = Path(folder, "stdout"), Path(folder, "stderr")

@@ -97,7 +97,7 @@ class PaperJob:
             stream.json(Kind.MARK, Mark(rows, num_bytes, (), proof).to_json(), **place)
             num_bytes += len(stream.frames[-1])
             places.append((len(stream.frames), rows, num_bytes))
-        acks = builders.write(self.log, stream.frames, generation=self.generation, partition=rank, timeout_s=20.0)
+        acks = builders.write(self.log, stream.frames, generation=self.generation, partition=rank, timeout_s=180.0)
 
         def end(each: int) -> builders.RankEnd:
             frames, rows, num_bytes = places[each]

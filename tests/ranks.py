@@ -50,7 +50,7 @@ class Job:
                 with contextlib.suppress(ProcessLookupError):  # it ended between the question and the signal
                     os.kill(process.pid, number)
 
-    def join(self, timeout_s: float = 120.0) -> list[Any]:
+    def join(self, timeout_s: float = 400.0) -> list[Any]:
         """What each rank returned.
 
         Raises:
@@ -113,7 +113,7 @@ def start(world: int, function: Callable[..., Any], *args: Any, namespace: Names
 
 
 def run(
-    world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0, namespace: Namespace = None
+    world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 400.0, namespace: Namespace = None
 ) -> list[Any]:
     """Run to the end and return what each rank returned."""
     return start(world, function, *args, namespace=namespace).join(timeout_s)

@@ -157,7 +157,7 @@ class Job:
             if frames:
                 frames = frames + frames if twice else frames
                 place = {"generation": self.generation, "partition": rank, "at": self._ends[rank]}
-                acks = builders.write(self.log, frames, timeout_s=20.0, **place)
+                acks = builders.write(self.log, frames, timeout_s=180.0, **place)
                 if not self._written[rank]:
                     self._begins[rank] = acks[0].offset
                 self._ends[rank] = acks[-1].end

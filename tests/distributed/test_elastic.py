@@ -11,7 +11,7 @@ import pytest
 
 from tests.launched import Launched, wait
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 MODEL = ("--num_embeddings_per_feature", "3000,2000,1000,500,300", "--embedding_dim", "32", "--ids_per_lookup", "4")
 MODEL += ("--batch_size", "240", "--dense_arch_layer_sizes", "32,32", "--over_arch_layer_sizes", "32,1")
@@ -57,7 +57,7 @@ class Cluster:
         def found() -> bool:
             return self.logs().count(" committed (step ") >= before + more
 
-        wait(found, 30, lambda: f"no {more} markers more:\n{self.logs()}")
+        wait(found, 240, lambda: f"no {more} markers more:\n{self.logs()}")
 
     def proofs(self) -> list[dict[str, Any]]:
         path = self.folder / "proofs"
@@ -76,17 +76,17 @@ def test_a_job_that_loses_a_node_shrinks_and_grows_again_and_every_restore_is_ex
     cluster = Cluster(tmp_path)
     try:
         _, _, victim = (cluster.add() for _ in range(3))
-        cluster.wait_for_proof(3, after=0, timeout_s=60)
+        cluster.wait_for_proof(3, after=0, timeout_s=240)
         cluster.wait_for_markers(3)
         seen = len(cluster.proofs())
 
         victim.kill()
-        cluster.wait_for_proof(2, after=seen, timeout_s=60)
+        cluster.wait_for_proof(2, after=seen, timeout_s=240)
         cluster.wait_for_markers(2)
         seen = len(cluster.proofs())
 
         cluster.add()
-        cluster.wait_for_proof(3, after=seen, timeout_s=60)
+        cluster.wait_for_proof(3, after=seen, timeout_s=240)
         cluster.wait_for_markers(2)
     finally:
         cluster.close()

@@ -89,7 +89,7 @@ def test_the_recipe_serves_a_live_trainer(tmp_path: Path, capsys: pytest.Capture
         assert process.poll() is None  # it was alive all the time
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(180)
     said = capsys.readouterr().err
     seen = dict(re.findall(r"marker 1:(\d+), step (\d+), ", said))
     assert len(seen) == 3

@@ -73,7 +73,7 @@ def _train(uri: str, folder: str) -> Stats:
 
 def _scrape(url: str) -> dict[str, float]:
     """Sample -> value; the name stands for itself where the rank is the only label."""
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=120) as answer:
         families = list(parse(answer.read().decode()))
     return {
         sample.name + (f"<={sample.labels['le']}" if "le" in sample.labels else ""): sample.value

@@ -70,7 +70,7 @@ class Users:
             with contextlib.suppress(ProcessLookupError):  # it ended between the question and the signal
                 os.kill(int(child), signal.SIGKILL)
         try:
-            self.returncode = job.wait(timeout=30)
+            self.returncode = job.wait(timeout=180)
         finally:
             job.kill()
             self.stdout.close()

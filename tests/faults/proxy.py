@@ -106,7 +106,7 @@ class Proxy:
         request = urllib.request.Request(f"http://{HOST}:{self._api}{path}", method=method)
         request.add_header("User-Agent", "chaos")  # it refuses what looks like a browser
         data = json.dumps(body).encode() if body is not None else None
-        with urllib.request.urlopen(request, data, timeout=10) as answer:
+        with urllib.request.urlopen(request, data, timeout=120) as answer:
             return bytes(answer.read())
 
 

@@ -31,7 +31,7 @@ def own(tmp_path: Path) -> Iterator[Path]:
     Broker(tmp_path / "broker").stop()
 
 
-def ended(process: ProcessId, timeout_s: float = 15) -> bool:
+def ended(process: ProcessId, timeout_s: float = 120) -> bool:
     deadline = time.monotonic() + timeout_s
     while process.alive() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -143,7 +143,7 @@ def test_process_is_signalled_and_reaped() -> None:
     assert process is not None
     assert not process.wait(0)
     assert process.send(signal.SIGTERM)
-    assert process.wait(10)
+    assert process.wait(120)
     assert not process.send(signal.SIGTERM)
     assert not Path(f"/proc/{pid}").exists()
 

@@ -315,7 +315,7 @@ def test_killed_broker_loses_no_acknowledged_frame(victim: OwnBroker) -> None:
         if number == len(frames) // 2:
             acked_before_kill = len(acks)
             killer.start()
-            killed.wait(10)
+            killed.wait(120)
     in_flight = len(frames) - len(acks)
     deadline = time.monotonic() + 60
     while len(acks) < len(frames) and time.monotonic() < deadline:

@@ -50,7 +50,7 @@ def test_a_control_topic_that_is_gone_is_refused_on_every_rank_and_put_back(boot
     admin: Any = AdminClient({"bootstrap.servers": bootstrap})
     admin.delete_topics([parsed.control_topic])[parsed.control_topic].result(20)
     deadline = time.monotonic() + 30
-    while parsed.control_topic in admin.list_topics(timeout=20).topics:
+    while parsed.control_topic in admin.list_topics(timeout=120).topics:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     for said in ranks.run(2, restore_anything, PLAN_2, settings):

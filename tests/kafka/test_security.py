@@ -345,7 +345,7 @@ def test_a_user_without_the_right_to_delete_is_told_so_before_anything_is_said(s
     log = open_log(uri, secure.options("trainer"))
     incarnation, stream = log.prepare(1), Stream()
     stream.mark(1)
-    acks = write(log, stream.frames, timeout_s=10.0)
+    acks = write(log, stream.frames, timeout_s=120.0)
     made = commit(1, 1, [stream.end(acks[0].offset, acks[-1].end)])
     for record in (claim(1, incarnation=incarnation.id), made):
         log.append_control(record.to_frame())

@@ -528,7 +528,7 @@ def test_frames_are_written_while_those_before_them_are_synced(
     def slow(fd: int) -> None:
         size = os.fstat(fd).st_size
         syncing.set()
-        assert go_on.wait(20)
+        assert go_on.wait(120)
         sync(fd)
         synced.append(size)
 
@@ -536,7 +536,7 @@ def test_frames_are_written_while_those_before_them_are_synced(
     writer = log.open_writer(1, 0, 0)
     writer.send(memoryview(frames[0]))
     assert writer.poll(0) == []
-    assert syncing.wait(20)
+    assert syncing.wait(120)
     for frame in frames[1:]:
         writer.send(memoryview(frame))
         assert writer.poll(0) == []

@@ -330,7 +330,7 @@ def test_metrics_say_where_it_stands(job: Job, serving: Callable[..., Path]) -> 
         port = free.getsockname()[1]
     output = serving("--metrics-port", str(port))
     wait("the fourth marker", has(output, "marker", marker="1:4"), output)
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
         text = answer.read().decode()
     values = {line.split()[0]: float(line.split()[1]) for line in text.splitlines() if not line.startswith("#")}
     assert values.keys() == {metric.name for metric in METRICS.values()}

@@ -88,7 +88,7 @@ def test_what_is_served_carries_labels_and_ends_with_its_endpoint() -> None:
     values = trainer_values(stats(rows=7, blocked=timing))
     endpoint = serve_metrics("127.0.0.1", 0, lambda: values, TRAINER_METRICS, {"rank": "3"})
     url = f"http://127.0.0.1:{endpoint.port}/metrics"
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=120) as answer:
         lines = answer.read().decode().splitlines()
     endpoint.close()
     assert 'stream_ckpt_rows_captured_total{rank="3"} 7.0' in lines
