@@ -126,6 +126,7 @@ class HeldObjects:
     """Objects in a dictionary, as a folder gives them: for stores that are read thousands of times."""
 
     url = "held://"
+    reads_ahead = 4
 
     def __init__(self, held: Mapping[str, bytes]) -> None:
         self._held = dict(held)

@@ -299,9 +299,9 @@ def parse_verdict_name(name: str) -> tuple[bytes, MarkerId] | None:
     return found if match and found and verdict_name(*found, int(match[4], 16)) == name else None
 
 
-def damaged_name(name: str) -> str:
-    """Where the bytes of a damaged object are kept once it is written anew."""
-    return f"{DAMAGED_DIR}/{name}"
+def damaged_name(name: str, number: int = 1) -> str:
+    """Where the bytes of a damaged object are kept once it is written anew; ``number`` counts its repairs."""
+    return f"{DAMAGED_DIR}/{name}" + (f".{number}" if number > 1 else "")
 
 
 def garbage_name(job: bytes, time_ms: int, crc: int) -> str:

@@ -9,6 +9,7 @@ from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.interval import Interval, intervals_of
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import SegmentRef
+from torchrec_stream_ckpt.format.segment import HEADER_LEN, front_bytes_of, parse_front
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.stream import held_by
 from torchrec_stream_ckpt.materialize.fold import fold_interval, folded_interval, shards_of
@@ -80,12 +81,62 @@ class IntervalFolder:
         complete = tuple(refs for refs in segments if refs is not None)
         return complete if len(complete) == len(segments) else None
 
-    def fold(self, catalog: Catalog, interval: Interval, before: Commit | None) -> tuple[SegmentRef, ...]:
+    def again(
+        self, lineage: Lineage, catalog: Catalog, commit: Commit, before: Commit | None, into: Objects
+    ) -> Segments:
+        """The segments of all ranks of a marker whose manifest is damaged: what is whole in the store, the rest folded.
+
+        Whose partitions they are does not matter: what another one folds meanwhile is the same.
+
+        Args:
+            lineage: The control partition.
+            catalog: What the store holds.
+            commit: Of the marker.
+            before: As of :meth:`segments`.
+            into: Takes what is folded.
+
+        Raises:
+            OtherLogError: the store has segments of this marker that another history has written.
+            CorruptionError: a segment is damaged or gone, and the log lacks its interval.
+        """
+        segments = []
+        for interval in intervals_of(lineage.claims[commit.generation], commit, before):
+            try:
+                refs = folded_interval(self._objects, interval)
+            except CorruptionError:
+                self._check_history(interval)
+                refs = None
+            if refs is None:
+                self.check_there(lineage, catalog, interval, [commit])
+                refs = self.fold(catalog, interval, before, into)
+            segments.append(refs)
+        return tuple(segments)
+
+    def _check_history(self, interval: Interval) -> None:
+        """Whether what stands under the first segment's name may be this interval's, damaged or not."""
+        name, mine = interval.name(0), interval.segment(0)
+        try:
+            front_bytes = front_bytes_of(self._objects.read(name, 0, HEADER_LEN), name)
+            found = parse_front(self._objects.read(name, 0, front_bytes), name).id
+        except CorruptionError:
+            return
+        if found != mine:
+            raise OtherLogError(
+                "the store holds another marker of this name than the log: one of them was copied, or put back",
+                hint="give every log a store of its own, or bring the right one back",
+                marker=interval.commit.id,
+                rank=mine.rank,
+                store=self._objects.url,
+            )
+
+    def fold(
+        self, catalog: Catalog, interval: Interval, before: Commit | None, into: Objects | None = None
+    ) -> tuple[SegmentRef, ...]:
         """Fold one rank's interval, whatever the store has of it; ``before`` as of :meth:`segments`."""
         progress = self._progress
         progress.doing = f"folding marker {interval.commit.id}, rank {interval.end.rank}"
         shards = self._shards_before(catalog, interval, before)
-        refs = fold_interval(self._log, self._objects, interval, shards, progress.count_frames)
+        refs = fold_interval(self._log, into or self._objects, interval, shards, progress.count_frames)
         progress.counts.segment_bytes += sum(ref.num_bytes for ref in refs)
         return refs
 

@@ -10,6 +10,7 @@ from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
     MissingObjectError,
+    OtherLogError,
     StoreUnavailableError,
     StreamCkptError,
 )
@@ -122,6 +123,7 @@ class Materializer:
         for marker in sorted(catalog.markers - lineage.given_up):
             if now is None or not came_after_recovery(lineage, marker, now):
                 newest[marker.generation] = marker
+        damaged = []
         for marker in newest.values():
             if marker not in lineage.commits:
                 raise CorruptionError(
@@ -129,7 +131,26 @@ class Materializer:
                     hint="bring the right log back, or give this one a store of its own: --store URL",
                     store=self._objects.url,
                 )
-            self._repairer.mending(lineage, catalog, partial(catalog.check, lineage.commits[marker]))
+            if not self._tells_history(catalog, lineage.commits[marker]):
+                damaged.append(marker)
+                own = (each for each in sorted(catalog.markers, reverse=True) if each.generation == marker.generation)
+                older = (lineage.commits[each] for each in own if each < marker and each in lineage.commits)
+                next((each for each in older if self._tells_history(catalog, each)), None)
+        for (
+            marker
+        ) in damaged:  # now that all that can be read is of this history: a log writes into no other one's store
+            self._repairer.mending(lineage, catalog, partial(_check, catalog, lineage.commits[marker]))
+
+    @staticmethod
+    def _tells_history(catalog: Catalog, commit: Commit) -> bool:
+        """Whether a marker's manifest can be read; raises OtherLogError where it is of another history."""
+        try:
+            catalog.check(commit)
+        except OtherLogError:
+            raise
+        except CorruptionError:
+            return False
+        return True
 
     def catch_up(self, lineage: Lineage) -> Iterator[MarkerId]:
         """Put every missing marker into the store, as far as others do their part; yields each one that is whole.
@@ -231,6 +252,12 @@ class Materializer:
         catalog.markers |= {commit.id}
         if not has_dense:
             self._dense.give_up(lineage, catalog, commit)
+
+
+def _check(catalog: Catalog, commit: Commit) -> None:
+    """``Catalog.check`` of a marker, unless gc has taken it away since."""
+    if commit.id in catalog.markers:
+        catalog.check(commit)
 
 
 def _is_lost(catalog: Catalog, marker: MarkerId | None) -> bool:

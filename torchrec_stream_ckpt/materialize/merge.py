@@ -214,7 +214,9 @@ def _cut(view: RowsView, chosen: np.ndarray, entry: ChunkEntry, window: _MergeWi
     whole = entry.cols == window.cols
     if not whole and any(state.ndim == 1 for state in view.states):
         raise CorruptionError(
-            "row-wise state under two column splits, of which none was sent whole", name=ref.name, table=window.table
+            "row-wise state under two column splits, of which none was sent whole",
+            segment=ref.name,  # not "name": the object is whole, and must not be mended
+            table=window.table,
         )
     states = tuple(state[chosen] if state.ndim == 1 else state[chosen, columns] for state in view.states)
     return RowsView(view.ids[chosen], view.weights[chosen, columns], states)

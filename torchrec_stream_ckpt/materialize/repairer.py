@@ -1,4 +1,4 @@
-"""Mend what is damaged in a store: set the object aside, and write it anew from what else has its rows."""
+"""Mend what is damaged in a store: write it anew from what else has its rows, and keep the bytes that are replaced."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import TypeVar
 
-from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, OtherLogError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.interval import Interval
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -17,7 +16,7 @@ from torchrec_stream_ckpt.format.manifest import Manifest, SegmentRef
 from torchrec_stream_ckpt.layout import (
     FoldName,
     StoreSegment,
-    damaged_name,
+    manifest_name,
     parse_fold_name,
     parse_fold_segment,
     parse_manifest_name,
@@ -26,9 +25,10 @@ from torchrec_stream_ckpt.layout import (
 from torchrec_stream_ckpt.materialize.interval_folder import IntervalFolder
 from torchrec_stream_ckpt.materialize.merge import merge
 from torchrec_stream_ckpt.materialize.progress import Progress
+from torchrec_stream_ckpt.materialize.replacing import Replacing
 from torchrec_stream_ckpt.route.held import lost
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.catalog import Catalog, Cover
 from torchrec_stream_ckpt.store.reader import open_segments, read_chunks
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -45,7 +45,7 @@ class Repair:
     source: str
     """What it was made of, in words."""
     aside: str
-    """Where the damaged bytes are; empty: there were none."""
+    """Where the bytes are that were replaced, with ", " between; empty: there were none."""
 
 
 class Repairer:
@@ -76,16 +76,25 @@ class Repairer:
     def mending(self, lineage: Lineage, catalog: Catalog, work: Callable[[], T]) -> T:
         """Do ``work``; where it finds a damaged object of the store, mend that and do it again.
 
+        What is gone may be what gc took away after ``catalog`` was listed. So the store is listed again first, and only
+        what is still named there is written anew.
+
         Raises:
             CorruptionError: what is damaged is no such object, or nothing else has its rows.
         """
         mended: set[str] = set()
+        listed_again = False
         while True:
             try:
                 return work()
             except CorruptionError as error:
+                is_gone = isinstance(error, MissingObjectError)
+                if is_gone and not listed_again:
+                    listed_again = True
+                    catalog.refresh_within(lineage)
+                    continue
                 name = _object_of(error)
-                if name is None or name in mended:
+                if name is None or name in mended or (is_gone and not _is_named(catalog, name)):
                     raise
                 mended.add(name)
                 self.mend(lineage, catalog, name, error)
@@ -106,60 +115,67 @@ class Repairer:
         part, manifest, segment = parse_fold_segment(name), parse_manifest_name(name), parse_store_segment(name)
         fold = part[0] if part is not None else parse_fold_name(name)
         marker = manifest[1] if manifest is not None else segment.marker if segment is not None else None
+        into = Replacing(self._objects)
         try:
             if fold is not None:
                 marker = fold.end
-                source, aside = self._fold(lineage, catalog, fold, name)
+                source = self._fold(lineage, catalog, fold, into)
             elif segment is not None:
-                source, aside = self._interval(lineage, catalog, segment, name)
+                source = self._interval(lineage, catalog, segment, into)
             else:
                 assert manifest is not None
-                source, aside = self._manifest(lineage, catalog, manifest[1], name)
+                source = self._manifest(lineage, catalog, manifest[1], into)
+        except OtherLogError:
+            raise
         except CorruptionError as other:
             assert marker is not None
             raise lost(error, marker, other) from None
         self._progress.counts.repairs += 1
-        self._told(Repair(name, error.headline, source, aside))
+        self._told(Repair(name, error.headline, source, ", ".join(into.asides)))
 
-    def _fold(self, lineage: Lineage, catalog: Catalog, fold: FoldName, name: str) -> tuple[str, str]:
+    def _fold(self, lineage: Lineage, catalog: Catalog, fold: FoldName, into: Replacing) -> str:
         """Merge the pieces that lead from its start to its end without it."""
         chain = lineage.chain(fold.end)
         after = [commit.id for commit in chain].index(fold.start) + 1 if fold.start is not None else 0
-        others = replace(catalog, folds=catalog.folds - {(fold.start, fold.end)})
-        cover = others.cover(chain[after:], fold.start)
-        if cover is None or cover.reach != fold.end:
-            raise CorruptionError("no other pieces of the store have the rows of this fold", name=name)
-        refs = [ref for piece in cover.pieces for ref in piece.segments]
-        self.mending(lineage, others, lambda: self._read(refs, lineage.job))  # before anything is overwritten
-        aside = self._set_aside(name)
-        schema, bases = lineage.claims[fold.end.generation].schema, lineage.bases(fold.end)
-        progress = self._progress.count_merged
-        merge(self._objects, lineage.job, schema, bases, cover.pieces, self._pool, progress)
-        catalog.forget()
-        return f"{len(cover.pieces)} other pieces of the store", aside
 
-    def _interval(self, lineage: Lineage, catalog: Catalog, segment: StoreSegment, name: str) -> tuple[str, str]:
+        def others() -> Cover:
+            """Pieces whose every byte is right: they are read before anything is overwritten."""
+            without = replace(catalog, folds=catalog.folds - {(fold.start, fold.end)})
+            cover = without.cover(chain[after:], fold.start)
+            if cover is None or cover.reach != fold.end:
+                raise CorruptionError("no other pieces of the store have the rows of this fold", fold=fold.name)
+            self._read([ref for piece in cover.pieces for ref in piece.segments], lineage.job)
+            return cover
+
+        cover = self.mending(lineage, catalog, others)
+        schema, bases = lineage.claims[fold.end.generation].schema, lineage.bases(fold.end)
+        merge(into, lineage.job, schema, bases, cover.pieces, self._pool, self._progress.count_merged)
+        catalog.forget()
+        return f"{len(cover.pieces)} other pieces of the store"
+
+    def _interval(self, lineage: Lineage, catalog: Catalog, segment: StoreSegment, into: Replacing) -> str:
         """Fold the rank's interval of the log again, to the same bytes."""
         commit, before = self._with_previous(lineage, segment.marker)
         after = before.ranks[segment.rank] if before is not None else None
         interval = Interval(lineage.claims[commit.generation], commit, commit.ranks[segment.rank], after)
         self._intervals.check_there(lineage, catalog, interval, [commit])
-        aside = self._set_aside(name)
-        refs = self.mending(lineage, catalog, lambda: self._intervals.fold(catalog, interval, before))
-        if commit.id in catalog.markers and catalog.manifest(commit.id).segments[segment.rank] != refs:
-            raise CorruptionError("the log has other rows than the manifest says", name=name)
-        return "the log", aside
+        known: tuple[SegmentRef, ...] | None = None
+        if commit.id in catalog.markers:
+            known = self.mending(lineage, catalog, lambda: catalog.check(commit)).segments[segment.rank]
+            into.known = {ref.name: ref for ref in known}
+        refs = self.mending(lineage, catalog, lambda: self._intervals.fold(catalog, interval, before, into))
+        if known is not None and known != refs:
+            raise CorruptionError("the log has other rows than the manifest says", segment=segment.name)
+        return "the log"
 
-    def _manifest(self, lineage: Lineage, catalog: Catalog, marker: MarkerId, name: str) -> tuple[str, str]:
+    def _manifest(self, lineage: Lineage, catalog: Catalog, marker: MarkerId, into: Replacing) -> str:
         """Name the marker's segments again."""
         commit, before = self._with_previous(lineage, marker)
-        segments = self._intervals.segments(lineage, catalog, commit, before, [commit])
-        if segments is None:
-            raise CorruptionError("others have not folded all ranks", name=name)
-        aside = self._set_aside(name)
-        self._objects.put(name, [Manifest(commit, lineage.previous(commit.id), segments).to_bytes()])
+        segments = self.mending(lineage, catalog, lambda: self._intervals.again(lineage, catalog, commit, before, into))
+        name, manifest = manifest_name(commit.job, marker), Manifest(commit, lineage.previous(marker), segments)
+        into.put(name, [manifest.to_bytes()])
         catalog.forget()
-        return "the log and the marker's segments", aside
+        return "the log and the marker's segments"
 
     @staticmethod
     def _with_previous(lineage: Lineage, marker: MarkerId) -> tuple[Commit, Commit | None]:
@@ -172,16 +188,6 @@ class Repairer:
         for _, _, data in read_chunks(self._objects, open_segments(self._objects, refs, job, self._pool), self._pool):
             self._progress.count_merged(len(data))
 
-    def _set_aside(self, name: str) -> str:
-        """Keep what an object holds now; returns where, empty if there is no such object."""
-        try:
-            data = self._objects.read(name)
-        except CorruptionError:
-            return ""
-        self._objects.put(damaged_name(name), [data])
-        failpoint("repair.aside")
-        return damaged_name(name)
-
 
 def _object_of(error: CorruptionError) -> str | None:
     """The segment, fold or manifest of a store that ``error`` is about."""
@@ -189,3 +195,13 @@ def _object_of(error: CorruptionError) -> str | None:
     name = "/".join(PurePosixPath(said).parts[-3:])  # below the store: its folder, the job's, its own
     parsers = (parse_fold_name, parse_fold_segment, parse_store_segment, parse_manifest_name)
     return name if any(parse(name) is not None for parse in parsers) else None
+
+
+def _is_named(catalog: Catalog, name: str) -> bool:
+    """Whether anything that the store lists needs an object: a manifest is listed, or says that it has the segment."""
+    part, manifest, segment = parse_fold_segment(name), parse_manifest_name(name), parse_store_segment(name)
+    fold = part[0] if part is not None else parse_fold_name(name)
+    if fold is not None:
+        return (fold.start, fold.end) in catalog.folds
+    marker = manifest[1] if manifest is not None else segment.marker if segment is not None else None
+    return marker in catalog.markers

@@ -1,0 +1,102 @@
+"""The store as a repair writes to it: what is right stays, and what is replaced is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.format.frame import Buffer
+from torchrec_stream_ckpt.format.manifest import SegmentRef
+from torchrec_stream_ckpt.format.segment import parse_front
+from torchrec_stream_ckpt.layout import damaged_name
+from torchrec_stream_ckpt.store.api import Entry, Objects
+
+
+class Replacing:
+    """A store whose objects are written anew, one by one. Each is replaced in one put, and never deleted before.
+
+    Args:
+        objects: The store.
+    """
+
+    def __init__(self, objects: Objects) -> None:
+        self.url = objects.url
+        self.reads_ahead = objects.reads_ahead
+        self._objects = objects
+        self.known: Mapping[str, SegmentRef] = {}
+        """What a manifest says of segments, by name: one with other content is never written."""
+        self.asides: list[str] = []
+        """Where the bytes are that were replaced."""
+
+    def put(self, name: str, parts: Sequence[Buffer]) -> None:
+        """Write an object, unless the same bytes are there; other bytes are set aside first.
+
+        Raises:
+            CorruptionError: it is another segment than its manifest says. Nothing was written.
+        """
+        self._check(name, parts)
+        there = self._there(name)
+        if there is not None:
+            if _same(there, parts):
+                return
+            self.asides.append(self._set_aside(name, there))
+        self._objects.put(name, parts)
+
+    def _check(self, name: str, parts: Sequence[Buffer]) -> None:
+        ref = self.known.get(name)
+        if ref is None:
+            return
+        front = parse_front(parts[0], name)
+        if (front.header_crc, front.num_bytes) != (ref.header_crc, ref.num_bytes):
+            raise CorruptionError("the log has other rows than the manifest says", segment=name)
+
+    def _there(self, name: str) -> memoryview | None:
+        """What an object holds now; None when there is none, or when it cannot be read."""
+        try:
+            return self._objects.read(name)
+        except CorruptionError:
+            return None
+
+    def _set_aside(self, name: str, data: memoryview) -> str:
+        """Keep bytes beside those of earlier repairs; returns where."""
+        number = 1
+        while (before := self._there(damaged_name(name, number))) is not None:
+            if _same(before, [data]):  # by a repair that was cut short
+                return damaged_name(name, number)
+            number += 1
+        self._objects.put(damaged_name(name, number), [data])
+        failpoint("repair.aside")
+        return damaged_name(name, number)
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        return self._objects.read(name, begin, end)
+
+    def size(self, name: str) -> int | None:
+        return self._objects.size(name)
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        return self._objects.list(prefix)
+
+    def delete(self, name: str) -> None:
+        self._objects.delete(name)
+
+    def clear_leftovers(self) -> int:
+        return self._objects.clear_leftovers()
+
+    def close(self) -> None:
+        """It belongs to the caller."""
+
+
+def _same(there: memoryview, parts: Sequence[Buffer]) -> bool:
+    """Whether an object holds these parts, one after the other."""
+    begin = 0
+    for part in parts:
+        wanted = memoryview(part).cast("B")
+        found = there[begin : begin + len(wanted)]
+        if not np.array_equal(np.frombuffer(found, np.uint8), np.frombuffer(wanted, np.uint8)):
+            return False
+        begin += len(wanted)
+    return begin == len(there)
