@@ -35,7 +35,7 @@ from torchrec_stream_ckpt.route.find import OpenHead, Search, no_head
 from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.route.tiers import Source, TierState
 from torchrec_stream_ckpt.store.api import Entry, Objects, open_store
-from torchrec_stream_ckpt.store.catalog import Catalog, Cover
+from torchrec_stream_ckpt.store.catalog import Catalog, Piece
 from torchrec_stream_ckpt.store.dense import DenseStore, open_dense
 from torchrec_stream_ckpt.store.reader import load_held, read_chunks
 from torchrec_stream_ckpt.types import MarkerId
@@ -102,13 +102,12 @@ def rows_of(objects: Objects, lineage: Lineage, marker: MarkerId) -> Rows:
     """What the store says of every row at a marker, by (table, id): bytes of weights and states."""
     catalog = Catalog.load(objects, lineage.job)
     cover = catalog.cover(lineage.chain(marker))
-    assert cover is not None
     return rows_in(catalog, lineage, marker, cover)
 
 
-def rows_in(catalog: Catalog, lineage: Lineage, marker: MarkerId, cover: Cover) -> Rows:
+def rows_in(catalog: Catalog, lineage: Lineage, marker: MarkerId, cover: Sequence[Piece]) -> Rows:
     """As :func:`rows_of`, by a cover that was found before."""
-    assert cover.reach == marker
+    assert cover[-1].end == marker
     objects = catalog.objects
     rows: Rows = {}
     with ThreadPoolExecutor(2) as pool:

@@ -267,8 +267,7 @@ def image_of_store(objects: Objects, lineage: Lineage, marker: MarkerId) -> Imag
     schema, bases = lineage.claims[marker.generation].schema, lineage.bases(marker)
     catalog = Catalog.load(objects, JOB)
     cover = catalog.cover(lineage.chain(marker))
-    assert cover is not None
-    assert cover.reach == marker
+    assert cover[-1].end == marker
     image = Image(schema)
     with ThreadPoolExecutor(2) as pool:
         held = load_held(objects, catalog, cover, pool)

@@ -239,9 +239,8 @@ def test_who_read_a_manifest_before_gc_finds_its_rows_within_the_grace_period(tm
     history = plain(tmp_path)
     catalog = Catalog.load(history.objects, history.lineage.job)
     cover = catalog.cover(history.lineage.chain(MarkerId(1, 4)))
-    assert cover is not None
     gc(history, rules(HOUR, newest=1, compact=True), pool)
-    refs = [ref for piece in cover.pieces for ref in piece.segments]
+    refs = [ref for piece in cover for ref in piece.segments]
     assert all(history.objects.size(ref.name) == ref.num_bytes for ref in refs)
     gc(history, rules(HOUR, newest=1, compact=True), pool, now_s=1e6 + HOUR)
     with pytest.raises(MissingObjectError, match="the store does not hold this object"):
@@ -271,7 +270,6 @@ def test_restores_and_materializers_run_on_while_gc_deletes(tmp_path: Path) -> N
             assert len(folded.result()) == 2
             deleted += len(collected.result().now)
             for marker, cover in begun.items():
-                assert cover is not None
                 assert stores.rows_in(catalog, lineage, marker, cover) == history.rows[marker]
             check_whole(history)
     assert deleted > 20

@@ -400,7 +400,7 @@ def left_behind(tmp_path: Path, pool: ThreadPoolExecutor) -> Warm:
 def test_one_that_gc_has_left_behind_is_not_used(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
     warmed = left_behind(tmp_path, pool)
     newest, lineage = MarkerId(1, 8), warmed.lineage
-    assert Catalog.load(warmed.objects, JOB).cover(lineage.chain(newest)[3:], MarkerId(1, 3)) is None
+    assert Catalog.load(warmed.objects, JOB).cover(lineage.chain(newest)[3:], MarkerId(1, 3)) == ()
     with contextlib.closing(whole(warmed.head())) as head:
         choice = choose(
             warmed.job.log, lineage, open_dense(str(tmp_path)), None, warmed.objects, lambda job: head.state

@@ -158,8 +158,7 @@ def test_what_gc_took_away_after_the_store_was_listed_is_not_written_again(job: 
 
     def read() -> int:
         cover = stale.cover(chain)
-        assert cover is not None
-        return sum(len(stale.objects.read(ref.name)) for piece in cover.pieces for ref in piece.segments)
+        return sum(len(stale.objects.read(ref.name)) for piece in cover for ref in piece.segments)
 
     repaired: list[Repair] = []
     assert repairer(job, pool, repaired.append).mending(lineage, stale, read) > 0

@@ -57,8 +57,7 @@ def test_long_spans_stand_on_short_ones(job: Job, monkeypatch: pytest.MonkeyPatc
     ends = {(start.marker if start else None, end.marker) for start, end in catalog.folds}
     assert ends == {(1, 5), (5, 9), (9, 13), (13, 17), (1, 17)}
     cover = catalog.cover(lineage.chain(MarkerId(1, 17)))
-    assert cover is not None
-    assert [piece.start for piece in cover.pieces] == [None, MarkerId(1, 1)]
+    assert [piece.start for piece in cover] == [None, MarkerId(1, 1)]
 
 
 def test_a_new_base_comes_when_what_came_since_is_larger(job: Job) -> None:

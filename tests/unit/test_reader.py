@@ -244,7 +244,6 @@ def test_what_is_held_has_all_pieces_and_the_notes_at_its_reach(tmp_path: Path, 
     fold(tmp_path)
     catalog = Catalog.load(history.objects, JOB)
     cover = catalog.cover(history.lineage.chain(MarkerId(1, 2)))
-    assert cover is not None
     held = load_held(history.objects, catalog, cover, pool)
     assert (held.reach, len(held.pieces), len(held.shards)) == (MarkerId(1, 2), 2, 1)
     assert [picked.front.rows for piece in held.pieces for picked in piece.opened] == [14, 3]

@@ -21,7 +21,7 @@ from torchrec_stream_ckpt.materialize.gc import GcRules, collect
 from torchrec_stream_ckpt.materialize.materializer import Materializer
 from torchrec_stream_ckpt.materialize.retention import Retention
 from torchrec_stream_ckpt.materialize.synced import check_synced
-from torchrec_stream_ckpt.store.catalog import Catalog, Cover
+from torchrec_stream_ckpt.store.catalog import Catalog, Piece
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.store.pins import pin, unpin
@@ -51,7 +51,7 @@ class Walk(History):
         """Clocks of hosts that run gc: what each would have shown at time 0."""
         self._boots = 0
         self._committed: dict[MarkerId, float] = {}
-        self._readers: list[tuple[float, MarkerId, Catalog, Cover]] = []
+        self._readers: list[tuple[float, MarkerId, Catalog, tuple[Piece, ...]]] = []
         self._destroyed: set[str] = set()
         self._pinned: set[MarkerId] = set()
         self.told = 0
@@ -184,7 +184,7 @@ class Walk(History):
         marker, lineage = self.random.choice(offered), self.lineage
         catalog = Catalog.load(self.store, lineage.job)  # type: ignore[arg-type]
         cover = self._refusing(lambda: catalog.cover(lineage.chain(marker)))
-        if cover is not None and cover.reach == marker:
+        if cover and cover[-1].end == marker:
             self._readers.append((self.now_s, marker, catalog, cover))
 
     def end_read(self) -> None:
@@ -210,7 +210,7 @@ class Walk(History):
             if not self._destroyed:
                 raise
             cover = Catalog.load(self.store, self.lineage.job).cover(self.lineage.chain(marker))  # type: ignore[arg-type]
-            assert cover is None or cover.reach != marker, f"marker {marker} comes back with other rows"
+            assert not cover or cover[-1].end != marker, f"marker {marker} comes back with other rows"
             self.told += 1
         except CorruptionError as error:
             said = str(error.where) + error.message

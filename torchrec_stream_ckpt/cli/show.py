@@ -64,7 +64,7 @@ def _standing(job: Job, commit: Commit) -> dict[str, Any]:
     if standing.reason and standing.dropped is None:
         check_named_store(job)
     holding = standing.holding
-    pieces = holding.cover.pieces if holding is not None and holding.cover is not None else ()
+    pieces = holding.pieces if holding is not None else ()
     return {
         "from": standing.source,
         "reason": standing.reason or None,

@@ -124,7 +124,7 @@ def _verdicts(job: Job, *, quiet: bool, log_alone: bool) -> Iterator[MarkerVerdi
 def _verify(job: Job, commit: Commit, *, quiet: bool, log_alone: bool) -> Verified:
     holding = None if log_alone or (holdings := Survey(job).holdings()) is None else holdings.look(commit.id)
     reach = holding.reach if holding is not None else None
-    total = holding.cover.num_bytes if holding is not None and holding.cover is not None else 0
+    total = sum(piece.num_bytes for piece in holding.pieces) if holding is not None else 0
     total += sum(each.num_bytes for each in intervals(job.lineage, commit.id, reach))
     with progress_bar(quiet=quiet) as progress:
         task = progress.add_task(f"marker {commit.id}", total=total)

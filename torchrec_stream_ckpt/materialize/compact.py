@@ -45,21 +45,21 @@ def plan_spans(holdings: Holdings, anchors: Iterable[MarkerId]) -> Iterator[Span
     stays = frozenset(anchors)
     for end in sorted(stays):
         holding = holdings.look(end)
-        if holding.cover is None or holding.reach != end:
+        if holding.reach != end:
             continue
         chain = holdings.chain(end)
         places = {commit.id: place for place, commit in enumerate(chain)}
-        base, *rest = holding.cover.pieces
+        base, *rest = holding.pieces
         others = [marker for marker in stays if marker in places and marker != end]
         before = max(others, key=places.__getitem__, default=None)
         if before is None and sum(piece.num_bytes for piece in rest) > base.num_bytes:
-            yield Span(None, end, holding.cover.pieces)
+            yield Span(None, end, holding.pieces)
             continue
         start = base.end if before is None or places[before] < places[base.end] else before
         tail = chain[places[start] + 1 :]
-        cover = holdings.catalog.cover(tail, start) if tail else None
-        if cover is not None and cover.reach == end and len(cover.pieces) > 1 and not holdings.damage(cover):
-            yield Span(start, end, cover.pieces)
+        cover = holdings.catalog.cover(tail, start)
+        if len(cover) > 1 and cover[-1].end == end and not holdings.damage(cover):
+            yield Span(start, end, cover)
 
 
 def write_span(objects: Objects, holdings: Holdings, span: Span, pool: Executor) -> None:

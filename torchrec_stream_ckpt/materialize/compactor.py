@@ -66,9 +66,9 @@ class Compactor:
             for span in spans(len(chain) - 1):
                 self._merge(lineage, catalog, chain, len(chain) - 1 - span)
         cover = catalog.cover(chain)
-        if not self.policy.rebase or cover is None or cover.reach != commit.id:
+        if not self.policy.rebase or not cover or cover[-1].end != commit.id:
             return
-        base, *rest = cover.pieces
+        base, *rest = cover
         if sum(piece.num_bytes for piece in rest) > self.policy.rebase * base.num_bytes:
             self._merge(lineage, catalog, chain, -1)
 
@@ -76,12 +76,12 @@ class Compactor:
         """Write the fold of what came after ``chain[start]``; -1: a base."""
         since, end = (chain[start].id if start >= 0 else None), chain[-1].id
         cover = catalog.cover(chain[start + 1 :], since)
-        if cover is None or cover.reach != end or len(cover.pieces) < 2:
+        if len(cover) < 2 or cover[-1].end != end:
             return
         progress, schema = self._progress, lineage.claims[end.generation].schema
-        progress.doing = f"merging {len(cover.pieces)} pieces up to marker {end}"
+        progress.doing = f"merging {len(cover)} pieces up to marker {end}"
         bases = lineage.bases(end)
-        fold = merge(self._objects, lineage.job, schema, bases, cover.pieces, self._pool, progress.count_merged)
+        fold = merge(self._objects, lineage.job, schema, bases, cover, self._pool, progress.count_merged)
         progress.counts.fold_bytes += sum(ref.num_bytes for ref in fold.segments)
         catalog.folds |= {(since, end)}
 

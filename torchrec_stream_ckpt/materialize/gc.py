@@ -231,12 +231,12 @@ def _mark(holdings: Holdings, anchors: Iterable[MarkerId]) -> _Needed:
     for marker in anchors:
         holding = holdings.look(marker)
         markers.add(marker)
-        if holding.cover is None or holding.reach != marker:
+        if holding.reach != marker:
             way = {commit.id for commit in holdings.chain(marker)}
             markers |= way
             folds |= {fold for fold in known if fold[1] in way}
             continue
-        for piece in holding.cover.pieces:
+        for piece in holding.pieces:
             span = (piece.start, piece.end)
             if span in known:
                 folds.add(span)

@@ -25,9 +25,9 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import Directory, decode_chunk
 from torchrec_stream_ckpt.layout import head_slice_name
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.catalog import Catalog, Cover, Picked
+from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
 from torchrec_stream_ckpt.store.head import HeadFolder, SliceArrays
-from torchrec_stream_ckpt.store.reader import load_fronts, load_notes, read_chunks
+from torchrec_stream_ckpt.store.reader import load_notes, open_pieces, read_chunks
 from torchrec_stream_ckpt.types import MarkerId
 
 WRITER_WAIT_S = 10.0
@@ -113,16 +113,15 @@ class HeadWriter:
         columns = column_slices(schema, [each.shards for each in notes])
         return HeadState(FORMAT, True, schema.crc, commit, tuple(HeadSlice(*each, 0) for each in columns), notes)
 
-    def _rows(self, lineage: Lineage, catalog: Catalog, goal: HeadState, cover: Cover | None) -> list[Picked]:
+    def _rows(self, lineage: Lineage, catalog: Catalog, goal: HeadState, cover: Sequence[Piece]) -> list[Picked]:
         """The chunks that lead to ``goal``, oldest first."""
-        if cover is None or cover.reach != goal.marker:
+        if not cover or cover[-1].end != goal.marker:
             raise CorruptionError("the store has a gap before this marker", marker=goal.marker)
         bases = lineage.bases(goal.marker)
-        owners = [(piece, ref) for piece in cover.pieces for ref in piece.segments]
-        fronts = load_fronts(self._objects, [ref for _, ref in owners], catalog.job, self._pool)
         return [
-            Picked(ref, front, _current(front.directory, piece.end.generation, bases))
-            for (piece, ref), front in zip(owners, fronts, strict=True)
+            replace(picked, chunks=_current(picked.front.directory, piece.generation, bases))
+            for piece in open_pieces(self._objects, cover, catalog.job, self._pool)
+            for picked in piece.opened
         ]
 
     def _write(

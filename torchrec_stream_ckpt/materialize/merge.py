@@ -25,16 +25,8 @@ from torchrec_stream_ckpt.materialize.fold import SEGMENT_BYTES, SegmentWriter
 from torchrec_stream_ckpt.materialize.sorter import RowSorter
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Picked, Piece
-from torchrec_stream_ckpt.store.newest import NewestFirst
-from torchrec_stream_ckpt.store.reader import open_segments, read_chunks
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """A segment, and the oldest generation that its rows may be of."""
-
-    picked: Picked
-    generation: int
+from torchrec_stream_ckpt.store.newest import NewestFirst, newest_first
+from torchrec_stream_ckpt.store.reader import open_pieces, open_segments, read_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +74,12 @@ def merge(
         name.segment_name,
         lambda part: SegmentId(SegmentKind.FOLD, job, end, 0, part),
     )
-    sources = _open(objects, job, schema, pieces, pool)
+    pieces = open_pieces(objects, pieces, job, pool)
+    for picked in (picked for piece in pieces for picked in piece.opened):
+        check_tables(picked.front, schema, picked.ref.name)
     rows, merged = RowSorter(schema), _RowDigests(schema)
-    for window in _windows(schema, bases, sources):
-        _merge_window(objects, schema, bases, sources, window, rows, merged, pool, progress)
+    for window in _windows(schema, bases, pieces):
+        _merge_window(objects, schema, bases, pieces, window, rows, merged, pool, progress)
         if rows.num_bytes >= SEGMENT_BYTES // 2:
             writer.put(rows, last=False)
     writer.put(rows, last=True)
@@ -137,23 +131,14 @@ def _check_written(objects: Objects, fold: Fold, schema: Schema, merged: _RowDig
         )
 
 
-def _open(objects: Objects, job: bytes, schema: Schema, pieces: Sequence[Piece], pool: Executor) -> list[_Source]:
-    """All segments, newest first."""
-    owners = [(piece, ref) for piece in pieces for ref in piece.segments]
-    opened = open_segments(objects, [ref for _, ref in owners], job, pool)
-    for picked in opened:
-        check_tables(picked.front, schema, picked.ref.name)
-    return [_Source(picked, piece.end.generation) for (piece, _), picked in zip(owners, opened, strict=True)][::-1]
-
-
-def _windows(schema: Schema, bases: Mapping[int, int], sources: Sequence[_Source]) -> Iterator[_MergeWindow]:
-    """Cut what the sources hold, by table, columns and rows, so that a window's rows fit half a segment."""
+def _windows(schema: Schema, bases: Mapping[int, int], pieces: Sequence[Piece]) -> Iterator[_MergeWindow]:
+    """Cut what the pieces hold, by table, columns and rows, so that a window's rows fit half a segment."""
     held: dict[int, list[tuple[int, int, int, int]]] = {}
-    for source in sources:
-        directory = source.picked.front.directory
+    for piece, picked in ((each, picked) for each in pieces for picked in each.opened):
+        directory = picked.front.directory
         names = ("table", "col0", "cols")
         for table, col0, cols in {tuple(int(entry[name]) for name in names) for entry in directory}:
-            if source.generation >= bases.get(table, 0):
+            if piece.generation >= bases.get(table, 0):
                 mine = directory[(directory["table"] == table) & (directory["col0"] == col0)]
                 held.setdefault(table, []).append((col0, cols, int(mine["first"].min()), int(mine["last"].max())))
     for table in sorted(held):
@@ -171,18 +156,16 @@ def _merge_window(
     objects: Objects,
     schema: Schema,
     bases: Mapping[int, int],
-    sources: Sequence[_Source],
+    pieces: Sequence[Piece],
     window: _MergeWindow,
     rows: RowSorter,
     merged: _RowDigests,
     pool: Executor,
     progress: Callable[[int], None],
 ) -> None:
-    """Add the newest version of each row of the window: sources come newest first, and the first one counts."""
+    """Add the newest version of each row of the window."""
     newest = NewestFirst(window.row0, window.rows)
-    picked = [
-        _overlapping(source.picked, window) for source in sources if source.generation >= bases.get(window.table, 0)
-    ]
+    picked = [_overlapping(each, window) for each in newest_first(pieces, bases.get(window.table, 0))]
     for each, entry, data in read_chunks(objects, [each for each in picked if len(each.chunks)], pool):
         view = decode_chunk(entry, data, schema, each.ref.name)
         _, chosen = newest.take(view.ids)

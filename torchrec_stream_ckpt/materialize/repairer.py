@@ -28,7 +28,7 @@ from torchrec_stream_ckpt.materialize.progress import Progress
 from torchrec_stream_ckpt.materialize.replacing import Replacing
 from torchrec_stream_ckpt.route.held import lost
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.catalog import Catalog, Cover
+from torchrec_stream_ckpt.store.catalog import Catalog, Piece
 from torchrec_stream_ckpt.store.reader import open_segments, read_chunks
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -138,20 +138,20 @@ class Repairer:
         chain = lineage.chain(fold.end)
         after = [commit.id for commit in chain].index(fold.start) + 1 if fold.start is not None else 0
 
-        def others() -> Cover:
+        def others() -> tuple[Piece, ...]:
             """Pieces whose every byte is right: they are read before anything is overwritten."""
             without = replace(catalog, folds=catalog.folds - {(fold.start, fold.end)})
             cover = without.cover(chain[after:], fold.start)
-            if cover is None or cover.reach != fold.end:
+            if not cover or cover[-1].end != fold.end:
                 raise CorruptionError("no other pieces of the store have the rows of this fold", fold=fold.name)
-            self._read([ref for piece in cover.pieces for ref in piece.segments], lineage.job)
+            self._read([ref for piece in cover for ref in piece.segments], lineage.job)
             return cover
 
         cover = self.mending(lineage, catalog, others)
         schema, bases = lineage.claims[fold.end.generation].schema, lineage.bases(fold.end)
-        merge(into, lineage.job, schema, bases, cover.pieces, self._pool, self._progress.count_merged)
+        merge(into, lineage.job, schema, bases, cover, self._pool, self._progress.count_merged)
         catalog.forget()
-        return f"{len(cover.pieces)} other pieces of the store"
+        return f"{len(cover)} other pieces of the store"
 
     def _interval(self, lineage: Lineage, catalog: Catalog, segment: StoreSegment, into: Replacing) -> str:
         """Fold the rank's interval of the log again, to the same bytes."""

@@ -147,9 +147,9 @@ def _segments(holdings: Holdings, checked: Iterable[Holding]) -> dict[str, tuple
     """All segments that restores would open, with the generation of their schema; each once."""
     found: dict[str, tuple[SegmentRef, int]] = {}
     for holding in checked:
-        if holding.cover is None or holding.reach is None:
+        if holding.reach is None:
             continue
-        refs = [(ref, piece.end.generation) for piece in holding.cover.pieces for ref in piece.segments]
+        refs = [(ref, piece.end.generation) for piece in holding.pieces for ref in piece.segments]
         notes = holdings.catalog.manifest(holding.reach).segments
         refs += [(ranks[-1], holding.reach.generation) for ranks in notes]
         found |= {ref.name: (ref, generation) for ref, generation in refs}

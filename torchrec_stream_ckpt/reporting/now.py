@@ -211,9 +211,10 @@ def restore_of(lineage: Lineage, commit: Commit, holdings: Holdings | None, byte
     """What a restore of ``commit`` would read: the store as far as it reaches, and the log from there on."""
     source, num_bytes = "log", path_bytes(lineage, commit.id)
     held = holdings.look(commit.id) if holdings is not None else None
-    if held is not None and held.reach is not None and held.cover is not None:
+    if held is not None and held.reach is not None:
         tail = num_bytes - path_bytes(lineage, held.reach)
-        source, num_bytes = "store + log" if tail else "store", held.cover.num_bytes + tail
+        source = "store + log" if tail else "store"
+        num_bytes = sum(piece.num_bytes for piece in held.pieces) + tail
     return Restore(source, num_bytes, num_bytes / (bytes_per_s * len(commit.ranks)))
 
 

@@ -220,7 +220,7 @@ def load_all(
     since = head.marker if head is not None else since
     behind = [commit.id for commit in chain].index(since) + 1 if since is not None else 0
     cover = catalog.cover(chain[behind:], since)
-    if cover is None:
+    if not cover:
         return None
     with ThreadPoolExecutor(_READERS) as pool:
         return load_held(catalog.objects, catalog, cover, pool, head)

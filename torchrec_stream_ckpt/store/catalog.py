@@ -75,21 +75,6 @@ class Piece:
         return sum(segment.num_bytes for segment in self.segments)
 
 
-@dataclass(frozen=True, slots=True)
-class Cover:
-    """Pieces that follow each other, from the start of a path to ``reach``."""
-
-    pieces: tuple[Piece, ...]
-
-    @property
-    def reach(self) -> MarkerId:
-        return self.pieces[-1].end
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(piece.num_bytes for piece in self.pieces)
-
-
 @dataclass(slots=True)
 class Catalog:
     """The objects of one job. Nothing in a store changes, so that what was read once stays true."""
@@ -258,8 +243,8 @@ class Catalog:
             newest[marker.generation] = marker
         return lineage
 
-    def cover(self, chain: Sequence[Commit], since: MarkerId | None = None) -> Cover | None:
-        """Pieces that lead as far along ``chain`` as the store does; None when they lead nowhere.
+    def cover(self, chain: Sequence[Commit], since: MarkerId | None = None) -> tuple[Piece, ...]:
+        """Pieces, one after the other, that lead as far along ``chain`` as the store does; empty when it leads nowhere.
 
         Args:
             chain: A tail of ``Lineage.chain`` of a marker: neighbors are an interval apart.
@@ -270,10 +255,8 @@ class Catalog:
         """
         strides = self.strides(chain, since)
         reach = next((each.id for each in reversed(chain) if each.id in self.markers and each.id in strides), None)
-        if reach is None:
-            return None
         commits = {commit.id: commit for commit in chain}
-        return Cover(tuple(self.piece(start, commits[end]) for start, end in follow(strides, reach, since)))
+        return tuple(self.piece(start, commits[end]) for start, end in follow(strides, reach, since))
 
     def upto(self, generation: int) -> Catalog:
         """This catalog without markers of later generations."""
@@ -319,11 +302,11 @@ class Catalog:
 
 
 def follow(
-    strides: Mapping[MarkerId, MarkerId | None], reach: MarkerId, since: MarkerId | None = None
+    strides: Mapping[MarkerId, MarkerId | None], reach: MarkerId | None, since: MarkerId | None = None
 ) -> list[tuple[MarkerId | None, MarkerId]]:
     """(start, end) of the pieces that lead from ``since`` to ``reach``, oldest first; see :meth:`Catalog.strides`."""
     steps = []
-    at: MarkerId | None = reach
+    at = reach
     while at is not None and at != since:
         steps.append((strides[at], at))
         at = strides[at]

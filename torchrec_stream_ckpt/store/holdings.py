@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchrec_stream_ckpt.errors import CorruptionError
@@ -20,7 +20,7 @@ from torchrec_stream_ckpt.layout import (
     dense_name,
 )
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.catalog import Catalog, Cover, follow
+from torchrec_stream_ckpt.store.catalog import Catalog, Piece, follow
 from torchrec_stream_ckpt.types import MarkerId
 
 
@@ -29,17 +29,17 @@ class Holding:
     """What a restore of one marker would find."""
 
     marker: MarkerId
-    cover: Cover | None
-    """What it would read; None when the store has nothing of it."""
+    pieces: tuple[Piece, ...]
+    """What it would read; empty when the store has nothing of it."""
     damage: str = ""
-    """What of the cover is gone, short or altered; empty when nothing is."""
+    """What of the pieces is gone, short or altered; empty when nothing is."""
     dense: str = ""
     """What is wrong with the dense state in the store; empty when nothing is."""
 
     @property
     def reach(self) -> MarkerId | None:
         """The marker up to which the store serves the rows."""
-        return self.cover.reach if self.cover is not None and not self.damage else None
+        return self.pieces[-1].end if self.pieces and not self.damage else None
 
     @property
     def problem(self) -> str:
@@ -92,13 +92,13 @@ class Holdings:
             StoreUnavailableError: the store does not answer.
         """
         commit = self.lineage.find(marker)
-        cover, damage = None, ""
+        pieces: tuple[Piece, ...] = ()
         try:
-            cover = self._cover(commit)
-            damage = self.damage(cover) if cover is not None else ""
+            pieces = self._cover(commit)
+            damage = self.damage(pieces)
         except CorruptionError as error:
             damage = error.headline
-        return Holding(marker, cover, damage, self._dense(commit))
+        return Holding(marker, pieces, damage, self._dense(commit))
 
     def assuming(self, spans: Iterable[tuple[MarkerId | None, MarkerId]]) -> Holdings:
         """What the store holds once these folds are written."""
@@ -109,15 +109,13 @@ class Holdings:
         path = self._path(marker.generation)
         return path.chain[: path.places[marker] + 1]
 
-    def _cover(self, commit: Commit) -> Cover | None:
+    def _cover(self, commit: Commit) -> tuple[Piece, ...]:
         """``Catalog.cover`` of the way to a marker."""
         strides, known = self._path(commit.generation).strides, self.catalog.markers
         older = (each.id for each in reversed(self.chain(commit.id)))
         reach = next((marker for marker in older if marker in strides and marker in known), None)
-        if reach is None:
-            return None
         commits = self.lineage.commits
-        return Cover(tuple(self.catalog.piece(start, commits[end]) for start, end in follow(strides, reach)))
+        return tuple(self.catalog.piece(start, commits[end]) for start, end in follow(strides, reach))
 
     def _path(self, generation: int) -> _Path:
         if generation not in self._paths:
@@ -127,11 +125,11 @@ class Holdings:
             self._paths[generation] = _Path(chain, places, self.catalog.strides(chain))
         return self._paths[generation]
 
-    def damage(self, cover: Cover) -> str:
+    def damage(self, cover: Sequence[Piece]) -> str:
         """The first segment of a cover that is not there as it was written; empty when all are."""
-        parts = [((piece.start, piece.end), piece.segments) for piece in cover.pieces]
+        parts = [((piece.start, piece.end), piece.segments) for piece in cover]
         # Whatever piece leads there: the notes in the segments of its own interval say what each rank held.
-        parts.append(((cover.reach, cover.reach), self._segments(cover.reach)))
+        parts += [((each, each), self._segments(each)) for each in (piece.end for piece in cover[-1:])]
         for key, refs in parts:
             if key not in self._damages:
                 self._damages[key] = next(filter(None, map(self._wrong, refs)), "")

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 import numpy.typing as npt
 
+from torchrec_stream_ckpt.store.catalog import Picked, Piece
+
 Ints = npt.NDArray[np.int64]
+
+
+def newest_first(pieces: Sequence[Piece], base: int = 0) -> Iterator[Picked]:
+    """The segments of open pieces, given oldest first: a row's newest version is in the first one that has it.
+
+    Args:
+        pieces: What leads to a marker.
+        base: The generation that sent a table whole (``Lineage.bases``): pieces of older ones do not count.
+    """
+    for piece in reversed(pieces):
+        if piece.generation >= base:
+            yield from reversed(piece.opened)
 
 
 class NewestFirst:

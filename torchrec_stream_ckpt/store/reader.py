@@ -16,7 +16,7 @@ from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.manifest import Notes, SegmentRef
 from torchrec_stream_ckpt.format.segment import ChunkEntry, Front, check_chunk, entries_of, parse_front
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.catalog import Catalog, Cover, Picked, Piece
+from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
 from torchrec_stream_ckpt.types import MarkerId, TableShard
 
 RANGE_BYTES = 16 * 2**20
@@ -46,22 +46,22 @@ class Held:
     """What the ranks said at markers up to ``reach``, as far as it was read."""
 
 
-def load_held(objects: Objects, catalog: Catalog, cover: Cover, pool: Executor, head: HeadState | None = None) -> Held:
-    """Read the directories of a cover, which begins after ``head`` if there is one.
+def load_held(
+    objects: Objects, catalog: Catalog, cover: Sequence[Piece], pool: Executor, head: HeadState | None = None
+) -> Held:
+    """Read the directories of a cover, which has at least one piece and begins after ``head`` if there is one.
 
     Raises:
         CorruptionError: a segment is gone or altered; names it.
         StoreUnavailableError: the store does not answer.
     """
-    refs = [ref for piece in cover.pieces for ref in piece.segments]
-    opened = iter(open_segments(objects, refs, catalog.job, pool))
-    pieces = tuple(replace(piece, opened=tuple(islice(opened, len(piece.segments)))) for piece in cover.pieces)
-    notes = load_notes(objects, catalog, cover.reach, pool)
+    pieces, reach = open_pieces(objects, cover, catalog.job, pool), cover[-1].end
+    notes = load_notes(objects, catalog, reach, pool)
     scalars = tuple(record for each in notes for record in each.mark.scalars)
-    told = {cover.reach: notes, **_told(pieces), **_told_in_folds(objects, catalog, cover, pool)}
+    told = {reach: notes, **_told(pieces), **_told_in_folds(objects, catalog, cover, pool)}
     if head is not None:
         told[head.marker] = head.notes
-    return Held(cover.reach, pieces, scalars, tuple(each.shards for each in notes), head, tuple(told.items()))
+    return Held(reach, pieces, scalars, tuple(each.shards for each in notes), head, tuple(told.items()))
 
 
 def _told(pieces: Sequence[Piece]) -> dict[MarkerId, tuple[Notes, ...]]:
@@ -75,7 +75,7 @@ def _told(pieces: Sequence[Piece]) -> dict[MarkerId, tuple[Notes, ...]]:
 
 
 def _told_in_folds(
-    objects: Objects, catalog: Catalog, cover: Cover, pool: Executor
+    objects: Objects, catalog: Catalog, cover: Sequence[Piece], pool: Executor
 ) -> dict[MarkerId, tuple[Notes, ...]]:
     """What the ranks said at markers within folds, the newest first, and as many as are read in a moment.
 
@@ -83,7 +83,7 @@ def _told_in_folds(
     """
     within = [
         marker
-        for piece in cover.pieces
+        for piece in cover
         for marker in catalog.markers - catalog.dropped
         if (piece.start, piece.end) in catalog.folds
         and marker <= piece.end
@@ -91,7 +91,7 @@ def _told_in_folds(
     ]
     found: dict[MarkerId, tuple[Notes, ...]] = {}
     reads = 0
-    for marker in sorted(set(within) - {cover.reach}, reverse=True):
+    for marker in sorted(set(within) - {cover[-1].end}, reverse=True):
         if reads >= NOTES_READS:
             break
         try:
@@ -125,6 +125,12 @@ def load_front(objects: Objects, ref: SegmentRef, job: bytes) -> Front:
 def load_fronts(objects: Objects, refs: Sequence[SegmentRef], job: bytes, pool: Executor) -> list[Front]:
     """:func:`load_front` of several, side by side."""
     return list(pool.map(lambda ref: load_front(objects, ref, job), refs))
+
+
+def open_pieces(objects: Objects, pieces: Sequence[Piece], job: bytes, pool: Executor) -> tuple[Piece, ...]:
+    """The same with :attr:`Piece.opened`, all directories read side by side; raises as :func:`load_front`."""
+    opened = iter(open_segments(objects, [ref for piece in pieces for ref in piece.segments], job, pool))
+    return tuple(replace(piece, opened=tuple(islice(opened, len(piece.segments)))) for piece in pieces)
 
 
 def open_segments(objects: Objects, refs: Sequence[SegmentRef], job: bytes, pool: Executor) -> list[Picked]:
