@@ -23,11 +23,10 @@ from tests.tables import FIRST, write_tables
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.interchange import tables
+from torchrec_stream_ckpt.interchange import rows as rows_module
 from torchrec_stream_ckpt.interchange.dcp import Keys, write_dcp
 from torchrec_stream_ckpt.interchange.dense_state import DenseTensors
-from torchrec_stream_ckpt.interchange.sources import open_sources
-from torchrec_stream_ckpt.interchange.tables import TableReader
+from torchrec_stream_ckpt.interchange.rows import TableReader, open_rows
 from torchrec_stream_ckpt.materialize import fold
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.types import MarkerId, StateSpec, TableSpec
@@ -95,12 +94,12 @@ def test_dcp_is_written_window_by_window(tmp_path: Path, monkeypatch: pytest.Mon
     weights = np.arange(rows * 64, dtype=np.float32).reshape(rows, 64)
     bits = (weights.astype(np.int64) % 2**16).astype(np.uint16)
     log, lineage = write_tables(tmp_path / "log", schema, [(weights, (bits,))], [[0, 32]])
-    monkeypatch.setattr(tables, "WINDOW_BYTES", 2**20)
+    monkeypatch.setattr(rows_module, "WINDOW_BYTES", 2**20)
     monkeypatch.setattr(fold, "SEGMENT_BYTES", 2 * 2**20)
     (tmp_path / "out").mkdir()
-    with open_sources(log, lineage, FIRST, open_store(str(tmp_path / "log")), tmp_path) as sources:
+    with open_rows(log, lineage, FIRST, open_store(str(tmp_path / "log")), tmp_path) as opened:
         tracemalloc.start()
-        write_dcp(tmp_path / "out", [TableReader(sources, 0)], DenseTensors({}, {}), states=True, keys=Keys("net"))
+        write_dcp(tmp_path / "out", [TableReader(opened, 0)], DenseTensors({}, {}), states=True, keys=Keys("net"))
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert peak < 16 * 2**20 < weights.nbytes // 2

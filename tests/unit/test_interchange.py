@@ -20,10 +20,9 @@ from tests.tables import FIRST, Tables, write_tables
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StreamCkptError
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.interchange import tables as tables_module
+from torchrec_stream_ckpt.interchange import rows as rows_module
 from torchrec_stream_ckpt.interchange.names import TorchRecName
-from torchrec_stream_ckpt.interchange.sources import open_sources
-from torchrec_stream_ckpt.interchange.tables import TableReader
+from torchrec_stream_ckpt.interchange.rows import TableReader, open_rows
 from torchrec_stream_ckpt.interchange.target import new_folder, parse_target
 from torchrec_stream_ckpt.materialize import fold
 from torchrec_stream_ckpt.store.api import open_store
@@ -64,14 +63,14 @@ def run(*arguments: object) -> str:
 def test_windows_hold_the_rows_that_were_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window_bytes: int, folded: bool
 ) -> None:
-    monkeypatch.setattr(tables_module, "WINDOW_BYTES", window_bytes)
+    monkeypatch.setattr(rows_module, "WINDOW_BYTES", window_bytes)
     log, lineage = write_tables(tmp_path, SCHEMA, values(), [[0], [0, 3], [0, 2]])
     if folded:
         stores.fold(tmp_path)
         stores.lose_rows(tmp_path)
-    with open_sources(log, lineage, FIRST, open_store(str(tmp_path)), tmp_path) as sources:
+    with open_rows(log, lineage, FIRST, open_store(str(tmp_path)), tmp_path) as rows:
         for index, (weights, states) in enumerate(values()):
-            reader = TableReader(sources, index)
+            reader = TableReader(rows, index)
             assert reader.slices == (((0, 2), (2, 6)) if index == 2 else ())
             windows = [reader.read(row0, rows) for row0, rows in reader.windows()]
             np.testing.assert_array_equal(np.concatenate([window.weights for window in windows]), weights)
@@ -89,7 +88,7 @@ def test_what_is_read_is_bounded_whatever_the_size_of_the_table(
     schema = Schema((table("m.t", rows, 64, "float32", ROWWISE),))
     weights = np.arange(rows * 64, dtype=np.float32).reshape(rows, 64)
     write_tables(tmp_path / "log", schema, [(weights, (weights[:, 0],))])
-    monkeypatch.setattr(tables_module, "WINDOW_BYTES", 2**20)
+    monkeypatch.setattr(rows_module, "WINDOW_BYTES", 2**20)
     monkeypatch.setattr(fold, "SEGMENT_BYTES", 2 * 2**20)
     for target in ("safetensors", "parquet"):
         tracemalloc.start()
@@ -169,8 +168,8 @@ def test_a_row_that_was_never_sent_is_an_error(tmp_path: Path) -> None:
     weights, states = values()[2]
     short = [*values()[:2], (weights[:200], (states[0][:200],))]
     log, lineage = write_tables(tmp_path, SCHEMA, short)
-    with open_sources(log, lineage, FIRST, open_store(str(tmp_path)), tmp_path) as sources:
-        reader = TableReader(sources, 2)
+    with open_rows(log, lineage, FIRST, open_store(str(tmp_path)), tmp_path) as rows:
+        reader = TableReader(rows, 2)
         assert reader.read(0, 200).rows == 200
         with pytest.raises(CorruptionError, match="100 rows were never sent"):
             reader.read(0, 300)

@@ -16,8 +16,7 @@ from torchrec_stream_ckpt.follower.core import follow
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import RowsView
-from torchrec_stream_ckpt.interchange.sources import open_sources
-from torchrec_stream_ckpt.interchange.tables import TableReader
+from torchrec_stream_ckpt.interchange.rows import TableReader, open_rows
 from torchrec_stream_ckpt.layout import dense_name, manifest_name
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.restore.verify import verify_marker
@@ -73,10 +72,10 @@ def exported(job: Job, marker: MarkerId) -> Image:
     """What an export reads, table by table."""
     lineage, scratch = lineage_of(job), job.root.parent / "scratch"
     scratch.mkdir(exist_ok=True)
-    with open_sources(job.log, lineage, marker, open_store(str(job.root)), scratch) as sources:
-        image = Image(sources.schema)
-        for index in range(len(sources.schema.tables)):
-            reader = TableReader(sources, index)
+    with open_rows(job.log, lineage, marker, open_store(str(job.root)), scratch) as opened:
+        image = Image(opened.schema)
+        for index in range(len(opened.schema.tables)):
+            reader = TableReader(opened, index)
             for row0, rows in reader.windows():
                 put(image, reader, index, row0, rows)
     return image

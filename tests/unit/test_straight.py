@@ -14,6 +14,7 @@ from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.rows import RowLayout
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import Chunk, SegmentId, SegmentKind, lay_out, parse_front
+from torchrec_stream_ckpt.restore.from_store import apply_store
 from torchrec_stream_ckpt.restore.plan import RestorePlan, StoreRead
 from torchrec_stream_ckpt.restore.reshard import intersect
 from torchrec_stream_ckpt.restore.straight import read_runs
@@ -54,8 +55,7 @@ class Base:
         self.shards = targets
         self.planes = {shard: (torch.full((shard.rows, 4), -1.0), torch.full((shard.rows,), -1.0)) for shard in targets}
 
-    def read(self) -> tuple[int, list[np.void]]:
-        """What was read straight, and the chunks that are left."""
+    def plan(self) -> RestorePlan:
         source = TableShard(0, 0, 10, 0, 4)
         moves = tuple(move for shard in self.shards if (move := intersect(source, shard)) is not None)
         self.targets = {
@@ -65,7 +65,7 @@ class Base:
         front = parse_front(b"".join(self.parts), NAME)
         ref = SegmentRef(NAME, front.num_bytes, front.front_bytes, front.header_crc, front.rows)
         picked = Picked(ref, front, np.arange(len(front.directory)))
-        plan = RestorePlan(
+        return RestorePlan(
             MarkerId(1, 1),
             0,
             1,
@@ -75,8 +75,12 @@ class Base:
             frozenset(),
             (StoreRead(picked, moves, True, MarkerId(1, 1)),),
         )
+
+    def read(self) -> tuple[int, list[np.void]]:
+        """What was read straight, and the chunks that are left."""
+        plan = self.plan()
         rows, rest = read_runs(plan, self.objects, self.targets)
-        return rows, [front.directory[number] for read in rest for number in read.picked.chunks]
+        return rows, [entry for read in rest for entry in read.picked.entries]
 
 
 def test_runs_land_in_place_and_are_whole(tmp_path: Path) -> None:
@@ -97,6 +101,27 @@ def test_what_does_not_lie_side_by_side_is_left(tmp_path: Path) -> None:
     weights, _ = base.planes[halves[1]]
     assert torch.equal(weights[1:4], torch.from_numpy(base.weights[6:9]))
     assert torch.equal(weights[[0, 4]], torch.full((2, 4), -1.0))
+
+
+class _Reads(FolderObjects):
+    """Counts the bytes of chunks that are read by way of a buffer."""
+
+    num_bytes = 0
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        data = super().read(name, begin, end)
+        self.num_bytes += len(data)
+        return data
+
+
+def test_what_was_read_straight_is_not_read_again_with_the_rest_of_its_segment(tmp_path: Path) -> None:
+    base = Base(tmp_path, [[0, 1, 3], list(range(4, 10))], [TableShard(0, 0, 10, 0, 4)])
+    objects, plan, there = _Reads(tmp_path), base.plan(), [0, 1, *range(3, 10)]
+    assert apply_store(plan, objects, base.targets) == len(there)
+    ((weights, sums),) = base.planes.values()
+    assert torch.equal(weights[there], torch.from_numpy(base.weights[there]))
+    assert torch.equal(sums[there], torch.from_numpy(base.sums[there]))
+    assert objects.num_bytes == plan.stored[0].picked.front.directory["num_bytes"][0]
 
 
 def test_columns_of_a_wider_table_are_left(tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ from torchrec_stream_ckpt.cli.options import Globs, JobOptions, Json
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.interchange.diff import DenseDiff, TableDiff, diff_dense, diff_tables
 from torchrec_stream_ckpt.interchange.export import chosen_tables
-from torchrec_stream_ckpt.interchange.sources import open_sources
-from torchrec_stream_ckpt.interchange.tables import rows_sent, table_bytes
+from torchrec_stream_ckpt.interchange.rows import open_rows, rows_sent, table_bytes
 from torchrec_stream_ckpt.route.job import Job
 
 
@@ -50,8 +49,8 @@ def diff_markers(
         with progress_bar(quiet=json) as progress:
             task = progress.add_task(f"{pair[0].id} and {pair[1].id}", total=total)
             with (
-                open_sources(job.log, job.lineage, pair[0].id, job.objects_of(pair[0]), folder) as left,
-                open_sources(job.log, job.lineage, pair[1].id, job.objects_of(pair[1]), folder) as right,
+                open_rows(job.log, job.lineage, pair[0].id, job.objects_of(pair[0]), folder) as left,
+                open_rows(job.log, job.lineage, pair[1].id, job.objects_of(pair[1]), folder) as right,
             ):
                 found = list(diff_tables(left, right, chosen, lambda count: progress.advance(task, count)))
         dense = diff_dense((pair[0], job.dense_folder(pair[0])), (pair[1], job.dense_folder(pair[1])))
@@ -64,8 +63,8 @@ def diff_markers(
 def _sent(job: Job, pair: tuple[Commit, Commit], chosen: list[int], folder: Path) -> dict[str, int]:
     """Rows that were sent after the first marker, up to the second, by table."""
     objects = job.objects_of(pair[1])
-    with open_sources(job.log, job.lineage, pair[1].id, objects, folder, since=pair[0].id) as sources:
-        return {sources.schema.tables[index].name: rows_sent(sources, index) for index in chosen}
+    with open_rows(job.log, job.lineage, pair[1].id, objects, folder, since=pair[0].id) as rows:
+        return {rows.schema.tables[index].name: rows_sent(rows, index) for index in chosen}
 
 
 def _print_sent(uri: str, pair: tuple[Commit, Commit], counts: dict[str, int], *, json: bool) -> None:

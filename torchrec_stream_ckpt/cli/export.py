@@ -11,8 +11,7 @@ import typer
 from torchrec_stream_ckpt.cli.common import print_json, progress_bar
 from torchrec_stream_ckpt.cli.options import Globs, Json, MarkerOptions
 from torchrec_stream_ckpt.interchange.export import ExportOptions, chosen_tables, export
-from torchrec_stream_ckpt.interchange.sources import open_sources
-from torchrec_stream_ckpt.interchange.tables import table_bytes
+from torchrec_stream_ckpt.interchange.rows import open_rows, table_bytes
 from torchrec_stream_ckpt.interchange.target import check_free, parse_target
 from torchrec_stream_ckpt.units import parse_size, size
 
@@ -62,7 +61,7 @@ def export_marker(
             writing = progress.add_task(f"marker {commit.id}", total=total)
             exported = export(
                 commit,
-                lambda: open_sources(
+                lambda: open_rows(
                     job.log,
                     job.lineage,
                     commit.id,

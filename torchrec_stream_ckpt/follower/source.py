@@ -6,8 +6,6 @@ import contextlib
 import fnmatch
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -19,15 +17,12 @@ from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.format.segment import decode_chunk
 from torchrec_stream_ckpt.format.serving import decode, decoded_table, is_served
-from torchrec_stream_ckpt.interchange.sources import Sources, open_sources
-from torchrec_stream_ckpt.interchange.tables import TableReader, TableWindow
+from torchrec_stream_ckpt.interchange.rows import MarkerRows, TableReader, TableWindow, open_rows
 from torchrec_stream_ckpt.options import Options
 from torchrec_stream_ckpt.route.held import load_catalog
 from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.reader import read_chunks
 from torchrec_stream_ckpt.types import MarkerId, TableSpec
 from torchrec_stream_ckpt.uris import check_store_url
 
@@ -144,9 +139,9 @@ class FollowedJob:
 
     @contextlib.contextmanager
     def whole(self, lineage: Lineage, commit: Commit) -> Iterator[Callable[[], Iterator[Changed]]]:
-        """Every row of a marker, from the store and the log behind it; raises as :func:`open_sources`."""
-        with self._open(lineage, commit, self.objects(commit)) as sources:
-            yield lambda: self._windows(sources)
+        """Every row of a marker, from the store and the log behind it; raises as :func:`open_rows`."""
+        with self._open(lineage, commit, self.objects(commit)) as rows:
+            yield lambda: self._windows(rows)
 
     @contextlib.contextmanager
     def since(
@@ -161,34 +156,34 @@ class FollowedJob:
             stored: Let a store serve what it has, too.
         """
         objects = self.objects(commit) if stored else None
-        with self._open(lineage, commit, objects, start) as sources:
-            yield lambda: self._chunks(sources)
+        with self._open(lineage, commit, objects, start) as rows:
+            yield lambda: self._sent(rows)
 
     @contextlib.contextmanager
     def some(self, lineage: Lineage, commit: Commit, ids: Ids) -> Iterator[Callable[[], Iterator[Changed]]]:
         """Some rows as a marker has them: for when newer ones are taken back."""
-        with self._open(lineage, commit, self.objects(commit)) as sources:
-            yield lambda: self._picked(sources, ids)
+        with self._open(lineage, commit, self.objects(commit)) as rows:
+            yield lambda: self._picked(rows, ids)
 
     def _open(
         self, lineage: Lineage, commit: Commit, objects: Objects | None, since: MarkerId | None = None
-    ) -> contextlib.AbstractContextManager[Sources]:
-        return open_sources(self.job.log, lineage, commit.id, objects, self._scratch, since=since)
+    ) -> contextlib.AbstractContextManager[MarkerRows]:
+        return open_rows(self.job.log, lineage, commit.id, objects, self._scratch, since=since)
 
-    def _windows(self, sources: Sources) -> Iterator[Changed]:
-        for index in self._wanted(sources.schema):
-            reader = TableReader(sources, index)
-            for row0, rows in reader.windows():
-                window = reader.read(row0, rows)
-                yield from self._parts(reader, window, np.arange(row0, row0 + rows), slice(None))
+    def _windows(self, rows: MarkerRows) -> Iterator[Changed]:
+        for index in self._wanted(rows.schema):
+            reader = TableReader(rows, index)
+            for row0, count in reader.windows():
+                window = reader.read(row0, count)
+                yield from self._parts(reader, window, np.arange(row0, row0 + count), slice(None))
 
-    def _picked(self, sources: Sources, ids: Ids) -> Iterator[Changed]:
+    def _picked(self, rows: MarkerRows, ids: Ids) -> Iterator[Changed]:
         for index, wanted in ids.items():
-            reader = TableReader(sources, index)
-            for row0, rows in reader.windows():
-                here = wanted[(wanted >= row0) & (wanted < row0 + rows)]
+            reader = TableReader(rows, index)
+            for row0, count in reader.windows():
+                here = wanted[(wanted >= row0) & (wanted < row0 + count)]
                 if len(here):
-                    yield from self._parts(reader, reader.read(row0, rows), here, here - row0)
+                    yield from self._parts(reader, reader.read(row0, count), here, here - row0)
 
     def _parts(
         self,
@@ -217,26 +212,10 @@ class FollowedJob:
             )
             yield Changed(reader.spec, col0, ids, window.weights[places, columns], states)
 
-    def _chunks(self, sources: Sources) -> Iterator[Changed]:
-        """What was sent, oldest first; all of it again where a piece of the store is damaged and others have it."""
-        while True:
-            try:
-                yield from self._sent(sources)
-                return
-            except CorruptionError as error:
-                sources.go_around(error)
-
-    def _sent(self, sources: Sources) -> Iterator[Changed]:
-        """What was sent, oldest first. What older generations sent of a table that was sent whole later is left out."""
-        wanted = np.array(self._wanted(sources.schema), np.int64)
-        for objects, group in groupby(sources.newest_first[::-1], key=lambda source: source.objects):
-            for source in group:
-                directory = source.picked.front.directory["table"][source.picked.chunks]
-                picked = replace(source.picked, chunks=source.picked.chunks[np.isin(directory, wanted)])
-                for each, entry, data in read_chunks(objects, [picked], sources.pool):
-                    if source.generation >= sources.bases.get(entry.table, 0):
-                        view = decode_chunk(entry, data, sources.schema, each.ref.name)
-                        yield self.changed(sources.schema.tables[entry.table], entry.col0, view)
+    def _sent(self, rows: MarkerRows) -> Iterator[Changed]:
+        """What was sent, oldest first."""
+        for entry, view in rows.sent(self._wanted(rows.schema)):
+            yield self.changed(rows.schema.tables[entry.table], entry.col0, view)
 
     def changed(self, table: TableSpec, col0: int, view: RowsView) -> Changed:
         """Rows as they are handed out."""

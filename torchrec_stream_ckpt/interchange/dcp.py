@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.interchange.dense_state import DenseTensors
 from torchrec_stream_ckpt.interchange.names import TorchRecName
-from torchrec_stream_ckpt.interchange.tables import TableReader, TableWindow
+from torchrec_stream_ckpt.interchange.rows import TableReader, TableWindow
 
 Path_ = tuple[str, ...]
 """Where an entry stands in the nested state dict."""

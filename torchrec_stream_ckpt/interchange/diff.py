@@ -12,8 +12,7 @@ import numpy.typing as npt
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense import files_at
 from torchrec_stream_ckpt.format.rows import Array
-from torchrec_stream_ckpt.interchange.sources import Sources
-from torchrec_stream_ckpt.interchange.tables import TableReader
+from torchrec_stream_ckpt.interchange.rows import MarkerRows, TableReader
 from torchrec_stream_ckpt.restore.plan import check_schema
 
 Flags = npt.NDArray[np.bool_]
@@ -48,7 +47,7 @@ class DenseDiff:
 
 
 def diff_tables(
-    first: Sources, second: Sources, tables: Sequence[int], progress: Callable[[int], None] = lambda _: None
+    first: MarkerRows, second: MarkerRows, tables: Sequence[int], progress: Callable[[int], None] = lambda _: None
 ) -> Iterator[TableDiff]:
     """Compare tables bit by bit. Holds a window of each marker.
 

@@ -13,9 +13,8 @@ from torchrec_stream_ckpt.errors import TORCH_HINT, ConfigError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.interchange.parquet import write_parquet
+from torchrec_stream_ckpt.interchange.rows import MarkerRows, TableReader
 from torchrec_stream_ckpt.interchange.safetensors import write_safetensors
-from torchrec_stream_ckpt.interchange.sources import Sources
-from torchrec_stream_ckpt.interchange.tables import TableReader
 from torchrec_stream_ckpt.interchange.target import ExportTarget, new_folder
 
 
@@ -66,7 +65,7 @@ def chosen_tables(schema: Schema, patterns: Sequence[str]) -> list[int]:
 
 def export(
     commit: Commit,
-    open_rows: Callable[[], AbstractContextManager[Sources]],
+    open_rows: Callable[[], AbstractContextManager[MarkerRows]],
     dense: Callable[[], Path],
     target: ExportTarget,
     options: ExportOptions,
@@ -88,8 +87,8 @@ def export(
         StoreUnavailableError: the disk does not take it.
     """
     _require(target.format)
-    with new_folder(target.folder, force=options.force) as folder, open_rows() as sources:
-        readers = [TableReader(sources, index) for index in chosen_tables(sources.schema, options.tables)]
+    with new_folder(target.folder, force=options.force) as folder, open_rows() as rows:
+        readers = [TableReader(rows, index) for index in chosen_tables(rows.schema, options.tables)]
         about = {"job": commit.job.hex(), "marker": str(commit.id), "step": str(commit.step)}
         states = options.states if options.states is not None else target.format != "parquet"
         if target.format == "dcp":

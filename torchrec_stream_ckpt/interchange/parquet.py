@@ -11,7 +11,7 @@ import numpy as np
 
 from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.interchange.names import state_names
-from torchrec_stream_ckpt.interchange.tables import TableReader, TableWindow
+from torchrec_stream_ckpt.interchange.rows import TableReader, TableWindow
 
 _WIDENED = ("bfloat16", "float16")
 """Written as float32, which holds each of their values: few readers of Parquet know half precision."""

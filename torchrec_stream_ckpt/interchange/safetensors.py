@@ -17,7 +17,7 @@ from typing import BinaryIO
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
 from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.interchange.names import state_names
-from torchrec_stream_ckpt.interchange.tables import TableReader, TableWindow
+from torchrec_stream_ckpt.interchange.rows import TableReader, TableWindow
 
 INDEX = "model.safetensors.index.json"
 _DTYPES = {

@@ -178,7 +178,7 @@ def _merge_window(
 
 def _overlapping(picked: Picked, window: _MergeWindow) -> Picked:
     """The chunks that may hold rows of the window."""
-    entries = picked.front.directory
+    entries = picked.entries
     col0, end = entries["col0"].astype(np.int64), entries["col0"].astype(np.int64) + entries["cols"]
     chosen = (
         (entries["table"] == window.table)
@@ -187,7 +187,7 @@ def _overlapping(picked: Picked, window: _MergeWindow) -> Picked:
         & (entries["first"] < window.row0 + window.rows)
         & (entries["last"] >= window.row0)
     )
-    return Picked(picked.ref, picked.front, np.flatnonzero(chosen))
+    return picked.only(chosen)
 
 
 def _cut(view: RowsView, chosen: np.ndarray, entry: ChunkEntry, window: _MergeWindow, ref: SegmentRef) -> RowsView:

@@ -210,7 +210,7 @@ def pick(picked: Picked, moves: Sequence[Move]) -> Picked:
         source = move.source
         if (place := slices.get((source.table, source.col0, source.cols))) is not None:
             chosen[place] |= (first[place] < move.row0 + move.rows) & (last[place] >= move.row0)
-    return Picked(picked.ref, picked.front, np.flatnonzero(chosen))
+    return picked.only(chosen[picked.chunks])
 
 
 def _stream_reads(

@@ -22,7 +22,6 @@ from torchrec_stream_ckpt.restore.plan import RestorePlan, StoreRead
 from torchrec_stream_ckpt.restore.reshard import Move
 from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.store.api import ReadsInto
-from torchrec_stream_ckpt.store.catalog import Picked
 from torchrec_stream_ckpt.types import TableShard
 
 THREADS_AT_LEAST = 4
@@ -45,7 +44,7 @@ def read_runs(
     for read in plan.stored:
         taken = list(_runs(read, targets)) if read.is_base else []
         runs += [(read.picked.ref.name, entry, move) for _, entry, move in taken]
-        left = replace(read, picked=_without(read.picked, [number for number, _, _ in taken]))
+        left = replace(read, picked=read.picked.only(~np.isin(read.picked.chunks, [number for number, _, _ in taken])))
         if len(left.picked.chunks):
             rest.append(left)
 
@@ -63,8 +62,7 @@ def _runs(read: StoreRead, targets: Mapping[TableShard, Target]) -> Iterator[tup
     moves: dict[tuple[int, int, int], list[Move]] = {}
     for move in read.moves:
         moves.setdefault((move.source.table, move.source.col0, move.source.cols), []).append(move)
-    chunks = read.picked.chunks.tolist()
-    for number, entry in zip(chunks, entries_of(read.picked.front.directory[chunks]), strict=True):
+    for number, entry in zip(read.picked.chunks.tolist(), entries_of(read.picked.entries), strict=True):
         if entry.last - entry.first + 1 != entry.rows:
             continue
         wanted = [
@@ -74,10 +72,6 @@ def _runs(read: StoreRead, targets: Mapping[TableShard, Target]) -> Iterator[tup
         ]
         if len(wanted) == 1 and targets[wanted[0].target].takes_run(wanted[0], entry.first, entry.rows):
             yield number, entry, wanted[0]
-
-
-def _without(picked: Picked, numbers: list[int]) -> Picked:
-    return replace(picked, chunks=picked.chunks[~np.isin(picked.chunks, numbers)]) if numbers else picked
 
 
 def _copy(objects: ReadsInto, schema: Schema, name: str, entry: ChunkEntry, target: Target, move: Move) -> None:

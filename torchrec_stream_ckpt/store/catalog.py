@@ -44,8 +44,17 @@ class Picked:
     chunks: npt.NDArray[np.int64]
 
     @property
+    def entries(self) -> npt.NDArray[np.void]:
+        """What the directory says of them."""
+        return self.front.directory[self.chunks]
+
+    @property
     def num_bytes(self) -> int:
-        return int(self.front.directory["num_bytes"][self.chunks].sum())
+        return int(self.entries["num_bytes"].sum())
+
+    def only(self, chosen: npt.NDArray[np.bool_]) -> Picked:
+        """Those of the chunks that are chosen, one flag each."""
+        return replace(self, chunks=self.chunks[chosen])
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,7 +185,7 @@ def read_chunks(
 def _runs(picked: Picked) -> Iterator[list[ChunkEntry]]:
     """Chunks that are read together."""
     run: list[ChunkEntry] = []
-    for entry in entries_of(picked.front.directory[picked.chunks]):
+    for entry in entries_of(picked.entries):
         end = entry.offset + entry.num_bytes
         if run and (entry.offset - run[-1].offset - run[-1].num_bytes > GAP_BYTES or end - run[0].offset > RANGE_BYTES):
             yield run

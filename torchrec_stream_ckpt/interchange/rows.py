@@ -1,0 +1,333 @@
+"""The rows of a marker without a model: put together from all that leads to it, window by window, or as they were sent.
+
+A log has no index: a window of a table lies anywhere in it. So what only the log has is folded once into a scratch
+folder, as the materializer does it, and then read as the store is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from pathlib import Path
+
+import numpy as np
+
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StoreUnavailableError, TrimmedError
+from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array, RowsView
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.format.segment import ChunkEntry, decode_chunk
+from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.materialize.fold import fold_interval
+from torchrec_stream_ckpt.route.find import locate
+from torchrec_stream_ckpt.route.held import load_catalog, lost, segment_of
+from torchrec_stream_ckpt.route.route import Route
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
+from torchrec_stream_ckpt.store.folder import FolderObjects
+from torchrec_stream_ckpt.store.newest import NewestFirst, newest_first
+from torchrec_stream_ckpt.store.reader import open_pieces, read_chunks
+from torchrec_stream_ckpt.types import MarkerId, StateSpec, TableSpec
+
+WINDOW_BYTES = 32 * 2**20
+"""Weights and states that a window holds at most, unless one row is larger."""
+_READERS = 4
+
+
+class MarkerRows:
+    """All rows that lead to a marker: pieces of the store, and those that the log's tail was folded into.
+
+    Args:
+        log: The job's log.
+        lineage: Its control partition.
+        marker: The marker.
+        since: Begin after this one.
+        catalog: What the store holds; None: nothing.
+        folder: Takes what only the log has.
+        pool: Threads to read with.
+        progress: Called with the bytes of each frame that is folded.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        lineage: Lineage,
+        marker: MarkerId,
+        since: MarkerId | None,
+        catalog: Catalog | None,
+        folder: FolderObjects,
+        pool: Executor,
+        progress: Callable[[int], None],
+    ) -> None:
+        self._log = log
+        self._catalog = catalog
+        self._folder = folder
+        self._pool = pool
+        self._progress = progress
+        self._damaged: dict[str, CorruptionError] = {}
+        self._pieces: list[tuple[Objects, tuple[Piece, ...]]] = []
+        """Of each place, oldest first, as the places are: the store, then the folder."""
+        self._route = self._open(lineage, marker, since)
+
+    @property
+    def schema(self) -> Schema:
+        return self._route.schema
+
+    def _open(self, lineage: Lineage, marker: MarkerId, since: MarkerId | None) -> Route:
+        route = locate(lineage, marker, self._catalog, since=since, damaged=self._damaged)
+        route.check(self._log)
+        tail = open_pieces(self._folder, tuple(self._fold(route)), lineage.job, self._pool)
+        self._pieces = [(self._folder, tail)]
+        if self._catalog is not None and route.held is not None:
+            self._pieces.insert(0, (self._catalog.objects, route.held.pieces))
+        return route
+
+    def _fold(self, route: Route) -> Iterator[Piece]:
+        """What the log gives, in the order of the path."""
+        start = route.reach
+        for commit, intervals in groupby(route.intervals, lambda interval: interval.commit):
+            # Which shards the ranks held matters only if folding goes on: here it does not.
+            refs = [fold_interval(self._log, self._folder, each, (), self._progress) for each in intervals]
+            yield Piece(start, commit.id, tuple(ref for of_rank in refs for ref in of_rank), commit.ranks[0].chain)
+            start = commit.id
+
+    def go_around(self, error: CorruptionError) -> None:
+        """A segment was found to be damaged: on return, its rows come from elsewhere.
+
+        Raises:
+            CorruptionError: ``error`` itself, where there is no other way to its rows.
+        """
+        name = segment_of(self._route.held, error)
+        if name is None:
+            raise error
+        self._damaged[name] = error
+        route = self._route
+        try:
+            self._route = self._open(route.lineage, route.marker, route.since)
+        except (CorruptionError, TrimmedError) as other:
+            raise lost(error, route.marker, other) from None
+
+    def newest_of(self, table: int) -> list[tuple[Objects, list[Picked]]]:
+        """What counts of one table, newest first: a row's newest version is in the first chunk that has it."""
+        base = self._route.bases.get(table, 0)
+        return [
+            (objects, [each.only(each.entries["table"] == table) for each in newest_first(pieces, base)])
+            for objects, pieces in reversed(self._pieces)
+        ]
+
+    def read(self, chosen: Iterable[tuple[Objects, list[Picked]]]) -> Iterator[tuple[ChunkEntry, RowsView]]:
+        """Chunks in the order in which they are given; raises as :func:`read_chunks`."""
+        for objects, segments in chosen:
+            for each, entry, data in read_chunks(objects, [each for each in segments if len(each.chunks)], self._pool):
+                yield entry, decode_chunk(entry, data, self.schema, each.ref.name)
+
+    def sent(self, tables: Collection[int]) -> Iterator[tuple[ChunkEntry, RowsView]]:
+        """Chunks of some tables, oldest first; all of it again where a piece is damaged and others have its rows.
+
+        What older generations sent of a table that was sent whole later is left out.
+        """
+        while True:
+            try:
+                yield from self.read([(objects, self._of(pieces, tables)) for objects, pieces in self._pieces])
+                return
+            except CorruptionError as error:
+                self.go_around(error)
+
+    def _of(self, pieces: Iterable[Piece], tables: Collection[int]) -> list[Picked]:
+        bases = self._route.bases
+        return [
+            picked.only(np.isin(picked.entries["table"], [t for t in tables if piece.generation >= bases.get(t, 0)]))
+            for piece in pieces
+            for picked in piece.opened
+        ]
+
+
+@contextlib.contextmanager
+def open_rows(
+    log: Log,
+    lineage: Lineage,
+    marker: MarkerId,
+    objects: Objects | None,
+    scratch: Path,
+    *,
+    since: MarkerId | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Iterator[MarkerRows]:
+    """Everything that was sent for ``marker``; with ``since``, a marker on its path, what was sent after that one.
+
+    Args:
+        log: The job's log.
+        lineage: Its control partition.
+        marker: A committed marker.
+        objects: The store; None, or one that nobody has written to, serves nothing.
+        scratch: A folder with room for what only the log has; left as it was found.
+        since: Begin after this marker.
+        progress: Called with the bytes of each frame that is folded.
+
+    Raises:
+        MarkerNotFoundError: ``marker`` was never committed, or given up.
+        ConfigError: ``since`` is not on the path to it.
+        CorruptionError: the log or the store is damaged, or lacks what is needed.
+        TrimmedError: the log was trimmed, and another store has what is needed.
+        StoreUnavailableError, LogUnavailableError: one of them does not answer, or the scratch folder is full.
+    """
+    if since is not None and since not in {commit.id for commit in lineage.chain(marker)}:
+        raise ConfigError(f"marker {since} is not on the path to marker {marker}", hint="see stream-ckpt list --tree")
+    with ThreadPoolExecutor(_READERS) as pool, _scratch(scratch) as folder:
+        yield MarkerRows(
+            log, lineage, marker, since, load_catalog(objects, lineage), FolderObjects(folder), pool, progress
+        )
+
+
+@contextlib.contextmanager
+def _scratch(folder: Path) -> Iterator[Path]:
+    try:
+        made = tempfile.TemporaryDirectory(prefix=".stream-ckpt-", dir=folder)
+    except OSError as error:
+        raise StoreUnavailableError(
+            f"cannot make a folder for scratch: {error.strerror}", hint="name another one with --scratch", path=folder
+        ) from None
+    with made as name:
+        yield Path(name)
+
+
+@dataclass(frozen=True, slots=True)
+class TableWindow:
+    """Rows [row0, row0 + rows) of one table. bfloat16 is there as its bits, uint16."""
+
+    row0: int
+    weights: Array
+    """Shape (rows, dim)."""
+    states: tuple[Array, ...]
+    """States in the schema's order: shape (rows, dim), or (column slices, rows) where a state holds one value a row."""
+
+    @property
+    def rows(self) -> int:
+        return len(self.weights)
+
+
+class TableReader:
+    """Reads one table of a marker by rows. Holds one window and what is read ahead.
+
+    Each window reads all chunks that overlap it, of every piece: one that goes through the table reads little twice as
+    long as windows are large.
+
+    Args:
+        rows: Where the table's rows are.
+        table: Index of the table in the schema.
+
+    Raises:
+        CorruptionError: the pieces cannot be of one table.
+    """
+
+    def __init__(self, rows: MarkerRows, table: int) -> None:
+        self._rows = rows
+        self._table = table
+        self.spec: TableSpec = rows.schema.tables[table]
+        self._newest = rows.newest_of(table)
+        held = {
+            (int(col0), int(cols))
+            for _, segments in self._newest
+            for each in segments
+            for col0, cols in np.unique(each.entries[["col0", "cols"]])
+        } or {(0, self.spec.dim)}  # of a table without rows nothing is sent
+        self._cuts = sorted({edge for col0, cols in held for edge in (col0, col0 + cols)} | {0, self.spec.dim})
+        """Columns between two cuts always arrive together."""
+        self.slices: tuple[tuple[int, int], ...] = tuple(sorted(held)) if self.spec.has_row_state else ()
+        """(first column, columns) of each column shard, of which a state with one value a row has a value each."""
+        if self.spec.has_row_state and list(self.slices) != [(a, b - a) for a, b in pairwise(self._cuts)]:
+            raise CorruptionError(
+                "row-wise state under two column splits, of which none was sent whole", table=self.spec.name
+            )
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row with its states."""
+        return DTYPE_BYTES[self.spec.dtype] * self.spec.dim + sum(
+            DTYPE_BYTES[state.dtype] * self.values(state) for state in self.spec.states
+        )
+
+    def values(self, state: StateSpec) -> int:
+        """How many values one row has of a state."""
+        return len(self.slices) if state.per_row else self.spec.dim
+
+    def windows(self) -> Iterator[tuple[int, int]]:
+        """(first row, rows) of windows of ``WINDOW_BYTES`` that go through the table."""
+        height = max(1, WINDOW_BYTES // self.row_bytes)
+        for row0 in range(0, self.spec.rows, height):
+            yield row0, min(height, self.spec.rows - row0)
+
+    def read(self, row0: int, rows: int) -> TableWindow:
+        """The newest version of each row of [row0, row0 + rows); a damaged piece of the store is read around.
+
+        Raises:
+            CorruptionError: a piece is damaged and nothing else has its rows, or a row was never sent.
+            StoreUnavailableError: the store does not answer.
+        """
+        while True:
+            try:
+                return self._read(row0, rows)
+            except CorruptionError as error:
+                self._rows.go_around(error)
+                again = TableReader(self._rows, self._table)
+                if again.slices != self.slices:
+                    raise
+                self._newest, self._cuts = again._newest, again._cuts
+
+    def _read(self, row0: int, rows: int) -> TableWindow:
+        window = self._empty(row0, rows)
+        newest = NewestFirst(row0, rows, len(self._cuts) - 1)
+        overlapping = (
+            (objects, [_overlapping(each, row0, rows) for each in segments]) for objects, segments in self._newest
+        )
+        for entry, view in self._rows.read(overlapping):
+            self._put(window, newest, view, entry.col0, entry.cols)
+        if newest.missing:
+            raise CorruptionError(f"{newest.missing} rows were never sent", table=self.spec.name, row0=str(row0))
+        return window
+
+    def _empty(self, row0: int, rows: int) -> TableWindow:
+        def shape(state: StateSpec) -> tuple[int, int]:
+            return (len(self.slices), rows) if state.per_row else (rows, self.spec.dim)
+
+        states = tuple(np.empty(shape(state), NUMPY_DTYPES[state.dtype]) for state in self.spec.states)
+        return TableWindow(row0, np.empty((rows, self.spec.dim), NUMPY_DTYPES[self.spec.dtype]), states)
+
+    def _put(self, window: TableWindow, newest: NewestFirst, view: RowsView, col0: int, cols: int) -> None:
+        """Write those rows of a chunk that no newer one has given."""
+        for cut, (left, right) in enumerate(pairwise(self._cuts)):
+            if not col0 <= left < col0 + cols:
+                continue
+            rows, chosen = newest.take(view.ids, cut)
+            here, there = slice(left, right), slice(left - col0, right - col0)
+            window.weights[rows, here] = view.weights[chosen, there]
+            for target, source in zip(window.states, view.states, strict=True):
+                if source.ndim == 1:
+                    target[cut, rows] = source[chosen]
+                else:
+                    target[rows, here] = source[chosen, there]
+
+
+def _overlapping(picked: Picked, row0: int, rows: int) -> Picked:
+    """The chunks that may hold rows of a window."""
+    return picked.only((picked.entries["first"] < row0 + rows) & (picked.entries["last"] >= row0))
+
+
+def rows_sent(rows: MarkerRows, table: int) -> int:
+    """How many rows of a table were sent in any version. Holds one byte a row of the table."""
+    sent = np.zeros(rows.schema.tables[table].rows, np.bool_)
+    for _, view in rows.sent([table]):
+        sent[view.ids] = True
+    return int(sent.sum())
+
+
+def table_bytes(table: TableSpec) -> int:
+    """Bytes of a whole table with its states, under one column shard."""
+    row = DTYPE_BYTES[table.dtype] * table.dim
+    row += sum(DTYPE_BYTES[state.dtype] * (1 if state.per_row else table.dim) for state in table.states)
+    return row * table.rows
