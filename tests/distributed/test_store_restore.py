@@ -24,8 +24,8 @@ from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.gc import GcRules, collect
 from torchrec_stream_ckpt.materialize.retention import Retention
 from torchrec_stream_ckpt.materialize.synced import check_synced
+from torchrec_stream_ckpt.route.holdings import Holdings
 from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.types import MarkerId
 
 pytestmark = pytest.mark.distributed

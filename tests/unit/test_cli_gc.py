@@ -20,12 +20,12 @@ from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotF
 from torchrec_stream_ckpt.layout import DATA_DIR, claim_name
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.compactor import Policy
+from torchrec_stream_ckpt.route.holdings import Holdings
 from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.store import pins
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseFolder
-from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.store.identity import prepare_store
 from torchrec_stream_ckpt.types import MarkerId
 

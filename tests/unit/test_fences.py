@@ -80,7 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpointer": LEAVES | {"loader", "format", "capture", "commit", "route", "restore", "tiers", "trainer"},
     "planner": LEAVES | {"format", "route"},
     "broker": {"errors", "broker"},
-    "reporting": LEAVES | {"format", "log", "store", "reporting"},
+    "reporting": LEAVES | {"format", "log", "store", "route", "reporting"},
     "sizing": LEAVES | {"format", "sizing"},
     "cli": LEAVES
     | {

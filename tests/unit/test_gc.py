@@ -37,9 +37,9 @@ from torchrec_stream_ckpt.materialize.gc import GcRules, collect, plan_gc, take_
 from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
 from torchrec_stream_ckpt.materialize.materializer import Materializer
 from torchrec_stream_ckpt.materialize.retention import Retention
+from torchrec_stream_ckpt.route.holdings import Holdings
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.store.pins import pin, unpin
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.units import size

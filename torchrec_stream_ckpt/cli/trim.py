@@ -23,10 +23,10 @@ from torchrec_stream_ckpt.errors import (
     UnsupportedError,
 )
 from torchrec_stream_ckpt.materialize.synced import Synced, check_synced, given_up
+from torchrec_stream_ckpt.route.holdings import Holdings
 from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.dense import dense_in
-from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.reached import copied_upto
 from torchrec_stream_ckpt.types import MarkerId

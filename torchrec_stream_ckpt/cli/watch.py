@@ -19,10 +19,10 @@ from torchrec_stream_ckpt.cli.watching import line, view
 from torchrec_stream_ckpt.errors import LogUnavailableError, MarkerNotFoundError, StoreUnavailableError, StreamCkptError
 from torchrec_stream_ckpt.reporting.now import Alert, Look, MarkerRow, look, strays_of
 from torchrec_stream_ckpt.reporting.proofs import window_width
+from torchrec_stream_ckpt.route.holdings import Holdings
 from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.route.survey import Survey
 from torchrec_stream_ckpt.stats import RESTORE_BYTES_PER_S
-from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.uris import FileUri, KafkaUri, parse_uri

@@ -33,9 +33,9 @@ from torchrec_stream_ckpt.layout import (
     place_name,
 )
 from torchrec_stream_ckpt.log.api import Incarnation, Log
+from torchrec_stream_ckpt.route.holdings import Holdings
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.store.records import Copied, copied_logs, read_copy
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.uris import FileUri, KafkaUri, parse_uri

@@ -7,9 +7,9 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from torchrec_stream_ckpt.materialize.merge import merge
+from torchrec_stream_ckpt.route.holdings import Holdings
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Piece
-from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.types import MarkerId
 
 
@@ -47,7 +47,7 @@ def plan_spans(holdings: Holdings, anchors: Iterable[MarkerId]) -> Iterator[Span
         holding = holdings.look(end)
         if holding.reach != end:
             continue
-        chain = holdings.chain(end)
+        chain = holdings.strides.chain(end)
         places = {commit.id: place for place, commit in enumerate(chain)}
         base, *rest = holding.pieces
         others = [marker for marker in stays if marker in places and marker != end]

@@ -49,9 +49,9 @@ from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
 from torchrec_stream_ckpt.materialize.recovered import came_after_recovery
 from torchrec_stream_ckpt.materialize.retention import Candidate, Retention
 from torchrec_stream_ckpt.materialize.rounds import ages, elapsed, idle, read_clocks, waited
+from torchrec_stream_ckpt.route.holdings import Holdings
 from torchrec_stream_ckpt.store.api import Entry, Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.holdings import Holdings
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.jobs import jobs_in
 from torchrec_stream_ckpt.store.pins import attempts, pinned
@@ -232,7 +232,7 @@ def _mark(holdings: Holdings, anchors: Iterable[MarkerId]) -> _Needed:
         holding = holdings.look(marker)
         markers.add(marker)
         if holding.reach != marker:
-            way = {commit.id for commit in holdings.chain(marker)}
+            way = {commit.id for commit in holdings.strides.chain(marker)}
             markers |= way
             folds |= {fold for fold in known if fold[1] in way}
             continue

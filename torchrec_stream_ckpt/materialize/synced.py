@@ -13,8 +13,8 @@ from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.segment import decode_chunk
+from torchrec_stream_ckpt.route.holdings import Holding, Holdings
 from torchrec_stream_ckpt.store.catalog import Picked
-from torchrec_stream_ckpt.store.holdings import Holding, Holdings
 from torchrec_stream_ckpt.store.reader import load_fronts, read_chunks
 from torchrec_stream_ckpt.types import MarkerId
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import Proved
-from torchrec_stream_ckpt.store.holdings import Holdings
+from torchrec_stream_ckpt.route.holdings import Holdings
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.units import duration
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.interval import Interval, intervals_of
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.route.strides import Strides
 from torchrec_stream_ckpt.store.catalog import Catalog, Piece
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -31,17 +32,18 @@ class Steps:
 
     def __init__(self, lineage: Lineage, catalog: Catalog | None) -> None:
         self._lineage, self._catalog = lineage, catalog
-        self._strides: dict[int, dict[MarkerId, MarkerId | None]] = {}
-        self._newest: dict[int, MarkerId] = {}
+        self._strides = Strides(lineage, catalog)
+        self.reach = self._strides.reach
         self.previous: dict[MarkerId, MarkerId | None] = {}
         """What each marker stands on."""
+        newest: dict[int, MarkerId] = {}
         for marker in lineage.commits:
-            self.previous[marker] = self._newest.get(marker.generation, lineage.claims[marker.generation].parent)
-            self._newest[marker.generation] = marker
+            self.previous[marker] = newest.get(marker.generation, lineage.claims[marker.generation].parent)
+            newest[marker.generation] = marker
 
     def to(self, marker: MarkerId) -> Step:
         """The last one."""
-        return Step(marker, self.is_served(marker))
+        return Step(marker, self._strides.serves(marker))
 
     def tree(self, markers: Iterable[MarkerId]) -> dict[Step | None, list[Step]]:
         """What stands on each step that some markers need, and on nothing; that with most to follow comes first."""
@@ -60,27 +62,15 @@ class Steps:
 
     def within(self, step: Step) -> Iterator[MarkerId]:
         """Markers that a piece of the store leads past, the newest first; none where it holds every row."""
-        start, at = self.strides_of(step.marker)[step.marker], self.previous[step.marker]
+        start, at = self._strides.start(step.marker), self.previous[step.marker]
         while start is not None and at is not None and at != start:
             yield at
             at = self.previous[at]
 
-    def is_served(self, marker: MarkerId) -> bool:
-        """Whether the store leads to it."""
-        return self._catalog is not None and marker in self._catalog.markers and marker in self.strides_of(marker)
-
-    def strides_of(self, marker: MarkerId) -> Mapping[MarkerId, MarkerId | None]:
-        """Of the way to the newest marker of its generation, on which it lies."""
-        assert self._catalog is not None
-        if marker.generation not in self._strides:
-            chain = self._lineage.chain(self._newest[marker.generation])
-            self._strides[marker.generation] = self._catalog.strides(chain)
-        return self._strides[marker.generation]
-
     def before(self, step: Step) -> Step | None:
         """What an interval of the log, or a piece of the store, stands on."""
         if step.stored:
-            start = self.strides_of(step.marker)[step.marker]
+            start = self._strides.start(step.marker)
             return Step(start, True) if start is not None else None
         previous = self.previous[step.marker]
         return self.to(previous) if previous is not None else None
@@ -93,13 +83,6 @@ class Steps:
             steps.append(at)
             at = self.before(at)
         return steps
-
-    def reach(self, marker: MarkerId) -> MarkerId | None:
-        """Up to which marker the store serves it."""
-        at: MarkerId | None = marker
-        while at is not None and not self.is_served(at):
-            at = self.previous[at]
-        return at
 
     def size_of(self, step: Step) -> int:
         """Bytes, as far as names and COMMITs tell."""
@@ -120,7 +103,7 @@ class Steps:
     def piece(self, step: Step) -> Piece:
         """What the store has of a step; raises CorruptionError."""
         assert self._catalog is not None
-        return self._catalog.piece(self.strides_of(step.marker)[step.marker], self._lineage.find(step.marker))
+        return self._catalog.piece(self._strides.start(step.marker), self._lineage.find(step.marker))
 
 
 def _downward(tree: Mapping[Step | None, list[Step]]) -> Iterator[Step]:

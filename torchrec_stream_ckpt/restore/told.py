@@ -6,12 +6,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
-import numpy as np
-
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.manifest import Notes, SegmentRef
 from torchrec_stream_ckpt.format.segment import Front
-from torchrec_stream_ckpt.store.catalog import Catalog, Picked
+from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.reader import NOTES_READS, load_front
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -31,11 +29,6 @@ class Told:
         self._kept: OrderedDict[MarkerId, tuple[Notes, ...]] = OrderedDict()
         self._read: set[MarkerId] = set()
 
-    def open(self, ref: SegmentRef) -> Picked:
-        """All chunks of a segment; raises CorruptionError."""
-        front = load_front(self._catalog.objects, ref, self._catalog.job)
-        return Picked(ref, front, np.arange(len(front.directory)))
-
     def of(self, marker: MarkerId, fronts: Mapping[str, Front]) -> tuple[Notes, ...]:
         """By each rank; raises CorruptionError.
 
@@ -47,11 +40,14 @@ class Told:
             self._read.add(marker)
             refs = [refs[-1] for refs in self._catalog.manifest(marker).segments]
             self._kept[marker] = tuple(
-                Notes.from_json((fronts.get(ref.name) or self.open(ref).front).notes, ref.name) for ref in refs
+                Notes.from_json((fronts.get(ref.name) or self._front(ref)).notes, ref.name) for ref in refs
             )
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
         return self._kept[marker]
+
+    def _front(self, ref: SegmentRef) -> Front:
+        return load_front(self._catalog.objects, ref, self._catalog.job)
 
     def some_of(self, markers: Iterable[MarkerId]) -> Iterator[tuple[MarkerId, tuple[Notes, ...]]]:
         """Those of the first few markers that are still kept, or can be read for the first time.

@@ -37,7 +37,7 @@ from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore
-from torchrec_stream_ckpt.store.reader import read_chunks
+from torchrec_stream_ckpt.store.reader import open_segments, read_chunks
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, TableShard
 
 
@@ -313,7 +313,8 @@ class Verifier:
         objects, schema, told = self._catalog.objects, reading.schema, self._told
         assert told is not None
         try:
-            segments = [told.open(ref) for ref in self._steps.piece(step).segments]
+            with ThreadPoolExecutor(READERS) as pool:
+                segments = open_segments(objects, self._steps.piece(step).segments, self._catalog.job, pool)
             if step.marker in self._catalog.markers:
                 notes = told.of(step.marker, {picked.ref.name: picked.front for picked in segments})
                 self._heard(step.marker, notes)

@@ -9,9 +9,9 @@ from torchrec_stream_ckpt.errors import StreamCkptError, TrimmedError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.rank_ends import RankEnds
 from torchrec_stream_ckpt.log.stream import read_stream
+from torchrec_stream_ckpt.route.holdings import Holding, Holdings
 from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.route.route import Route, source_of
-from torchrec_stream_ckpt.store.holdings import Holding, Holdings
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.types import MarkerId, RankEnd
 

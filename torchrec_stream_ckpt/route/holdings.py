@@ -19,8 +19,9 @@ from torchrec_stream_ckpt.layout import (
     dense_file_name,
     dense_name,
 )
+from torchrec_stream_ckpt.route.strides import Strides
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.catalog import Catalog, Piece, follow
+from torchrec_stream_ckpt.store.catalog import Catalog, Piece
 from torchrec_stream_ckpt.types import MarkerId
 
 
@@ -51,15 +52,6 @@ class Holding:
         return self.dense
 
 
-@dataclass(frozen=True, slots=True)
-class _Path:
-    """The way to the newest marker of a generation, on which the ways to its older ones lie."""
-
-    chain: list[Commit]
-    places: dict[MarkerId, int]
-    strides: dict[MarkerId, MarkerId | None]
-
-
 @dataclass(slots=True)
 class Holdings:
     """A job's catalog, and how long each of its objects is."""
@@ -68,9 +60,12 @@ class Holdings:
     lineage: Lineage
     sizes: Mapping[str, int]
     """Length of each object, by name, as of one listing."""
-    _paths: dict[int, _Path] = field(default_factory=dict)
+    strides: Strides = field(init=False)
     _folders: dict[str, dict[str, int]] = field(default_factory=dict)
     _damages: dict[tuple[MarkerId | None, MarkerId], str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.strides = Strides(self.lineage, self.catalog)
 
     @classmethod
     def load(cls, objects: Objects, lineage: Lineage) -> Holdings:
@@ -94,7 +89,7 @@ class Holdings:
         commit = self.lineage.find(marker)
         pieces: tuple[Piece, ...] = ()
         try:
-            pieces = self._cover(commit)
+            pieces = self.strides.cover(marker)
             damage = self.damage(pieces)
         except CorruptionError as error:
             damage = error.headline
@@ -103,27 +98,6 @@ class Holdings:
     def assuming(self, spans: Iterable[tuple[MarkerId | None, MarkerId]]) -> Holdings:
         """What the store holds once these folds are written."""
         return Holdings(self.catalog.assuming(spans), self.lineage, self.sizes)
-
-    def chain(self, marker: MarkerId) -> list[Commit]:
-        """``Lineage.chain``, without looking through all commits each time."""
-        path = self._path(marker.generation)
-        return path.chain[: path.places[marker] + 1]
-
-    def _cover(self, commit: Commit) -> tuple[Piece, ...]:
-        """``Catalog.cover`` of the way to a marker."""
-        strides, known = self._path(commit.generation).strides, self.catalog.markers
-        older = (each.id for each in reversed(self.chain(commit.id)))
-        reach = next((marker for marker in older if marker in strides and marker in known), None)
-        commits = self.lineage.commits
-        return tuple(self.catalog.piece(start, commits[end]) for start, end in follow(strides, reach))
-
-    def _path(self, generation: int) -> _Path:
-        if generation not in self._paths:
-            newest = max(marker for marker in self.lineage.commits if marker.generation == generation)
-            chain = self.lineage.chain(newest)
-            places = {commit.id: place for place, commit in enumerate(chain)}
-            self._paths[generation] = _Path(chain, places, self.catalog.strides(chain))
-        return self._paths[generation]
 
     def damage(self, cover: Sequence[Piece]) -> str:
         """The first segment of a cover that is not there as it was written; empty when all are."""
