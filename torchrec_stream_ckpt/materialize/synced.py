@@ -6,16 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-import numpy as np
-
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.segment import decode_chunk
 from torchrec_stream_ckpt.route.holdings import Holding, Holdings
-from torchrec_stream_ckpt.store.catalog import Picked
-from torchrec_stream_ckpt.store.reader import load_fronts, read_chunks
+from torchrec_stream_ckpt.store.reader import open_segments, read_chunks
 from torchrec_stream_ckpt.types import MarkerId
 
 
@@ -166,12 +163,7 @@ def _read(
 ) -> None:
     """Read all directories, and with ``whole`` all chunks."""
     objects, lineage = holdings.catalog.objects, holdings.lineage
-    ordered = list(refs.values())
-    fronts = load_fronts(objects, [ref for ref, _ in ordered], lineage.job, pool)
-    if not whole:
-        return
-    for (ref, generation), front in zip(ordered, fronts, strict=True):
-        schema = lineage.claims[generation].schema
-        for _, entry, data in read_chunks(objects, [Picked(ref, front, np.arange(len(front.directory)))], pool):
-            decode_chunk(entry, data, schema, ref.name)
-            progress(len(data))
+    opened = open_segments(objects, [ref for ref, _ in refs.values()], lineage.job, pool)
+    for each, entry, data in read_chunks(objects, opened if whole else [], pool):
+        decode_chunk(entry, data, lineage.claims[refs[each.ref.name][1]].schema, each.ref.name)
+        progress(len(data))

@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.frame import Header
+from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.types import TableSpec
 
@@ -58,3 +60,10 @@ def _flags(table: TableSpec) -> npt.NDArray[np.bool_]:
         return np.zeros(table.rows, np.bool_)
     except (MemoryError, ValueError):
         raise CorruptionError(f"cannot keep account of {table.rows} rows", table=table.name) from None
+
+
+def rows_of_frame(header: Header, payload: memoryview, schema: Schema) -> RowsView:
+    """The rows of a frame; raises CorruptionError if its table is unknown, or the rows do not fit it."""
+    if header.table >= len(schema.tables):
+        raise CorruptionError(f"table {header.table} is not in the schema", **header.place())
+    return decode_rows(header, payload, schema.tables[header.table])

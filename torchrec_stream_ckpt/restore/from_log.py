@@ -24,7 +24,7 @@ from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import check_hello, checked_payload, read_mark, read_stream
 from torchrec_stream_ckpt.restore.plan import RestorePlan
 from torchrec_stream_ckpt.restore.proofs import Met
-from torchrec_stream_ckpt.restore.reshard import Move
+from torchrec_stream_ckpt.restore.reshard import Move, by_slice
 from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.types import MarkerId, TableShard
 
@@ -43,7 +43,7 @@ class _Frame:
     interval: Interval
     header: Header
     data: memoryview
-    moves: tuple[Move, ...]
+    moves: Sequence[Move]
     place: int
     """Of the marker that it was sent for."""
 
@@ -84,10 +84,7 @@ def _frames(plan: RestorePlan, log: LogReader, scalars: list[TableScalars], met:
     """The frames of rows that concern this rank, oldest first; what the last MARK says goes into ``scalars``."""
     for read in plan.reads:
         interval = read.interval
-        moves: dict[tuple[int, int, int], tuple[Move, ...]] = {}
-        for move in read.moves:
-            place = (move.source.table, move.source.col0, move.source.cols)
-            moves[place] = (*moves.get(place, ()), move)
+        moves = by_slice(read.moves)
         for header, data in read_stream(log, interval.commit, interval.end, interval.after):
             if header.kind is Kind.ROWS:
                 wanted = moves.get((header.table, header.col0, header.cols))

@@ -10,7 +10,6 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import groupby
 
 import torch
 
@@ -19,7 +18,7 @@ from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
 from torchrec_stream_ckpt.format.segment import decode_chunk
 from torchrec_stream_ckpt.restore.plan import RestorePlan, pick
 from torchrec_stream_ckpt.restore.proofs import blocks_of
-from torchrec_stream_ckpt.restore.reshard import Move
+from torchrec_stream_ckpt.restore.reshard import Move, by_slice
 from torchrec_stream_ckpt.restore.straight import read_runs
 from torchrec_stream_ckpt.restore.target import Scratch, Target
 from torchrec_stream_ckpt.store.api import Objects, ReadsInto
@@ -103,7 +102,7 @@ def _write(
     for window in windows:
         mine.setdefault(window.target, []).append(window)
     within = cache(partial(_within, mine))  # most pieces have the same moves
-    by_slice = cache(_by_slice)
+    grouped = cache(by_slice)
     reads = []
     for read in plan.stored:
         parts = within(read.moves)
@@ -114,7 +113,7 @@ def _write(
     reads = [*base, *(read for read in reversed(reads) if not read.is_base)]
     straight = {read.picked.ref.name for read in base}
     places = {read.picked.ref.name: plan.path.place(read.end) for read in reads}
-    moves = {read.picked.ref.name: by_slice(read.moves) for read in reads}
+    moves = {read.picked.ref.name: grouped(read.moves) for read in reads}
     scratch, rows = Scratch(), 0
     for picked, entry, data in read_chunks(objects, [read.picked for read in reads], readers, ahead):
         chunk = decode_chunk(entry, data, plan.schema, picked.ref.name)
@@ -135,15 +134,6 @@ def _within(mine: Mapping[TableShard, Sequence[_Window]], moves: Sequence[Move])
         for window in mine.get(move.target, ())
         if (part := move.between(window.row0, window.row0 + window.rows)) is not None
     )
-
-
-def _by_slice(moves: Sequence[Move]) -> dict[tuple[int, int, int], list[Move]]:
-    """Moves by the table and columns of their source."""
-
-    def place(move: Move) -> tuple[int, int, int]:
-        return move.source.table, move.source.col0, move.source.cols
-
-    return {key: list(group) for key, group in groupby(sorted(moves, key=place), key=place)}
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from torchrec_stream_ckpt.types import TableShard
@@ -37,3 +38,11 @@ def intersect(source: TableShard, target: TableShard) -> Move | None:
     rows = min(source.row0 + source.rows, target.row0 + target.rows) - row0
     cols = min(source.col0 + source.cols, target.col0 + target.cols) - col0
     return Move(source, target, row0, rows, col0, cols) if rows > 0 and cols > 0 else None
+
+
+def by_slice(moves: Iterable[Move]) -> dict[tuple[int, int, int], list[Move]]:
+    """Moves by (table, first column, columns) of what they come from."""
+    found: dict[tuple[int, int, int], list[Move]] = {}
+    for move in moves:
+        found.setdefault((move.source.table, move.source.col0, move.source.cols), []).append(move)
+    return found

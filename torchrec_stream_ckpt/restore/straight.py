@@ -19,7 +19,7 @@ from torchrec_stream_ckpt.format.frame import aligned
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import ChunkEntry, chunk_layout, entries_of
 from torchrec_stream_ckpt.restore.plan import RestorePlan, StoreRead
-from torchrec_stream_ckpt.restore.reshard import Move
+from torchrec_stream_ckpt.restore.reshard import Move, by_slice
 from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.store.api import ReadsInto
 from torchrec_stream_ckpt.types import TableShard
@@ -59,9 +59,7 @@ def read_runs(
 
 def _runs(read: StoreRead, targets: Mapping[TableShard, Target]) -> Iterator[tuple[int, ChunkEntry, Move]]:
     """(number in the directory, entry, move) of chunks whose rows lie side by side in one target as well."""
-    moves: dict[tuple[int, int, int], list[Move]] = {}
-    for move in read.moves:
-        moves.setdefault((move.source.table, move.source.col0, move.source.cols), []).append(move)
+    moves = by_slice(read.moves)
     for number, entry in zip(read.picked.chunks.tolist(), entries_of(read.picked.entries), strict=True):
         if entry.last - entry.first + 1 != entry.rows:
             continue

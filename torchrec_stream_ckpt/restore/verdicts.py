@@ -18,12 +18,11 @@ from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.interval import Interval
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Notes
-from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import check_tables, decode_chunk
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import check_hello, checked_payload, read_mark, read_stream
-from torchrec_stream_ckpt.restore.coverage import Coverage
+from torchrec_stream_ckpt.restore.coverage import Coverage, rows_of_frame
 from torchrec_stream_ckpt.restore.ledger import Ledger
 from torchrec_stream_ckpt.restore.located import Placing, in_segments
 from torchrec_stream_ckpt.restore.proofs import Said
@@ -299,10 +298,8 @@ class Verifier:
         elif header.kind is Kind.MARK:
             shards = self._shards.get((reading.commit.generation, end.rank), ())
             reading.said.append(Said(shards, read_mark(header, frame, reading.commit, end).proof))
-        elif header.table >= len(reading.schema.tables):
-            raise CorruptionError(f"table {header.table} is not in the schema", **header.place())
         else:
-            view = decode_rows(header, payload, reading.schema.tables[header.table])
+            view = rows_of_frame(header, payload, reading.schema)
             reading.rows += header.rows
             reading.coverage.add(header.table, header.col0, header.cols, view.ids)
             self._ledger.rows(header.table, header.col0, header.cols, view)

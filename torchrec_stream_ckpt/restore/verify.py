@@ -9,24 +9,22 @@ from dataclasses import dataclass, replace
 
 from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.format.frame import Header, Kind
+from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import Proof
-from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import decode_chunk, slices_of
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.stream import check_hello, checked_payload, read_mark, read_stream
-from torchrec_stream_ckpt.restore.coverage import Coverage
+from torchrec_stream_ckpt.restore.coverage import Coverage, rows_of_frame
 from torchrec_stream_ckpt.restore.plan import plan_reads
 from torchrec_stream_ckpt.restore.proofs import Met, Said
 from torchrec_stream_ckpt.restore.rowsums import RowSums
 from torchrec_stream_ckpt.restore.unproved import Compared, Unproved
-from torchrec_stream_ckpt.route.find import locate
-from torchrec_stream_ckpt.route.held import load_all, load_catalog, lost, segment_of
+from torchrec_stream_ckpt.route.find import damage_of, locate
+from torchrec_stream_ckpt.route.held import load_catalog, lost, segment_of
 from torchrec_stream_ckpt.route.route import Route, Shards
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.store.reader import Held, read_chunks
 from torchrec_stream_ckpt.types import MarkerId, TableShard
@@ -105,25 +103,15 @@ def verify_marker(
         try:
             route.check(log)
             found = _verify(log, route, dense, objects, progress, compare_dense)
-            first = _damage_of(catalog, lineage, marker)
+            first = damage_of(catalog, lineage, marker)
             said = [error.headline for error in (first, *damaged.values()) if error is not None]
             return replace(found, read_around=tuple(said))
         except (CorruptionError, TrimmedError) as error:
             name = segment_of(route.held, error)
             if name is None or isinstance(error, TrimmedError):
-                damage = next(iter(damaged.values()), None) or _damage_of(catalog, lineage, marker)
+                damage = next(iter(damaged.values()), None) or damage_of(catalog, lineage, marker)
                 raise error if damage is None or damage is error else lost(damage, marker, error) from None
             damaged[name] = error
-
-
-def _damage_of(catalog: Catalog | None, lineage: Lineage, marker: MarkerId) -> CorruptionError | None:
-    """Why the store does not serve a marker that it should, as far as directories tell."""
-    try:
-        if catalog is not None:
-            load_all(catalog, lineage, marker)
-    except CorruptionError as error:
-        return error
-    return None
 
 
 def _verify(
@@ -141,7 +129,7 @@ def _verify(
     # A plan for one process that holds every table whole reads every stream, and proves that they cover it.
     whole = [TableShard(index, 0, table.rows, 0, table.dim) for index, table in enumerate(schema.tables)]
     plan = plan_reads(route, schema, whole)
-    coverage = _Coverage(schema)
+    coverage = Coverage(schema, range(len(schema.tables)))
     bases = route.bases
     met = Met(route.path)
     if held is not None:
@@ -158,8 +146,9 @@ def _verify(
         for header, frame in read_stream(log, ancestor, end, interval.after):
             payload = checked_payload(header, frame, ancestor, end)
             if header.kind is Kind.ROWS:
-                view = coverage.add_frame(header, payload, fresh=ancestor.generation >= bases.get(header.table, 0))
-                if view is not None:
+                view = rows_of_frame(header, payload, schema)
+                if ancestor.generation >= bases.get(header.table, 0):
+                    coverage.add(header.table, header.col0, header.cols, view.ids)
                     place = met.path.place(MarkerId(header.generation, header.marker))
                     sums.rows(header.table, header.col0, header.cols, view, place)
             elif header.kind is Kind.MARK:
@@ -233,7 +222,7 @@ def _read_store(
     held: Held,
     schema: Schema,
     bases: Mapping[int, int],
-    coverage: _Coverage,
+    coverage: Coverage,
     met: Met,
     sums: RowSums,
     progress: Callable[[int], None],
@@ -250,21 +239,3 @@ def _read_store(
                 rows, num_bytes = rows + len(view.ids), num_bytes + len(data)
                 progress(len(data))
     return rows, num_bytes
-
-
-class _Coverage(Coverage):
-    """Of all tables."""
-
-    def __init__(self, schema: Schema) -> None:
-        super().__init__(schema, range(len(schema.tables)))
-
-    def add_frame(self, header: Header, payload: memoryview, *, fresh: bool) -> RowsView | None:
-        """Check a frame; its rows, if they count."""
-        if header.table >= len(self._schema.tables):
-            raise CorruptionError(f"table {header.table} is not in the schema", **header.place())
-        table = self._schema.tables[header.table]
-        view = decode_rows(header, payload, table)
-        if not fresh:
-            return None
-        self.add(header.table, header.col0, header.cols, view.ids)
-        return view

@@ -173,6 +173,20 @@ def locate(
     return Route(lineage, commit, hold(catalog, lineage, marker, since, head, damaged), since)
 
 
+def damage_of(
+    catalog: Catalog | None, lineage: Lineage, marker: MarkerId, damaged: Mapping[str, CorruptionError] = NONE
+) -> CorruptionError | None:
+    """Why the store does not serve a marker that it should, as far as directories tell and is known."""
+    if catalog is None:
+        return None
+    try:
+        held = load_all(catalog, lineage, marker)
+    except CorruptionError as error:
+        return error
+    name = damaged_in(damaged, held) if held is not None else None
+    return damaged[name] if name is not None else None
+
+
 def verify_dense_state(dense: DenseStore, commit: Commit) -> None:
     """Compare the dense state of a marker with its digests.
 
@@ -276,7 +290,7 @@ class Search:
             route.check_own(source.log)
             return replace(route.complete(source.log), place=place, newest_generation=self._state.generation)
         except (TrimmedError, CorruptionError) as error:
-            damage = self._damage(lineage, catalog, marker)
+            damage = damage_of(catalog, lineage, marker, self._damaged.segments)
             raise damage or error from None  # that of the store comes first: without it the log would not be asked
 
     def _catalog(self, lineage: Lineage, source: Source, place: Place) -> Catalog | None:
@@ -287,17 +301,6 @@ class Search:
             self._catalogs[url] = load_catalog(source.objects, lineage)
         catalog = self._catalogs[url]
         return catalog.upto(place.outer_upto) if catalog is not None and place.outer_upto else catalog
-
-    def _damage(self, lineage: Lineage, catalog: Catalog | None, marker: MarkerId) -> CorruptionError | None:
-        """Why the store does not serve a marker that it should."""
-        if catalog is None:
-            return None
-        try:
-            held = load_all(catalog, lineage, marker)
-        except CorruptionError as error:
-            return error
-        name = damaged_in(self._damaged.segments, held) if held is not None else None
-        return self._damaged.segments[name] if name is not None else None
 
     def _pass_over(self, marker: MarkerId, failures: list[StreamCkptError]) -> None:
         """Only proved damage leads to an older marker; one that was given up is none that was offered.
