@@ -15,6 +15,7 @@ from tests.golden.test_golden import STREAM
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit, parse_control
 from torchrec_stream_ckpt.format.interval import Interval
+from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, Notes, TableRows, Verdict
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import canonical
@@ -79,8 +80,11 @@ def test_the_materializer_makes_the_golden_objects_of_the_golden_log(tmp_path: P
     assert bytes(objects.read(make_store.INTERVAL_NAME)) == golden("segment")
     manifest = Manifest(commit, None, (refs,))
     assert manifest.to_bytes() == golden("manifest")
+    lineage = Lineage()
+    lineage.apply(make.claim())
+    lineage.apply(commit)
     with ThreadPoolExecutor(1) as pool:
-        merge(objects, make.JOB, make.SCHEMA, {0: 1, 1: 1}, [Piece(None, commit.id, refs, commit.ranks[0].chain)], pool)
+        merge(objects, lineage, [Piece(None, commit.id, refs, commit.ranks[0].chain)], pool)
     assert bytes(objects.read(make_store.FOLD_NAME.segment_name(0))) == golden("segment_fold")
     assert bytes(objects.read(make_store.FOLD_NAME.name)) == golden("fold")
 

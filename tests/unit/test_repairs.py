@@ -181,11 +181,11 @@ def test_a_fold_that_holds_other_bits_than_were_merged_is_never_used(job: Job, m
 
     monkeypatch.setattr(merge.RowSorter, "add", flipping)
     objects, lineage, newest_marker = open_store(str(store_of(job))), Control(job.log).refresh(), MarkerId(1, 6)
-    catalog, bases = Catalog.load(objects, lineage.job), lineage.bases(newest_marker)
+    catalog = Catalog.load(objects, lineage.job)
     cover = replace(catalog, folds=frozenset()).cover(lineage.chain(newest_marker))
     said = r"a fold of \d+ rows was read back with .* other bits"
     with ThreadPoolExecutor(2) as pool, pytest.raises(CorruptionError, match=said) as told:
-        merge.merge(objects, lineage.job, job.schema, bases, cover, pool)
+        merge.merge(objects, lineage, cover, pool)
     assert told.value.hint.startswith("it is not used")
     assert {path.name for path in store_of(job).glob("folds/*/*")} == before
 

@@ -381,7 +381,7 @@ def test_a_table_that_the_schema_does_not_have_is_refused_before_anything_is_rea
         restored(history, MarkerId(1, 1))
     cover = Catalog.load(history.objects, JOB).cover(history.lineage.chain(MarkerId(1, 1)))
     with ThreadPoolExecutor(1) as pool, pytest.raises(CorruptionError, match="of table 7, which the schema"):
-        merge(history.objects, JOB, SCHEMA, {0: 1, 1: 1}, cover, pool)
+        merge(history.objects, history.lineage, cover, pool)
 
 
 def test_a_shard_outside_of_its_table_is_refused_where_the_log_goes_on(tmp_path: Path) -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from torchrec_stream_ckpt.materialize.merge import merge
 from torchrec_stream_ckpt.route.holdings import Holdings
-from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Piece
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -60,10 +57,3 @@ def plan_spans(holdings: Holdings, anchors: Iterable[MarkerId]) -> Iterator[Span
         cover = holdings.catalog.cover(tail, start)
         if len(cover) > 1 and cover[-1].end == end and not holdings.damage(cover):
             yield Span(start, end, cover)
-
-
-def write_span(objects: Objects, holdings: Holdings, span: Span, pool: Executor) -> None:
-    """Write a fold; raises as :func:`merge`."""
-    lineage = holdings.lineage
-    schema = lineage.claims[span.end.generation].schema
-    merge(objects, lineage.job, schema, lineage.bases(span.end), span.pieces, pool)

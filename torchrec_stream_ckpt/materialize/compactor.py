@@ -78,10 +78,9 @@ class Compactor:
         cover = catalog.cover(chain[start + 1 :], since)
         if len(cover) < 2 or cover[-1].end != end:
             return
-        progress, schema = self._progress, lineage.claims[end.generation].schema
+        progress = self._progress
         progress.doing = f"merging {len(cover)} pieces up to marker {end}"
-        bases = lineage.bases(end)
-        fold = merge(self._objects, lineage.job, schema, bases, cover, self._pool, progress.count_merged)
+        fold = merge(self._objects, lineage, cover, self._pool, progress.count_merged)
         progress.counts.fold_bytes += sum(ref.num_bytes for ref in fold.segments)
         catalog.folds |= {(since, end)}
 

@@ -44,8 +44,9 @@ from torchrec_stream_ckpt.layout import (
     pin_name,
 )
 from torchrec_stream_ckpt.log.api import Incarnation
-from torchrec_stream_ckpt.materialize.compact import plan_spans, write_span
+from torchrec_stream_ckpt.materialize.compact import plan_spans
 from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
+from torchrec_stream_ckpt.materialize.merge import merge
 from torchrec_stream_ckpt.materialize.recovered import came_after_recovery
 from torchrec_stream_ckpt.materialize.retention import Candidate, Retention
 from torchrec_stream_ckpt.materialize.rounds import ages, elapsed, idle, read_clocks, waited
@@ -329,7 +330,7 @@ def collect(
     for marker in plan.dropping:
         _drop(objects, stock.holdings.lineage, marker)
     for span in plan.spans:
-        write_span(objects, stock.holdings, span, pool)
+        merge(objects, stock.holdings.lineage, span.pieces, pool)
         failpoint("gc.merged")
     stock, now = take_stock(objects, lineage, job), read()
     found = plan_gc(stock, GcRules(grace_s=rules.grace_s), now)  # of what is there now, whoever has come meanwhile

@@ -15,6 +15,7 @@ import numpy as np
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Fold, SegmentRef
 from torchrec_stream_ckpt.format.proof import column_keys, digest_rows, per_row_keys, row_keys, words_of
 from torchrec_stream_ckpt.format.rows import RowLayout, RowsView
@@ -42,9 +43,7 @@ class _MergeWindow:
 
 def merge(
     objects: Objects,
-    job: bytes,
-    schema: Schema,
-    bases: Mapping[int, int],
+    lineage: Lineage,
     pieces: Sequence[Piece],
     pool: Executor,
     progress: Callable[[int], None] = lambda _: None,
@@ -55,9 +54,7 @@ def merge(
 
     Args:
         objects: The store.
-        job: The job.
-        schema: Of the generation that the fold ends in.
-        bases: ``Lineage.bases`` of its end: what older generations sent of these tables does not count.
+        lineage: The control partition.
         pieces: What to merge.
         pool: Threads to read with.
         progress: Called with the bytes of each chunk that is read.
@@ -66,7 +63,8 @@ def merge(
         CorruptionError: a piece is damaged.
         StoreUnavailableError: the fold was not written.
     """
-    start, end = pieces[0].start, pieces[-1].end
+    start, end, job = pieces[0].start, pieces[-1].end, lineage.job
+    schema, bases = lineage.claims[end.generation].schema, lineage.bases(end)
     name = FoldName(job, end, start)
     writer = SegmentWriter(
         objects,

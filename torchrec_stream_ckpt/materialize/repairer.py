@@ -148,8 +148,7 @@ class Repairer:
             return cover
 
         cover = self.mending(lineage, catalog, others)
-        schema, bases = lineage.claims[fold.end.generation].schema, lineage.bases(fold.end)
-        merge(into, lineage.job, schema, bases, cover, self._pool, self._progress.count_merged)
+        merge(into, lineage, cover, self._pool, self._progress.count_merged)
         catalog.forget()
         return f"{len(cover)} other pieces of the store"
 
