@@ -16,13 +16,15 @@ from torchrec_stream_ckpt.durable import fsync_dir, make_dirs, write_all
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, StoreUnavailableError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.frame import Buffer
-from torchrec_stream_ckpt.layout import TEMPORARY_PREFIX, check_object_name, is_object_name
+from torchrec_stream_ckpt.layout import STORE_FILE, TEMPORARY_PREFIX, check_object_name, is_object_name
 from torchrec_stream_ckpt.store.api import Entry
 
 _MAX_IOV = 1024
 _MAP_FROM_BYTES = 2**18
 """Smaller ranges are copied: a map costs more than it saves, and a file descriptor for as long as it lives."""
 _ATTEMPTS = 10
+_UNREADABLE = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
+_NO_SPLICE = frozenset({errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EACCES, errno.ENOENT, errno.EOPNOTSUPP})
 _HINTS = {
     errno.ENOSPC: "make room on the disk, or take away what the retention gives up: stream-ckpt gc",
     errno.EDQUOT: "make room in this user's quota, or take away what the retention gives up: stream-ckpt gc",
@@ -42,8 +44,12 @@ class FolderObjects:
     above it, up to the store's, when this process first writes there. What a writer that died has left has a
     name that is no object's, and goes with :meth:`clear_leftovers`.
 
-    Views of large ranges are maps of the file: they stay good when the object is deleted, but a disk that fails under
-    one kills the process (SIGBUS).
+    Views of large ranges are maps of the file: they stay good when the object is deleted. All of one is read before
+    it is handed out, so that what cannot be read is an error; only a disk that fails later, once the system has dropped
+    pages of it, kills the process (SIGBUS).
+
+    An object that the disk cannot read is damaged, as long as the disk still reads the store's own file: otherwise the
+    store is away.
     """
 
     reads_ahead = 4
@@ -203,6 +209,18 @@ class FolderObjects:
         """Whether there is no such object; a store that is not a folder itself is another matter."""
         return isinstance(error, FileNotFoundError) or (isinstance(error, NotADirectoryError) and self._root.is_dir())
 
+    def _is_readable(self) -> bool:
+        """Whether the disk reads the store's own file, from the medium where the system lets go of its copy."""
+        try:
+            fd = os.open(self._root / STORE_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                return len(os.pread(fd, 1, 0)) == 1
+            finally:
+                os.close(fd)
+        except OSError:
+            return False
+
     @contextlib.contextmanager
     def _errors(self, doing: str, path: Path) -> Iterator[None]:
         """Errors of the system as ours."""
@@ -217,6 +235,12 @@ class FolderObjects:
                 ) from None
             if error.errno == errno.ELOOP:
                 raise CorruptionError("an object of the store is a link to another place", path=path) from None
+            if doing == "read" and error.errno in _UNREADABLE and self._is_readable():
+                raise CorruptionError(
+                    f"cannot read it: {error.strerror}",
+                    hint="look at the disk; bring this object back from a copy, or let stream-ckpt materialize mend it",
+                    path=path,
+                ) from error
             hint = _HINTS.get(error.errno or 0, "mend the disk and try again")
             raise StoreUnavailableError(f"cannot {doing} it: {error.strerror}", hint=hint, path=path) from error
 
@@ -224,9 +248,24 @@ class FolderObjects:
 def _view(fd: int, begin: int, end: int) -> memoryview:
     if end - begin < _MAP_FROM_BYTES:
         return _copy(fd, begin, end)
+    _fetch(fd, begin, end)
     skip = begin % mmap.ALLOCATIONGRANULARITY
     mapped = mmap.mmap(fd, end - begin + skip, access=mmap.ACCESS_READ, offset=begin - skip)
     return memoryview(mapped)[skip:]
+
+
+def _fetch(fd: int, begin: int, end: int) -> None:
+    """Let the system read a range, and copy nothing: a map that cannot be read would end the process."""
+    try:
+        away = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            while begin < end and (count := os.sendfile(away, fd, begin, end - begin)):
+                begin += count
+        finally:
+            os.close(away)
+    except OSError as error:
+        if error.errno not in _NO_SPLICE:  # of this file system, or in this sandbox
+            raise
 
 
 def _copy(fd: int, begin: int, end: int) -> memoryview:
