@@ -501,8 +501,8 @@ def test_a_lost_segment_keeps_all_that_leads_to_its_marker(tmp_path: Path, pool:
     job = history.lineage.job.hex()
     history.objects.delete(f"segments/{job}/g00000001-r00000-m00000004-p000.seg")
     done = gc(history, rules(newest=1, keep_all_for="1h", compact=True), pool, now_s=6 * HOUR)
-    assert set(done.kept) == names("1:3", "1:5", "1:6")
-    assert [reason.split(":")[1] for reason in done.not_whole] == ["5 is not whole", "6 is not whole"]
+    assert set(done.kept) == names("1:3", "1:4", "1:5", "1:6"), "what is not whole may be mended"
+    assert [reason.split(":")[1] for reason in done.not_whole] == [f"{each} is not whole" for each in (4, 5, 6)]
     assert all("m00000004-p000.seg is gone" in reason for reason in done.not_whole)
     assert {entry.name.split("/")[0] for entry in done.now} == {"dense"}
     assert stores.rows_of(history.objects, history.lineage, MarkerId(1, 3)) == history.rows[MarkerId(1, 3)]
@@ -631,15 +631,18 @@ def test_a_store_that_may_not_be_written_is_named(tmp_path: Path, pool: Executor
 def test_a_damaged_manifest_is_named_and_nothing_goes(tmp_path: Path, pool: Executor) -> None:
     history = plain(tmp_path)
     name = manifest_name(history.lineage.job, MarkerId(1, 3))
-    (tmp_path / name).write_bytes(bytes(history.objects.read(name)).replace(b"rows", b"rowz"))
+    whole = bytes(history.objects.read(name))
+    (tmp_path / name).write_bytes(whole.replace(b"rows", b"rowz"))
     before = stores.contents(history.objects)
     with pytest.raises(CorruptionError, match="manifest was altered") as caught:
         gc(history, rules(newest=1), pool)
     assert caught.value.where["name"] == name
     assert stores.contents(history.objects) == before
     done = gc(history, rules(newest=1), pool, lineage=history.lineage)  # the log knows what the manifest said
-    assert set(done.kept) == names("1:2"), "the newest that is whole"
-    assert check_whole(history) == names("1:2")
+    left = names("1:2", "1:3", "1:4", "1:5", "1:6")
+    assert set(done.kept) == left, "the newest that is whole, and what may be mended"
+    (tmp_path / name).write_bytes(whole)
+    assert check_whole(history) == left
 
 
 def test_a_manifest_that_was_lost_is_missed_by_the_store_alone(tmp_path: Path, pool: Executor) -> None:
@@ -673,3 +676,22 @@ def test_a_marker_that_comes_while_gc_looks_is_left_alone(tmp_path: Path, pool: 
     done = gc(history, rules(newest=1, compact=True), pool, lineage=lineage)
     assert set(done.kept) == names("1:5")
     assert check_whole(history) == names("1:5", "1:6")
+
+
+def test_a_run_that_reads_no_clock_of_an_earlier_one_says_that_nothing_gets_older(
+    tmp_path: Path, pool: Executor
+) -> None:
+    """As where each run has a fresh machine: what waits would wait for ever, and nobody would see why."""
+    history = plain(tmp_path, policy=ALWAYS)
+    first = gc(history, rules(3600.0, newest=1), pool, host="boot 1")
+    assert (bool(first.later), first.stands_still) == (True, "")
+    again = gc(history, rules(3600.0, newest=1), pool, host="boot 2", now_s=2e6)
+    assert not again.now
+    assert again.stands_still.startswith("no earlier run has read a clock that this one reads")
+    assert "run gc on one host that is not booted in between" in again.describe()
+    job, given = history.lineage.job, rules(3600.0, newest=1)
+    blind = collect(history.objects, None, job, given, pool, dict)
+    assert "no clock is shown here that nobody sets" in blind.describe()
+    done = gc(history, rules(3600.0, newest=1), pool, host="boot 2", now_s=2e6 + 3600.0)
+    assert done.now
+    assert done.stands_still == ""

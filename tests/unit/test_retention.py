@@ -60,9 +60,15 @@ def test_the_rules_add_up(settings: dict[str, Any], expected: list[int]) -> None
     assert kept(Retention(**settings), hourly(24), 23 * HOUR) == list(expected)
 
 
-def test_what_cannot_be_restored_does_not_count_for_the_floor() -> None:
-    markers = [replace(each, restorable=each.id.marker not in (10, 9)) for each in hourly(10)]
-    assert kept(Retention(newest=2), markers, 1e9) == [7, 8]
+def test_what_cannot_be_restored_does_not_count_for_the_floor_and_stays_until_it_is_mended() -> None:
+    markers = [replace(each, restorable=each.id.marker not in (10, 8, 2)) for each in hourly(10)]
+    assert kept(Retention(newest=2), markers, 1e9) == [7, 8, 9, 10]
+    assert kept(Retention(newest=1), markers, 1e9) == [9, 10]
+
+
+def test_where_too_few_can_be_restored_nothing_is_given_up() -> None:
+    markers = [replace(each, restorable=each.id.marker == 3) for each in hourly(5)]
+    assert kept(Retention(newest=2), markers, 1e9) == [1, 2, 3, 4, 5]
 
 
 def test_all_generations_are_judged_together() -> None:

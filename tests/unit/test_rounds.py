@@ -49,6 +49,65 @@ def test_a_sandbox_that_shows_no_boot_has_no_clock(monkeypatch: pytest.MonkeyPat
     assert read_clocks(HeldObjects({}), JOB) == {}  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the kernel says of this process."""
+    made = tmp_path / "proc"
+    made.mkdir()
+    (made / "boot_id").write_text("a-boot\n")
+    (made / "timens_offsets").write_text("monotonic           0         0\nboottime            0         0\n")
+    for name in ("time", "time_for_children"):
+        (made / name).symlink_to("time:[4026531834]")
+    names = {"_BOOT_ID": "boot_id", "_OFFSETS": "timens_offsets", "_TIME_NAMESPACE": "time"}
+    for constant, name in (names | {"_OF_CHILDREN": "time_for_children"}).items():
+        monkeypatch.setattr(rounds, constant, made / name)
+    return made
+
+
+def boots(proc: Path) -> list[str]:
+    return list(read_clocks(HeldObjects({}), JOB))  # type: ignore[arg-type]
+
+
+def test_a_kernel_without_time_namespaces_tells_the_time_since_its_boot(proc: Path) -> None:
+    for name in ("time", "time_for_children", "timens_offsets"):
+        (proc / name).unlink()
+    assert boots(proc) == ["a-boot"]
+
+
+def test_the_number_of_a_namespace_is_not_believed_for_the_kernel_gives_it_again(proc: Path) -> None:
+    assert boots(proc) == ["a-boot"]
+    for name in ("time", "time_for_children"):
+        (proc / name).unlink()
+        (proc / name).symlink_to("time:[4026532999]")
+    assert boots(proc) == ["a-boot"], "another namespace that shifts nothing shows the host's clock"
+    (proc / "timens_offsets").write_text("monotonic 0 0\nboottime 86400 0\n")
+    assert boots(proc) == []
+
+
+@pytest.mark.parametrize("offsets", ["", "boottime 0", "boottime 0 5", "monotonic 0 0"])
+def test_what_does_not_say_that_nothing_is_shifted_is_no_clock(proc: Path, offsets: str) -> None:
+    (proc / "timens_offsets").write_text(offsets)
+    assert boots(proc) == []
+
+
+def test_offsets_of_a_namespace_that_only_children_enter_say_nothing(proc: Path) -> None:
+    (proc / "time_for_children").unlink()
+    (proc / "time_for_children").symlink_to("time:[4026532999]")
+    assert boots(proc) == []
+
+
+@pytest.mark.parametrize("step_s", [86400.0, -86400.0, 0.0])
+@pytest.mark.parametrize("at", [1, 4, 8])
+def test_a_step_of_the_trainers_clock_ages_no_marker_by_more_than_a_wait(step_s: float, at: int) -> None:
+    lineage = Lineage()
+    lineage.apply(builders.claim(1))
+    for marker in range(10):
+        shown_s = 1e6 + 600.0 * marker + (step_s if marker >= at else 0.0)
+        lineage.apply(builders.commit(1, marker + 1, time_s=shown_s))
+    for marker, age_s in ages(lineage, 0.0).items():
+        assert age_s <= 600.0 * (10 - marker.marker) + 600.0
+
+
 CLOCKS = st.dictionaries(st.sampled_from("abc"), st.floats(0, 1e6), max_size=3)
 
 

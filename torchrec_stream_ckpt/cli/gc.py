@@ -138,6 +138,8 @@ def _record(plan: GcPlan) -> dict[str, Any]:
         "deleted_bytes": plan.num_bytes,
         "later_bytes": _bytes(plan.later),
         "not_whole": list(plan.not_whole),
+        "damaged": list(plan.damaged),
+        "stands_still": plan.stands_still,
         "awaited": [str(marker) for marker in plan.awaited],
         "elsewhere": list(plan.elsewhere),
     }

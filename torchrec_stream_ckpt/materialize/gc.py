@@ -48,8 +48,9 @@ from torchrec_stream_ckpt.materialize.compact import plan_spans
 from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
 from torchrec_stream_ckpt.materialize.merge import merge
 from torchrec_stream_ckpt.materialize.recovered import came_after_recovery
+from torchrec_stream_ckpt.materialize.relied import Relied, without
 from torchrec_stream_ckpt.materialize.retention import Candidate, Retention
-from torchrec_stream_ckpt.materialize.rounds import ages, elapsed, idle, read_clocks, waited
+from torchrec_stream_ckpt.materialize.rounds import ages, elapsed, idle, read_clocks, stands_still, waited
 from torchrec_stream_ckpt.route.holdings import Holdings
 from torchrec_stream_ckpt.store.api import Entry, Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
@@ -185,6 +186,7 @@ def plan_gc(stock: Stock, rules: GcRules, clocks: Mapping[str, float]) -> GcPlan
         tuple(f"{each} is not whole: {why}" for each in decision.kept if (why := holdings.look(each).problem)),
         tuple(sorted(stock.awaited)),
         _elsewhere(stock, decision.dropped),
+        stands_still=stands_still(stock.lists, clocks) if garbage and rules.grace_s else "",
     )
 
 
@@ -333,7 +335,8 @@ def collect(
         merge(objects, stock.holdings.lineage, span.pieces, pool)
         failpoint("gc.merged")
     stock, now = take_stock(objects, lineage, job), read()
-    found = plan_gc(stock, GcRules(grace_s=rules.grace_s), now)  # of what is there now, whoever has come meanwhile
+    # Of what is there now, whoever has come meanwhile; and of what its bytes prove.
+    stock, found = _proved(stock, GcRules(grace_s=rules.grace_s), now, Relied(pool))
     aging = _newest(stock.holdings.lineage) if rules.retention.keep_all_for is not None else None
     _list(objects, job, stock, found.later, now, aging)
     for kind in _PHASES:
@@ -344,7 +347,25 @@ def collect(
     objects.clear_leftovers()
     given_up = {*plan.dropping} & stock.holdings.catalog.dropped - stock.pins
     kept = tuple(sorted({*plan.kept, *plan.dropping} - given_up))
-    return replace(plan, kept=kept, dropping=tuple(sorted(given_up)), now=found.now, later=found.later)
+    return replace(
+        plan, kept=kept, dropping=tuple(sorted(given_up)), now=found.now, later=found.later, damaged=found.damaged
+    )
+
+
+def _proved(stock: Stock, rules: GcRules, clocks: Mapping[str, float], relied: Relied) -> tuple[Stock, GcPlan]:
+    """A plan that deletes nothing in favor of a fold that is damaged: what it was made of is needed then.
+
+    A fold stays damaged until the materializer has written all of it anew, so gc may run at any moment of that.
+    """
+    holdings, known = stock.holdings, 0
+    while True:
+        plan = plan_gc(stock, rules, clocks)
+        idle = {entry.name for entry in (*plan.now, *plan.later)}
+        folds = (fold for fold in stock.holdings.catalog.folds if FoldName(plan.job, fold[1], fold[0]).name not in idle)
+        damaged = relied.among(holdings, [entry.name for entry in plan.now], folds)
+        if len(damaged) == known:
+            return stock, replace(plan, damaged=relied.remarks(plan.job))
+        known, stock = len(damaged), replace(stock, holdings=without(holdings, damaged))
 
 
 def _drop(objects: Objects, lineage: Lineage, marker: MarkerId) -> None:

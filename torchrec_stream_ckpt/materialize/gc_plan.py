@@ -35,6 +35,10 @@ class GcPlan:
     """Kept because the outer tier does not have them yet."""
     elsewhere: tuple[str, ...]
     """Other places that hold dense state of the markers that are given up: they keep it."""
+    damaged: tuple[str, ...] = ()
+    """Folds that stand in for what nobody else needs and cannot be read, with the reason. A dry run does not look."""
+    stands_still: str = ""
+    """Why what waits for the grace period does not get older; empty where it does."""
 
     @property
     def num_bytes(self) -> int:
@@ -67,6 +71,10 @@ class GcPlan:
     def remarks(self) -> list[str]:
         """In words: what stays although the retention does not want it, and why."""
         lines = [f"  marker {reason}: all that leads to it stays" for reason in self.not_whole]
+        if self.stands_still:
+            where = "run gc on one host that is not booted in between, or over an object store"
+            lines.append(f"  {self.stands_still}; {where}")
+        lines += [f"  {each}; what it was made of stays: let stream-ckpt materialize mend it" for each in self.damaged]
         lines += [_awaited(self.awaited)] if self.awaited else []
         return lines + [f"  dense state in {place} stays: it is not in this store" for place in self.elsewhere]
 

@@ -18,7 +18,7 @@ class Candidate:
     time_s: float
     """When it was committed, Unix time."""
     restorable: bool = True
-    """Whether the store has all that it needs: others do not count for the floor."""
+    """Whether the store has all that it needs: others do not count for the floor, and stay beside it."""
     age_s: float = 0.0
     """How old it is at least: what nobody can tell is young."""
 
@@ -48,7 +48,8 @@ class Retention:
     """Of the older ones: a count N keeps those whose number on the lineage is a multiple of N, a duration such as
     ``1d`` the first one of each such stretch of time. None keeps none of them."""
     newest: int | None = None
-    """Keep so many of the newest ones that can be restored, whatever their age; at least 1 under any rule."""
+    """Keep so many of the newest ones that can be restored, whatever their age; at least 1 under any rule. What is
+    newer than the oldest of these, and cannot be restored as the store is now, stays as well: it may be mended."""
     pinned: frozenset[MarkerId] = field(default_factory=frozenset)
     """Keep these."""
 
@@ -76,13 +77,19 @@ class Retention:
         if self.keep_all_for is not None:
             longest_s = parse_duration(self.keep_all_for)
             young = {each.id for each in ordered if each.age_s <= longest_s}
-        restorable = [each.id for each in ordered if each.restorable]
         thinned = self._thinned([each for each in ordered if each.id not in young])
-        kept = young | self.pinned | thinned | set(restorable[-(self.newest or 1) :])
+        kept = young | self.pinned | thinned | self._newest(ordered)
         return Decision(
             tuple(each.id for each in ordered if each.id in kept),
             tuple(each.id for each in ordered if each.id not in kept),
         )
+
+    def _newest(self, ordered: list[Candidate]) -> set[MarkerId]:
+        """What ``newest`` keeps: up to there also what cannot be restored now, for it may be mended."""
+        floor = self.newest or 1
+        restorable = [place for place, each in enumerate(ordered) if each.restorable]
+        first = restorable[-floor] if len(restorable) >= floor else 0
+        return {each.id for each in ordered[first:]}
 
     def _thinned(self, older: list[Candidate]) -> set[MarkerId]:
         """What ``then_every`` keeps."""

@@ -6,10 +6,12 @@ knows how much time has gone by, whatever any wall clock says; one that reads no
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -20,6 +22,8 @@ from torchrec_stream_ckpt.types import MarkerId
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _TIME_NAMESPACE = Path("/proc/self/ns/time")
+_OF_CHILDREN = Path("/proc/self/ns/time_for_children")
+_OFFSETS = Path("/proc/self/timens_offsets")
 
 
 def read_clocks(objects: Objects, job: bytes, *, probe: bool = True) -> dict[str, float]:
@@ -31,11 +35,10 @@ def read_clocks(objects: Objects, job: bytes, *, probe: bool = True) -> dict[str
         probe: Ask the store, which is done by an object that is put and deleted again.
     """
     clocks = {}
-    try:
-        boot, namespace = _BOOT_ID.read_text("ascii").strip(), os.readlink(_TIME_NAMESPACE)
-        clocks[f"{boot} {namespace}"] = time.clock_gettime(time.CLOCK_BOOTTIME)
-    except OSError:  # a sandbox that shows neither
-        pass
+    with contextlib.suppress(OSError):  # a sandbox that shows no boot
+        boot = _BOOT_ID.read_text("ascii").strip()
+        if _is_of_host():
+            clocks[boot] = time.clock_gettime(time.CLOCK_BOOTTIME)
     if probe and isinstance(objects, KeepsTime):
         name = probe_name(job, secrets.token_hex(8))
         objects.put(name, [b""])
@@ -44,6 +47,21 @@ def read_clocks(objects: Objects, job: bytes, *, probe: bool = True) -> dict[str
         if shown is not None:
             clocks["store"] = shown
     return clocks
+
+
+def _is_of_host() -> bool:
+    """Whether the time since boot that this process reads is the host's. A time namespace may shift it.
+
+    The name of a namespace says nothing: the kernel gives it again once it is free.
+    """
+    try:
+        offsets = _OFFSETS.read_text("ascii")
+    except FileNotFoundError:
+        return not os.path.lexists(_TIME_NAMESPACE)  # a kernel without time namespaces
+    if os.readlink(_TIME_NAMESPACE) != os.readlink(_OF_CHILDREN):
+        return False  # the offsets are those of the children's
+    shifts = [line.split()[1:] for line in offsets.splitlines() if line.split()[:1] in (["boottime"], ["7"])]
+    return shifts == [["0", "0"]]
 
 
 def elapsed(then: Mapping[str, float], now: Mapping[str, float]) -> float | None:
@@ -74,6 +92,9 @@ def ages(lineage: Lineage, idle_s: float) -> dict[MarkerId, float]:
     Within a generation one trainer's clock tells it. What went by between two generations, whose trainers may have run
     on hosts of other clocks, does not count.
 
+    A step of that clock looks like a wait. So the longest wait of a generation counts at most twice the next one: one
+    step makes markers older by no more than that.
+
     Args:
         lineage: Of the job.
         idle_s: Age of its newest marker.
@@ -81,11 +102,33 @@ def ages(lineage: Lineage, idle_s: float) -> dict[MarkerId, float]:
     times: dict[int, list[float]] = {}
     for commit in lineage.commits.values():
         times.setdefault(commit.generation, []).append(commit.time_s)
-    younger: dict[int, float] = {}
+    found: dict[tuple[int, int], float] = {}
     for generation in sorted(times, reverse=True):
-        younger[generation] = idle_s
-        idle_s += max(0.0, times[generation][-1] - times[generation][0])
-    return {
-        commit.id: younger[commit.generation] + max(0.0, times[commit.generation][-1] - commit.time_s)
-        for commit in lineage.commits.values()
-    }
+        waits = _counted([max(0.0, later - earlier) for earlier, later in pairwise(times[generation])])
+        for place in reversed(range(len(times[generation]))):
+            idle_s += waits[place] if place < len(waits) else 0.0
+            found[generation, place] = idle_s
+    places: dict[int, int] = {}
+    ages_s: dict[MarkerId, float] = {}
+    for commit in lineage.commits.values():
+        place = places[commit.generation] = places.get(commit.generation, -1) + 1
+        ages_s[commit.id] = found[commit.generation, place]
+    return ages_s
+
+
+def _counted(waits: Sequence[float]) -> list[float]:
+    """Waits between the markers of a generation, the longest cut to twice the next one."""
+    if len(waits) < 2:
+        return list(waits)
+    second = sorted(waits)[-2]
+    return [min(wait, 2 * second) for wait in waits]
+
+
+def stands_still(lists: Iterable[tuple[str, Garbage]], clocks: Mapping[str, float]) -> str:
+    """Why what waits does not get older in this run, in words; empty where it does, or where nothing waits."""
+    if not clocks:
+        return "no clock is shown here that nobody sets: what waits is never deleted by runs in such a place"
+    waiting = [garbage for _, garbage in lists if garbage.names]
+    if waiting and all(elapsed(garbage.clocks, clocks) is None for garbage in waiting):
+        return "no earlier run has read a clock that this one reads: what waits begins to wait anew"
+    return ""
