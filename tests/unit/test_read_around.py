@@ -17,11 +17,14 @@ from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.interchange.rows import TableReader, open_rows
-from torchrec_stream_ckpt.layout import dense_name, manifest_name
+from torchrec_stream_ckpt.layout import dense_name, manifest_name, parse_store_segment
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.restore.verify import verify_marker
+from torchrec_stream_ckpt.route.held import hold
 from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.store.folder import FolderObjects
 from torchrec_stream_ckpt.types import MarkerId
 
 BASE = "segments/*/f-*-from-root-p000.seg"
@@ -119,6 +122,21 @@ def test_what_is_read_around_a_flipped_bit_is_what_the_log_says(
     assert path.read_bytes() == harmed, "a reader changes nothing"
 
 
+def test_readers_that_share_their_sources_all_go_around_what_one_has_found(job: Job) -> None:
+    newest = MarkerId(1, 6)
+    flip(job, BASE)
+    lineage, scratch = lineage_of(job), job.root.parent / "scratch"
+    scratch.mkdir()
+    with open_rows(job.log, lineage, newest, open_store(str(job.root)), scratch) as found:
+        image = Image(found.schema)
+        tables = range(len(found.schema.tables))
+        readers = [(index, TableReader(found, index)) for _ in range(2) for index in tables]
+        for index, reader in readers:  # all were opened before anything was found
+            for row0, rows in reader.windows():
+                put(image, reader, index, row0, rows)
+    assert image == image_of_log(job.log, lineage, newest)
+
+
 @pytest.mark.parametrize("at", [-10, 30], ids=["a chunk", "the directory"])
 def test_a_marker_with_a_damaged_base_is_verified_by_what_the_base_was_made_of(
     job: Job, caplog: pytest.LogCaptureFixture, at: int
@@ -156,3 +174,34 @@ def test_damage_without_another_way_names_the_object_and_what_to_try(job: Job) -
         assert path.name in told.value.headline
         assert f"marker={marker}" in told.value.headline
         assert told.value.hint.startswith("bring this object back")
+
+
+@pytest.mark.parametrize("at", [-10, 30], ids=["a chunk", "the directory"])
+def test_only_what_leads_around_damage_is_looked_at(job: Job, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """Not the whole path: with a thousand markers that would be a thousand requests, and more at each damaged piece."""
+    for _ in range(24):
+        go_on(job)
+    fold(job.root, Policy(rebase=0.3))
+    *_, older, newest = sorted(job.root.glob(BASE))
+    flip(job, BASE, at)
+    marker = MarkerId(1, 30)
+    read, names = FolderObjects.read, list[str]()
+
+    def reading(self: FolderObjects, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        names.append(name)
+        return read(self, name, begin, end)
+
+    lineage, objects = lineage_of(job), open_store(str(job.root))
+    catalog = Catalog.load(objects, JOB)
+    known = {str(newest.relative_to(job.root)): CorruptionError("a bit")} if at == -10 else {}
+    monkeypatch.setattr(FolderObjects, "read", reading)
+    held = hold(catalog, lineage, marker, damaged=known)
+    assert held is not None
+    assert held.reach == marker
+    needed = {picked.ref.name for piece in held.pieces for picked in piece.opened}
+    assert str(older.relative_to(job.root)) in needed
+    first = min(piece.end for piece in held.pieces)
+    assert {found.marker for name in names if (found := parse_store_segment(name))} <= {
+        each for each in lineage.commits if each >= first
+    }
+    assert len([name for name in names if name.startswith("folds/")]) == 2, "the damaged base's, and the one before it"

@@ -72,6 +72,8 @@ class MarkerRows:
         self._damaged: dict[str, CorruptionError] = {}
         self._pieces: list[tuple[Objects, tuple[Piece, ...]]] = []
         """Of each place, oldest first, as the places are: the store, then the folder."""
+        self.opened = 0
+        """How often it was looked up where the rows are: they come from elsewhere once this has grown."""
         self._route = self._open(lineage, marker, since)
 
     @property
@@ -85,6 +87,7 @@ class MarkerRows:
         self._pieces = [(self._folder, tail)]
         if self._catalog is not None and route.held is not None:
             self._pieces.insert(0, (self._catalog.objects, route.held.pieces))
+        self.opened += 1
         return route
 
     def _fold(self, route: Route) -> Iterator[Piece]:
@@ -229,6 +232,7 @@ class TableReader:
         self._rows = rows
         self._table = table
         self.spec: TableSpec = rows.schema.tables[table]
+        self._opened = rows.opened
         self._newest = rows.newest_of(table)
         held = {
             (int(col0), int(cols))
@@ -270,14 +274,23 @@ class TableReader:
             StoreUnavailableError: the store does not answer.
         """
         while True:
+            self._follow()
             try:
                 return self._read(row0, rows)
             except CorruptionError as error:
-                self._rows.go_around(error)
-                again = TableReader(self._rows, self._table)
-                if again.slices != self.slices:
-                    raise
-                self._newest, self._cuts = again._newest, again._cuts
+                if self._opened == self._rows.opened:  # otherwise another reader has gone around it
+                    self._rows.go_around(error)
+
+    def _follow(self) -> None:
+        """Read from where the rows are now: another reader of them may have gone around something."""
+        if self._opened == self._rows.opened:
+            return
+        again = TableReader(self._rows, self._table)
+        if again.slices != self.slices:
+            raise CorruptionError(
+                "row-wise state lies in other column slices in what is read around damage", table=self.spec.name
+            )
+        self._opened, self._newest, self._cuts = again._opened, again._newest, again._cuts
 
     def _read(self, row0: int, rows: int) -> TableWindow:
         window = self._empty(row0, rows)

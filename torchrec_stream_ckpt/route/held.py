@@ -11,11 +11,12 @@ from itertools import compress
 from types import MappingProxyType
 
 from torchrec_stream_ckpt.errors import CorruptionError, StreamCkptError
+from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.catalog import Catalog, follow
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.reader import Held, load_front, load_held
 from torchrec_stream_ckpt.types import MarkerId
@@ -114,7 +115,7 @@ def _load_intact(
     held, error = _try(catalog, lineage, marker, since, head, damaged)
     if error is None:
         return held
-    intact = intact_on(catalog, lineage, marker, damaged)
+    intact = intact_on(catalog, lineage, marker, head.marker if head is not None else since, damaged)
     held, _ = _try(intact, lineage, marker, since, head, damaged)
     if held is None:
         log.warning("the store cannot serve marker %s, the log is read: %s", marker, error.headline)
@@ -169,40 +170,69 @@ def damaged_in(damaged: Mapping[str, CorruptionError], held: Held) -> str | None
 
 
 def intact_on(
-    catalog: Catalog, lineage: Lineage, marker: MarkerId, damaged: Mapping[str, CorruptionError] = NONE
+    catalog: Catalog,
+    lineage: Lineage,
+    marker: MarkerId,
+    since: MarkerId | None = None,
+    damaged: Mapping[str, CorruptionError] = NONE,
 ) -> Catalog:
-    """``catalog`` without what is damaged on the path to a marker: folds, and intervals with their markers."""
-    path = {commit.id for commit in lineage.chain(marker)}
-    folds, markers = [fold for fold in catalog.folds if fold[1] in path], list(catalog.markers & path)
-    refs = [partial(_of_fold, catalog, fold) for fold in folds] + [
-        partial(_of_marker, catalog, each) for each in markers
-    ]
+    """``catalog`` without what is damaged on the way to a marker: folds, and intervals with their markers.
+
+    Only pieces that are read are looked at: where one is damaged, those that lead around it come next.
+    """
+    tail, whole = _tail(lineage, marker, since), set[str]()
     with ThreadPoolExecutor(_READERS) as pool:  # a store may take its time for each of them
-        bad = list(pool.map(lambda each: _is_damaged(catalog, each, damaged), refs))
-    return replace(
-        catalog,
-        folds=catalog.folds - set(compress(folds, bad)),
-        markers=catalog.markers - set(compress(markers, bad[len(folds) :])),
-    )
+        while True:
+            strides = catalog.strides(tail, since)
+            reach = next(
+                (each.id for each in reversed(tail) if each.id in strides and each.id in catalog.markers), None
+            )
+            if reach is None:
+                return catalog
+            steps = follow(strides, reach, since)
+            refs = [partial(_of_fold if step in catalog.folds else _of_interval, catalog, step) for step in steps]
+            refs.append(partial(_notes_of, catalog, reach))
+            bad = list(pool.map(partial(_is_damaged, catalog, damaged, whole), refs))
+            if not any(bad):
+                return catalog
+            away = set(compress(steps, bad))
+            ends = {end for start, end in away - catalog.folds} | ({reach} if bad[-1] else set())
+            catalog = replace(catalog, folds=catalog.folds - away, markers=catalog.markers - ends)
 
 
-def _of_fold(catalog: Catalog, fold: tuple[MarkerId | None, MarkerId]) -> Sequence[SegmentRef]:
-    return catalog.fold(*fold).segments
+def _tail(lineage: Lineage, marker: MarkerId, since: MarkerId | None) -> list[Commit]:
+    """What comes after ``since`` on the way to a marker."""
+    chain = lineage.chain(marker)
+    return chain[[commit.id for commit in chain].index(since) + 1 :] if since is not None else chain
 
 
-def _of_marker(catalog: Catalog, marker: MarkerId) -> Sequence[SegmentRef]:
-    return [ref for refs in catalog.manifest(marker).segments for ref in refs]
+def _of_fold(catalog: Catalog, step: tuple[MarkerId | None, MarkerId]) -> Sequence[SegmentRef]:
+    return catalog.fold(*step).segments
+
+
+def _of_interval(catalog: Catalog, step: tuple[MarkerId | None, MarkerId]) -> Sequence[SegmentRef]:
+    return [ref for refs in catalog.manifest(step[1]).segments for ref in refs]
+
+
+def _notes_of(catalog: Catalog, reach: MarkerId) -> Sequence[SegmentRef]:
+    """Where the ranks say what they held at the marker that the store leads to."""
+    return [refs[-1] for refs in catalog.manifest(reach).segments]
 
 
 def _is_damaged(
-    catalog: Catalog, refs: Callable[[], Sequence[SegmentRef]], damaged: Mapping[str, CorruptionError]
+    catalog: Catalog,
+    damaged: Mapping[str, CorruptionError],
+    whole: set[str],
+    refs: Callable[[], Sequence[SegmentRef]],
 ) -> bool:
-    """Whether segments cannot be read, as far as directories tell and is known."""
+    """Whether segments cannot be read, as far as directories tell and is known; adds to those that are ``whole``."""
     try:
         for ref in refs():
             if ref.name in damaged:
                 return True
-            load_front(catalog.objects, ref, catalog.job)
+            if ref.name not in whole:
+                load_front(catalog.objects, ref, catalog.job)
+                whole.add(ref.name)
     except CorruptionError:
         return True
     return False
@@ -216,10 +246,8 @@ def load_all(
     head: HeadState | None = None,
 ) -> Held | None:
     """As :func:`hold`, of the store alone; raises CorruptionError for what is damaged."""
-    chain = lineage.chain(marker)
     since = head.marker if head is not None else since
-    behind = [commit.id for commit in chain].index(since) + 1 if since is not None else 0
-    cover = catalog.cover(chain[behind:], since)
+    cover = catalog.cover(_tail(lineage, marker, since), since)
     if not cover:
         return None
     with ThreadPoolExecutor(_READERS) as pool:
