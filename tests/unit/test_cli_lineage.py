@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from tests.builders import claim, commit
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.errors import FencedError, MarkerNotFoundError
+from torchrec_stream_ckpt.errors import CorruptionError, FencedError, MarkerNotFoundError
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, json_frame
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -53,6 +54,25 @@ def depth(text: str, piece: str) -> int:
     """How far a line of the tree is indented."""
     (line,) = (line for line in text.splitlines() if piece in line)
     return line.index(piece)
+
+
+def test_the_newest_are_listed_beside_an_older_commit_that_nobody_wrote_and_all_are_not(tmp_path: Path) -> None:
+    """Right checksums and a wrong field: to list the newest two asks the others for their names alone."""
+    wrong = commit(1, 2)
+    text = wrong.to_frame()[HEADER_LEN:].replace(b'"step":20', b'"step":21')
+    log = FileLog(tmp_path)
+    log.prepare(1)
+    for frame in (claim(1).to_frame(), commit(1, 1).to_frame(), bytes(json_frame(wrong.header(), text))):
+        log.append_control(frame)
+    for marker in (3, 4):
+        log.append_control(commit(1, marker).to_frame())
+    log.close()
+    uri = f"file://{tmp_path}"
+    shown = json.loads(run("list", uri, "--newest", "2", "--json"))["markers"]
+    assert [row["marker"] for row in shown] == ["1:3", "1:4"]
+    for asked in (("list", uri, "--newest", "3"), ("list", uri), ("show", uri, "1:4")):
+        with pytest.raises(CorruptionError, match="COMMIT"):
+            run(*asked)
 
 
 def test_the_tree_hangs_each_generation_under_the_marker_that_it_stands_on(uri: str) -> None:

@@ -16,10 +16,18 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit, parse_control
 from torchrec_stream_ckpt.format.dense_files import DenseFile, DenseList
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_frame, parse_header
+from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.mac import CommitKey
-from torchrec_stream_ckpt.format.packed_commit import head_at, open_commit, pack_commit, read_record
+from torchrec_stream_ckpt.format.packed_commit import (
+    PackedCommit,
+    glance_at,
+    head_at,
+    open_commit,
+    pack_commit,
+    read_record,
+)
 from torchrec_stream_ckpt.format.rank_ends import RankEnds
-from torchrec_stream_ckpt.types import RankEnd
+from torchrec_stream_ckpt.types import MarkerId, RankEnd
 
 JOB = bytes(range(16))
 KEY = CommitKey(bytes(range(32)))
@@ -275,3 +283,41 @@ def test_other_records_are_read_as_before() -> None:
     for name in ("claim", "trim", "end", "note", "snapshot"):
         frame = make.undump((make.HERE / f"{name}.hex").read_text())
         assert read_record(frame) == parse_control(frame)
+
+
+@given(commits())
+@example(replace(COMMIT, meta=(("a", ',"nonce":"'), ("nonce", "another"))))
+def test_a_glance_sees_what_decides_whether_a_commit_counts(commit: Commit) -> None:
+    seen = read_record(commit.to_frame(), glance=True)
+    assert (seen.open() if isinstance(seen, PackedCommit) else seen) == commit
+    assert (seen.job, seen.generation, seen.marker, seen.nonce) == (
+        commit.job, commit.generation, commit.marker, commit.nonce,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("how", TAMPERED)
+def test_what_a_glance_took_is_refused_when_it_is_opened_if_the_slow_way_refuses_it(how: str) -> None:
+    frame = written(TAMPERED[how](text_of(COMMIT)).encode("ascii"))
+    seen = glance_at(frame)
+    if seen is None:
+        return
+    if (slow := slowly(frame)) is None:
+        with pytest.raises(CorruptionError):
+            seen.open()
+    else:
+        assert seen.open() == slow
+        assert (seen.job, seen.generation, seen.marker, seen.nonce) == (
+            slow.job, slow.generation, slow.marker, slow.nonce,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["another step", "NaN", "ranks cut short", "a digest too short"])
+def test_a_wrong_field_below_right_checksums_is_named_with_its_marker_once_it_is_opened(how: str) -> None:
+    claim = replace(make.claim(), job=JOB, generation=3, nonce=COMMIT.nonce)
+    wrong, newer = written(TAMPERED[how](text_of(COMMIT)).encode("ascii")), replace(COMMIT, marker=18).to_frame()
+    lineage = Lineage.of([claim, *(read_record(frame, glance=True) for frame in (wrong, newer))])
+    assert list(lineage.commits) == [MarkerId(3, 17), MarkerId(3, 18)]
+    assert lineage.newest == replace(COMMIT, marker=18)
+    with pytest.raises(CorruptionError, match="COMMIT") as caught:
+        lineage.find(MarkerId(3, 17))
+    assert caught.value.where["marker"] == MarkerId(3, 17)

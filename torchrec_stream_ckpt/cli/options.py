@@ -55,7 +55,7 @@ class Access:
         typer.Option(help="The job's commit key: what is not signed with it counts for nothing.", metavar="FILE"),
     ] = None
 
-    def job(self, uri: str, store: str | None = None) -> Job:
+    def job(self, uri: str, store: str | None = None, *, glance: bool = False) -> Job:
         """A job's log and store, opened and not looked at; the caller closes them."""
         from torchrec_stream_ckpt.route.job import Job
 
@@ -65,13 +65,16 @@ class Access:
             store_options=self.store_options,
             kafka_options=self.kafka_options,
             commit_key_file=self.commit_key_file,
+            glance=glance,
         )
 
-    def open_job(self, uri: str, store: str | None = None, *, warn: bool = True) -> AbstractContextManager[Job]:
+    def open_job(
+        self, uri: str, store: str | None = None, *, warn: bool = True, glance: bool = False
+    ) -> AbstractContextManager[Job]:
         """A job's log, read as of now."""
         from torchrec_stream_ckpt.cli.common import open_job
 
-        return open_job(self.job(uri, store), warn=warn)
+        return open_job(self.job(uri, store, glance=glance), warn=warn)
 
     def open_objects(self, url: str) -> AbstractContextManager[Objects]:
         """The store at ``url``."""
@@ -88,9 +91,9 @@ class JobOptions(Access):
     uri: Uri
     store: Store = None
 
-    def open(self, *, warn: bool = True) -> AbstractContextManager[Job]:
-        """The job's log, read as of now."""
-        return self.open_job(self.uri, self.store, warn=warn)
+    def open(self, *, warn: bool = True, glance: bool = False) -> AbstractContextManager[Job]:
+        """The job's log, read as of now; the two flags as of ``open_job`` and ``Job.open``."""
+        return self.open_job(self.uri, self.store, warn=warn, glance=glance)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

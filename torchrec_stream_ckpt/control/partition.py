@@ -47,6 +47,7 @@ class Control:
         serving: Take a serving stream, too: its rows are lossy.
         copies: Where the records are kept a second time, and the URI of the log; None: nowhere.
         spare: Hold in memory only the newest COMMIT of each generation, and read the others again when they are needed.
+        glance: Without a commit key, leave the fields of a COMMIT to whoever opens it: see :mod:`packed_commit`.
     """
 
     def __init__(
@@ -57,11 +58,12 @@ class Control:
         serving: bool = False,
         copies: tuple[Objects, str] | None = None,
         spare: bool = False,
+        glance: bool = False,
     ) -> None:
         self._log = log_
         self._spare = spare
         key = CommitKey.load(key_file) if key_file is not None else None
-        self.records = Records(log_, key, _hint(log_.uri, copies), serving=serving)
+        self.records = Records(log_, key, _hint(log_.uri, copies), serving=serving, glance=glance)
         self.signs = key is not None
         """Whether there is a commit key."""
         self._folded = Folded()

@@ -40,12 +40,13 @@ class Records:
         key: With it, only records that it vouches for count.
         hint: What to do where one is damaged.
         serving: Take a serving stream, too.
+        glance: Leave the fields of a COMMIT to whoever opens it; a commit key needs all of them.
     """
 
-    def __init__(self, log_: Log, key: CommitKey | None, hint: str, *, serving: bool) -> None:
+    def __init__(self, log_: Log, key: CommitKey | None, hint: str, *, serving: bool, glance: bool = False) -> None:
         self._log = log_
         self._key = key
-        self._serving = serving
+        self._serving, self._glance = serving, glance
         self.hint = hint
         self.signs = key is not None
         """Whether there is a commit key."""
@@ -143,7 +144,7 @@ class Records:
     def _accept(self, lineage: Lineage, record: bytes, offset: int) -> ControlRecord | PackedCommit | None:
         """The record, or None if there is a key that does not vouch for it."""
         if self._key is None:
-            return read_record(record, offset, serving=self._serving)
+            return read_record(record, offset, serving=self._serving, glance=self._glance)
         try:
             parsed, why = read_record(record, offset, serving=True), "it is not signed with the commit key"
         except CorruptionError as error:

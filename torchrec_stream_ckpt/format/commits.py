@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator,
 from itertools import islice
 from typing import Any, TypeAlias
 
+from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.packed_commit import PackedCommit, open_commit
 from torchrec_stream_ckpt.types import MarkerId
@@ -62,7 +63,7 @@ class Commits(MutableMapping[MarkerId, Commit]):
     def __getitem__(self, marker: MarkerId) -> Commit:
         found = self._held[marker]
         if not isinstance(found, Commit):
-            found = open_commit(found if isinstance(found, bytes) else self._fetched({marker: found})[marker])
+            found = _opened(marker, found if isinstance(found, bytes) else self._fetched({marker: found})[marker])
             self._held[marker] = found
         return found
 
@@ -71,7 +72,7 @@ class Commits(MutableMapping[MarkerId, Commit]):
         markers = list(markers)
         away = {marker: place for marker in markers if isinstance(place := self._held[marker], int)}
         if away:
-            self._held |= {marker: open_commit(frame) for marker, frame in self._fetched(away).items()}
+            self._held |= {marker: _opened(marker, frame) for marker, frame in self._fetched(away).items()}
         return [self[marker] for marker in markers]
 
     def only(self, markers: Collection[MarkerId]) -> Commits:
@@ -130,11 +131,23 @@ class Commits(MutableMapping[MarkerId, Commit]):
             away = {marker: place for marker in some if isinstance(place := self._held[marker], int)}
             fetched = self._fetched(away) if away else {}
             for marker in some:
-                yield open_commit(fetched[marker]) if marker in fetched else self[marker]
+                yield _opened(marker, fetched[marker]) if marker in fetched else self[marker]
 
     def _fetched(self, away: Mapping[MarkerId, Place]) -> Mapping[MarkerId, bytes]:
         assert self.fetch is not None
         return self.fetch(away)
+
+
+def _opened(marker: MarkerId, frame: bytes) -> Commit:
+    """The COMMIT of that marker.
+
+    Raises:
+        CorruptionError: a field is not what it has to be; with the marker.
+    """
+    try:
+        return open_commit(frame)
+    except CorruptionError as error:
+        raise CorruptionError(error.message, hint=error.hint, **{**error.where, "marker": marker}) from None
 
 
 class CommitValues(ValuesView[Commit]):

@@ -45,6 +45,7 @@ class Job:
         kafka_options: Options = None,
         commit_key_file: Path | str | None = None,
         serving: bool = False,
+        glance: bool = False,
     ) -> Job:
         """Open a log for reading; touches nothing but the commit key.
 
@@ -53,10 +54,11 @@ class Job:
             store: Its store; None: where the job keeps it.
             store_options, kafka_options, commit_key_file: As of ``StreamConfig``; a store in a folder takes no options.
             serving: Take a serving stream, too.
+            glance: Leave the fields of a COMMIT to whoever opens it: for a look at few markers of many.
         """
         log = open_log(uri, kafka_options)
         try:
-            control = Control(log, commit_key_file, serving=serving)
+            control = Control(log, commit_key_file, serving=serving, glance=glance)
         except BaseException:
             log.close()
             raise
