@@ -26,6 +26,7 @@ Store, below its URL (``<job>`` is the job's id in 32 hex digits)::
     outer/<job>/g00000001-m00000004-e00000002                   the outer tier has marker 4, and gets every second one
     verdicts/<job>/g00000001-m00000007-1a2b3c4d.json            rows that are not as they were in the tables
     garbage/<job>/t0001771234567890-1a2b3c4d.json               what nobody needed at a time, in milliseconds
+    scrub/<job>/service-00000042                                where the materializer's scrub stands: its 42nd place
     dense/<job>/g00000001-m00000007/NAME                        dense state of a marker
     records/<job>/0a1b2c3d-e0001-00000000000000000512-00000000000000001024-1a2b3c4d   second copy of control records: of
                                                                 which log, from offset 512 to 1024, and a checksum
@@ -69,6 +70,7 @@ OUTER_DIR = "outer"
 VERDICTS_DIR = "verdicts"
 GARBAGE_DIR = "garbage"
 DAMAGED_DIR = "damaged"
+SCRUB_DIR = "scrub"
 RECORDS_DIR = "records"
 PLACES_DIR = "places"
 TEMPORARY_PREFIX = ".put-"
@@ -94,6 +96,7 @@ _ATTEMPT = re.compile(rf"{PINS_DIR}/{_JOB}/{_MARKER}-([0-9a-f]{{16}})")
 _REACHED = re.compile(rf"{OUTER_DIR}/{_JOB}/{_MARKER}-e([0-9]{{8,20}})")
 _VERDICT = re.compile(rf"{VERDICTS_DIR}/{_JOB}/{_MARKER}-([0-9a-f]{{8}})\.json")
 _GARBAGE = re.compile(rf"{GARBAGE_DIR}/{_JOB}/t([0-9]{{16}})-([0-9a-f]{{8}})\.json")
+_SCRUB_PLACE = re.compile(rf"{SCRUB_DIR}/{_JOB}/(service|command)-([0-9]{{8,20}})")
 _COPY = re.compile(rf"{RECORDS_DIR}/{_JOB}/([0-9a-f]{{8}})-e([0-9]{{4,9}})-([0-9]{{20}})-([0-9]{{20}})-([0-9a-f]{{8}})")
 _DENSE_FILE = re.compile(rf"{DENSE_DIR}/{_JOB}/{_MARKER}/([^/]+)")
 _HEAD_SLICE = re.compile(r"t([0-9]{5,9})-c([0-9]{8,10})")
@@ -302,6 +305,18 @@ def parse_verdict_name(name: str) -> tuple[bytes, MarkerId] | None:
 def damaged_name(name: str, number: int = 1) -> str:
     """Where the bytes of a damaged object are kept once it is written anew; ``number`` counts its repairs."""
     return f"{DAMAGED_DIR}/{name}" + (f".{number}" if number > 1 else "")
+
+
+def scrub_place_name(job: bytes, who: str, number: int) -> str:
+    """Name of where a scrub stands; ``who`` is ``service`` or ``command``, each has a place of its own."""
+    return f"{SCRUB_DIR}/{job.hex()}/{who}-{number:08d}"
+
+
+def parse_scrub_place(name: str) -> tuple[bytes, str, int] | None:
+    """(job, who, number), or None when :func:`scrub_place_name` did not make the name."""
+    match = _SCRUB_PLACE.fullmatch(name)
+    found = (bytes.fromhex(match[1]), match[2], int(match[3])) if match else None
+    return found if found and scrub_place_name(*found) == name else None
 
 
 def garbage_name(job: bytes, time_ms: int, crc: int) -> str:

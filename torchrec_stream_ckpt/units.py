@@ -70,3 +70,17 @@ def parse_duration(text: float | str) -> float:
     if isinstance(text, bool) or not math.isfinite(text) or text < 0:
         raise ConfigError(f"{text!r} is no duration", hint="give seconds, or text such as 24h")
     return float(text)
+
+
+def parse_rate(text: str) -> int:
+    """Bytes a second of ``20MB``, ``800kB`` or ``4096``.
+
+    Raises:
+        ConfigError: the text is not a rate above zero.
+    """
+    try:
+        return parse_size(text)
+    except ConfigError:
+        raise ConfigError(
+            f"{text!r} is not a rate", hint="write bytes a second, above zero, such as 20MB or 800kB"
+        ) from None

@@ -14,6 +14,7 @@ from tests.golden import make, make_store
 from torchrec_stream_ckpt import layout
 from torchrec_stream_ckpt.format import control, dense_files, frame, manifest, remarks, schema, segment, snapshot
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Proof, ReplicatedProof
+from torchrec_stream_ckpt.format.scrub_place import MAX_DAMAGED, ScrubPlace
 from torchrec_stream_ckpt.materialize.fold import SEGMENT_BYTES
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
 from torchrec_stream_ckpt.uris import KafkaUri
@@ -152,6 +153,7 @@ def test_names_of_a_store_are_those_that_the_code_makes() -> None:
         layout.garbage_name(make.JOB, 5, 0x1A),
         layout.probe_name(make.JOB, "5f" * 8),
         layout.damaged_name("NAME"),
+        layout.scrub_place_name(make.JOB, "command", 42),
         layout.worker_name(make.JOB, "5f" * 8, 42),
         layout.dense_file_name(make.JOB, marker, "NAME"),
         layout.CopyName(make.JOB, "0a1b2c3d", 2, 128, 4096, 0x1A).name,
@@ -173,6 +175,7 @@ def test_names_of_a_store_are_those_that_the_code_makes() -> None:
         "places/H": "places/" + hashlib.sha256(b"kafka job NAME").hexdigest()[:32],
         "-CRC": "-0000001a",
         "W-B": "5f" * 8 + "-00000042",
+        "WHO-B": "command-00000042",
         "-eN": "-e00000002",
         "now-A": "now-" + "5f" * 8,
     }
@@ -182,6 +185,11 @@ def test_names_of_a_store_are_those_that_the_code_makes() -> None:
             name = name.replace(short, long)
         documented.append(name)
     assert documented == made
+
+
+def test_the_fields_of_where_a_scrub_stands_are_documented() -> None:
+    assert [row[0] for row in cells("Where a scrub stands")] == [each.name for each in fields(ScrubPlace)]
+    assert f"at most {MAX_DAMAGED} names" in section("Where a scrub stands")
 
 
 def test_where_segments_are_cut_is_documented() -> None:

@@ -88,6 +88,7 @@ def test_trainers_trims_and_materializers_are_killed_at_every_point() -> None:
         test_gc,
         test_head,
         test_repairs,
+        test_scrub,
         test_snapshots,
         test_store_walk,
         test_tiers,
@@ -103,6 +104,7 @@ def test_trainers_trims_and_materializers_are_killed_at_every_point() -> None:
         test_head,
         test_tiers,
         test_repairs,
+        test_scrub,
         test_store_walk,
     )
     killed = {*kills.POINTS, *materializer.POINTS, *(point for each in in_units for point in each.POINTS)}

@@ -31,6 +31,7 @@ VERBS = {
     "follow": "follow:follow_stream",
     "fence": "fence:fence_trainer",
     "trim": "trim:trim_job",
+    "scrub": "scrub:scrub_store",
     "gc": "gc:collect_garbage",
     "pin": "pin:pin_marker",
     "unpin": "pin:unpin_marker",

@@ -99,8 +99,8 @@ class Repairer:
                 mended.add(name)
                 self.mend(lineage, catalog, name, error)
 
-    def mend(self, lineage: Lineage, catalog: Catalog, name: str, error: CorruptionError) -> None:
-        """Write one object anew.
+    def mend(self, lineage: Lineage, catalog: Catalog, name: str, error: CorruptionError) -> Repair:
+        """Write one object anew; returns what was done.
 
         Args:
             lineage: The control partition.
@@ -130,8 +130,13 @@ class Repairer:
         except CorruptionError as other:
             assert marker is not None
             raise lost(error, marker, other) from None
+        return self.done(Repair(name, error.headline, source, ", ".join(into.asides)))
+
+    def done(self, repair: Repair) -> Repair:
+        """Count an object that was written anew, and say so."""
         self._progress.counts.repairs += 1
-        self._told(Repair(name, error.headline, source, ", ".join(into.asides)))
+        self._told(repair)
+        return repair
 
     def _fold(self, lineage: Lineage, catalog: Catalog, fold: FoldName, into: Replacing) -> str:
         """Merge the pieces that lead from its start to its end without it."""

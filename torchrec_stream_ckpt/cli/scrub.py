@@ -1,0 +1,266 @@
+"""``stream-ckpt scrub``: read everything that a store holds, and mend what is damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import typer
+
+from torchrec_stream_ckpt.cli.common import check_named_store, parse_job, print_json, progress_bar, stopping
+from torchrec_stream_ckpt.cli.options import Access, Json, Store
+from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError, StreamCkptError, printable
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.scrub_place import ScrubPlace
+from torchrec_stream_ckpt.materialize.allowance import Allowance
+from torchrec_stream_ckpt.materialize.interval_folder import IntervalFolder
+from torchrec_stream_ckpt.materialize.progress import Progress
+from torchrec_stream_ckpt.materialize.repairer import Repairer
+from torchrec_stream_ckpt.materialize.scrub_mender import ScrubMender
+from torchrec_stream_ckpt.materialize.scrubber import Damage, Scrubber
+from torchrec_stream_ckpt.route.job import Job, kept_store, options_of
+from torchrec_stream_ckpt.service import Stopped
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.dense import DenseStore, open_dense
+from torchrec_stream_ckpt.store.identity import check_store
+from torchrec_stream_ckpt.store.jobs import has_job, some_jobs_in
+from torchrec_stream_ckpt.units import parse_rate, size
+
+_THREADS = 8
+_KINDS = ("claims", "dense", "dropped", "folds", "manifests", "segments")
+
+
+def scrub_store(
+    access: Access,
+    uri: Annotated[
+        str | None, typer.Argument(help="The job's log: file://DIR or kafka://HOST:PORT/JOB.", metavar="URI")
+    ] = None,
+    store: Store = None,
+    no_log: Annotated[
+        bool, typer.Option("--no-log", help="The log is gone: read what --store holds. Not with --repair.")
+    ] = False,
+    job: Annotated[str | None, typer.Option(help="With --no-log, only this job of the store.", metavar="HEX")] = None,
+    bytes_per_s: Annotated[
+        str | None, typer.Option(help="Read at most this much a second: 20MB (default: no limit).", metavar="SIZE")
+    ] = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Write what is damaged anew, from whatever else has what was in it.")
+    ] = False,
+    anew: Annotated[bool, typer.Option("--anew", help="Begin at the beginning, wherever a scrub was ended.")] = False,
+    json: Json = False,
+) -> None:
+    """Read everything that the store holds of a job, and compare all checksums and digests.
+
+    That is each generation's CLAIM, the dense state of each marker, what says that a marker was given up, each base and
+    span, each manifest and interval, in the order of their names. It does not read the log (stream-ckpt verify --log
+    does). It may be ended or killed at any time: the next one goes on where it was, within some seconds. With
+    --bytes-per-s R it takes the bytes of the store / R seconds. Of each damaged object there is one line with its
+    marker, its table and its path. --repair keeps the damaged bytes below damaged/, and writes the object anew: a base
+    or a span from other pieces of the store, an interval or a manifest from the log, dense state from the place where
+    the trainer put it. Nothing is ever deleted. Exit status 1 if anything is damaged and was not mended, or if it was
+    ended early.
+    """
+    rate = parse_rate(bytes_per_s) if bytes_per_s is not None else None
+    _check(uri, store, no_log=no_log, repair=repair)
+    run = _Run(rate, repair=repair, anew=anew, quiet=json)
+    with stopping(run.stop):
+        if uri is not None:
+            with access.open_job(uri, store) as opened:
+                results = [_scrub_job(run, opened, access, uri, job)]
+        else:
+            assert store is not None
+            with access.open_objects(store) as objects:
+                jobs = [parse_job(job)] if job is not None else some_jobs_in(objects)
+                results = [_scrub_alone(run, objects, each) for each in jobs]
+    if json:
+        print_json([result.record() for result in results])
+    else:
+        for result in results:
+            typer.echo(result.describe(repaired=repair))
+    if any(result.left or not result.place.ended for result in results):
+        raise typer.Exit(1)
+
+
+def _check(uri: str | None, store: str | None, *, no_log: bool, repair: bool) -> None:
+    if uri is None and not no_log:
+        raise ConfigError(
+            "scrub needs the job's log: it says what the store should hold",
+            hint="give the log's URI; if the log is gone: --no-log --store URL",
+        )
+    if uri is not None and no_log:
+        raise ConfigError("both a log and --no-log are given", hint="leave out --no-log as long as there is a log")
+    if no_log and store is None:
+        raise ConfigError("--no-log needs the store", hint="name it: --store URL")
+    if no_log and repair:
+        raise ConfigError("--repair needs the job's log: it has what was lost", hint="give its URI, or omit --repair")
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What one scrub of one job has found."""
+
+    job: bytes
+    store: str
+    place: ScrubPlace
+    damage: tuple[Damage, ...]
+
+    @property
+    def left(self) -> int:
+        """Objects that are damaged still."""
+        return sum(each.repair is None for each in self.damage)
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "job": self.job.hex(),
+            "store": self.store,
+            "pass": self.place.number,
+            "begun_s": self.place.begun_s,
+            "ended": self.place.ended,
+            "objects": self.place.objects,
+            "bytes": self.place.num_bytes,
+            "damaged": [_damage(each) for each in self.damage],
+        }
+
+    def describe(self, *, repaired: bool) -> str:
+        read = f"{self.place.objects} objects, {size(self.place.num_bytes)}"
+        lines = [
+            f"job {self.job.hex()} in {self.store}: {'' if self.place.ended else 'ended early; so far '}{read} read"
+        ]
+        mended = len(self.damage) - self.left
+        if self.damage:
+            lines.append(f"  {len(self.damage)} were damaged, {mended} of them written anew, {self.left} are left")
+        else:
+            lines.append("  nothing is damaged" if self.place.ended else "  nothing was damaged")
+        if self.left and not repaired:
+            lines.append("  to mend them: the same command with --repair")
+        if not self.place.ended:
+            lines.append("  the same command goes on from here")
+        return "\n".join(lines)
+
+
+def _damage(damage: Damage) -> dict[str, str | None]:
+    return {
+        "name": damage.name,
+        "marker": str(damage.marker) if damage.marker is not None else None,
+        "table": damage.table or None,
+        "reason": damage.reason,
+        "state": damage.state,
+        "source": damage.repair.source if damage.repair is not None else None,
+        "aside": (damage.repair.aside or None) if damage.repair is not None else None,
+        "lost": damage.lost or None,
+    }
+
+
+def _line(damage: Damage) -> str:
+    """One line an object."""
+    of = [f"marker {damage.marker}"] if damage.marker is not None else []
+    of += [f"table {damage.table}"] if damage.table else []
+    place = f"{damage.name} ({', '.join(of)})" if of else damage.name
+    became = ""
+    if damage.repair is not None:
+        became = f"; written anew from {damage.repair.source}"
+    elif damage.lost:
+        became = f"; lost: {damage.lost}"
+    return printable(f"{damage.state}: {place}: {damage.reason}{became}")
+
+
+@dataclass(slots=True)
+class _Run:
+    """One call of the command."""
+
+    rate: int | None
+    repair: bool
+    anew: bool
+    quiet: bool
+    ending: threading.Event = field(default_factory=threading.Event)
+
+    def stop(self) -> None:
+        """End soon; safe in a signal handler."""
+        self.ending.set()
+
+    def going_on(self) -> None:
+        if self.ending.is_set():
+            raise Stopped
+
+    def scrub(self, objects: Objects, lineage: Lineage, mender: ScrubMender | None) -> _Result:
+        """Read what there is of one job."""
+        found: list[Damage] = []
+
+        def told(damage: Damage) -> None:
+            found.append(damage)
+            if not self.quiet:
+                typer.echo(_line(damage))
+
+        scrubber, allowance = Scrubber(objects, lambda: lineage, "command", mender, told), Allowance(self.rate)
+        with progress_bar(quiet=self.quiet) as progress:
+            task = progress.add_task("scrubbing", total=_total(objects, lineage.job))
+            try:
+                for num_bytes in scrubber.pieces(anew=self.anew):
+                    allowance.spend(num_bytes)
+                    progress.update(task, completed=scrubber.place.num_bytes)
+                    self.ending.wait(allowance.wait_s)
+                    self.going_on()
+            except Stopped:
+                scrubber.save()
+            except BaseException:
+                with contextlib.suppress(StreamCkptError):
+                    scrubber.save()
+                raise
+        return _Result(lineage.job, objects.url, scrubber.place, tuple(found))
+
+
+def _total(objects: Objects, job: bytes) -> int:
+    """About how many bytes there are."""
+    return sum(entry.num_bytes for kind in _KINDS for entry in objects.list(f"{kind}/{job.hex()}/"))
+
+
+def _scrub_alone(run: _Run, objects: Objects, job: bytes) -> _Result:
+    if not check_store(objects) or not has_job(objects, job):
+        raise MarkerNotFoundError(
+            f"the store holds nothing of job {job.hex()}", hint="check --store and --job", store=objects.url
+        )
+    return run.scrub(objects, Catalog.load(objects, job).lineage(), None)
+
+
+def _scrub_job(run: _Run, job: Job, access: Access, uri: str, named: str | None) -> _Result:
+    if named is not None and parse_job(named) != job.lineage.job:
+        raise ConfigError(f"--job is {named}, the log is of job {job.lineage.job.hex()}", hint="leave out one of them")
+    check_named_store(job)
+    objects = job.objects
+    if not check_store(objects) or not has_job(objects, job.lineage.job):
+        raise MarkerNotFoundError(
+            "the store holds nothing of this job",
+            hint="check --store, or put markers there: stream-ckpt materialize URI --store URL",
+            store=objects.url,
+        )
+    if not run.repair:
+        return run.scrub(objects, job.lineage, None)
+    with ThreadPoolExecutor(_THREADS) as pool, _dense_of(access, uri) as dense_of:
+        progress = Progress(run.going_on)
+        intervals = IntervalFolder(job.log, objects, lambda _: True, progress)
+        repairer = Repairer(objects, pool, intervals, progress, lambda _: None)
+        return run.scrub(objects, job.lineage, ScrubMender(objects, repairer, dense_of, progress))
+
+
+@contextlib.contextmanager
+def _dense_of(access: Access, uri: str) -> Iterator[Callable[[Commit], DenseStore]]:
+    """Where the trainer has put the dense state of a marker, whatever store was named."""
+    opened: dict[str, DenseStore] = {}
+
+    def dense_of(commit: Commit) -> DenseStore:
+        url = kept_store(uri, commit)
+        if url not in opened:
+            opened[url] = open_dense(url, options_of(url, access.store_options))
+        return opened[url]
+
+    try:
+        yield dense_of
+    finally:
+        for dense in opened.values():
+            dense.close()

@@ -1,0 +1,267 @@
+"""Read everything that a store holds of a job again, piece by piece, and mend what is damaged.
+
+A pass reads the units of ``scrub_reader`` in the order of their names. Where it stands is kept in the store every few
+seconds, so that the next scrub goes on there, whoever was killed. Two at once read everything twice, and do no harm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, MissingObjectError, StreamCkptError
+from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.scrub_place import MAX_DAMAGED, ScrubPlace
+from torchrec_stream_ckpt.layout import (
+    SCRUB_DIR,
+    dropped_name,
+    manifest_name,
+    parse_scrub_place,
+    scrub_place_name,
+)
+from torchrec_stream_ckpt.materialize.repairer import Repair
+from torchrec_stream_ckpt.materialize.scrub_mender import ScrubMender, marker_of
+from torchrec_stream_ckpt.materialize.scrub_reader import ScrubReader
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.types import MarkerId
+
+SAVE_S = 5.0
+"""How often a scrub keeps its place: a kill costs what was read since then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One object that is not as it was written, and what became of it."""
+
+    name: str
+    marker: MarkerId | None
+    """What it is of; None: a generation."""
+    table: str
+    """Where the damage is, as far as it is known; empty otherwise."""
+    reason: str
+    repair: Repair | None = None
+    """How it was written anew; None: it was not."""
+    lost: str = ""
+    """Why it cannot be; empty where nobody has tried."""
+
+    @property
+    def state(self) -> str:
+        """``repaired``, ``lost`` or ``damaged``."""
+        return "repaired" if self.repair is not None else "lost" if self.lost else "damaged"
+
+
+@dataclass(slots=True)
+class ScrubCounts:
+    """What scrubs of this process have done."""
+
+    scrubbed_bytes: int = 0
+    scrub_damaged: int = 0
+    scrub_repaired: int = 0
+
+
+class Scrubber:
+    """Reads a job's objects in one store.
+
+    Args:
+        objects: The store.
+        lineage: Gives the control partition as of now, or what the store itself says of it.
+        who: ``service`` or ``command``: each keeps a place of its own.
+        mender: Mends what is damaged; None: it is only named.
+        told: Called with each damaged object.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        lineage: Callable[[], Lineage],
+        who: str,
+        mender: ScrubMender | None = None,
+        told: Callable[[Damage], None] = lambda _: None,
+    ) -> None:
+        self._objects = objects
+        self._lineage = lineage
+        self._job = lineage().job
+        self._who = who
+        self._mender = mender
+        self._told = told
+        self._saved = 0
+        """Number of the place in the store."""
+        self._saved_s = time.monotonic()
+        self._failed: list[str] = []
+        """Objects that are damaged now."""
+        self.counts = ScrubCounts()
+        self.place = self._load()
+
+    # One pass.
+
+    def pieces(self, *, anew: bool = False) -> Iterator[int]:
+        """Read on from the place to the end of the pass; yields the bytes of each piece.
+
+        Args:
+            anew: Begin another pass, wherever the last one ended.
+
+        Raises:
+            StoreUnavailableError, LogUnavailableError: one of them does not answer. Call it again.
+        """
+        again = self._begin(anew=anew)
+        lineage, catalog = self._lineage(), Catalog.load(self._objects, self._job)
+        reader = ScrubReader(self._objects, lineage, catalog)
+        self._look_for_gaps(reader, lineage, catalog)
+        for name in again:
+            if name not in self._failed:
+                yield from self._one(reader, lineage, catalog, name)
+        for unit in reader.units():
+            if unit < self.place.unit:
+                continue
+            yield from self._unit(reader, lineage, catalog, unit)
+        self._end()
+
+    def _unit(self, reader: ScrubReader, lineage: Lineage, catalog: Catalog, unit: str) -> Iterator[int]:
+        """Read what is left of a unit."""
+        done = self.place.done if unit == self.place.unit else 0
+        names, number = reader.names_of(unit), 0
+        while number < len(names):
+            name = names[number]
+            if number >= done and name not in self._failed:
+                yield from self._one(reader, lineage, catalog, name)
+                failpoint("scrub.read")
+            if number == 0:
+                names = reader.names_of(unit)  # the first one names the others, and may have been mended
+            number += 1
+            if number > done:
+                self._advance(unit, number)
+
+    def _begin(self, *, anew: bool) -> tuple[str, ...]:
+        """Go on with a pass, or begin one; returns what is to be read again."""
+        self._failed = []
+        if not anew and self.place.begun_s and not self.place.ended:
+            return self.place.damaged
+        number, whole_s = self.place.number + 1, self.place.whole_s
+        self.place = ScrubPlace(number if self.place.begun_s else 1, time.time(), whole_s=whole_s)
+        return ()
+
+    def _one(self, reader: ScrubReader, lineage: Lineage, catalog: Catalog, name: str) -> Iterator[int]:
+        """Read an object; mend it if it is damaged."""
+        try:
+            yield from self._read(reader, name)
+        except CorruptionError as error:
+            if not reader.is_needless(name):
+                self._damaged(reader, lineage, catalog, name, error)
+        except MarkerNotFoundError:  # a trim took its COMMIT: it was given up meanwhile
+            return
+
+    def _read(self, reader: ScrubReader, name: str) -> Iterator[int]:
+        for num_bytes in reader.read(name):
+            self.counts.scrubbed_bytes += num_bytes
+            self.place = replace(self.place, num_bytes=self.place.num_bytes + num_bytes)
+            yield num_bytes
+        self.place = replace(self.place, objects=self.place.objects + 1)
+
+    def _look_for_gaps(self, reader: ScrubReader, lineage: Lineage, catalog: Catalog) -> None:
+        """Find manifests that are gone, and markers to which no pieces lead any more: no listing names them."""
+        newest: dict[int, MarkerId] = {}
+        for marker in sorted(catalog.markers):
+            newest[marker.generation] = marker
+        for marker in list(lineage.commits):
+            if marker in catalog.markers | catalog.dropped or marker >= newest.get(marker.generation, marker):
+                continue
+            name = manifest_name(self._job, marker)
+            is_there = self._objects.size(name) is not None  # it came while we listed
+            if not is_there and self._objects.size(dropped_name(self._job, marker)) is None:
+                error = MissingObjectError("the manifest of a marker between others is gone", name=name)
+                self._damaged(reader, lineage, catalog, name, error)
+        catalog.refresh()
+        for generation in newest:
+            self._look_for_ways(lineage, catalog, generation)
+
+    def _look_for_ways(self, lineage: Lineage, catalog: Catalog, generation: int) -> None:
+        known = [marker for marker in lineage.commits if marker.generation == generation]
+        offered = sorted(set(known) & (catalog.markers - catalog.dropped))
+        if not offered:
+            return
+        strides = catalog.strides(lineage.chain(offered[-1]))
+        for marker in offered:
+            if marker not in strides:
+                what = "no pieces of the store lead to this marker"
+                name = manifest_name(self._job, marker)
+                self._note(Damage(name, marker, "", what, lost="what led to it is gone"))
+
+    def _damaged(
+        self, reader: ScrubReader, lineage: Lineage, catalog: Catalog, name: str, error: CorruptionError
+    ) -> None:
+        damage = Damage(name, marker_of(name), str(error.where.get("table", "")), error.headline)
+        if self._mender is not None:
+            try:
+                repair = self._mender.mend(lineage, catalog, name, error)
+                reader.forget()
+                for _ in reader.read(name):  # what was written is read back
+                    pass
+                damage = replace(damage, repair=repair)
+            except (CorruptionError, MarkerNotFoundError) as why:
+                reader.forget()
+                damage = replace(damage, lost=str(why.where.get("elsewhere", why.headline)))
+        self._note(damage)
+
+    def _note(self, damage: Damage) -> None:
+        self.counts.scrub_damaged += 1
+        if damage.repair is not None:
+            self.counts.scrub_repaired += 1
+        else:
+            self._failed.append(damage.name)
+        self._told(damage)
+
+    # The place.
+
+    @property
+    def oldest_s(self) -> float:
+        """Seconds since the beginning of the last pass that has read everything, or of the first: nothing that was
+        there then has not been read for longer."""
+        since_s = self.place.whole_s or self.place.begun_s
+        return max(0.0, time.time() - since_s) if since_s else 0.0
+
+    def save(self) -> None:
+        """Keep the place in the store.
+
+        Raises:
+            StoreUnavailableError: it was not written.
+        """
+        if not self.place.begun_s:
+            return
+        before, self._saved = self._saved, self._saved + 1
+        self._objects.put(scrub_place_name(self._job, self._who, self._saved), [self.place.to_bytes()])
+        failpoint("scrub.place")
+        if before:
+            self._objects.delete(scrub_place_name(self._job, self._who, before))
+        self._saved_s = time.monotonic()
+
+    def _advance(self, unit: str, done: int) -> None:
+        if len(self._failed) < MAX_DAMAGED:
+            self.place = replace(self.place, unit=unit, done=done, damaged=tuple(self._failed))
+        if time.monotonic() - self._saved_s >= SAVE_S:
+            self.save()
+
+    def _end(self) -> None:
+        damaged = tuple(self._failed[:MAX_DAMAGED])
+        self.place = replace(self.place, ended=True, damaged=damaged, whole_s=self.place.begun_s)
+        self.save()
+
+    def _load(self) -> ScrubPlace:
+        """The newest place that can be read; of a scrub that has not begun if there is none."""
+        names = (entry.name for entry in self._objects.list(f"{SCRUB_DIR}/{self._job.hex()}/"))
+        parsed = (found for name in names if (found := parse_scrub_place(name)) is not None)
+        numbers = sorted((number for _, who, number in parsed if who == self._who), reverse=True)
+        self._saved = numbers[0] if numbers else 0
+        place = ScrubPlace(1, 0.0)
+        for number in numbers:
+            name = scrub_place_name(self._job, self._who, number)
+            if not place.begun_s:
+                with contextlib.suppress(CorruptionError):
+                    place = ScrubPlace.from_bytes(self._objects.read(name), name)
+            if number != self._saved:
+                with contextlib.suppress(StreamCkptError):
+                    self._objects.delete(name)  # of one that was killed in between
+        return place
