@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.cli.common import plain
 from torchrec_stream_ckpt.errors import printable
 from torchrec_stream_ckpt.materialize.materialize_service import MaterializeService
 from torchrec_stream_ckpt.service import Event
-from torchrec_stream_ckpt.units import clock, size
+from torchrec_stream_ckpt.units import clock, duration, size
 
 _RATE_S = 10.0
 
@@ -85,6 +85,8 @@ def line(event: Event) -> str:
         "trouble": lambda: f"{fields['message']}\n  Try: {fields['hint']}\n  It is tried again until it works.",
         "recovered": lambda: "it works again",
         "repaired": lambda: _repaired(fields),
+        "damaged": lambda: _damaged(fields),
+        "scrubbed": lambda: _scrubbed(fields),
         "passed_over": lambda: f"marker {fields['marker']} is passed over: {fields['reason']}",
         "stop": lambda: f"stopped: {fields['markers']} markers folded, {fields['lag_markers']} not yet folded",
     }
@@ -99,6 +101,19 @@ def _marker(fields: Mapping[str, Any]) -> str:
 def _repaired(fields: Mapping[str, Any]) -> str:
     kept = f"\n  What was there is kept as {fields['aside']}." if fields["aside"] else ""
     return f"{fields['name']} was damaged ({fields['reason']}); it was written anew from {fields['source']}{kept}"
+
+
+def _damaged(fields: Mapping[str, Any]) -> str:
+    of = [f"marker {fields['marker']}"] if fields["marker"] else []
+    of += [f"table {fields['table']}"] if fields["table"] else []
+    place = f"{fields['name']} ({', '.join(of)})" if of else fields["name"]
+    return f"{place} is damaged ({fields['reason']}), and lost: {fields['lost']}"
+
+
+def _scrubbed(fields: Mapping[str, Any]) -> str:
+    left = f"{fields['damaged']} are damaged and lost" if fields["damaged"] else "nothing is damaged"
+    read = f"{fields['objects']} objects, {size(fields['bytes'])} in {duration(fields['took_s'])}"
+    return f"the whole store was read: {read}; {left}"
 
 
 def _head(fields: Mapping[str, Any]) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,19 +15,23 @@ import typer
 from torchrec_stream_ckpt.cli.common import stopping
 from torchrec_stream_ckpt.cli.events import reporter
 from torchrec_stream_ckpt.cli.options import DAY_S, Access, Json, Uri
-from torchrec_stream_ckpt.errors import StreamCkptError
+from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.materialize.background_scrub import BackgroundScrub
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.crew import Crew
 from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.materialize_service import MaterializeService
 from torchrec_stream_ckpt.materialize.materializer import Materializer
+from torchrec_stream_ckpt.materialize.scrub_mender import ScrubMender
+from torchrec_stream_ckpt.materialize.scrubber import Scrubber, ScrubCounts
 from torchrec_stream_ckpt.metrics import serve_metrics
 from torchrec_stream_ckpt.route.job import Job, kept_store, options_of
 from torchrec_stream_ckpt.service import Event
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.head import head_root
 from torchrec_stream_ckpt.store.identity import prepare_store
+from torchrec_stream_ckpt.units import parse_rate
 
 _READERS = 4
 
@@ -71,6 +76,14 @@ Head = Annotated[
         metavar="auto|DIR",
     ),
 ]
+ScrubRate = Annotated[
+    str | None,
+    typer.Option(
+        help="While there is nothing to fold, read this much of the store a second, and mend what is damaged: all of "
+        "it once in (bytes of the store / SIZE) seconds, or once an hour if that is longer (default: off).",
+        metavar="SIZE",
+    ),
+]
 MetricsPort = Annotated[int | None, typer.Option(min=1, max=65535, help="Serve Prometheus metrics at this port.")]
 MetricsHost = Annotated[str, typer.Option(help="Address to serve them at.")]
 
@@ -90,6 +103,7 @@ class _Setup:
     head: Path | None
     pool: ThreadPoolExecutor
     closing: contextlib.ExitStack
+    scrub_bytes_per_s: int | None = None
     crew: Crew | None = None
     where: str = ""
     """The store's URL."""
@@ -116,18 +130,31 @@ class _Setup:
             self.crew = Crew(objects, lineage.job, self.lease_s)
             self.closing.callback(self._sign_off)
             self.crew.start()
-        return Materializer(
+        mine = self.crew.mine if self.crew is not None else lambda _: True
+        made = Materializer(
             self.job.log,
             objects,
             self.job.dense_of,
             self.pool,
             self.policy,
-            mine=self.crew.mine if self.crew is not None else lambda _: True,
+            mine=mine,
             going_on=service.going_on,
             pass_over=service.pass_over if self.pass_over_lost else None,
             head=HeadWriter(self.head, objects, self.pool) if self.head is not None else None,
             repaired=service.repaired,
         )
+        if self.scrub_bytes_per_s is not None:
+            mender = ScrubMender(objects, made.repairer, self.job.dense_of, made.progress)
+            scrubber = Scrubber(objects, lambda: self.job.lineage, "service", mender, service.damaged)
+            leads = partial(self._leads, mine)
+            rate, trouble = self.scrub_bytes_per_s, service.scrub_trouble
+            service.scrub = BackgroundScrub(scrubber, rate, leads, service.scrubbed, trouble)
+        return made
+
+    def _leads(self, mine: Callable[[int], bool]) -> bool:
+        """Whether this process is the one of several that scrubs: it has rank 0's partition."""
+        newest = self.job.lineage.newest
+        return mine(newest.ranks[0].partition if newest is not None else 0)
 
     def _sign_off(self) -> None:
         assert self.crew is not None
@@ -147,6 +174,7 @@ def materialize_log(
     lease_s: Lease = 30.0,
     pass_over_lost: PassOverLost = False,
     head: Head = None,
+    scrub_bytes_per_s: ScrubRate = None,
     metrics_port: MetricsPort = None,
     metrics_host: MetricsHost = "127.0.0.1",
     json: Json = False,
@@ -157,6 +185,9 @@ def materialize_log(
     ends. Several may run on one job and share its partitions. Needs no torch.
     """
     policy = Policy(rebase=rebase, compact=compact)
+    rate = parse_rate(scrub_bytes_per_s) if scrub_bytes_per_s is not None else None
+    if rate is not None and once:
+        raise ConfigError("with --once nothing is waited for", hint="omit --scrub-bytes-per-s; run stream-ckpt scrub")
     with contextlib.ExitStack() as closing:
         job = access.job(uri, dense)
         closing.callback(job.close)
@@ -167,6 +198,7 @@ def materialize_log(
             lease_s=None if once else lease_s,
             pass_over_lost=pass_over_lost,
             head=head_root(head),
+            scrub_bytes_per_s=rate,
             pool=closing.enter_context(ThreadPoolExecutor(_READERS, "reader")),
             closing=closing,
         )
@@ -184,9 +216,12 @@ def materialize_log(
 
 def _values(service: MaterializeService, crew: Crew | None) -> Mapping[str, float]:
     """What the metrics say, by the names of ``METRICS``."""
+    scrub = service.scrub
     status, newest, head = service.status, service.status.newest, service.head_marker
     return {
         **asdict(service.counts),
+        **asdict(scrub.counts if scrub is not None else ScrubCounts()),
+        "scrub_oldest_s": scrub.oldest_s if scrub is not None else 0.0,
         "errors": status.errors,
         "lag_markers": status.lag_markers,
         "lag_bytes": status.lag_bytes,

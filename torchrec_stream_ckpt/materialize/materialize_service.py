@@ -17,9 +17,11 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.materialize.background_scrub import BackgroundScrub
 from torchrec_stream_ckpt.materialize.materializer import Materializer, backlog_bytes
 from torchrec_stream_ckpt.materialize.progress import Counts
 from torchrec_stream_ckpt.materialize.repairer import Repair
+from torchrec_stream_ckpt.materialize.scrubber import Damage, Scrubber
 from torchrec_stream_ckpt.service import Event, Service
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -49,7 +51,9 @@ class Status:
 
 
 class MaterializeService(Service):
-    """Follows one log. Its own events are ``head``, ``waiting``, ``repaired`` and ``passed_over``.
+    """Follows one log.
+
+    Its own events are ``head``, ``waiting``, ``repaired``, ``passed_over``, ``damaged`` and ``scrubbed``.
 
     Args:
         read: The control partition as of now; None while there is no log.
@@ -73,6 +77,9 @@ class MaterializeService(Service):
         self._said_waiting = False
         self._said_head: tuple[MarkerId | None, bool] = (None, False)
         self.status = Status()
+        self.scrub: BackgroundScrub | None = None
+        """Reads the store again while there is nothing to fold; None: nobody wants that."""
+        self._scrub_trouble = ""
 
     @property
     def counts(self) -> Counts:
@@ -97,6 +104,38 @@ class MaterializeService(Service):
     def repaired(self, repair: Repair) -> None:
         """Passed to the materializer: said of each damaged object that was written anew."""
         self.report(Event("repaired", asdict(repair)))
+
+    def damaged(self, damage: Damage) -> None:
+        """Passed to the scrub: said of each damaged object that cannot be mended."""
+        if damage.repair is None:
+            fields = {"marker": str(damage.marker) if damage.marker is not None else None, "table": damage.table}
+            self.report(Event("damaged", {"name": damage.name, **fields, "reason": damage.reason, "lost": damage.lost}))
+        elif self._materializer is not None:
+            self._materializer.forget()
+
+    def scrubbed(self, scrubber: Scrubber) -> None:
+        """Passed to the scrub: said of each pass that has read everything."""
+        place = scrubber.place
+        counts = {"objects": place.objects, "bytes": place.num_bytes, "damaged": len(place.damaged)}
+        self._scrub_trouble = ""
+        self.report(Event("scrubbed", counts | {"took_s": round(max(0.0, time.time() - place.begun_s), 3)}))
+
+    def scrub_trouble(self, error: StreamCkptError) -> None:
+        """Passed to the scrub: it could not go on, and tries again. Said once a change."""
+        if error.headline != self._scrub_trouble:
+            self._scrub_trouble = error.headline
+            self.status.errors += 1
+            self.report(Event("trouble", {"message": f"scrub: {error.headline}", "hint": error.hint}))
+
+    def _wait(self, seconds: float) -> None:
+        if self.scrub is None or self._trouble:
+            super()._wait(seconds)
+        else:
+            self.scrub.use(seconds, self._stop)
+
+    def _close(self) -> None:
+        if self.scrub is not None:
+            self.scrub.close()
 
     def _round(self, *, once: bool, last: bool = False) -> None:
         """Put what is missing now into the store.

@@ -93,6 +93,21 @@ class Materializer:
         return self._progress.counts
 
     @property
+    def progress(self) -> Progress:
+        """What its parts tell of their work."""
+        return self._progress
+
+    @property
+    def repairer(self) -> Repairer:
+        """What mends its store."""
+        return self._repairer
+
+    def forget(self) -> None:
+        """Read manifests and folds again when they are next needed: one was written anew."""
+        if self._catalog is not None:
+            self._catalog.forget()
+
+    @property
     def doing(self) -> str:
         """What is done now, for people."""
         return self._progress.doing

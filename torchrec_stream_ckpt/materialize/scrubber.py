@@ -216,6 +216,10 @@ class Scrubber:
 
     # The place.
 
+    def look(self) -> None:
+        """Go on from where the store says: another process may have scrubbed."""
+        self.place = self._load()
+
     @property
     def oldest_s(self) -> float:
         """Seconds since the beginning of the last pass that has read everything, or of the first: nothing that was

@@ -1,0 +1,221 @@
+"""``materialize --scrub-bytes-per-s``: what lies in the store is read and mended while nothing is folded."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.materializer import start, wait
+from tests.synthetic import Job
+from tests.unit.folded_job import check_folded, command, events_of, folded_job, has, lose_frames, materialize, store_of
+from tests.unit.test_scrub import harm
+from torchrec_stream_ckpt.cli import materialize as verb
+from torchrec_stream_ckpt.cli.events import line
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.errors import StoreUnavailableError, StreamCkptError
+from torchrec_stream_ckpt.layout import SCRUB_DIR
+from torchrec_stream_ckpt.materialize import background_scrub
+from torchrec_stream_ckpt.materialize.background_scrub import BackgroundScrub
+from torchrec_stream_ckpt.materialize.materialize_service import MaterializeService
+from torchrec_stream_ckpt.materialize.scrubber import Scrubber
+from torchrec_stream_ckpt.metrics import METRICS
+from torchrec_stream_ckpt.service import Event
+from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.folder import FolderObjects
+
+FAST = 10**12
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """Four markers, folded."""
+    job = folded_job(tmp_path / "log")
+    assert materialize(job)[0] == 0
+    return job
+
+
+@pytest.fixture
+def serving(job: Job) -> Iterator[Callable[..., Path]]:
+    """Starts services that scrub; returns the file that takes what they print."""
+    started = []
+
+    def serve(*more: str) -> Path:
+        output = job.root.parent / f"output-{len(started)}"
+        output.touch()
+        arguments = [f"file://{job.root}", "--store", str(store_of(job)), "--poll-s", "0.02", "--json", *more]
+        started.append(start(arguments, output))
+        serve.process = started[-1]  # type: ignore[attr-defined]
+        return output
+
+    yield serve
+    for process in started:
+        process.kill()
+        process.join()
+
+
+def interval(job: Job, marker: int = 2) -> Path:
+    (path,) = store_of(job).glob(f"segments/*/g00000001-r00000-m{marker:08d}-p000.seg")
+    return path
+
+
+def test_a_service_mends_what_nobody_reads_and_folds_on(job: Job, serving: Callable[..., Path]) -> None:
+    whole = harm(interval(job))
+    output = serving("--scrub-bytes-per-s", "50MB")
+    wait("the pass", has(output, "scrubbed", damaged=0), output)
+    name = str(interval(job).relative_to(store_of(job)))
+    (repaired,) = [each for each in events_of(output) if each["event"] == "repaired"]
+    assert (repaired["name"], repaired["source"], repaired["aside"]) == (name, "the log", f"damaged/{name}")
+    assert interval(job).read_bytes() == whole
+    job.touch(2)
+    job.commit()
+    wait("a marker", has(output, "marker", marker="1:5"), output)
+    check_folded(job, [1, 2, 3, 4, 5])
+    serving.process.terminate()  # type: ignore[attr-defined]
+    wait("the end", has(output, "stop"), output)
+    assert len(list(store_of(job).glob(f"{SCRUB_DIR}/*/service-*"))) == 1
+    again = serving("--scrub-bytes-per-s", "50MB")
+    wait("its first round", has(again, "start"), again)
+    time.sleep(0.5)
+    assert not has(again, "scrubbed")(), "a pass begins an hour after the one before"
+
+
+def test_what_cannot_be_mended_is_said_and_folding_goes_on(job: Job, serving: Callable[..., Path]) -> None:
+    job.touch(2)
+    lose_frames(job)
+    job.root.joinpath("data").mkdir(exist_ok=True)
+    harm(interval(job))
+    output = serving("--scrub-bytes-per-s", "50MB")
+    wait("the pass", has(output, "scrubbed", damaged=1), output)
+    (damaged,) = [each for each in events_of(output) if each["event"] == "damaged"]
+    assert damaged["name"] == str(interval(job).relative_to(store_of(job)))
+    assert damaged["lost"]
+    assert serving.process.is_alive()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--scrub-bytes-per-s", "0"], "'0' is not a rate"),
+        (["--scrub-bytes-per-s", "-20MB"], "'-20MB' is not a rate"),
+        (["--scrub-bytes-per-s", "20MB", "--once"], "with --once nothing is waited for"),
+    ],
+)
+def test_wrong_rates_are_refused_before_anything_is_opened(job: Job, options: list[str], said: str) -> None:
+    status, events, error = command(f"file://{job.root}", "--store", str(store_of(job)), "--json", *options)
+    assert (status, events) == (1, [])
+    assert said in error
+    assert "Try: " in error
+
+
+# The parts.
+
+
+def scrubber_of(job: Job) -> Scrubber:
+    lineage = Control(job.log).refresh()
+    return Scrubber(open_store(str(store_of(job))), lambda: lineage, "service")
+
+
+def test_it_reads_no_more_than_the_rate_allows_and_ends_in_time(job: Job) -> None:
+    passes: list[Scrubber] = []
+    scrub = BackgroundScrub(scrubber_of(job), 20_000, passed=passes.append)
+    begin, stop = time.monotonic(), threading.Event()
+    while not passes:
+        scrub.use(0.05, stop)
+    took_s, read = time.monotonic() - begin, scrub.counts.scrubbed_bytes
+    largest = max(path.stat().st_size for path in store_of(job).rglob("*") if path.is_file())
+    assert took_s >= (read - largest) / 20_000
+    assert scrub.oldest_s >= took_s
+    before = scrub.counts.scrubbed_bytes
+    scrub.use(0.05, stop)
+    assert scrub.counts.scrubbed_bytes == before, "it rests"
+
+
+def test_after_its_rest_it_begins_anew(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[int] = []
+    scrub = BackgroundScrub(scrubber_of(job), FAST, passed=lambda each: passes.append(each.place.number))
+    monkeypatch.setattr(background_scrub, "REST_S", 0.0)
+    while len(passes) < 3:
+        scrub.use(0.05, threading.Event())
+    assert passes[:3] == [1, 2, 3]
+
+
+def test_a_stop_ends_it_at_once_and_the_next_one_goes_on(job: Job) -> None:
+    stop = threading.Event()
+    first = BackgroundScrub(scrubber_of(job), 1.0)
+    first.use(0.1, stop)
+    stop.set()
+    first.use(1e6, stop)
+    first.close()
+    read = first.counts.scrubbed_bytes
+    passes: list[Scrubber] = []
+    second = BackgroundScrub(scrubber_of(job), FAST, passed=passes.append)
+    while not passes:
+        second.use(0.05, threading.Event())
+    assert (passes[0].place.number, passes[0].place.num_bytes) == (1, read + second.counts.scrubbed_bytes)
+
+
+def test_one_of_several_scrubs_and_another_takes_over_at_its_place(job: Job) -> None:
+    leads, passes = [True, False], list[Scrubber]()
+    both = [
+        BackgroundScrub(scrubber_of(job), rate, lambda number=number: leads[number], passes.append)  # type: ignore[misc]
+        for number, rate in enumerate((1.0, FAST))
+    ]
+    both[1].use(0.05, threading.Event())
+    both[0].use(0.05, threading.Event())
+    assert (both[1].counts.scrubbed_bytes, both[1].oldest_s) == (0, 0.0)
+    both[0].close()
+    leads.reverse()
+    while not passes:
+        for each in both:
+            each.use(0.05, threading.Event())
+    total = sum(each.counts.scrubbed_bytes for each in both)
+    assert (passes[0].place.number, passes[0].place.num_bytes) == (1, total)
+
+
+def test_a_store_that_is_away_is_outlasted(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    troubles: list[StreamCkptError] = []
+    passes: list[Scrubber] = []
+    read, away = FolderObjects.read, [True]
+
+    def failing(self: FolderObjects, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        if name.startswith("segments/") and away[0]:
+            raise StoreUnavailableError("the disk is away", hint="mend it", name=name)
+        return read(self, name, begin, end)
+
+    monkeypatch.setattr(FolderObjects, "read", failing)
+    scrub = BackgroundScrub(scrubber_of(job), FAST, passed=passes.append, trouble=troubles.append)
+    scrub.use(0.01, threading.Event())
+    scrub.use(0.01, threading.Event())
+    assert [each.message for each in troubles] == ["the disk is away"] * 2
+    away[0] = False
+    while not passes:
+        scrub.use(0.05, threading.Event())
+    assert (passes[0].place.number, scrub.counts.scrub_damaged) == (1, 0)
+
+
+def test_its_values_are_among_the_metrics_and_its_events_are_said() -> None:
+    events: list[Event] = []
+    service = MaterializeService(lambda: None, lambda _: None, events.append)
+    values: dict[str, Any] = dict(verb._values(service, None))
+    assert values.keys() == METRICS.keys()
+    assert [values[name] for name in ("scrubbed_bytes", "scrub_damaged", "scrub_repaired", "scrub_oldest_s")] == [0] * 4
+    service.scrub_trouble(StoreUnavailableError("the disk is away", hint="mend it"))
+    service.scrub_trouble(StoreUnavailableError("the disk is away", hint="mend it"))
+    assert [line(each).splitlines()[0] for each in events] == ["scrub: the disk is away"], "once"
+    lost = {
+        "name": "dense/x",
+        "marker": "1:2",
+        "table": "",
+        "reason": "it was altered",
+        "lost": "no other place has it",
+    }
+    assert line(Event("damaged", lost)) == (
+        "dense/x (marker 1:2) is damaged (it was altered), and lost: no other place has it"
+    )
+    done = {"objects": 3, "bytes": 4000, "damaged": 0, "took_s": 2.0}
+    assert line(Event("scrubbed", done)) == "the whole store was read: 3 objects, 4.0 kB in 2.0 s; nothing is damaged"

@@ -1,0 +1,97 @@
+"""Scrub a store while a materializer waits: a piece at a time, so that folding is not held up."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from torchrec_stream_ckpt.errors import StreamCkptError
+from torchrec_stream_ckpt.materialize.allowance import Allowance
+from torchrec_stream_ckpt.materialize.scrubber import Scrubber, ScrubCounts
+
+REST_S = 3600.0
+"""A pass begins so many seconds after the one before began, or later: a small store is not listed again and again."""
+SAVED_S = 10.0
+"""What was not read while the materializer folded is read later: of so many seconds at most."""
+
+
+class BackgroundScrub:
+    """Scrubs whenever it is let; of the thread that lets it.
+
+    Args:
+        scrubber: Reads and mends.
+        bytes_per_s: What it may read.
+        mine: Whether this process is the one that scrubs: of several materializers one does.
+        passed: Called when a pass has read everything.
+        trouble: Called when a store or a log does not answer: it is tried again the next time.
+    """
+
+    def __init__(
+        self,
+        scrubber: Scrubber,
+        bytes_per_s: float,
+        mine: Callable[[], bool] = lambda: True,
+        passed: Callable[[Scrubber], None] = lambda _: None,
+        trouble: Callable[[StreamCkptError], None] = lambda _: None,
+    ) -> None:
+        self._scrubber = scrubber
+        self._allowance = Allowance(bytes_per_s, SAVED_S)
+        self._mine = mine
+        self._passed = passed
+        self._trouble = trouble
+        self._pieces: Iterator[int] | None = None
+        self._was_mine = True
+
+    @property
+    def counts(self) -> ScrubCounts:
+        """What was done so far."""
+        return self._scrubber.counts
+
+    @property
+    def oldest_s(self) -> float:
+        """As of the scrubber; 0 where another process scrubs."""
+        return self._scrubber.oldest_s if self._was_mine else 0.0
+
+    def use(self, seconds: float, stop: threading.Event) -> None:
+        """Scrub for so long, or until ``stop``; where nothing may be read, wait."""
+        until = time.monotonic() + seconds
+        try:
+            while not stop.is_set() and time.monotonic() < until and self._is_due():
+                if wait_s := self._allowance.wait_s:
+                    stop.wait(min(wait_s, until - time.monotonic()))
+                else:
+                    self._read()
+        except StreamCkptError as error:
+            self._pieces = None  # it goes on at its place
+            self._trouble(error)
+        stop.wait(max(0.0, until - time.monotonic()))
+
+    def close(self) -> None:
+        """Keep the place."""
+        if self._was_mine and self._pieces is not None:
+            with contextlib.suppress(StreamCkptError):  # a few seconds are read again then
+                self._scrubber.save()
+
+    def _is_due(self) -> bool:
+        """Whether there is something to read now."""
+        mine = self._mine()
+        if mine and not self._was_mine:
+            self._scrubber.look()  # another one has scrubbed meanwhile
+        self._was_mine = mine
+        if not mine:
+            self._pieces = None
+            return False
+        place = self._scrubber.place
+        return self._pieces is not None or not place.ended or not 0 <= time.time() - place.begun_s < REST_S
+
+    def _read(self) -> None:
+        if self._pieces is None:
+            self._pieces = self._scrubber.pieces()
+        num_bytes = next(self._pieces, None)
+        if num_bytes is None:
+            self._pieces = None
+            self._passed(self._scrubber)
+        else:
+            self._allowance.spend(num_bytes)
