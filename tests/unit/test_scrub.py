@@ -485,3 +485,20 @@ def test_a_store_that_does_not_answer_keeps_the_place(job: Job, monkeypatch: pyt
     monkeypatch.undo()
     status, record = scrub(job)
     assert (status, record["pass"], record["damaged"]) == (0, 1, [])
+
+
+def test_nothing_is_written_into_the_store_of_another_log(job: Job, tmp_path: Path) -> None:
+    other = Job(tmp_path / "other", seed=9)
+    other.begin()
+    for _ in range(MARKERS):
+        other.touch(2)
+        other.commit()
+    harm(one(job, "interval"))
+    before = contents(open_store(str(store_of(job))))
+    done = invoke(f"file://{other.root}", "--store", str(store_of(job)), "--repair", "--json")
+    (record,) = json.loads(done.stdout)
+    assert done.exit_code == 1
+    assert {each["state"] for each in record["damaged"]} == {"lost"}
+    assert name_of(job, one(job, "interval")) in {each["name"] for each in record["damaged"]}
+    after = contents(open_store(str(store_of(job))))
+    assert {name: data for name, data in after.items() if not name.startswith(f"{SCRUB_DIR}/")} == before
