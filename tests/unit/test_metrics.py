@@ -162,6 +162,9 @@ def test_the_dashboard_asks_for_metrics_that_exist_and_for_nearly_all_of_them() 
         "materializer_head_generation",
         "materializer_markers_total",
         "materializer_newest_generation",
+        "materializer_scrub_oldest_seconds",
+        "materializer_scrub_repaired_total",
+        "materializer_scrubbed_bytes_total",
     }
 
 
