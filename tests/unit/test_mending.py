@@ -166,15 +166,18 @@ def test_what_gc_took_away_after_the_store_was_listed_is_not_written_again(job: 
     assert not any(path.exists() for path in gone)
 
 
+@pytest.mark.parametrize("flags", [(), ("--pass-over-lost",)], ids=["nothing", "pass over lost"])
 @pytest.mark.parametrize("segments", ["there", "gone"])
-def test_a_log_never_mends_a_manifest_in_the_store_of_another_one(job: Job, tmp_path: Path, segments: str) -> None:
+def test_a_log_never_mends_a_manifest_in_the_store_of_another_one(
+    job: Job, tmp_path: Path, segments: str, flags: tuple[str, ...]
+) -> None:
     flip(found(job, "manifests/*/*-m00000006.json")[0])
     if segments == "gone":
         for path in found(job, "segments/*/g*-m00000006-p000.seg"):
             path.unlink()
     other = trained(tmp_path / "other", seed=5)
     before = contents(open_store(str(store_of(job))))
-    status, events, said = materialize(other, *BASES)  # into the same store
+    status, events, said = materialize(other, *BASES, *flags)  # into the same store
     assert status == 1
     assert [event["event"] for event in events] == ["start", "stop"]
     assert "the store holds another marker of this name than the log" in said

@@ -248,8 +248,8 @@ class Materializer:
             fold = partial(self._intervals.segments, lineage, catalog, commit, before, self.missing)
             return self._repairer.mending(lineage, catalog, fold)
         except CorruptionError as error:
-            if isinstance(error, MissingObjectError):
-                raise
+            if isinstance(error, MissingObjectError | OtherLogError):
+                raise  # the log has lost nothing
             # Each marker comes into the store after the one on which it stands, which others may still be folding.
             if not self._losses.allowed or parent is None or parent in catalog.markers | catalog.dropped:
                 self._losses.pass_over(commit, error, _HINT)
