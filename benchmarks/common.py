@@ -224,10 +224,25 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an option: a whole number that is not below ``least``; argparse says in one line what is wrong."""
+
+    def whole(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{number} is too small: pass at least {least}")
+        return number
+
+    return whole
+
+
 def arguments(doc: str | None, *, rounds: int = 7) -> argparse.ArgumentParser:
     """What every case takes."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--rounds", type=at_least(1), default=rounds)
     parser.add_argument("--out", type=Path, help="file the result as JSON")
     return parser
 

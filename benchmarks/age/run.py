@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
-from common import Goal, Measured, Report, arguments, scratch, tell  # noqa: E402
+from common import Goal, Measured, Report, arguments, at_least, scratch, tell  # noqa: E402
 
 from torchrec_stream_ckpt.commit.generation import check_claimed  # noqa: E402
 from torchrec_stream_ckpt.control.older import Older  # noqa: E402
@@ -257,9 +257,9 @@ def _judge(
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--generations", type=int, default=1000)
-    parser.add_argument("--markers", type=int, default=50_000, help="of all generations together")
-    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--generations", type=at_least(1), default=1000)
+    parser.add_argument("--markers", type=at_least(1), default=50_000, help="of all generations together")
+    parser.add_argument("--ranks", type=at_least(1), default=64)
     args = parser.parse_args()
     report = Report("age", args)
     with scratch("age") as folder:

@@ -22,7 +22,19 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from common import Goal, Measured, Report, UnavailableError, arguments, check_memory, scratch, synced, take_turns, timed  # noqa: E402
+from common import (  # noqa: E402
+    Goal,
+    Measured,
+    Report,
+    UnavailableError,
+    arguments,
+    at_least,
+    check_memory,
+    scratch,
+    synced,
+    take_turns,
+    timed,
+)
 from device import add_device  # noqa: E402
 from job import Job, Shape, build, spread  # noqa: E402
 
@@ -96,8 +108,8 @@ def point(args: argparse.Namespace, report: Report, megabytes: int, ranks: int) 
 
 def main() -> None:
     parser = arguments(__doc__, rounds=5)
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[100, 600])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--megabytes", type=at_least(1), nargs="+", default=[100, 600])
+    parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[2, 4])
     add_device(parser)
     args = parser.parse_args()
     report = Report("dense", args)

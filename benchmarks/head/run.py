@@ -35,7 +35,7 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from common import machine  # noqa: E402
+from common import at_least, machine  # noqa: E402
 from job import Job, Shape, build, join_group  # noqa: E402
 
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
@@ -144,11 +144,11 @@ def summary(times: dict[str, list[float]], num_bytes: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", type=int, default=4)
-    parser.add_argument("--rows", type=int, default=1_250_000)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tables", type=at_least(1), default=4)
+    parser.add_argument("--rows", type=at_least(1), default=1_250_000)
+    parser.add_argument("--dim", type=at_least(4), default=64)
+    parser.add_argument("--steps", type=at_least(1), default=3)
+    parser.add_argument("--rounds", type=at_least(1), default=7)
     parser.add_argument("--head", type=Path, default=Path("/dev/shm"), help="where HEAD's folder is made")
     parser.add_argument("--out", type=Path, help="file the result as JSON")
     args = parser.parse_args()

@@ -26,7 +26,9 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from common import at_least  # noqa: E402
 
 from tests import builders  # noqa: E402
 from torchrec_stream_ckpt.broker.kraft import Broker  # noqa: E402
@@ -36,12 +38,13 @@ from torchrec_stream_ckpt.format.frame import Header, Kind, json_frame, seal  # 
 from torchrec_stream_ckpt.format.interval import Interval  # noqa: E402
 from torchrec_stream_ckpt.format.rows import RowLayout  # noqa: E402
 from torchrec_stream_ckpt.format.schema import Schema  # noqa: E402
-from torchrec_stream_ckpt.log.api import open_log  # noqa: E402
+from torchrec_stream_ckpt.log.api import Ack, open_log  # noqa: E402
 from torchrec_stream_ckpt.materialize.fold import fold_interval  # noqa: E402
 from torchrec_stream_ckpt.store.api import open_store  # noqa: E402
 from torchrec_stream_ckpt.types import RankEnd, StateSpec, TableShard  # noqa: E402
 
 STATE = StateSpec("momentum1", "float32", True)
+DIM = 64
 
 
 def frames(schema: Schema, num_bytes: int, draw: np.random.Generator) -> Iterator[bytes]:
@@ -73,27 +76,29 @@ def frames(schema: Schema, num_bytes: int, draw: np.random.Generator) -> Iterato
 
 def write_log(uri: str, num_bytes: int, rows: int) -> None:
     """A log with one marker."""
-    schema = Schema((builders.table("t", rows, 64, "float32", STATE),))
+    schema = Schema((builders.table("t", rows, DIM, "float32", STATE),))
     log = open_log(uri)
     incarnation = log.prepare(1).id
     log.append_control(builders.claim(1, schema=schema, incarnation=incarnation).to_frame())
-    writer, begin, end, count, total, waiting, chain = log.open_writer(1, 0, 0), -1, 0, 0, 0, 0, 0
-    kept = []
+    writer, count, total, chain = log.open_writer(1, 0, 0), 0, 0, 0
+    kept: list[bytes] = []
+    acks: list[Ack] = []
+
+    def wait(most: int) -> None:
+        """Until at most so many frames are on their way."""
+        while len(kept) > most:
+            arrived = writer.poll(1.0)
+            del kept[: len(arrived)]
+            acks.extend(arrived)
+
     for frame in frames(schema, num_bytes, np.random.default_rng(0)):
         kept.append(frame)
         writer.send(memoryview(frame))
-        count, total, waiting = count + 1, total + len(frame), waiting + 1
+        count, total = count + 1, total + len(frame)
         chain = int.from_bytes(frame[124:128], "little")
-        while waiting > 16:
-            acks = writer.poll(1.0)
-            waiting -= len(acks)
-            if acks and begin < 0:
-                begin = acks[0].offset
-            del kept[: len(acks)]
-    while waiting:
-        acks = writer.poll(1.0)
-        waiting -= len(acks)
-        end = acks[-1].end if acks else end
+        wait(16)
+    wait(0)
+    begin, end = acks[0].offset, acks[-1].end
     rank = RankEnd(0, 0, begin, end, count, chain, 0, total)
     log.append_control(builders.commit(1, 1, [rank]).to_frame())
     log.close()
@@ -159,11 +164,14 @@ def machine() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--log", choices=("file", "kafka"), default="file")
-    parser.add_argument("--megabytes", type=int, default=1000)
-    parser.add_argument("--rows", type=int, default=10_000_000, help="of the table")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--megabytes", type=at_least(1), default=1000)
+    parser.add_argument("--rows", type=at_least(1), default=10_000_000, help="of the table")
+    parser.add_argument("--rounds", type=at_least(1), default=3)
     parser.add_argument("--out", type=Path, help="file the result as JSON")
     args = parser.parse_args()
+    least = RowLayout.of(builders.table("t", args.rows, DIM, "float32", STATE), DIM).max_rows
+    if args.rows < least:
+        parser.error(f"--rows {args.rows}: a frame holds {least} rows, each one once: pass at least {least}")
     report: dict[str, Any] = {"case": "ingest", "date": time.strftime("%Y-%m-%d"), "machine": machine()}
     report["command"] = f"python benchmarks/ingest/run.py --log {args.log} --megabytes {args.megabytes}"
     with tempfile.TemporaryDirectory(prefix="ingest-", dir=os.environ.get("BENCH_DIR")) as scratch:

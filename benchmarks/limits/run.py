@@ -1,6 +1,6 @@
 """What this machine can do at most: memory, gathers, checksums, the disk. The other cases' figures stand beside these.
 
-python benchmarks/limits/run.py [--out FILE.json]
+python benchmarks/limits/run.py [--megabytes 256] [--out FILE.json]
 """
 
 from __future__ import annotations
@@ -15,23 +15,22 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from common import Report, arguments, scratch, take_turns, timed  # noqa: E402
+from common import Report, arguments, at_least, scratch, take_turns, timed  # noqa: E402
 from crc32c import crc32c  # noqa: E402
 
-SIZE = 256 << 20
 DIM = 64
 
 
-def memory(threads: int) -> Callable[[], float]:
-    """Copy 256 MiB within memory."""
-    source, target = torch.ones(SIZE, dtype=torch.uint8), torch.zeros(SIZE, dtype=torch.uint8)
+def memory(size: int, threads: int) -> Callable[[], float]:
+    """Copy ``size`` bytes within memory."""
+    source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
     return partial(_with_threads, threads, lambda: target.copy_(source))
 
 
-def gather(threads: int) -> Callable[[], float]:
-    """Gather 256 MiB of random rows, ascending, out of 1 GiB."""
-    table = torch.ones(4 * SIZE // (4 * DIM), DIM)
-    rows = torch.randperm(len(table))[: SIZE // (4 * DIM)].sort().values
+def gather(size: int, threads: int) -> Callable[[], float]:
+    """Gather ``size`` bytes of random rows, ascending, out of four times as many."""
+    table = torch.ones(4 * size // (4 * DIM), DIM)
+    rows = torch.randperm(len(table))[: size // (4 * DIM)].sort().values
     target = torch.zeros(len(rows), DIM)
     return partial(_with_threads, threads, lambda: torch.index_select(table, 0, rows, out=target))
 
@@ -46,12 +45,12 @@ def _with_threads(threads: int, action: Callable[[], object]) -> float:
 
 
 class Disk:
-    """256 MiB to and from one file."""
+    """``size`` bytes to and from one file."""
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / "file"
-        self._data = memoryview(np.random.default_rng(0).integers(0, 256, SIZE, np.uint8).data)
-        self.append(SIZE)
+    def __init__(self, folder: Path, size: int) -> None:
+        self._path, self._size = folder / "file", size
+        self._data = memoryview(np.random.default_rng(0).integers(0, 256, size, np.uint8).data)
+        self.append(size)
 
     def append(self, sync_bytes: int) -> float:
         """Write, and have the disk hold each ``sync_bytes`` before the next."""
@@ -59,7 +58,7 @@ class Disk:
         fd = os.open(self._path, os.O_WRONLY | os.O_CREAT)
 
         def write() -> None:
-            for begin in range(0, SIZE, sync_bytes):
+            for begin in range(0, self._size, sync_bytes):
                 os.write(fd, self._data[begin : begin + sync_bytes])
                 os.fdatasync(fd)
 
@@ -69,7 +68,7 @@ class Disk:
             os.close(fd)
 
     def read(self, *, cold: bool) -> float:
-        target = memoryview(bytearray(SIZE))
+        target = memoryview(bytearray(self._size))
         fd = os.open(self._path, os.O_RDONLY)
         if cold:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -78,17 +77,20 @@ class Disk:
 
 
 def main() -> None:
-    args = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--megabytes", type=at_least(1), default=256, help="of 2**20 bytes, that are copied or written")
+    args = parser.parse_args()
+    size = args.megabytes << 20
     report = Report("limits", args)
-    data = np.ones(SIZE, np.uint8)
+    data = np.ones(size, np.uint8)
     cores = os.cpu_count() or 1
     with scratch("limits") as folder:
-        disk = Disk(folder)
+        disk = Disk(folder, size)
         variants = {
-            "copy, 1 thread": memory(1),
-            f"copy, {cores} threads": memory(cores),
-            "gather of rows of 256 B, 1 thread": gather(1),
-            f"gather of rows, {cores} threads": gather(cores),
+            "copy, 1 thread": memory(size, 1),
+            f"copy, {cores} threads": memory(size, cores),
+            "gather of rows of 256 B, 1 thread": gather(size, 1),
+            f"gather of rows, {cores} threads": gather(size, cores),
             "CRC32C, 1 thread": lambda: timed(lambda: crc32c(data.data)),
             "append, fdatasync each 64 MiB": lambda: disk.append(64 << 20),
             "append, fdatasync each 1 MiB": lambda: disk.append(1 << 20),
@@ -96,7 +98,7 @@ def main() -> None:
             "read, cold": lambda: disk.read(cold=True),
         }
         measured = take_turns(variants, args.rounds)
-    speeds = {name: [SIZE / each / 1e9 for each in times] for name, times in measured.times.items()}
+    speeds = {name: [size / each / 1e9 for each in times] for name, times in measured.times.items()}
     measured.times = speeds
     report.add("limits", measured, "none", unit="GB/s", scale=1)
     report.finish()

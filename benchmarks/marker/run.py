@@ -29,7 +29,18 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
-from common import Goal, Report, UnavailableError, arguments, check_memory, scratch, synced, take_turns, timed  # noqa: E402
+from common import (  # noqa: E402
+    Goal,
+    Report,
+    UnavailableError,
+    arguments,
+    at_least,
+    check_memory,
+    scratch,
+    synced,
+    take_turns,
+    timed,
+)
 from device import add_device  # noqa: E402
 from job import Job, Shape, build, join_group  # noqa: E402
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions  # noqa: E402
@@ -134,18 +145,23 @@ def measure(args: argparse.Namespace, rows: int, touched: int, folder: Path, onl
 
 def main() -> None:
     parser = arguments(__doc__, rounds=5)
-    parser.add_argument("--rows", type=int, default=5_000_000)
-    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--rows", type=at_least(1), default=5_000_000)
+    parser.add_argument("--dim", type=at_least(4), default=64)
     parser.add_argument("--touched", type=float, default=0.01, help="share of the rows")
     parser.add_argument("--ours", action="store_true", help="without the other ways: what a proof adds, in a minute")
     add_device(parser)
     args = parser.parse_args()
-    report = Report("marker", args)
     touched = round(args.rows * args.touched) // 10 * 10
+    if not 100 <= touched <= args.rows:
+        parser.error(
+            f"--rows {args.rows} --touched {args.touched:g} has a step touch {touched} rows: "
+            f"make it at least 100, of which a tenth fills a bag, and at most {args.rows}"
+        )
+    report = Report("marker", args)
     report.facts["rows touched"] = touched
     names = {"table": args.rows, "twice the table": 2 * args.rows, "a tenth of the rows": args.rows}
     for point, rows in names.items():
-        few = touched // 10 if point == "a tenth of the rows" else touched
+        few = touched // 100 * 10 if point == "a tenth of the rows" else touched
         with scratch("marker") as folder:
             join_group(folder, 0, 1, args.device)
             try:

@@ -26,7 +26,7 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2
 
 import torch  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
-from common import Goal, Report, UnavailableError, arguments, check_memory, scratch, take_turns  # noqa: E402
+from common import Goal, Report, UnavailableError, arguments, at_least, check_memory, scratch, take_turns  # noqa: E402
 from job import Job, Shape, build, spread  # noqa: E402
 
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
@@ -66,10 +66,15 @@ def train(job: Job, touched: int) -> None:
     job.train([ids], bags=touched // 10)
 
 
+def a_step(rows: int, touched: float) -> int:
+    """How many rows a step touches; ten of them make a bag."""
+    return round(rows * touched / STEPS) // 10 * 10
+
+
 def ours(touched: float, shape: Shape, folder: Path) -> int:
     """(one rank) Bytes."""
     job = build(shape)
-    each = round(shape.rows[0] * touched / STEPS) // 10 * 10
+    each = a_step(shape.rows[0], touched)
     train(job, each)
     memory = Memory()
     config = StreamConfig(
@@ -114,10 +119,16 @@ def alone(body: Callable[[Shape, Path], int], shape: Shape) -> float:
 
 def main() -> None:
     parser = arguments(__doc__, rounds=3)
-    parser.add_argument("--rows", type=int, default=5_000_000)
-    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--rows", type=at_least(1), default=5_000_000)
+    parser.add_argument("--dim", type=at_least(4), default=64)
     parser.add_argument("--touched", type=float, nargs="+", default=[0.01, 0.2], help="share of the rows")
     args: argparse.Namespace = parser.parse_args()
+    for share in args.touched:
+        if a_step(args.rows, share) < 10:
+            parser.error(
+                f"--rows {args.rows} --touched {share:g} leaves each of {STEPS} steps less than one bag of 10 rows: "
+                f"raise one of the two"
+            )
     shape = Shape((args.rows,), args.dim)
     stated = (RING_BYTES + BUDGET_BYTES + 3 * args.rows) / 1e6
     report = Report("memory", args, facts={"bytes of the table": shape.table_bytes, "stated bound, MB": stated})

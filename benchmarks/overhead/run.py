@@ -79,6 +79,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0)
     add_device(parser)
     args = parser.parse_args()
+    if args.seconds <= 0:
+        parser.error(f"--seconds {args.seconds:g}: no step fits into that time: pass more than 0")
     torch.set_num_threads(1)
     report = Report("overhead", args)
     with scratch("overhead") as folder:

@@ -22,17 +22,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from baselines import Differential, DifferentialWithResets, Naive, NaiveByIndexCopy
-from death_index import compare
-from incrcp import IncrCp, IncrCpWithResets
-from measure import Make, Measured, Plan, can_drop_caches, machine, run_group
-from ours import FromLog, FromStore, Head
-from report import against_paper, lines, newest_lines, plot, ratio, summary
-from saved import TorchLoad, TorchLoadAndCopy, TorchMmapAndCopy
-from workload import Values, Workload
+sys.path[1:1] = [str(Path(__file__).resolve().parents[1])]
 
-from torchrec_stream_ckpt.materialize.compactor import Policy
+import torch  # noqa: E402
+from baselines import Differential, DifferentialWithResets, Naive, NaiveByIndexCopy  # noqa: E402
+from common import at_least  # noqa: E402
+from death_index import compare  # noqa: E402
+from incrcp import IncrCp, IncrCpWithResets  # noqa: E402
+from measure import Make, Measured, Plan, can_drop_caches, machine, run_group  # noqa: E402
+from ours import FromLog, FromStore, Head  # noqa: E402
+from report import against_paper, lines, newest_lines, plot, ratio, summary  # noqa: E402
+from saved import TorchLoad, TorchLoadAndCopy, TorchMmapAndCopy  # noqa: E402
+from workload import Values, Workload  # noqa: E402
+
+from torchrec_stream_ckpt.materialize.compactor import Policy  # noqa: E402
 
 WORKLOADS = {
     "kaggle": Workload("kaggle", rows=10_000_000, dim=64, batch=2560, intervals=150),
@@ -95,14 +98,14 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--quick", action="store_true", help=f"small: {QUICK}, 2 rounds")
-    parser.add_argument("--rows", type=int, help="of all tables together")
-    parser.add_argument("--markers", type=int, help="intervals behind the base")
-    parser.add_argument("--batch", type=int, help="samples a step; an interval is 10 steps")
+    parser.add_argument("--rows", type=at_least(1000), help="of all tables together")
+    parser.add_argument("--markers", type=at_least(1), help="intervals behind the base")
+    parser.add_argument("--batch", type=at_least(1), help="samples a step; an interval is 10 steps")
     parser.add_argument("--restore", type=int, nargs="+", help="markers to restore; the newest one always is")
-    parser.add_argument("--rounds", type=int, help="with the page cache warm (default 7)")
-    parser.add_argument("--cold-rounds", type=int, help="and cold (default 5)")
+    parser.add_argument("--rounds", type=at_least(1), help="with the page cache warm (default 7)")
+    parser.add_argument("--cold-rounds", type=at_least(1), help="and cold (default 5)")
     parser.add_argument("--cold-by", choices=("fadvise", "drop-caches"), help="default: drop-caches where root allows")
-    parser.add_argument("--threads", type=int, default=2, help="of torch")
+    parser.add_argument("--threads", type=at_least(1), default=2, help="of torch")
     parser.add_argument("--schemes", nargs="+", help="only these, and naive")
     parser.add_argument("--scratch", type=Path, help="folder for the files, on the disk to be measured; removed again")
     parser.add_argument("--out", type=Path, help="file STEM.json and STEM_*.png")

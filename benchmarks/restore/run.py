@@ -30,7 +30,18 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
-from common import Goal, Measured, Report, UnavailableError, arguments, check_memory, scratch, take_turns, timed  # noqa: E402
+from common import (  # noqa: E402
+    Goal,
+    Measured,
+    Report,
+    UnavailableError,
+    arguments,
+    at_least,
+    check_memory,
+    scratch,
+    take_turns,
+    timed,
+)
 from device import add_device  # noqa: E402
 from job import Job, Shape, build, spread  # noqa: E402
 
@@ -138,12 +149,17 @@ def measure(shape: Shape, folder: Path, rounds: int, ours: str, source: str) -> 
 
 def main() -> None:
     parser = arguments(__doc__, rounds=5)
-    parser.add_argument("--rows", type=int, default=2_500_000)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rows", type=at_least(1), default=2_500_000)
+    parser.add_argument("--dim", type=at_least(4), default=64)
+    parser.add_argument("--steps", type=at_least(1), default=10)
+    parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2])
     add_device(parser)
     args = parser.parse_args()
+    if args.rows < 100 * args.steps:
+        parser.error(
+            f"--rows {args.rows} --steps {args.steps}: the steps touch a tenth of the rows, at least 10 each: "
+            f"pass at least --rows {100 * args.steps}"
+        )
     report = Report("restore", args)
     try:
         _measure_all(args, report)

@@ -21,6 +21,7 @@ import torch.multiprocessing as mp
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+from common import at_least  # noqa: E402
 from device import add_device, finish_queued, join  # noqa: E402
 
 from tests.inside import inside  # noqa: E402
@@ -215,9 +216,11 @@ def _rank_main(
 
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--rows", type=int, default=100_000, help="of each table of the jobs that are predicted")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2, 4])
+    parser.add_argument(
+        "--rows", type=at_least(1000), default=100_000, help="of each table of the jobs that are predicted"
+    )
+    parser.add_argument("--rounds", type=at_least(1), default=7)
     add_device(parser)
     parser.add_argument("--kafka", action="store_true", help="measure a broker on loopback, too")
     parser.add_argument("--quick", action="store_true", help="small, under a minute: no figure means anything then")

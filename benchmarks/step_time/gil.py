@@ -13,16 +13,20 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
+sys.path[1:1] = [str(Path(__file__).resolve().parents[1])]
 
-from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind
-from torchrec_stream_ckpt.format.ring import FrameRing
-from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.log.publisher import Publisher
+import numpy as np  # noqa: E402
+from common import at_least  # noqa: E402
+
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind  # noqa: E402
+from torchrec_stream_ckpt.format.ring import FrameRing  # noqa: E402
+from torchrec_stream_ckpt.log.files import FileLog  # noqa: E402
+from torchrec_stream_ckpt.log.publisher import Publisher  # noqa: E402
 
 PAYLOAD = 970_048
 
@@ -48,10 +52,12 @@ def submit(publisher: Publisher, ring: FrameRing, frames: int, noise: np.ndarray
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--frames", type=int, default=65)
+    parser.add_argument("--rounds", type=at_least(1), default=15)
+    parser.add_argument("--frames", type=at_least(1), default=65)
     parser.add_argument("--seconds", type=float, default=0.5)
     args = parser.parse_args()
+    if args.seconds <= 0:
+        parser.error(f"--seconds {args.seconds:g}: nothing can be counted in that time: pass more than 0")
     noise = np.random.default_rng(0).integers(1, 256, PAYLOAD, dtype=np.uint8)
     with tempfile.TemporaryDirectory(prefix="gil-", dir=os.environ.get("BENCH_DIR")) as folder:
         log = FileLog(Path(folder))

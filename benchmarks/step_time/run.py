@@ -31,7 +31,7 @@ import torch.multiprocessing as mp
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[1:1] = [str(ROOT / "benchmarks"), str(ROOT)]
 
-from common import machine  # noqa: E402
+from common import at_least, machine  # noqa: E402
 from data import CRITEO_ROWS  # noqa: E402
 from device import add_device, finish_queued, join  # noqa: E402
 
@@ -179,15 +179,17 @@ def _job(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=10, help="steps of a block")
+    parser.add_argument("--ranks", type=at_least(1), default=1)
+    parser.add_argument("--rounds", type=at_least(1), default=7)
+    parser.add_argument("--steps", type=at_least(1), default=10, help="steps of a block")
     parser.add_argument("--config", choices=tuple(CONFIGS), default="thesis")
     parser.add_argument("--variants", nargs="+", choices=tuple(VARIANTS), default=list(VARIANTS), metavar="NAME")
     parser.add_argument("--zipf", type=float, default=1.05)
     parser.add_argument("--out", type=Path, help="file the result as JSON")
     add_device(parser)
     args = parser.parse_args()
+    if "off" not in args.variants:
+        parser.error("--variants: 'off' is what the others are compared with: name it, too")
     here = machine()
     context = mp.get_context("spawn")
     results = context.SimpleQueue()

@@ -25,7 +25,7 @@ from typing import Any
 sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
 import numpy as np  # noqa: E402
-from common import Goal, Report, UnavailableError, arguments, scratch, take_turns, timed  # noqa: E402
+from common import Goal, Report, UnavailableError, arguments, at_least, scratch, take_turns, timed  # noqa: E402
 
 from torchrec_stream_ckpt.errors import StreamCkptError  # noqa: E402
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind  # noqa: E402
@@ -171,7 +171,7 @@ def kafka(args: Any, count: int, frames: list[Any]) -> Any:
 
 def main() -> None:
     parser = arguments(__doc__, rounds=5)
-    parser.add_argument("--megabytes", type=int, default=512)
+    parser.add_argument("--megabytes", type=at_least(1), default=512)
     parser.add_argument("--log", nargs="+", choices=("file", "kafka"), default=["file", "kafka"])
     args = parser.parse_args()
     report = Report("stream", args)

@@ -25,6 +25,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve()
+sys.path[1:1] = [str(HERE.parents[1])]
+
+from common import at_least  # noqa: E402
+
 WORLD = 2
 TIMEOUT_S = 300.0
 
@@ -132,9 +136,9 @@ def main() -> None:
         rank_main(Path(sys.argv[place + 1]), sys.argv[1:place] + sys.argv[place + 2 :])
         return
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rows", type=int, default=200_000, help="of each of 8 tables")
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", type=at_least(1), default=200_000, help="of each of 8 tables")
+    parser.add_argument("--dim", type=at_least(4), default=64)
+    parser.add_argument("--rounds", type=at_least(1), default=3)
     parser.add_argument("--after_s", type=float, default=3.0, help="silence after which the spare takes over")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

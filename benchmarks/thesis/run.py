@@ -1,6 +1,6 @@
 """Whole runs in the shape of the thesis' tables 6.1-6.6, and recoveries as in 6.7-6.12: paired, interleaved.
 
-    python benchmarks/thesis/run.py [--workload synthetic criteo] [--ranks 1 2] [--rounds 3] [--out FILE.json]
+    python benchmarks/thesis/run.py [--workload synthetic criteo] [--ranks 1 2] [--rounds 3] [--quick] [--out FILE.json]
 
 A run is six epochs of three steps, with a checkpoint behind every first, second or third epoch; it is over when its
 last checkpoint is durable. ``synthetic``: 8 tables x 80,000 x 64, global batch 2048, 20 uniform ids a lookup (the
@@ -31,6 +31,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ sys.path[1:1] = [str(HERE.parents[level]) for level in (0, 1, 2)]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from common import Goal, Measured, Report, arguments, scratch, synced, take_turns, timed  # noqa: E402
+from common import Goal, Measured, Report, arguments, at_least, scratch, synced, take_turns, timed  # noqa: E402
 from data import CRITEO_ROWS, uniform_ids, zipf_ids  # noqa: E402
 from design import LoadingService, Pipeline  # noqa: E402
 from job import Shape, build, spread  # noqa: E402
@@ -60,18 +61,20 @@ NONE, AGAIN, SAVE, THESIS, OURS = "none", "none again", "torch.save", "thesis", 
 LOAD, COPY, SERVICE = "torch.load", "torch.load + copy", "thesis, loading service"
 FROM = {"log": "ours, log", "store": "ours, store", "head": "ours, HEAD"}
 RING_BYTES = 512 << 20
+QUICK_ROWS, QUICK_BATCH = 20, 64
+"""With ``--quick``: one row of so many, and the global batch."""
 
 
 class Runs:
     """The variants of one rank; all of them train one job."""
 
-    def __init__(self, workload: str, folder: Path) -> None:
+    def __init__(self, workload: str, folder: Path, quick: bool) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
-        shape = SHAPES[workload]
+        shape = shape_of(workload, quick)
         self.job = build(shape)
         self.base_s = 0.0
         """How long the last run of ours has taken to send all that it began with."""
-        self._bags = BATCH // world
+        self._bags = (QUICK_BATCH if quick else BATCH) // world
         count = self._bags * (IDS if workload == "synthetic" else 1)
         make = uniform_ids if workload == "synthetic" else zipf_ids
         self._batches = [make(shape.rows, count, 1000 * rank + step) for step in range(STEPS)]
@@ -153,6 +156,12 @@ class Runs:
         return StreamCheckpointer(self.job.model, self.job.optimizer, config=config)
 
 
+def shape_of(workload: str, quick: bool) -> Shape:
+    """The tables of a workload."""
+    shape = SHAPES[workload]
+    return replace(shape, rows=tuple(max(3, rows // QUICK_ROWS) for rows in shape.rows)) if quick else shape
+
+
 def slowest(action: Callable[[], object]) -> float:
     """(all ranks) Seconds that the slowest rank takes."""
     dist.barrier()
@@ -165,10 +174,10 @@ def name(variant: str, every: int) -> str:
     return f"{variant}, every {every}"
 
 
-def run_all(workload: str, folder: Path, rounds: int, head: str) -> dict[str, Measured]:
+def run_all(workload: str, folder: Path, rounds: int, head: str, quick: bool) -> dict[str, Measured]:
     """(all ranks) Whole runs, then recoveries of the state that one more run leaves."""
     torch.set_num_threads(1)
-    runs = Runs(workload, folder)
+    runs = Runs(workload, folder, quick)
     variants: dict[str, Callable[[], float]] = {NONE: runs.none, AGAIN: runs.none}
     for every in EVERY:
         variants[name(SAVE, every)] = partial(runs.torch_save, every)
@@ -282,13 +291,14 @@ def judge(report: Report, what: str, found: dict[str, Measured]) -> None:
 def main() -> None:
     parser = arguments(__doc__, rounds=3)
     parser.add_argument("--workload", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2])
+    parser.add_argument("--quick", action="store_true", help="small, under a minute: no figure means anything then")
     args: argparse.Namespace = parser.parse_args()
     report = Report("thesis", args)
     for workload in args.workload:
         for ranks in args.ranks:
             with scratch("thesis") as folder, tempfile.TemporaryDirectory(prefix="thesis-", dir="/dev/shm") as head:
-                found = spread(run_all, ranks, folder, workload, folder, args.rounds, head)
+                found = spread(run_all, ranks, folder, workload, folder, args.rounds, head, args.quick)
             judge(report, f"{workload}, {ranks} ranks" if ranks > 1 else f"{workload}, 1 rank", found)
     report.finish()
 

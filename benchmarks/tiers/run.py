@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import platform
@@ -27,33 +26,27 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import torch
-import torch.distributed as dist
+sys.path[1:1] = [str(Path(__file__).resolve().parents[1])]
 
-from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.broker.kraft import Broker
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from common import at_least  # noqa: E402
+from job import Job, Shape, build, join_group  # noqa: E402
 
+from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
+from torchrec_stream_ckpt.broker.kraft import Broker  # noqa: E402
 
-def sibling(name: str) -> ModuleType:
-    """The program of another case: its model is this one's."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / name / "run.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+BATCH = 512
 
 
-def attach(job: Any, config: StreamConfig) -> contextlib.closing[StreamCheckpointer]:
+def attach(job: Job, config: StreamConfig) -> contextlib.closing[StreamCheckpointer]:
     return contextlib.closing(StreamCheckpointer(job.model, job.optimizer, config=config))
 
 
 def measure(args: argparse.Namespace, folder: Path, uri: str) -> dict[str, Any]:
-    job = sibling("head").build(args)
+    job = build(Shape((args.rows,) * args.tables, args.dim))
     inner = folder / "inner"
     config = StreamConfig(
         uri=(f"file://{inner}", uri), store=str(folder / "store"), marker_every=args.steps // 4, head=None
@@ -61,7 +54,7 @@ def measure(args: argparse.Namespace, folder: Path, uri: str) -> dict[str, Any]:
     begin = time.perf_counter()
     with attach(job, config) as checkpointer:
         for _ in range(args.steps):
-            job.step(args)
+            job.train([torch.randint(0, args.rows, (BATCH,)) for _ in range(args.tables)], bags=BATCH)
             checkpointer.step()
         checkpointer.mark().result(600)
         trained_s = time.perf_counter() - begin
@@ -94,15 +87,20 @@ def measure(args: argparse.Namespace, folder: Path, uri: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("tables", 2), ("rows", 500_000), ("dim", 64), ("steps", 20), ("rounds", 5)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    for name, default, least in (
+        ("tables", 2, 1),
+        ("rows", 500_000, 1),
+        ("dim", 64, 4),
+        ("steps", 20, 4),
+        ("rounds", 5, 1),
+    ):
+        parser.add_argument(f"--{name}", type=at_least(least), default=default)
     parser.add_argument("--dir", type=Path, help="scratch, default: TMPDIR")
     parser.add_argument("--out", type=Path, help="write the result there as JSON")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir) as scratch:
         folder = Path(scratch)
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
+        join_group(folder, 0, 1)
         broker = Broker(folder / "broker")
         status = broker.start(die_with=os.getpid())
         try:

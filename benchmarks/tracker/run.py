@@ -24,7 +24,7 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from common import Goal, Measured, Report, arguments, scratch, take_turns, timed  # noqa: E402
+from common import Goal, Measured, Report, arguments, at_least, scratch, take_turns, timed  # noqa: E402
 from data import CRITEO_ROWS, uniform_ids, zipf_ids  # noqa: E402
 from job import Job, Shape, build, features, join_group  # noqa: E402
 from torchrec.distributed.model_tracker.types import DeltaTrackerConfig, TrackingMode  # noqa: E402
@@ -127,7 +127,7 @@ def measure(shape: Shape, ids: list[list[torch.Tensor]], bags: int, rounds: int)
 def main() -> None:
     logging.disable(logging.INFO)
     parser = arguments(__doc__)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=at_least(1), default=10)
     args: argparse.Namespace = parser.parse_args()
     report = Report("tracker", args)
     torch.set_num_threads(1)

@@ -1,0 +1,150 @@
+"""Each benchmark of one process at a small size: it runs to its end, checks what it restores, and files its figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.bench.smoke import ROOT, measured, refusal, run
+from tests.forks import run_script
+
+CASES = {
+    "encode": "",
+    "hooks": "--steps 2",
+    "limits": "--megabytes 4",
+    "marker": "--rows 10000 --dim 8",
+    "overhead": "--seconds 0.5",
+    "stream": "--megabytes 2 --log file",
+    "tracker": "--steps 1",
+}
+"""Those that file what ``common.Report`` makes of them, and the smallest size that says something."""
+
+POINTS = {
+    "encode": {"gather", "gather, speed", "small, write", "small, read", "large, write", "large, read"},
+    "hooks": {"CPU time of a small step"},
+    "limits": {"limits"},
+    "marker": {"table", "twice the table", "a tenth of the rows"},
+    "stream": {"file", "file, speed"},
+    "tracker": {"thesis", "criteo"},
+}
+STRETCHES = ("at first", "8 times the ids", "a tenth of the ids", "every core busy", "as at first")
+
+
+@pytest.mark.parametrize("case", sorted(set(CASES) - {"overhead"}))
+def test_a_case_files_every_point(case: str, tmp_path: Path) -> None:
+    report = run(f"{case}/run.py", f"{CASES[case]} --rounds 1", tmp_path)
+    assert report["case"] == case
+    assert set(measured(report)) == POINTS[case]
+
+
+def test_the_overhead_of_every_stretch_is_filed(tmp_path: Path) -> None:
+    report = run("overhead/run.py", CASES["overhead"], tmp_path)
+    assert all(report["facts"][name]["steps"] > 0 for name in STRETCHES)
+    assert all(goal["found"] for goal in report["goals"])
+
+
+def test_a_head_is_restored_in_each_way(tmp_path: Path) -> None:
+    sizes = f"--tables 2 --rows 2000 --dim 8 --steps 1 --rounds 1 --head {tmp_path}"
+    report = run("head/run.py", sizes, tmp_path)
+    assert set(report["variants"]) == {"torch.load", "and copy", "store", "head", "unverified"}
+    assert all(len(times) == 1 and times[0] > 0 for times in report["seconds"].values())
+
+
+def test_a_log_is_folded(tmp_path: Path) -> None:
+    report = run("ingest/run.py", "--megabytes 2 --rows 4000 --rounds 1", tmp_path)
+    assert report["median"]["megabytes"] > 2
+    assert report["median"]["segments"] > 0
+
+
+@pytest.mark.kafka
+def test_a_log_of_a_broker_is_folded(tmp_path: Path) -> None:
+    report = run("ingest/run.py", "--log kafka --megabytes 2 --rows 4000 --rounds 1", tmp_path)
+    assert report["median"]["megabytes"] > 2
+    assert report["median"]["segments"] > 0
+
+
+@pytest.mark.kafka
+def test_a_broker_takes_what_a_raw_producer_sends_and_what_we_do(tmp_path: Path) -> None:
+    assert set(measured(run("stream/run.py", "--megabytes 2 --log kafka --rounds 1", tmp_path))) == {
+        "kafka",
+        "kafka, speed",
+    }
+
+
+@pytest.mark.kafka
+def test_both_tiers_give_back_what_was_committed(tmp_path: Path) -> None:
+    sizes = f"--tables 1 --rows 2000 --dim 8 --steps 4 --rounds 1 --dir {tmp_path}"
+    report = run("tiers/run.py", sizes, tmp_path)
+    assert {name: len(times) for name, times in report["seconds"].items()} == {"inner": 1, "outer": 1}
+    assert all(seconds > 0 for seconds in report["median_s"].values())
+
+
+def test_a_trace_is_drawn(tmp_path: Path) -> None:
+    out = tmp_path / "trace.png"
+    script = ROOT / "benchmarks" / "step_time" / "trace.py"
+    done = run_script(script, "--config", "small", "--out", str(out), timeout_s=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert out.read_bytes().startswith(b"\x89PNG")
+    labels = {"forward", "backward", "optimizer", "drain", "mark", "checksum", "write", "sync"}
+    shown = {line.split()[-5]: float(line.split()[-4]) for line in done.stdout.splitlines()}
+    assert set(shown) == labels
+    assert all(shown[name] > 0 for name in ("forward", "backward", "drain"))
+
+
+def test_the_share_of_the_interpreter_lock_is_printed() -> None:
+    sizes = ("--rounds", "1", "--frames", "8", "--seconds", "0.05")
+    done = run_script(ROOT / "benchmarks" / "step_time" / "gil.py", *sizes, timeout_s=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "share of the interpreter lock, 8 frames in 0.05 s: median" in done.stdout
+
+
+def test_bars_of_a_filed_result_are_drawn(tmp_path: Path) -> None:
+    result, picture = next((ROOT / "benchmarks" / "marker" / "results").glob("*.json")), tmp_path / "bars.png"
+    done = run_script(ROOT / "benchmarks" / "plot.py", str(result), str(picture), "--points", "table")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    said = refusal("plot.py", f"{result} {picture} --points no-such-point")
+    assert "has 'no-such-point' in its name" in said
+
+
+TOO_SMALL = {
+    "age/run.py --generations 0": "--generations: 0 is too small: pass at least 1",
+    "dense/run.py --ranks 0": "--ranks: 0 is too small: pass at least 1",
+    "encode/run.py --rounds 0": "--rounds: 0 is too small: pass at least 1",
+    "head/run.py --steps 0": "--steps: 0 is too small: pass at least 1",
+    "ingest/run.py --megabytes 2 --rows 2000": "--rows 2000: a frame holds 3729 rows, each one once: pass at least",
+    "limits/run.py --megabytes 0": "--megabytes: 0 is too small: pass at least 1",
+    "marker/run.py --rows 5000": "--rows 5000 --touched 0.01 has a step touch 50 rows: make it at least 100",
+    "memory/run.py --rows 5000": "--rows 5000 --touched 0.01 leaves each of 10 steps less than one bag of 10 rows",
+    "overhead/run.py --seconds 0": "--seconds 0: no step fits into that time: pass more than 0",
+    "recovery/run.py --rows 10": "--rows: 10 is too small: pass at least 1000",
+    "restore/run.py --rows 500": "--rows 500 --steps 10: the steps touch a tenth of the rows",
+    "scale/run.py --rows 10": "--rows: 10 is too small: pass at least 1000",
+    "step_time/gil.py --seconds 0": "--seconds 0: nothing can be counted in that time: pass more than 0",
+    "step_time/run.py --steps two": "--steps: 'two' is not a whole number",
+    "step_time/run.py --variants off_again": "invalid choice",
+    "stream/run.py --megabytes -1": "--megabytes: -1 is too small: pass at least 1",
+    "takeover/run.py --dim 1": "--dim: 1 is too small: pass at least 4",
+    "thesis/run.py --ranks 0": "--ranks: 0 is too small: pass at least 1",
+    "tiers/run.py --steps 3": "--steps: 3 is too small: pass at least 4",
+    "tracker/run.py --steps 0": "--steps: 0 is too small: pass at least 1",
+}
+
+
+@pytest.mark.parametrize("call", TOO_SMALL)
+def test_a_size_that_is_too_small_is_refused_in_one_line(call: str) -> None:
+    script, _, sizes = call.partition(" ")
+    assert TOO_SMALL[call] in refusal(script, sizes)
+
+
+def test_every_benchmark_has_a_smoke_test() -> None:
+    scripts = {
+        str(path.relative_to(ROOT / "benchmarks"))
+        for path in (ROOT / "benchmarks").rglob("*.py")
+        if '__name__ == "__main__"' in path.read_text()
+    }
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("*.py"))
+    named = {script for script in scripts if f'"{script}"' in tests or script.removesuffix("/run.py") in CASES}
+    named |= {script for script in scripts if " / ".join(f'"{part}"' for part in script.split("/")) in tests}
+    assert scripts - named == set()

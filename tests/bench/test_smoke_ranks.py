@@ -1,0 +1,63 @@
+"""Each benchmark that starts ranks or processes of its own, at a small size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.bench.smoke import ROOT, measured, run
+from tests.forks import run_script
+
+
+def test_dense_state_of_two_ranks(tmp_path: Path) -> None:
+    report = run("dense/run.py", "--megabytes 2 --ranks 2 --rounds 1", tmp_path)
+    assert measured(report) == {"2 MB, 2 ranks": {"torch.save, barrier", "ours"}}
+    assert len(report["facts"]["2 MB, 2 ranks: bytes written by each rank"]) == 2
+
+
+def test_memory_of_each_way(tmp_path: Path) -> None:
+    report = run("memory/run.py", "--rows 5000 --dim 8 --touched 0.1 --rounds 1", tmp_path)
+    assert set(report["points"]["peak"]["variants"]) == {"torch.save", "dcp.async_save", "ours, 10% touched"}
+    assert all(goal["found"] for goal in report["goals"])
+
+
+def test_each_way_restores_what_was_saved(tmp_path: Path) -> None:
+    report = run("restore/run.py", "--rows 2000 --dim 8 --steps 2 --ranks 1 --rounds 1", tmp_path)
+    ways = {"torch.load + copy", "dcp.load"}
+    assert measured(report) == {"log, on 1": {*ways, "ours, log"}, "store, on 1": {*ways, "ours, store"}}
+
+
+def test_steps_are_timed_with_and_without_a_stream(tmp_path: Path) -> None:
+    report = run("step_time/run.py", "--config small --rounds 1 --steps 2", tmp_path)
+    assert len(report["variants"]) == 7
+    assert all(row["steps"] == 2 and row["step_ms_median"] > 0 for row in report["variants"].values())
+    assert report["variants"]["drain every step"]["megabytes_a_step"] > 0
+
+
+def test_a_spare_takes_over_and_a_restart_restores(tmp_path: Path) -> None:
+    report = run("takeover/run.py", "--rows 500 --dim 8 --rounds 1 --after_s 1", tmp_path)
+    assert len(report["rounds"]) == 1
+    assert report["medians"]["plain_to_first_step_s"] > report["medians"]["plain_to_restored_s"] > 0
+    assert report["medians"]["spare_to_first_step_s"] > report["medians"]["spare_to_restored_s"]
+
+
+def test_whole_runs_and_recoveries_of_both_workloads(tmp_path: Path) -> None:
+    report = run("thesis/run.py", "--quick --ranks 1 --rounds 1", tmp_path)
+    every = {f"every {number}" for number in (1, 2, 3)} | {"recovery, log", "recovery, store"}
+    names = {f"{workload}, 1 rank, {each}" for workload in ("synthetic", "criteo") for each in every}
+    assert set(report["points"]) == names
+    for rows in report["points"].values():
+        assert all(row["median"] > 0 for row in rows["variants"].values())
+
+
+def test_unit_costs_are_measured_and_compared_with_jobs(tmp_path: Path) -> None:
+    out = tmp_path / "scale"
+    script = ROOT / "benchmarks" / "scale" / "run.py"
+    done = run_script(script, "--quick", "--ranks", "1", "--rounds", "1", "--out", str(out), timeout_s=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(out.with_name("scale.json").read_text())
+    assert report["unit_costs"]["scan_s_per_row"] >= 0
+    assert set(report["check"]) == {"1"}
+    assert [row["gpus"] for row in report["scale"]] == sorted(row["gpus"] for row in report["scale"])
+    for picture in ("check", "8-to-1024"):
+        assert out.with_name(f"scale_{picture}.png").read_bytes().startswith(b"\x89PNG")
