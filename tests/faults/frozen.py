@@ -97,7 +97,7 @@ def ranks_freeze_in_closes(form: Form) -> None:
             row.timed("close()", took_s, CLOSE_S + CLOSE_MORE_S)
             error, _ = await_failure(job, other)
             named(row, error, frozen)
-            row.remark = f"close({CLOSE_S:.0f}) took {took_s:.1f} s: {error.splitlines()[0][:160]}"
+            row.remark = f"close({CLOSE_S:.0f}) took {took_s:.1f} s: {error.splitlines()[0]}"
             _ends_too(job, row, frozen)
     subject.compare_all(form.draw("frozen closes"))
 
@@ -124,7 +124,7 @@ def broker_freezes_in_commits(form: Form) -> None:
                 row.fired += probe(broker.port) == "silence"
                 broker.signal(signal.SIGCONT)
                 job.await_reports(1)
-        row.remark = f"the longest future took {longest_s:.0f} s: {said.splitlines()[0][:160]}"
+        row.remark = f"the longest future took {longest_s:.0f} s: {said.splitlines()[0]}"
         subject.compare_all(form.draw("frozen broker"), None if form.full else 2)
 
 

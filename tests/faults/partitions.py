@@ -279,7 +279,7 @@ def attach_without_a_broker(form: Form, site: Site) -> None:
                 job.kill()
         subject.examine(row, job)
     row.remark = f"{len(refused)} of {row.injected} refused by name, the longest took {max(took):.0f} s"
-    row.remark += f": {refused[-1][:160]}" if refused else ""
+    row.remark += f": {refused[-1]}" if refused else ""
     row.timed("a start", max(took), START_S)
     subject.compare_all(form.draw("start"), None if form.full else 2)
 

@@ -86,7 +86,7 @@ def _topic_made_again(form: Form, admin: Any, subject: Subject) -> None:
         row.fired += bool(said)
         if len(incarnation.reported()) > reported + 1:
             row.err("markers were reported on a topic that is not the job's")
-        row.remark = said[0][:60]
+        row.remark = said[0]
     finally:
         incarnation.kill()
     known = set(subject.lineage().commits)
