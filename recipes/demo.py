@@ -2,7 +2,7 @@
 
     python recipes/demo.py [--kafka]
 
-Act 1 trains on 2 ranks and streams. At a moment that nobody chose, all ranks are killed with SIGKILL. Act 2 restores
+Act 1 trains on 2 ranks and streams. At a random moment all ranks are killed with SIGKILL. Act 2 restores
 the newest committed marker on 3 ranks under another sharding plan, and trains on.
 
 The check does not use the stream: at every step of act 1 the whole job is gathered by plain TorchRec and torch

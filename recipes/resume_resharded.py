@@ -248,7 +248,7 @@ def run(recipe: ModuleType, args: argparse.Namespace) -> bool:
     dist.init_process_group("nccl" if cuda else "gloo")
     try:
         is_same = prove(recipe, args, device)
-        dist.barrier()  # nobody leaves while another rank still talks to it
+        dist.barrier()  # no rank leaves while another one still talks to it
         return is_same
     finally:
         dist.destroy_process_group()

@@ -295,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dist.init_process_group("nccl" if cuda else "gloo")
     try:
         train(args, device)
-        dist.barrier()  # nobody leaves while another rank still talks to it
+        dist.barrier()  # no rank leaves while another one still talks to it
     except (UserError, StreamCkptError) as error:
         fail(str(error))
     finally:

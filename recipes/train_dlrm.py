@@ -410,7 +410,7 @@ def process_group() -> Iterator[torch.device]:
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     try:
         yield device
-        dist.barrier()  # nobody leaves while another rank still talks to it
+        dist.barrier()  # no rank leaves while another one still talks to it
     finally:
         gc.collect()  # the model holds the group's threads: it must go first
         dist.destroy_process_group()

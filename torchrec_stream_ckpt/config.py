@@ -81,7 +81,7 @@ class StreamConfig:
     one that stands on it, copies rows from there. ``auto``: this user's folder in shared memory; None: never."""
     verify_head: bool = True
     """Compare what is copied from a HEAD with its checksums. It costs as much time as the copy; without it, memory that
-    was altered since the materializer wrote it is trained on, and nobody is told."""
+    was altered since the materializer wrote it is trained on, without a word."""
     commit_timeout_s: float = 600.0
     """Give a marker up when the log or the store has not taken it after this many seconds; ``mark()`` waits for space
     no longer than that."""
@@ -90,7 +90,7 @@ class StreamConfig:
     at 9400 to 9403. 0: each rank takes a free port, and says so in the log. None: not at all. What they are:
     docs/observability.md."""
     metrics_host: str = "127.0.0.1"
-    """The address to serve them at; ``0.0.0.0`` for scrapers on other hosts. Nobody is asked for a password."""
+    """The address to serve them at; ``0.0.0.0`` for scrapers on other hosts. There is no password."""
     tensorboard: str | Path | None = None
     """Folder in which rank 0 writes its values for TensorBoard, about once a second; None: nowhere."""
     restore_mb_per_s: float | None = None

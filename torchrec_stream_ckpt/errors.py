@@ -73,11 +73,11 @@ class ColumnResplitError(SchemaMismatchError):
 
 
 class LogUnavailableError(StreamCkptError):
-    """The log cannot be reached or written now: mend the broker, disk or credentials and retry."""
+    """The log cannot be reached or written now: repair the broker, disk or credentials and retry."""
 
 
 class StoreUnavailableError(StreamCkptError):
-    """The store cannot be reached or written now: mend the disk, rights, credentials or network and retry."""
+    """The store cannot be reached or written now: repair the disk, rights, credentials or network and retry."""
 
 
 class CorruptionError(StreamCkptError):
@@ -98,7 +98,7 @@ class MissingObjectError(CorruptionError):
 
 class StreamLostError(CorruptionError):
     """Frames that the log had acknowledged are gone, or another writer's stand in their place: this generation commits
-    nothing more. The trainer opens another one by itself; where it cannot, mend the log and start the job anew."""
+    nothing more. The trainer opens another one by itself; where it cannot, repair the log and start the job anew."""
 
 
 class TrimmedError(StreamCkptError):

@@ -22,10 +22,10 @@ Store, below its URL (``<job>`` is the job's id in 32 hex digits)::
     dropped/<job>/g00000001-m00000003                           retention gave this marker up
     workers/<job>/0123456789abcdef-00000042                     a materializer works on the job: its 42nd sign of life
     pins/<job>/g00000001-m00000003                              retention must not give this marker up
-    pins/<job>/g00000001-m00000003-0123456789abcdef             somebody is about to pin it
+    pins/<job>/g00000001-m00000003-0123456789abcdef             it is about to be pinned
     outer/<job>/g00000001-m00000004-e00000002                   the outer tier has marker 4, and gets every second one
     verdicts/<job>/g00000001-m00000007-1a2b3c4d.json            rows that are not as they were in the tables
-    garbage/<job>/t0001771234567890-1a2b3c4d.json               what nobody needed at a time, in milliseconds
+    garbage/<job>/t0001771234567890-1a2b3c4d.json               what was not needed at a time, in milliseconds
     scrub/<job>/service-00000042                                where the materializer's scrub stands: its 42nd place
     dense/<job>/g00000001-m00000007/NAME                        dense state of a marker
     records/<job>/0a1b2c3d-e0001-00000000000000000512-00000000000000001024-1a2b3c4d   second copy of control records: of
@@ -107,7 +107,7 @@ _MAX_OBJECT_NAME = 800
 def check_object_name(name: str) -> str:
     """``name``, when it can be that of a store's object: the one check for all backends.
 
-    Names may come from a manifest that somebody else wrote: they must not lead out of the store, nor be one of those
+    Names may come from a manifest of another writer: they must not lead out of the store, nor be one of those
     under which a folder keeps what is not written yet.
 
     Raises:

@@ -47,7 +47,7 @@ def open_lock(path: Path | str, *, dir_fd: int | None = None, create: bool = Tru
 
 
 def try_lock(fd: int, *, exclusive: bool = True) -> bool:
-    """Take the lock of an open file, if nobody has one that forbids it."""
+    """Take the lock of an open file, if no other lock forbids it."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:

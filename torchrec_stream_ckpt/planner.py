@@ -114,7 +114,7 @@ def constrain(
             table=name,
         )
     kinds = (*WHOLE, *SPLIT) if not split else WHOLE if len(split) == 1 else SPLIT
-    # The planner takes grid_shard for a table only where somebody asks for it.
+    # The planner takes grid_shard for a table only where a constraint asks for it.
     asked = base.sharding_types or [kind for kind in kinds if kind != "grid_shard"]
     kept = [kind for kind in asked if kind in kinds]
     if not kept:

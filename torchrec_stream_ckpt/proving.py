@@ -214,7 +214,7 @@ class Room:
 class CopiedRows:
     """Copies of the live rows of some pieces; on a GPU they may be on their way.
 
-    To be made on the training thread, at a moment when nobody writes rows. All other methods are for any thread.
+    To be made on the training thread, at a moment when no thread writes rows. All other methods are for any thread.
 
     Args:
         kernels: All of this rank.

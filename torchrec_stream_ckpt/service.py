@@ -12,7 +12,7 @@ from torchrec_stream_ckpt.errors import StreamCkptError
 
 
 class Stopped(Exception):  # noqa: N818
-    """Somebody has asked the service to stop; what it was doing is done again when it starts."""
+    """The service was asked to stop; what it was doing is done again when it starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Service(ABC):
             Whether it came to its own end: False after :meth:`stop`.
 
         Raises:
-            StreamCkptError: what waiting does not mend; with ``once``, anything.
+            StreamCkptError: waiting does not help; with ``once``, anything.
         """
         retry_s = self._retry_s[0]
         try:

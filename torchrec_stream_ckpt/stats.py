@@ -16,7 +16,7 @@ BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.
 """Upper bounds of the classes of a :class:`Timing`, in seconds."""
 
 RESTORE_BYTES_PER_S = {"file": 1.5e9, "kafka": 0.15e9}
-"""What one rank reads and applies in a second, by the log's scheme: an assumption until somebody measures his own.
+"""What one rank reads and applies in a second, by the log's scheme: an assumption until it is measured.
 
 Measured on 2 cores: a file log that is in no cache 1.55 GB/s (``benchmarks/recovery``); Kafka on the same host, read
 and checked, 0.157 GB/s (``benchmarks/ingest``)."""

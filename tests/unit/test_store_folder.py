@@ -120,7 +120,7 @@ def test_every_new_name_is_synced_in_its_folder(store: FolderObjects, monkeypatc
     [
         ("writev", errno.ENOSPC, "gc"),
         ("writev", errno.EDQUOT, "gc"),
-        ("writev", errno.EIO, "mend the disk"),
+        ("writev", errno.EIO, "repair the disk"),
         ("open", errno.EACCES, "right"),
         ("open", errno.EROFS, "mount"),
         ("rename", errno.EACCES, "right"),

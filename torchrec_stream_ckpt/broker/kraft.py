@@ -336,7 +336,7 @@ class Broker:
                     connection.log_in(ADMIN, self._security.options(ADMIN)["sasl.password"])
                 alive = connection.brokers() > 0
                 if alive and self._security.is_new():
-                    # Once: a right that somebody takes away later stays taken away.
+                    # Once: a right that an operator takes away later stays taken away.
                     connection.allow(_RIGHTS)
                     self._security.forget_arguments()
                 return alive

@@ -59,7 +59,7 @@ def collect_garbage(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Give up the markers that no option keeps, and delete what nobody needs any more, in this store alone.
+    """Give up the markers that no option keeps, and delete what is no longer needed, in this store alone.
 
     Pinned markers (stream-ckpt pin) are kept. What is found not to be needed is deleted by a run that comes after the
     grace period: run it regularly. Without --keep-all-for, --then-every or --newest, nothing is deleted.

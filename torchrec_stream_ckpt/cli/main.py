@@ -161,7 +161,7 @@ def _before(
 
 
 def main() -> None:
-    """Run the command line; an error that a user can mend ends with ``Try:`` and status 1."""
+    """Run the command line; an error that a user can correct ends with ``Try:`` and status 1."""
     try:
         app()
     except StreamCkptError as error:

@@ -92,7 +92,7 @@ def plan_job(
         if tables or rows or dim or batch_size or touched_rows_per_second:
             raise ConfigError(
                 "a job's log says which tables it has and how fast they change",
-                hint="leave --tables, --rows, --dim, --batch-size and --touched-rows-per-second away, or URI",
+                hint="leave out --tables, --rows, --dim, --batch-size and --touched-rows-per-second, or URI",
             )
         with access.open_job(uri, store) as job:
             work = workload_of_job(job, asked)
@@ -214,7 +214,7 @@ def _log(where: Deployment, result: Plan) -> Rows:
     rows = [
         ("partitions", str(result.partitions), "one a rank, one for control"),
         ("disk", size(round(result.log_bytes)), f"{trims}, {where.copies} {'copy' if where.copies == 1 else 'copies'}"),
-        ("growth", f"{size(round(result.log_growth_bytes_per_day))}/day", "if nobody trims"),
+        ("growth", f"{size(round(result.log_growth_bytes_per_day))}/day", "if it is not trimmed"),
     ]
     if (need := result.broker) is not None:
         rows += [

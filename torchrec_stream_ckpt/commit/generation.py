@@ -126,7 +126,7 @@ def check_claimed(
             log_.check_there(spans)
             log_.check_marks(_mark_places(claim, ends, control.lineage, older))
         except CorruptionError as error:
-            # Somebody may have trimmed the log, also just now: he has said so before he took anything away.
+            # The log may have been trimmed, also just now: the TRIM was there before anything was deleted.
             before, spans = spans, _spans(claim, ends, control.refresh(), older)
             if spans == before:
                 if not isinstance(error, StreamLostError) or time.monotonic() > deadline:
@@ -264,7 +264,7 @@ def check_newest(lineage: Lineage, nonces: Container[str | None]) -> None:
     """The newest CLAIM has to have one of these nonces; there need not be one.
 
     Raises:
-        FencedError: somebody else has claimed a generation since.
+        FencedError: another process has claimed a generation since.
     """
     newest = lineage.claims.get(lineage.newest_generation)
     if newest is not None and newest.nonce not in nonces:

@@ -99,7 +99,7 @@ class Roll:
             thread.join(_LAST_WORD_S)  # while the store is there
 
     def _start(self) -> None:
-        """Have a thread, unless there is nobody to talk to."""
+        """Have a thread, unless there is no other rank to talk to."""
         if self._thread is None and self._store is not None and self._world > 1:
             self._thread = threading.Thread(
                 target=_run, args=(weakref.ref(self), self._woken, self._ending), name="stream-ckpt-roll", daemon=True
@@ -107,7 +107,7 @@ class Roll:
             self._thread.start()
 
     def _is_over(self) -> bool:
-        """(its thread) Whether nobody needs it any more: a marker in flight may wait after a close as well."""
+        """(its thread) Whether it is no longer needed: a marker in flight may wait after a close as well."""
         with self._lock:
             if not self._closed or self._waiting:
                 return False

@@ -75,7 +75,7 @@ class Control:
 
     @property
     def lineage(self) -> Lineage:
-        """The control partition as it was when somebody last read it here."""
+        """The control partition as it was when it was last read here."""
         return self._folded.lineage
 
     @property
@@ -219,7 +219,7 @@ class Control:
         """Open a generation.
 
         Raises:
-            FencedError: somebody else was first.
+            FencedError: another process was first.
         """
         failpoint("claim.append")
         offset = self._append(self.records.frame_of(claim))
@@ -253,7 +253,7 @@ class Control:
         Raises:
             FencedError: a higher generation has been claimed.
             MarkerFailedError: the log takes nothing, and the marker is surely not there.
-            CommitUnknownError: it was sent, and nobody answered until the time was up.
+            CommitUnknownError: it was sent, and there was no answer until the time was up.
         """
         deadline = time.monotonic() + timeout_s
         frame = self.records.frame_of(commit)
@@ -282,7 +282,7 @@ class Control:
 
         Raises:
             LogUnavailableError: it is not there.
-            CommitUnknownError: nobody knows.
+            CommitUnknownError: whether it arrived is unknown.
             CorruptionError: it is there and does not count.
         """
         failpoint("trim.append")
@@ -315,7 +315,7 @@ class Control:
 
 def _gave_up(commit: Commit, sent: bool, failure: str) -> CommitUnknownError | MarkerFailedError:
     kind = CommitUnknownError if sent else MarkerFailedError
-    said = "nobody answered whether it arrived" if sent else "the log cannot be reached"
+    said = "there was no answer whether it arrived" if sent else "the log cannot be reached"
     return kind(
         f"COMMIT: {said} ({failure})",
         hint="stream-ckpt list tells, once the log answers again",

@@ -28,12 +28,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _ATTEMPTS = 5
-"""To read what is left, while somebody deletes more of it."""
+"""To read what is left, while another process deletes more of it."""
 _CRC_BITS = 32
 
 
 class Records:
-    """The records of one control partition, as often as somebody reads them; remembers none.
+    """The records of one control partition, as often as they are read; remembers none.
 
     Args:
         log_: The log.

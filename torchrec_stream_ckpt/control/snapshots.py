@@ -1,6 +1,6 @@
 """Keeping the control partition short: a snapshot of it is appended, and what the one before it covers is deleted.
 
-This is done where log is trimmed, by ``stream-ckpt trim``, in no trainer: a log that nobody trims grows by its rows
+This is done where log is trimmed, by ``stream-ckpt trim``, in no trainer: a log that is not trimmed grows by its rows
 anyway, and what a snapshot spares are above all the COMMITs that a TRIM gives up. So no commit waits for it.
 """
 
@@ -59,7 +59,7 @@ def shorten_control(log: Log, control: Control, *, at_once: bool = False) -> Sho
         CorruptionError: what was written is not what was read back. Nothing was deleted.
         UnsupportedError: the snapshot would be larger than a reader takes.
         LogUnavailableError: the log does not answer, or does not let us delete. Do it again.
-        CommitUnknownError: nobody knows whether a part of it is there. Do it again.
+        CommitUnknownError: whether a part of it is there is unknown. Do it again.
     """
     lineage = control.refresh()
     if not lineage.claims:

@@ -70,7 +70,7 @@ def trim_log(
         CorruptionError: the second copy of the control records has newer ones: the log has lost its end.
         ConfigError: the job has a commit key, and ``control`` has none; or the store has no printable URL.
         LogUnavailableError: the log does not answer, or does not let us delete. Run it again.
-        CommitUnknownError: nobody knows whether the record is there. Nothing was deleted. Run it again.
+        CommitUnknownError: whether the record is there is unknown. Nothing was deleted. Run it again.
     """
     if not store_url or not store_url.isprintable() or len(store_url) > MAX_PLACE_CHARS:
         raise ConfigError(f"{store_url!r:.80} is no URL of a store", hint="use file://DIR or s3://BUCKET/PREFIX")
@@ -144,7 +144,7 @@ def _said(lineage: Lineage, trim: Trim) -> bool:
 
 
 def trim_range(lineage: Lineage, reach: Mapping[int, MarkerId], incarnation: Incarnation) -> TrimRange:
-    """What nobody needs once the streams up to ``reach`` are elsewhere.
+    """What is no longer needed once the streams up to ``reach`` are elsewhere.
 
     Args:
         lineage: The control partition.

@@ -89,7 +89,7 @@ class Outages:
     def __init__(self, stats: FollowStats) -> None:
         self._stats = stats
         self._since: float | None = None
-        """Since when nobody answers, on the monotonic clock."""
+        """Since when log or store do not answer, on the monotonic clock."""
 
     def over(self) -> None:
         """Log and store have answered."""
@@ -174,7 +174,7 @@ class Follower:
             SchemaMismatchError: a new generation has other tables.
             CorruptionError: what is needed is damaged or missing, in the log and in the store; or the log was deleted
                 and made again, or is another job's now.
-            LogUnavailableError, StoreUnavailableError: nobody has answered for ``outage_s``; with a timeout of 0 at
+            LogUnavailableError, StoreUnavailableError: there was no answer for ``outage_s``; with a timeout of 0 at
                 once.
             MarkerNotFoundError: (a timeout of 0) there is no log, or nothing is committed yet.
         """

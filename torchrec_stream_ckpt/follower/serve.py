@@ -226,4 +226,4 @@ class ServingWriter:
                 generation.end = ack.end
                 deadline = time.monotonic() + ANSWER_S
             if time.monotonic() > deadline:
-                raise LogUnavailableError("the serving log does not take frames", hint="mend it, then serve again")
+                raise LogUnavailableError("the serving log does not take frames", hint="repair it, then serve again")

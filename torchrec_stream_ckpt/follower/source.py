@@ -124,7 +124,7 @@ class FollowedJob:
         return [index for index, table in enumerate(schema.tables) if self.wants(table)]
 
     def objects(self, commit: Commit) -> Objects | None:
-        """The store that may hold a marker's rows; None if nobody has said where there is one."""
+        """The store that may hold a marker's rows; None if no setting and no COMMIT says where it is."""
         return self.job.objects_of(commit) if self.job.says_where(commit) else None
 
     def dense(self, commit: Commit) -> Path:

@@ -1,4 +1,4 @@
-"""Tables of a replica as plain torch tensors, and a gate that lets nobody see half of an update."""
+"""Tables of a replica as plain torch tensors, and a gate that lets no reader see half of an update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of one generation behind a committed marker, as the log takes them: nobody has vouched for them yet."""
+"""Rows of one generation behind a committed marker, as the log takes them: no COMMIT vouches for them yet."""
 
 from __future__ import annotations
 

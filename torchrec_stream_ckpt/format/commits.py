@@ -1,4 +1,4 @@
-"""The COMMITs of a lineage, by marker: as they stand in the log until somebody looks, or not held at all.
+"""The COMMITs of a lineage, by marker: as they stand in the log until one is read, or not held at all.
 
 Of tens of thousands of markers a trainer needs all names, and few COMMITs: those that lead to its parent, one of each
 generation. So where a COMMIT can be fetched again, only the newest one of each generation is held; of the others the
@@ -26,7 +26,7 @@ Fetch: TypeAlias = Callable[[Mapping[MarkerId, Place]], Mapping[MarkerId, bytes]
 """Gives the frames of COMMITs, in one pass over the log."""
 
 _AT_A_TIME = 1024
-"""COMMITs that are fetched at one go, when somebody goes through all of them."""
+"""COMMITs that are fetched at one go, when a caller goes through all of them."""
 
 
 class Commits(MutableMapping[MarkerId, Commit]):

@@ -102,7 +102,7 @@ class Claim(Record):
     """Name of the job as its URI gives it; empty for a file log."""
     parent: MarkerId | None
     world: int
-    """Ranks that write this generation; 0: nobody, an operator has ended the trainer of the one before."""
+    """Ranks that write this generation; 0: none, an operator has ended the trainer of the one before."""
     partitions: int
     incarnation: str
     """Identity of the log when it was claimed: Kafka's topic id, or the file log's own."""
@@ -299,7 +299,7 @@ class Trim(Record):
     mac: str = ""
     """HMAC by the commit key, 64 hex digits; empty without one."""
     given_up: tuple[MarkerId, ...] | None = None
-    """Markers that the store gave up, and needs for no other one: nobody has to know their COMMITs any more."""
+    """Markers that the store gave up, and needs for no other one: their COMMITs are no longer needed."""
     version: int = field(default=VERSION, compare=False)
     """Format version of the frame that it came in: so its bytes can be made again."""
 

@@ -105,5 +105,5 @@ def _unreadable(error: OSError, path: Path) -> StreamCkptError:
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL):
         return MissingObjectError(f"dense state is gone: {error.strerror}", path=path)
     return StoreUnavailableError(
-        f"cannot read the dense state: {error.strerror}", hint="mend the disk or the rights and try again", path=path
+        f"cannot read the dense state: {error.strerror}", hint="repair the disk or the rights and try again", path=path
     )

@@ -38,7 +38,7 @@ class CommitKey:
 
     @classmethod
     def load(cls, path: Path | str) -> CommitKey:
-        """Read a key file: at least 32 bytes, or at least 64 hex digits, which nobody but its owner may read.
+        """Read a key file: at least 32 bytes, or at least 64 hex digits, which only its owner may read.
 
         Raises:
             ConfigError: it is no such file.
@@ -67,7 +67,7 @@ class CommitKey:
         return replace(record, mac=self._mac(record))
 
     def vouches_for(self, record: ControlRecord | PackedCommit) -> bool:
-        """Whether somebody who has the key has written this very record."""
+        """Whether a holder of the key has written this very record."""
         return hmac.compare_digest(record.mac, self._mac(record))
 
     def _mac(self, record: ControlRecord | PackedCommit) -> str:

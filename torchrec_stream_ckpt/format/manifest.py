@@ -176,7 +176,7 @@ class Garbage:
     """When that was found, Unix time. For people."""
     names: tuple[str, ...]
     clocks: Mapping[str, float] = field(default_factory=dict)
-    """What clocks that nobody sets showed then, by name, in seconds."""
+    """What clocks that are never set showed then, by name, in seconds."""
     newest: MarkerId | None = None
     """The job's newest marker then, where a rule asks for the age of markers."""
     idle_s: float = 0.0

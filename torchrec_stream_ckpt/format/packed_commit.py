@@ -1,4 +1,4 @@
-"""COMMIT as this library writes it: checked by one expression when it is read, taken apart when somebody looks.
+"""COMMIT as this library writes it: checked by one expression when it is read, taken apart when a field is read.
 
 A log of a thousand generations has tens of thousands of COMMITs, and a reader looks at few of them. To read a COMMIT
 field by field takes four times as long as to see that it is whole. So one whose bytes are exactly those that its writer
@@ -122,7 +122,7 @@ def commit_payload_len(data: Buffer, at: int) -> int | None:
 
 @dataclass(slots=True)
 class PackedCommit:
-    """A COMMIT that was not taken apart. A value: nobody changes it but the reader that made it."""
+    """A COMMIT that was not taken apart. A value: only the reader that made it changes it."""
 
     job: bytes
     generation: int

@@ -1,6 +1,6 @@
 """Where all ranks of a marker stand, as COMMIT holds it: column by column, in few bytes a rank.
 
-Kept packed in memory as well, and unpacked when somebody looks: a reader holds the COMMITs of thousands of markers,
+Kept packed in memory as well, and unpacked when they are read: a reader holds the COMMITs of thousands of markers,
 and looks at the streams of few.
 """
 

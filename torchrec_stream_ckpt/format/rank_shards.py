@@ -1,6 +1,6 @@
 """Which shards each rank of a generation holds, its *layout*, as CLAIM has it: column by column, compressed.
 
-Kept packed in memory, and unpacked when somebody looks: generations with the same layout share one object, and one
+Kept packed in memory, and unpacked when it is read: generations with the same layout share one object, and one
 that travels to other ranks is as small as in the log.
 """
 

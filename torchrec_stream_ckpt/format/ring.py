@@ -68,7 +68,7 @@ class FrameRing:
         self._allocate = allocate
         self._free: list[FrameBuffer] = []
         self._out: dict[int, weakref.ref[FrameBuffer]] = {}
-        """Buffers of the ring that somebody holds, by identity: one that is dropped is not missed for ever."""
+        """Buffers of the ring that are held, by identity: one that is dropped is not missed for ever."""
         self._lent: dict[int, tuple[weakref.ref[FrameBuffer], int]] = {}
         """Buffers lent from the marker's budget, and their bytes."""
         self._changed = threading.Condition()

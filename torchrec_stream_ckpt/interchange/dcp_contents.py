@@ -55,7 +55,7 @@ class Contents:
     dense_states: dict[tuple[str, str], str]
     """Entry by parameter and state."""
     rest: tuple[str, ...]
-    """Entries that nobody takes."""
+    """Entries that have no place in a marker."""
 
     @property
     def schema(self) -> Schema:
@@ -134,7 +134,7 @@ def _check_keys(metadata: Metadata, source: DcpSource) -> None:
         if key != source.model_key and "state" not in path:
             raise ConfigError(
                 f"the table {name} stands below {key!r}" if key else f"the table {name} stands at the top",
-                hint=f"give it with --model-key {key}" if key else "leave --model-key away",
+                hint=f"give it with --model-key {key}" if key else "leave out --model-key",
             )
 
 

@@ -43,7 +43,7 @@ from torchrec_stream_ckpt.uris import FileUri, KafkaUri, parse_uri
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The records of one job that somebody still has, and count."""
+    """The records of one job that are still found somewhere, and count."""
 
     there: Lineage
     """What the log says."""
@@ -118,10 +118,10 @@ def put_back(log: Log, control: Control, objects: Objects, uri: str, known: Know
         control: Its control partition, with the commit key if the job has one.
         objects: The store.
         uri: Where the log is.
-        known: What somebody still has.
+        known: What is still found somewhere.
 
     Raises:
-        MarkerNotFoundError: nobody has a record.
+        MarkerNotFoundError: no place has a record.
         ConfigError: what is there contradicts what is known.
         LogUnavailableError, StoreUnavailableError: one of them does not answer.
     """
@@ -188,7 +188,7 @@ def _newest_held(holdings: Holdings, generation: int) -> MarkerId | None:
 
 
 def _fence(lineage: Lineage, generation: int, incarnation: Incarnation) -> Claim:
-    """A CLAIM that nobody will write rows for."""
+    """A CLAIM that no rank will write rows for."""
     place = {"partitions": incarnation.partitions, "incarnation": incarnation.id}
     return nobodys(lineage, generation, uuid.uuid4().hex, time.time(), **place)
 

@@ -58,7 +58,7 @@ def recover(log: Log, control: Control, objects: Objects, uri: str, job: bytes |
         job: Whose; None: the one of this log, or the only one in the store.
 
     Raises:
-        MarkerNotFoundError: nobody knows a marker of the job.
+        MarkerNotFoundError: no place has a marker of the job.
         ConfigError: the log has another history, the store holds several jobs, or the commit key is missing.
         CorruptionError: the store has lost a part of the lineage, or the commit key does not vouch for it.
         UnsupportedError: the store is of a newer format.

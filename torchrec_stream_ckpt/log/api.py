@@ -76,12 +76,12 @@ class Ack:
 
 @dataclass(frozen=True, slots=True)
 class TrimRange:
-    """What of a log nobody needs any more, and what is needed around it."""
+    """What of a log is no longer needed, and what is needed around it."""
 
     gone: tuple[LogSpan, ...]
-    """Pieces of committed streams that nobody reads again."""
+    """Pieces of committed streams that no reader needs again."""
     kept: tuple[LogSpan, ...]
-    """Pieces of committed streams that somebody may: of these, nothing may go."""
+    """Pieces of committed streams that a reader may need: of these, nothing may go."""
     dead: frozenset[int]
     """Generations of which nothing is needed, and that can commit nothing more."""
 
@@ -191,7 +191,7 @@ class Log(LogReader, Protocol):
         """
 
     def check_marks(self, marks: Sequence[MarkPlace]) -> None:
-        """See that each MARK is where it was acknowledged: a lost tail may have been written over by somebody else.
+        """See that each MARK is where it was acknowledged: another writer may have written over a lost tail.
 
         Raises:
             StreamLostError: another frame is there, or none.
@@ -257,7 +257,7 @@ class Log(LogReader, Protocol):
         """
 
     def control_base(self) -> int:
-        """Where the control partition begins: 0, unless somebody has deleted what a snapshot says."""
+        """Where the control partition begins: 0, unless the records that a snapshot stands for were deleted."""
 
     def control_next(self, offset: int, record: bytes) -> int:
         """Where reading goes on after what :meth:`read_control` has given."""
@@ -293,7 +293,7 @@ def open_log(uri: str, options: Options = None) -> Log:
         from torchrec_stream_ckpt.log.files import FileLog
 
         if options:
-            raise ConfigError("client options are for Kafka, this is a file log", hint="leave them away")
+            raise ConfigError("client options are for Kafka, this is a file log", hint="leave them out")
         return FileLog(parsed.directory)
     from torchrec_stream_ckpt.log.kafka.log import KafkaLog
 

@@ -2,7 +2,7 @@
 
 What stands after the last whole record may be *torn*: an appender died while it wrote. That is at most one record,
 cut short or never written (zeros). Anything else that is not a record is damage, unless there is a commit key. Then it
-is garbage that somebody without the key has put there, and the next whole record is looked for, byte by byte.
+is garbage from a writer without the key, and the next whole record is looked for, byte by byte.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ControlFile:
             except OSError:
                 raise CommitUnknownError(
                     f"cannot append to the control log, nor take the record back: {error.strerror}",
-                    hint="mend the disk; stream-ckpt list tells which markers exist",
+                    hint="repair the disk; stream-ckpt list tells which markers exist",
                     path=self._path,
                 ) from None
             raise

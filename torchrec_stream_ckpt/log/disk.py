@@ -94,7 +94,7 @@ def _sync(what: str, folder: Path) -> Finding:
         finally:
             os.close(fd)
     except OSError as error:
-        hint = "mend the disk: no marker can be committed on it"
+        hint = "repair the disk: no marker can be committed on it"
         return Finding(f"{what}: sync", f"fails: {error.strerror}", Severity.BAD, hint)
     finally:
         scratch.unlink(missing_ok=True)

@@ -186,7 +186,7 @@ def _write_identity(root: Path, identity: str) -> None:
 def _check_new(root: Path) -> None:
     """The identity is written first: what has control records or rows, and no identity, has lost it."""
     lost = "control records" if size_of(root / CONTROL_FILE) else "rows" if newest_segment(root) else ""
-    if lost and not (root / IDENTITY_FILE).exists():  # nobody has made the log meanwhile
+    if lost and not (root / IDENTITY_FILE).exists():  # no other process has made the log meanwhile
         raise CorruptionError(
             f"the file log has lost its identity, and holds {lost}",
             hint="bring the file back from a copy of the log, or let it be written again: stream-ckpt recover "

@@ -43,12 +43,12 @@ class Flight:
         self.acked = StreamEnd(0, 0, 0, 0)
         self.acked_bytes = 0
         self.marks: dict[int, StreamEnd] = {}
-        """Where the stream ends at each acknowledged MARK that nobody has asked for, by its seq."""
+        """Where the stream ends at each acknowledged MARK that was not asked for, by its seq."""
         self._gaps: list[Gap] = []
 
     @property
     def gaps(self) -> tuple[Gap, ...]:
-        """(any thread) What others may have put between acknowledged frames, and nobody has looked at."""
+        """(any thread) What others may have put between acknowledged frames, and was not looked at."""
         with self._changed:
             return tuple(self._gaps)
 

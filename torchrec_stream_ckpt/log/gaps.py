@@ -1,7 +1,7 @@
 """What lies between two acknowledged frames of one stream: looked at before a marker rests on it.
 
 A rank writes its partition alone, so its frames follow one another. Where they do not, a frame was sent twice, or
-somebody else has written there. A reader passes over both, because seq and chain tell it which frame is the next one;
+another writer has put there. A reader passes over both, because seq and chain tell it which frame is the next one;
 only a frame that another writer has put in the place of the next one could be taken for it.
 """
 

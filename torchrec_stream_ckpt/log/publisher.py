@@ -173,7 +173,7 @@ class Publisher:
         return self.pending == 0
 
     def discard(self, why: StreamLostError, timeout_s: float) -> None:
-        """End the stream here, as lost, and give the ring back what was not acknowledged: nobody will restore it."""
+        """End the stream here, as lost, and give the ring back what was not acknowledged: no reader will restore it."""
         with self._changed:
             self.lost = self.lost or why
             self._abandoned.set()

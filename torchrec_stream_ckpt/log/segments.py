@@ -108,7 +108,7 @@ def size_of(path: Path) -> int | None:
 
 
 def before(folder: Path, ends: Mapping[tuple[int, int], int], dead: Collection[int]) -> Iterator[Path]:
-    """The segments of one partition that nobody needs, oldest first.
+    """The segments of one partition that are not needed, oldest first.
 
     The last one of a generation that lives stays: its writer may be appending to it.
     """

@@ -25,7 +25,7 @@ class Crew:
     """One worker among those of a job; gives signs of life on a thread of its own.
 
     A worker that starts takes all partitions, until it has seen another one's sign change: what a dead one has left
-    behind holds nobody up.
+    behind holds no other one up.
 
     Args:
         objects: The store.

@@ -71,9 +71,9 @@ class GcRules:
 
     retention: Retention = field(default_factory=Retention)
     grace_s: float = 3600.0
-    """Delete an object only if it was found so many seconds ago that nobody needs it: longer than a restore takes.
+    """Delete an object only if it was found unneeded so many seconds ago: longer than a restore takes.
 
-    A clock must show it that nobody sets: see ``rounds``.
+    A clock that is never set must show it: see ``rounds``.
     """
     compact: bool = False
     """Merge what lies between two kept markers, so that what was dropped between them can go."""
@@ -249,7 +249,7 @@ def _mark(holdings: Holdings, anchors: Iterable[MarkerId]) -> _Needed:
 
 
 def _is_garbage(name: str, stock: Stock, needed: _Needed, given_up: frozenset[MarkerId]) -> bool:
-    """Whether nobody needs an object any more. What we did not make, we leave."""
+    """Whether an object is no longer needed. What we did not make, we leave."""
     catalog, lineage = stock.holdings.catalog, stock.holdings.lineage
     if (manifest := parse_manifest_name(name)) is not None:
         return manifest[1] in given_up and manifest[1] not in needed.markers
@@ -285,7 +285,7 @@ def _is_idle(fold: FoldName, stock: Stock, needed: _Needed) -> bool:
     span, catalog = (fold.start, fold.end), stock.holdings.catalog
     if span in catalog.folds:
         return span not in needed.folds
-    # Somebody may be writing it now: of the newest marker the materializer, of others an earlier gc, which has died.
+    # It may be being written now: of the newest marker the materializer, of others an earlier gc, which has died.
     return fold.name not in stock.holdings.sizes and bool(catalog.markers) and fold.end < max(catalog.markers)
 
 
@@ -369,7 +369,7 @@ def _proved(stock: Stock, rules: GcRules, clocks: Mapping[str, float], relied: R
 
 
 def _drop(objects: Objects, lineage: Lineage, marker: MarkerId) -> None:
-    """Give a marker up, unless somebody has pinned it since we looked: a pin that comes later finds this."""
+    """Give a marker up, unless it was pinned since we looked: a pin that comes later finds this."""
     if objects.size(pin_name(lineage.job, marker)) is None:
         dropped = Dropped(lineage.find(marker), lineage.previous(marker), time.time())
         objects.put(dropped_name(lineage.job, marker), [dropped.to_bytes()])

@@ -28,7 +28,7 @@ class GcPlan:
     now: tuple[Entry, ...]
     """Objects that go, in this order."""
     later: tuple[Entry, ...]
-    """Objects that nobody needs, and that go once the grace period is over."""
+    """Objects that are not needed, and that go once the grace period is over."""
     not_whole: tuple[str, ...]
     """Kept markers that the store alone cannot bring back, each with the reason: nothing on their way goes."""
     awaited: tuple[MarkerId, ...]

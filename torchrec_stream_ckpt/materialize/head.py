@@ -63,7 +63,7 @@ class HeadWriter:
         Memory: beside HEAD itself, what is read ahead, and one byte a row while it is built anew.
 
         Raises:
-            ConfigError: its folder is somebody else's.
+            ConfigError: its folder belongs to another user.
             StoreUnavailableError: its folder cannot be made or written to, there is no room for it, or the store does
                 not answer; there is no HEAD then.
             CorruptionError: the store is damaged; there is no HEAD then.

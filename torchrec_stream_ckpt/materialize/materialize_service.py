@@ -142,7 +142,7 @@ class MaterializeService(Service):
 
         Raises:
             MarkerNotFoundError: (``once``) there is no log.
-            CorruptionError, UnsupportedError, ConfigError: what waiting does not mend. The store is as it was.
+            CorruptionError, UnsupportedError, ConfigError: waiting does not help. The store is as it was.
         """
         lineage = self._read()
         if lineage is None and once:

@@ -85,7 +85,7 @@ class Materializer:
         self.head_problem: StreamCkptError | None = None
         """Why HEAD could not be brought to the newest marker at the last attempt."""
         self.missing: list[Commit] = []
-        """Committed markers that are not in the store and that nobody has given up, in commit order."""
+        """Committed markers that are not in the store and were not given up, in commit order."""
 
     @property
     def counts(self) -> Counts:
@@ -276,7 +276,7 @@ def _check(catalog: Catalog, commit: Commit) -> None:
 
 
 def _is_lost(catalog: Catalog, marker: MarkerId | None) -> bool:
-    """Whether nothing can stand on a marker: its rows were given up, and nobody has brought them after all."""
+    """Whether nothing can stand on a marker: its rows were given up, and were not brought after all."""
     return marker in catalog.dropped - catalog.markers and marker is not None and catalog.drop_of(marker).lost
 
 

@@ -1,4 +1,4 @@
-"""Mend what is damaged in a store: write it anew from what else has its rows, and keep the bytes that are replaced."""
+"""Repair what is damaged in a store: write it anew from what else has its rows, and keep the bytes that are replaced."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Repairer:
         pool: Threads to read it with.
         intervals: Folds intervals of the log.
         progress: Told of what is read.
-        told: Called with what was mended.
+        told: Called with what was repaired.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Repairer:
         self._told = told
 
     def mending(self, lineage: Lineage, catalog: Catalog, work: Callable[[], T]) -> T:
-        """Do ``work``; where it finds a damaged object of the store, mend that and do it again.
+        """Do ``work``; where it finds a damaged object of the store, repair that and do it again.
 
         What is gone may be what gc took away after ``catalog`` was listed. So the store is listed again first, and only
         what is still named there is written anew.
@@ -111,7 +111,7 @@ class Repairer:
         Raises:
             CorruptionError: ``error``, where nothing else has its rows.
         """
-        self._progress.doing = f"mending {name}"
+        self._progress.doing = f"repairing {name}"
         part, manifest, segment = parse_fold_segment(name), parse_manifest_name(name), parse_store_segment(name)
         fold = part[0] if part is not None else parse_fold_name(name)
         marker = manifest[1] if manifest is not None else segment.marker if segment is not None else None

@@ -20,7 +20,7 @@ class Candidate:
     restorable: bool = True
     """Whether the store has all that it needs: others do not count for the floor, and stay beside it."""
     age_s: float = 0.0
-    """How old it is at least: what nobody can tell is young."""
+    """How old it is at least: an unknown age counts as young."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""How long ago something was seen, by clocks that nobody sets. No two hosts' wall clocks are ever compared.
+"""How long ago something was seen, by clocks that are never set. No two hosts' wall clocks are ever compared.
 
 Each list of garbage holds what some clocks showed when it was written. A later round that reads one of the same clocks
 knows how much time has gone by, whatever any wall clock says; one that reads none of them does not, and waits anew.

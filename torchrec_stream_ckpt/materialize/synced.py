@@ -40,7 +40,7 @@ def check_synced(
 ) -> Synced:
     """Look whether every marker can be restored from the store and what the log has behind ``upto``.
 
-    Of each marker up to there that nobody has given up, the store must have the dense state and every segment that a
+    Of each marker up to there that was not given up, the store must have the dense state and every segment that a
     restore would read, with its length and a readable directory. Markers behind it must stand on what the store has.
 
     Args:
@@ -99,7 +99,7 @@ def _upto(holdings: Holdings, upto: MarkerId | None) -> Commit:
 
 
 def _wanted(lineage: Lineage, dropped: Iterable[MarkerId]) -> list[MarkerId]:
-    """Markers that somebody may restore, and the one on which the newest generation's next marker will stand."""
+    """Markers that may be restored, and the one on which the newest generation's next marker will stand."""
     given_up = set(dropped)
     wanted = {marker for marker in lineage.commits if marker not in given_up}
     generation = lineage.newest_generation

@@ -84,7 +84,7 @@ def _cards(report: Report) -> str:
         (
             "Materializer",
             f"{look.backlog.markers:,} behind" if look.backlog else "none",
-            size(look.backlog.num_bytes) if look.backlog else "nobody folds the log",
+            size(look.backlog.num_bytes) if look.backlog else "no materializer folds the log",
         ),
     ]
     items = "".join(

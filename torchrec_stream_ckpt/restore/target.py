@@ -52,7 +52,7 @@ class Target:
         moves: All that will be made into it.
         merged: Whether states with one value a row are to be merged over column shards.
         sent: For each block with rows of the shard, the place of the newest marker that sent one; kept up to date;
-            None: nobody asks.
+            None: it is not asked for.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Target:
         Args:
             move: Which rows.
             rows: Of a frame.
-            place: Of the marker that it was sent for; left out: nobody knows.
+            place: Of the marker that it was sent for; left out: it is not known.
         """
         chosen = np.flatnonzero((rows.ids >= move.row0) & (rows.ids < move.row0 + move.rows))
         if not len(chosen):

@@ -52,7 +52,7 @@ class Told:
     def some_of(self, markers: Iterable[MarkerId]) -> Iterator[tuple[MarkerId, tuple[Notes, ...]]]:
         """Those of the first few markers that are still kept, or can be read for the first time.
 
-        Nobody needs them to have the rows. So what is damaged is left out: less can be proved.
+        The rows can be read without them. So what is damaged is left out: less can be proved.
         """
         there = (each for each in markers if each in self._catalog.markers and each not in self._catalog.dropped)
         for marker in islice(there, NOTES_READS):

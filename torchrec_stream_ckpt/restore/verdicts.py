@@ -137,7 +137,7 @@ class Verifier:
 
         Raises:
             MarkerNotFoundError: the store says that one was given up.
-            StoreUnavailableError, LogUnavailableError: nobody can tell.
+            StoreUnavailableError, LogUnavailableError: it cannot be told.
         """
         tree = self._steps.tree(commit.id for commit in commits if self._is_there(commit.id))
         wanted: list[tuple[Step | None, bool]] = [(step, False) for step in tree.get(None, ())]
@@ -169,7 +169,7 @@ class Verifier:
             dense: Where its dense state lies.
 
         Raises:
-            StoreUnavailableError: nobody can tell.
+            StoreUnavailableError: it cannot be told.
             TrimmedError: the log was trimmed, and the marker needs what is gone.
         """
         marker = commit.id

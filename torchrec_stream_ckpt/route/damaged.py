@@ -31,7 +31,7 @@ class Damaged:
         """Where a marker turned out to be damaged while it was read."""
 
     def anew(self) -> Damaged:
-        """For the next restore: what was damaged may be whole again, a materializer mends it under the same name."""
+        """For the next restore: what was damaged may be whole again, a materializer repairs it under the same name."""
         return Damaged(self._most)
 
     @property

@@ -306,7 +306,7 @@ class Search:
         """Only proved damage leads to an older marker; one that was given up is none that was offered.
 
         Raises:
-            LogUnavailableError, StoreUnavailableError, TrimmedError: nobody can tell whether the marker is whole.
+            LogUnavailableError, StoreUnavailableError, TrimmedError: whether the marker is whole is unknown.
             OtherLogError: no older one can be read either.
             CorruptionError: too many are damaged.
         """

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def load_catalog(objects: Objects | None, lineage: Lineage) -> Catalog | None:
-    """What the store says that it holds of the job; None when nobody has written there.
+    """What the store says that it holds of the job; None if the job has written nothing there.
 
     Raises:
         StoreUnavailableError: it does not answer.

@@ -77,7 +77,7 @@ class Job:
         """URL of the store: as the caller has named it, else where the job kept this marker.
 
         Raises:
-            ConfigError: nobody says where.
+            ConfigError: no setting and no COMMIT says where.
         """
         return self.store or kept_store(self.uri, commit)
 
@@ -110,9 +110,9 @@ class Job:
         return self.dense_of(self.lineage.newest if not self.store else None)
 
     def check_vouched(self, commit: Commit) -> None:
-        """See that somebody vouches for the place of a marker's dense files, which are pickles.
+        """See that a setting or a key vouches for the place of a marker's dense files, which are pickles.
 
-        A place that nobody but the log has named is not opened: whoever may write a log may write anything there.
+        A place that only the log has named is not opened: whoever may write a log may write anything there.
 
         Raises:
             ConfigError: neither the caller nor the commit key vouches for it.
@@ -156,7 +156,7 @@ class Job:
         """What the second copy of the control records knows that the log has no longer: its end was lost.
 
         Raises:
-            ConfigError: nobody says where the store is.
+            ConfigError: no setting and no COMMIT says where the store is.
             StoreUnavailableError: it does not answer.
         """
         return self.control.lost_tail((self.objects, self.uri))

@@ -91,7 +91,7 @@ class Route:
         Raises:
             TrimmedError: it was trimmed, and a store has it.
             OtherLogError: the log was deleted and made again under its name.
-            CorruptionError: something is missing that nobody has trimmed.
+            CorruptionError: something is missing that was not trimmed.
             LogUnavailableError: the log does not answer.
         """
         self.check_trimmed(log)  # first: a log that was recovered is another one, too
@@ -177,7 +177,7 @@ def check_there(log: LogReader, lineage: Lineage, marker: MarkerId, needed: Sequ
 
     Raises:
         TrimmedError: they were trimmed, and a store has them.
-        CorruptionError: something is missing that nobody has trimmed.
+        CorruptionError: something is missing that was not trimmed.
         LogUnavailableError: the log does not answer.
     """
     try:

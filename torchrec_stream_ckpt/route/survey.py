@@ -31,7 +31,7 @@ class Availability:
     dropped: str | None = None
     """When it was given up."""
     holding: Holding | None = None
-    """What the store has; None when nobody has written there."""
+    """What the store has; None if the job has written nothing there."""
 
 
 class Survey:
@@ -51,7 +51,7 @@ class Survey:
         """The same of what their own generation has sent."""
 
     def holdings(self) -> Holdings | None:
-        """What the store has of the job; None when nobody has written there.
+        """What the store has of the job; None if the job has written nothing there.
 
         Raises:
             StoreUnavailableError: it does not answer.

@@ -5,7 +5,7 @@ claimed there, G, fences all before it. The inner log may hold markers that have
 
 - those of G lead on from the outer log's newest marker, and are newer than all that it has;
 - those of an older generation, which the outer log does not have, are on an abandoned line: its trainer was fenced
-  before they were copied, or somebody went back behind them. They can be restored by name, never as the newest.
+  before they were copied, or a restore went back to an older marker. They can be restored by name, never as the newest.
 
 A job with one log is read the same way: that log is the outer one, and there is nothing on the inner one.
 """

@@ -93,7 +93,7 @@ class Catalog:
     markers: frozenset[MarkerId] = frozenset()
     """Markers whose manifests are there; some may have been dropped."""
     dropped: frozenset[MarkerId] = frozenset()
-    """Markers that were given up, and that nobody has pinned before that was said."""
+    """Markers that were given up, and that were not pinned before that was said."""
     folds: frozenset[tuple[MarkerId | None, MarkerId]] = frozenset()
     _manifests: dict[MarkerId, Manifest] = field(default_factory=dict)
     _folds: dict[tuple[MarkerId | None, MarkerId], Fold] = field(default_factory=dict)

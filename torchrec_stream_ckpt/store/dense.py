@@ -233,7 +233,7 @@ class DenseFolder:
         except OSError as error:
             raise StoreUnavailableError(
                 f"cannot write the list of dense files: {error.strerror}",
-                hint="mend the disk or the rights",
+                hint="repair the disk or the rights",
                 path=folder / LIST_NAME,
             ) from None
 

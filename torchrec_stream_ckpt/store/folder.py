@@ -156,13 +156,13 @@ class FolderObjects:
             raise
 
     def _create(self, folder: Path) -> tuple[int, Path]:
-        """A new file in ``folder``, locked: as long as it is, its writer lives, and nobody clears it away."""
+        """A new file in ``folder``, locked: as long as it is, its writer lives, and it is not cleared away."""
         for attempt in range(_ATTEMPTS):
             path = folder / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
             try:
                 self._make_durable(folder)
                 fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            except FileNotFoundError:  # somebody took the folder away with its last object
+            except FileNotFoundError:  # another process deleted the folder with its last object
                 self._durable.discard(folder)
                 if attempt == _ATTEMPTS - 1:
                     raise
@@ -241,7 +241,7 @@ class FolderObjects:
                     hint="look at the disk; bring this object back from a copy, or let stream-ckpt materialize mend it",
                     path=path,
                 ) from error
-            hint = _HINTS.get(error.errno or 0, "mend the disk and try again")
+            hint = _HINTS.get(error.errno or 0, "repair the disk and try again")
             raise StoreUnavailableError(f"cannot {doing} it: {error.strerror}", hint=hint, path=path) from error
 
 

@@ -52,7 +52,7 @@ def head_root(setting: str | None) -> Path | None:
 
 
 class HeadFolder:
-    """The folder of one job's HEAD, open. Nobody but its owner can write there.
+    """The folder of one job's HEAD, open. Only its owner can write there.
 
     Args:
         root: The folder of all jobs.

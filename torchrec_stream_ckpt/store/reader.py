@@ -79,7 +79,7 @@ def _told_in_folds(
 ) -> dict[MarkerId, tuple[Notes, ...]]:
     """What the ranks said at markers within folds, the newest first, and as many as are read in a moment.
 
-    Nobody needs it to have the rows. So what is damaged is left out: less of them can be proved.
+    The rows can be read without it. So what is damaged is left out: less of them can be proved.
     """
     within = [
         marker

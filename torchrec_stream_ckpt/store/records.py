@@ -84,7 +84,7 @@ class Copied:
 
 
 def read_copy(objects: Objects, job: bytes, log: str, after: int = -1) -> list[Entry]:
-    """List and read, again where somebody merges objects meanwhile; raises as :class:`Copied`."""
+    """List and read, again where another process merges objects meanwhile; raises as :class:`Copied`."""
     for _ in range(_ATTEMPTS):
         with contextlib.suppress(MissingObjectError):
             return list(Copied.load(objects, job, log).read(after))

@@ -158,7 +158,7 @@ class FsspecObjects:
         return 0  # whose multipart uploads are abandoned and whose still run, only a bucket's lifecycle rule can say
 
     def close(self) -> None:
-        self._fs = None  # s3fs closes its connections when nobody holds it any more
+        self._fs = None  # s3fs closes its connections when no reference to it is left
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{check_object_name(name)}"

@@ -26,10 +26,10 @@ class RelayLock:
 
     @contextlib.contextmanager
     def hold(self, timeout_s: float) -> Iterator[bool]:
-        """Hold the lock; gives whether nobody else has held it since this one did.
+        """Hold the lock; gives whether no other process has held it since this one did.
 
         Raises:
-            LogUnavailableError: somebody else holds it for so long, or it cannot be made.
+            LogUnavailableError: another process holds it for so long, or it cannot be made.
         """
         path = self._folder / RELAY_LOCK
         with contextlib.ExitStack() as stack:

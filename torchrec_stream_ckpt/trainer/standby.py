@@ -177,7 +177,7 @@ class Standby:
             self._claims.after = lineage.claims[lineage.newest_generation].nonce
 
     def _check_alone(self) -> None:
-        """(rank 0) While this spare waited, somebody may have started a trainer: that one must not be fenced."""
+        """(rank 0) While this spare waited, a trainer may have been started: that one must not be fenced."""
         if self._claims.after is not None:
             check_newest(self._refresh(), {self._claims.after, self._claims.nonce})
 
@@ -187,7 +187,7 @@ class Standby:
         From the fence on the trainer is gone for good: a spare that ended now would end the job.
 
         Raises:
-            FencedError: somebody else has taken over meanwhile.
+            FencedError: another trainer has taken over meanwhile.
         """
         said = ""
         while True:

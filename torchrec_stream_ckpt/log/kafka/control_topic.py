@@ -31,14 +31,14 @@ class ControlTopic:
         self._appending = threading.Lock()
         self._sender: KafkaSender | None = None
         self._doubtful = True
-        """Whether nobody has looked who leads the partition, or the last append failed."""
+        """Whether the leader of the partition has not been looked up, or the last append failed."""
 
     def append(self, record: bytes) -> int:
         """Append one record; see :meth:`Log.append_control`.
 
         Raises:
             LogUnavailableError: it is certainly not in the log.
-            CommitUnknownError: nobody knows.
+            CommitUnknownError: whether it arrived is unknown.
         """
         with self._appending:
             if self._sender is None:

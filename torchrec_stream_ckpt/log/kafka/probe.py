@@ -59,7 +59,7 @@ class Leader:
 
 
 def leader_in(statistics: str, topic: str, partition: int) -> Leader | None:
-    """Who leads a partition, by what librdkafka says of itself; None where it knows nobody."""
+    """Who leads a partition, by what librdkafka says of itself; None where it knows no leader."""
     try:
         said = json.loads(statistics)
         number = said["topics"][topic]["partitions"][str(partition)]["leader"]
