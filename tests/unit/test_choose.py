@@ -11,7 +11,7 @@ import pytest
 from tests.builders import JOB, trim
 from tests.stores import choose, fold
 from tests.synthetic import SCHEMA, Job
-from tests.unit.test_snapshots import note
+from tests.unit.snapshot_log import note
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.control.snapshots import shorten_control
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError

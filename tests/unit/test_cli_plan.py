@@ -141,7 +141,7 @@ WRONG = [
     (["--tables", "1", "--rows", "9", "--dim", "400000", *RATE], "does not fit a frame", "split its columns"),
     (["--tables", "none.json", *RATE], "cannot read the tables", "a number or a JSON file"),
     (["--tables", "none.json", "--rows", "9", *RATE], "the file says rows", "leave out --rows"),
-    (["file:///nowhere", *TABLES], "says which tables it has", "leave --tables"),
+    (["file:///nowhere", *TABLES], "says which tables it has", "leave out --tables"),
 ]
 
 

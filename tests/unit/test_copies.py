@@ -5,10 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -18,7 +15,8 @@ from typer.testing import CliRunner
 
 from tests import stores
 from tests.builders import JOB, OTHER_JOB, claim, commit, trim
-from tests.synthetic import Image, Job, image_of_log
+from tests.synthetic import Job
+from tests.unit.copied_job import check, copied_offsets, image, keep, key, offsets, recover, trainer
 from torchrec_stream_ckpt.cli.common import open_job
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.control import copies
@@ -33,31 +31,15 @@ from torchrec_stream_ckpt.errors import (
     StreamLostError,
 )
 from torchrec_stream_ckpt.format.frame import Buffer
-from torchrec_stream_ckpt.layout import copied_log, dense_name, partition_dir, segment_name
+from torchrec_stream_ckpt.layout import dense_name, partition_dir, segment_name
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.route.job import Job as OpenedJob
-from torchrec_stream_ckpt.store.api import Entry, Objects, open_store
-from torchrec_stream_ckpt.store.folder import FolderObjects
+from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.records import Copied, put_copy, read_copy
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.uris import parse_uri
 
-POINTS = ("copy.put", "copy.stored", "recover.put", "recover.fence", "recover.copy")
 LAST = MarkerId(2, 3)
-
-
-def trainer(root: Path, key_file: Path | None = None, objects: Objects | None = None) -> Control:
-    """What a trainer has of a log in a folder, with its store in the same one."""
-    return Control(FileLog(root), key_file, copies=(objects or open_store(str(root)), f"file://{root}"))
-
-
-def keep(root: Path) -> None:
-    """Copy all that is in the control partition now."""
-    control = trainer(root)
-    control.refresh()
-    assert control.copies is not None
-    control.copies.now()
-    assert not control.copies.failed
 
 
 @pytest.fixture
@@ -73,53 +55,8 @@ def root(tmp_path: Path) -> Path:
     return job.root
 
 
-def key(root: Path) -> str:
-    """Which log it is, in names of copies."""
-    now = FileLog(root).incarnation()
-    assert now is not None
-    return copied_log(now.id)
-
-
-def offsets(root: Path) -> list[int]:
-    """Of all control records."""
-    return [offset for offset, _ in FileLog(root).read_control()]
-
-
-def copied_offsets(root: Path) -> list[int]:
-    return [offset for offset, _ in read_copy(open_store(str(root)), JOB, key(root))]
-
-
 def lineage_of(root: Path) -> list[str]:
     return [str(marker) for marker in Control(FileLog(root)).refresh().commits]
-
-
-def image(root: Path) -> Image:
-    log = FileLog(root)
-    lineage = Control(log).refresh()
-    assert lineage.newest is not None
-    return image_of_log(log, lineage, lineage.newest.id)
-
-
-def check(root: Path, key_file: Path | None = None) -> None:
-    """What a trainer does before it claims."""
-    control = trainer(root, key_file)
-    check_whole(FileLog(root), control, parse_uri(f"file://{root}"), open_store(str(root)))
-
-
-def recover(root: Path, *more: str) -> dict[str, Any]:
-    done = CliRunner().invoke(app, ["recover", f"file://{root}", "--store", str(root), "--json", *more])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-def fence(root: Path) -> dict[str, Any]:
-    done = CliRunner().invoke(app, ["fence", f"file://{root}", "--yes", "--json"])
-    if done.exception is not None:
-        raise done.exception
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
 
 
 def delete(root: Path, *patterns: str) -> None:
@@ -194,130 +131,6 @@ def test_a_store_elsewhere_knows_whose_log_it_was(tmp_path: Path) -> None:
                 check_whole(empty, Control(empty), uri, objects)
         else:
             check_whole(empty, Control(empty), uri, objects)
-
-
-@pytest.mark.parametrize("left", [1, 3, 6])
-def test_a_control_log_that_lost_its_end_offers_no_older_marker(root: Path, left: int) -> None:
-    before, path = image(root), root / "control.log"
-    entries = offsets(root)
-    os.truncate(path, entries[left] + 40 * (left == 3))  # also in the middle of a record
-    markers = {1: 5, 3: 3, 6: 1}[left]
-    said = f"the second copy has {7 - left} newer records, {markers} of them markers, up to 2:3"
-    with pytest.raises(CorruptionError, match=said) as no:
-        trainer(root).check_copy()
-    assert f"stream-ckpt recover file://{root} --store file://{root}" in no.value.hint
-    assert recover(root)["appended"] == 7 - left + 1
-    assert image(root) == before
-    check(root)
-
-
-class Late(FolderObjects):
-    """A store in which a trainer commits a marker, and copies it, as somebody is about to list it."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.before: Callable[[], object] = lambda: None
-
-    def list(self, prefix: str = "") -> Iterator[Entry]:
-        before, self.before = self.before, lambda: None
-        before()
-        return super().list(prefix)
-
-
-def test_what_a_trainer_appends_and_copies_meanwhile_was_not_lost(root: Path) -> None:
-    def commits() -> None:
-        FileLog(root).append_control(commit(2, 4, nonce="nonce-2").to_frame())
-        keep(root)
-
-    objects = Late(root)
-    control = trainer(root, objects=objects)
-    objects.before = commits
-    control.check_copy()
-    assert control.lineage.newest is not None
-    assert control.lineage.newest.id == MarkerId(2, 4)
-
-
-@pytest.mark.parametrize("verb", ["list", "show", "verify", "list --json", "watch --once", "watch --once --json"])
-def test_a_lost_end_is_said_once_with_what_puts_it_back(root: Path, verb: str) -> None:
-    name, *options = verb.split()
-    whole = CliRunner().invoke(app, [name, f"file://{root}", *options])
-    assert "lost the end" not in whole.output
-    os.truncate(root / "control.log", offsets(root)[4])
-    # No line is wrapped.
-    said = CliRunner().invoke(app, [name, f"file://{root}", *options], env={"COLUMNS": "1000"})
-    assert said.output.count("lost the end of its control partition: it ends at 1:2") == 1
-    assert "3 newer records, 3 of them markers, up to 2:3" in said.output
-    assert f"stream-ckpt recover file://{root} --store file://{root}" in said.output
-
-
-def test_a_fence_is_copied_at_once(root: Path) -> None:
-    assert fence(root)["copied"]
-    assert copied_offsets(root) == offsets(root)
-
-
-def test_a_fence_does_not_wait_for_a_store_and_says_that_it_is_not_copied(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    deaf, answers = Late(root), Event()
-    monkeypatch.setattr("torchrec_stream_ckpt.route.job.open_store", lambda *_: deaf)
-    monkeypatch.setattr("torchrec_stream_ckpt.cli.fence.STORE_S", 0.2)
-    deaf.before = lambda: answers.wait(60)
-    try:
-        assert not fence(root)["copied"]
-    finally:
-        answers.set()
-    assert copied_offsets(root) == offsets(root)[:-1]
-    assert Control(FileLog(root)).refresh().newest_generation == 3
-
-
-def test_a_log_that_lost_its_end_is_not_fenced_under_a_number_that_is_used(root: Path) -> None:
-    before = image(root)
-    os.truncate(root / "control.log", offsets(root)[3])
-    with pytest.raises(CorruptionError, match="lost the end"):
-        fence(root)
-    assert recover(root)["offered"][-1] == "2:3"
-    assert image(root) == before
-    assert fence(root)["generation"] == 4
-
-
-@pytest.mark.parametrize("folded", ["1:2", "2:3"])
-def test_a_log_that_lost_its_end_is_not_trimmed(root: Path, folded: str) -> None:
-    """A trim would take the second generation for a dead one, and its snapshot would take the copy's place."""
-    stores.fold(root, upto=MarkerId.parse(folded))
-    before, copied = image(root), copied_offsets(root)
-    rows = {path: path.read_bytes() for path in root.rglob("*.seg")}
-    os.truncate(root / "control.log", offsets(root)[4])
-    for options in (["--dry-run"], []):
-        done = CliRunner().invoke(app, ["trim", f"file://{root}", "--store", str(root), *options])
-        assert isinstance(done.exception, CorruptionError)
-        assert "lost the end" in str(done.exception)
-    assert copied_offsets(root) == copied
-    assert {path: path.read_bytes() for path in root.rglob("*.seg")} == rows
-    assert recover(root)["offered"][-1] == "2:3"
-    assert image(root) == before
-
-
-def test_rows_of_a_generation_that_the_control_log_does_not_know_are_its_lost_end(root: Path) -> None:
-    for name in Copied.load(
-        open_store(str(root)), JOB, key(root)
-    ).names:  # as of a job that began before there was a copy
-        open_store(str(root)).delete(name.name)
-    entries = offsets(root)
-    os.truncate(root / "control.log", entries[2])
-    with pytest.raises(CorruptionError, match=r"rows of generation 2, and control\.log ends at generation 1"):
-        check(root)
-
-
-def test_a_log_that_went_on_after_it_lost_its_end_is_not_joined(root: Path) -> None:
-    entries = offsets(root)
-    os.truncate(root / "control.log", entries[4])
-    FileLog(root).append_control(claim(3, nonce="another", incarnation="x").to_frame())
-    with pytest.raises(CorruptionError, match="lost the end"):
-        trainer(root).check_copy()
-    with pytest.raises(ConfigError, match="goes on otherwise than its second copy"):
-        recover(root)
-    (root / "control.log").unlink()
-    assert recover(root)["offered"][-1] == "2:3"
 
 
 def test_what_the_copy_lacks_comes_from_manifests(root: Path) -> None:
@@ -480,50 +293,6 @@ def test_a_segment_that_is_there_is_never_opened_by_a_new_stream(tmp_path: Path)
     with pytest.raises(StreamLostError, match="another writer's, and stays"):
         log.open_writer(5, 0, 0)
     assert path.read_bytes() == b"of somebody else"
-
-
-@pytest.mark.parametrize("point", ["recover.put", "recover.fence", "recover.copy"])
-def test_a_recovery_that_was_killed_is_finished_by_the_next(root: Path, point: str) -> None:
-    before = image(root)
-    (root / "control.log").unlink()
-    nth = 4 if point == "recover.put" else 1
-    program = "from torchrec_stream_ckpt.cli.main import main; main()"
-    assert _killed(program, f"{point}=kill@{nth}", "recover", f"file://{root}", "--store", str(root))
-    found = recover(root)
-    assert found["offered"][-1] == "2:3"
-    assert image(root) == before
-    check(root)
-
-
-_COMMITS = """
-import sys, threading
-from tests.builders import commit
-from tests.unit.test_copies import trainer
-from pathlib import Path
-control = trainer(Path(sys.argv[1]))
-control.check_copy()
-for marker in range(4, 8):
-    control.commit(commit(2, marker), 5.0, threading.Event())
-    control.close()
-"""
-
-
-@pytest.mark.parametrize("point", ["copy.put", "copy.stored"])
-def test_a_kill_between_append_and_copy_leaves_a_copy_that_is_behind(root: Path, point: str) -> None:
-    assert _killed(_COMMITS, f"{point}=kill@2", str(root))
-    appended = offsets(root)
-    copied = copied_offsets(root)
-    assert copied == appended[: 8 if point == "copy.put" else 9]
-    assert len(appended) == 9
-    check(root)
-    keep(root)
-    assert copied_offsets(root) == appended
-
-
-def _killed(program: str, fuse: str, *arguments: str) -> bool:
-    environment = {**os.environ, "STREAM_CKPT_FAILPOINTS": fuse}
-    done = subprocess.run([sys.executable, "-c", program, *arguments], env=environment, timeout=500, check=False)
-    return done.returncode == -signal.SIGKILL
 
 
 def test_records_of_another_job_in_the_copy_are_not_used(root: Path) -> None:

@@ -83,26 +83,23 @@ OF_STORES = ("store.upload", "materialize.dense", "restore.chunk", "dense.put", 
 
 def test_trainers_trims_and_materializers_are_killed_at_every_point() -> None:
     from tests.faults import kills, materializer
-    from tests.unit import (
-        test_copies,
-        test_gc,
-        test_head,
-        test_repairs,
-        test_scrub,
-        test_snapshots,
-        test_store_walk,
-        test_tiers,
-        test_trim,
+    from tests.processes import (
+        test_copies_kills,
+        test_gc_kills,
+        test_head_kills,
+        test_snapshots_kills,
+        test_tiers_kills,
     )
+    from tests.unit import test_repairs, test_scrub, test_store_walk, test_trim
 
     names = compiled_in()
     in_units = (
-        test_copies,
+        test_copies_kills,
         test_trim,
-        test_snapshots,
-        test_gc,
-        test_head,
-        test_tiers,
+        test_snapshots_kills,
+        test_gc_kills,
+        test_head_kills,
+        test_tiers_kills,
         test_repairs,
         test_scrub,
         test_store_walk,

@@ -2,114 +2,41 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
-from crc32c import crc32c
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests import stores
-from tests.stores import HeldObjects, History
+from tests.stores import History
+from tests.unit.gc_history import ALWAYS, HOUR, NEVER, SPANS, branched, check_whole, gc, names, offered, plain, rules
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
     MarkerNotFoundError,
-    MissingObjectError,
     StoreUnavailableError,
 )
 from torchrec_stream_ckpt.failpoints import arm
-from torchrec_stream_ckpt.format.frame import Buffer
-from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.manifest import Garbage, Pin
-from torchrec_stream_ckpt.layout import dense_file_name, dropped_name, garbage_name, manifest_name, pin_name
+from torchrec_stream_ckpt.layout import dense_file_name, manifest_name
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.gc import GcRules, collect, plan_gc, take_stock
-from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
 from torchrec_stream_ckpt.materialize.materializer import Materializer
 from torchrec_stream_ckpt.materialize.retention import Retention
-from torchrec_stream_ckpt.route.holdings import Holdings
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.store.pins import pin, unpin
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.units import size
-
-HOUR = 3600.0
-NEVER, ALWAYS, SPANS = Policy(rebase=0), Policy(rebase=1e-9), Policy(rebase=0, compact="span16")
-POINTS = {"gc.dropped": 2, "gc.merged": 1, "gc.listed": 1, "gc.deleted": 3, "gc.tidied": 1}
-"""Where a gc is killed, and at which pass."""
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Executor]:
     with ThreadPoolExecutor(2) as threads:
         yield threads
-
-
-def plain(root: Path, count: int = 6, policy: Policy = NEVER) -> History:
-    history = History(root)
-    history.generation(1, range(1, count + 1))
-    stores.fold(root, policy)
-    return history
-
-
-def branched(root: Path, policy: Policy = NEVER) -> History:
-    """Generation 2 stands on 1:4, generation 3 goes back to 1:2, generation 4 stands on 3:4."""
-    history = History(root)
-    history.generation(1, [1, 2, 3, 4, 5])
-    history.generation(2, [5, 6, 7], "1:4")
-    history.generation(3, [3, 4], "1:2")
-    history.generation(4, [5, 6], "3:4")
-    stores.fold(root, policy)
-    return history
-
-
-def rules(grace_s: float = 0.0, *, compact: bool = False, **retention: object) -> GcRules:
-    return GcRules(retention=Retention(**retention), grace_s=grace_s, compact=compact)  # type: ignore[arg-type]
-
-
-def gc(
-    history: History,
-    given: GcRules,
-    pool: Executor,
-    *,
-    now_s: float = 1e6,
-    lineage: Lineage | None = None,
-    host: str = "a host",
-) -> GcPlan:
-    return collect(history.objects, lineage, history.lineage.job, given, pool, lambda: {host: now_s})
-
-
-def offered(history: History) -> set[MarkerId]:
-    catalog = Catalog.load(history.objects, history.lineage.job)
-    return set(catalog.markers - catalog.dropped)
-
-
-def check_whole(history: History) -> set[MarkerId]:
-    """Every marker that is offered comes back bit for bit, by the log's lineage and by the store's; returns them."""
-    objects, lineage = history.objects, history.lineage
-    alone = Catalog.load(objects, lineage.job).lineage()
-    left = offered(history)
-    for marker in left:
-        assert stores.rows_of(objects, lineage, marker) == history.rows[marker]
-        assert stores.rows_of(objects, alone, marker) == history.rows[marker]
-        for holdings in (Holdings.load(objects, lineage), Holdings.load(objects, alone)):
-            assert holdings.look(marker).problem == ""
-    return left
-
-
-def names(*markers: str) -> set[MarkerId]:
-    return {MarkerId.parse(marker) for marker in markers}
 
 
 def test_what_only_dropped_markers_needed_goes_and_links_stay(tmp_path: Path, pool: Executor) -> None:
@@ -210,43 +137,6 @@ def test_the_parent_of_a_generation_that_is_not_in_the_store_yet_stays(tmp_path:
     assert check_whole(history) == names("1:6", "2:3", "2:4")
 
 
-def test_nothing_goes_before_the_grace_period_is_over(tmp_path: Path, pool: Executor) -> None:
-    history = plain(tmp_path)
-    given = rules(HOUR, newest=1, compact=True)
-    first = gc(history, given, pool, now_s=1e6)
-    assert (first.now, len(first.dropping)) == ((), 5)
-    early = gc(history, given, pool, now_s=1e6 + HOUR - 1)
-    assert (early.now, early.later) == ((), first.later)
-    late = gc(history, given, pool, now_s=1e6 + HOUR)
-    assert (late.now, late.later) == (first.later, ())
-    assert check_whole(history) == names("1:6")
-    assert not list(history.objects.list("garbage/"))
-
-
-def test_the_grace_period_of_what_a_merge_replaces_begins_behind_the_merge(tmp_path: Path, pool: Executor) -> None:
-    history, given = plain(tmp_path), rules(HOUR, then_every=3, compact=True)
-    times = iter([1e6, 1e6 + 2 * HOUR])  # the merge takes longer than the grace period
-    first = collect(history.objects, None, history.lineage.job, given, pool, lambda: {"a host": next(times)})
-    assert first.spans
-    assert first.now == ()
-    early = gc(history, given, pool, now_s=1e6 + 3 * HOUR - 1)
-    assert (early.now, early.later) == ((), first.later)
-    assert gc(history, given, pool, now_s=1e6 + 3 * HOUR).now == first.later
-    assert check_whole(history) == names("1:3", "1:6")
-
-
-def test_who_read_a_manifest_before_gc_finds_its_rows_within_the_grace_period(tmp_path: Path, pool: Executor) -> None:
-    history = plain(tmp_path)
-    catalog = Catalog.load(history.objects, history.lineage.job)
-    cover = catalog.cover(history.lineage.chain(MarkerId(1, 4)))
-    gc(history, rules(HOUR, newest=1, compact=True), pool)
-    refs = [ref for piece in cover for ref in piece.segments]
-    assert all(history.objects.size(ref.name) == ref.num_bytes for ref in refs)
-    gc(history, rules(HOUR, newest=1, compact=True), pool, now_s=1e6 + HOUR)
-    with pytest.raises(MissingObjectError, match="the store does not hold this object"):
-        history.objects.read(refs[-1].name)
-
-
 def test_restores_and_materializers_run_on_while_gc_deletes(tmp_path: Path) -> None:
     """Each round, restores, a materializer with a new branch, and gc run at once; the grace period is one round.
 
@@ -273,193 +163,6 @@ def test_restores_and_materializers_run_on_while_gc_deletes(tmp_path: Path) -> N
                 assert stores.rows_in(catalog, lineage, marker, cover) == history.rows[marker]
             check_whole(history)
     assert deleted > 20
-
-
-def test_a_pinned_marker_stays_until_its_pin_is_gone(tmp_path: Path, pool: Executor) -> None:
-    history = plain(tmp_path)
-    pin = pin_name(history.lineage.job, MarkerId(1, 3))
-    history.objects.put(pin, [Pin(1.0).to_bytes()])
-    gc(history, rules(newest=1, compact=True), pool)
-    assert check_whole(history) == names("1:3", "1:6")
-    history.objects.delete(pin)
-    gc(history, rules(newest=1, compact=True), pool)
-    assert check_whole(history) == names("1:6")
-
-
-class _Pinned(HeldObjects):
-    """A store in which somebody pins 1:3 right before, or right after, the moment in which gc gives it up."""
-
-    def __init__(self, history: History, *, after: bool) -> None:
-        super().__init__(stores.contents(history.objects))
-        self._after, self._job = after, history.lineage.job
-        self.dropped = dropped_name(self._job, MarkerId(1, 3))
-        self.refused = ""
-
-    def put(self, name: str, parts: Sequence[Buffer]) -> None:
-        if name != self.dropped:
-            super().put(name, parts)
-            return
-        if self._after:
-            super().put(name, parts)
-        try:
-            pin(self, self._job, MarkerId(1, 3))
-        except MarkerNotFoundError as error:
-            self.refused = error.message
-        super().put(name, parts)
-
-
-def test_a_pin_that_succeeds_while_gc_gives_the_marker_up_keeps_it(tmp_path: Path, pool: Executor) -> None:
-    history = plain(tmp_path)
-    store = _Pinned(history, after=False)
-    given = rules(newest=1, compact=True)
-    done = collect(store, None, history.lineage.job, given, pool, lambda: {"a host": 1e6})
-    assert store.refused == ""
-    assert (set(done.kept), set(done.dropping)) == (names("1:3", "1:6"), names("1:1", "1:2", "1:4", "1:5"))
-    assert done.now
-    for marker in collect(store, None, history.lineage.job, given, pool, lambda: {"a host": 2e6}).kept:
-        assert Holdings.load(store, history.lineage).look(marker).problem == ""
-        assert stores.rows_of(store, history.lineage, marker) == history.rows[marker]
-
-
-def test_a_pin_that_comes_after_gc_gave_the_marker_up_fails_and_leaves_nothing(tmp_path: Path, pool: Executor) -> None:
-    history = plain(tmp_path)
-    store = _Pinned(history, after=True)
-    done = collect(store, None, history.lineage.job, rules(newest=1), pool, lambda: {"a host": 1e6})
-    assert "marker 1:3 was given up by retention on" in store.refused
-    assert set(done.kept) == names("1:6")
-    assert not list(store.list("pins/"))
-
-
-@pytest.mark.parametrize("dies", ["gc.dropped=raise@3", "gc.listed=raise@1", "gc.deleted=raise@1"])
-def test_a_pin_that_succeeded_holds_where_gc_dies_right_after_it_gave_the_marker_up(
-    dies: str, tmp_path: Path, pool: Executor
-) -> None:
-    history = plain(tmp_path)
-    store = _Pinned(history, after=False)
-    given = rules(HOUR if "listed" in dies else 0.0, newest=2)
-    arm(dies)
-    try:
-        with pytest.raises(OSError, match="failpoint"):
-            collect(store, None, history.lineage.job, given, pool, lambda: {"a host": 1e6})
-    finally:
-        arm("")
-    assert store.refused == ""
-    for now_s in (2e6, 3e6):
-        catalog = Catalog.load(store, history.lineage.job)
-        assert MarkerId(1, 3) in catalog.markers - catalog.dropped
-        assert Holdings.load(store, history.lineage).look(MarkerId(1, 3)).problem == ""
-        assert stores.rows_of(store, history.lineage, MarkerId(1, 3)) == history.rows[MarkerId(1, 3)]
-        kept = collect(store, None, history.lineage.job, given, pool, partial(dict, {"a host": now_s})).kept
-        assert set(kept) == names("1:3", "1:5", "1:6")
-    unpin(store, history.lineage.job, MarkerId(1, 3))
-    assert MarkerId(1, 3) in Catalog.load(store, history.lineage.job).dropped
-    assert set(collect(store, None, history.lineage.job, given, pool).kept) == names("1:5", "1:6")
-
-
-def test_a_pin_that_was_killed_half_way_offers_nothing_that_is_gone(tmp_path: Path, pool: Executor) -> None:
-    history = plain(tmp_path)
-    job, marker = history.lineage.job, MarkerId(1, 3)
-    arm("pin.attempted=raise@1")
-    try:
-        with pytest.raises(OSError, match="failpoint"):
-            pin(history.objects, job, marker)
-    finally:
-        arm("")
-    given = rules(HOUR, newest=1, compact=True)
-    assert set(gc(history, given, pool, now_s=1e6).kept) == names("1:3", "1:6"), "somebody may be about to pin it"
-    gc(history, given, pool, now_s=1e6 + HOUR)
-    for hour in range(2, 5):
-        gc(history, given, pool, now_s=1e6 + hour * HOUR)
-    assert check_whole(history) == names("1:6")
-    assert not list(history.objects.list("pins/"))
-    with pytest.raises(MarkerNotFoundError, match="given up by retention"):
-        pin(history.objects, job, marker)
-
-
-def test_a_pin_that_takes_longer_than_gc_waits_says_so(tmp_path: Path) -> None:
-    history = plain(tmp_path)
-    job, marker = history.lineage.job, MarkerId(1, 3)
-
-    class Slow(HeldObjects):
-        def put(self, name: str, parts: Sequence[Buffer]) -> None:
-            super().put(name, parts)
-            if name == pin_name(job, marker):
-                for entry in self.list("pins/"):
-                    if entry.name != name:
-                        self.delete(entry.name)  # by a gc
-
-    store = Slow(stores.contents(history.objects))
-    with pytest.raises(StoreUnavailableError, match="marker 1:3 is not pinned: gc or unpin came in between"):
-        pin(store, job, marker)
-    assert not list(store.list("pins/"))
-
-
-@pytest.mark.parametrize("skew_s", [-86400.0, 86400.0])
-def test_no_two_hosts_clocks_are_compared(skew_s: float, tmp_path: Path, pool: Executor) -> None:
-    """What one host has listed waits anew for a host that cannot tell when that was, whatever its clocks show."""
-    history, given = plain(tmp_path), rules(HOUR, newest=1, compact=True)
-    first = gc(history, given, pool, now_s=1e6, host="one")
-    assert first.later
-    for later_s in (5.0, HOUR - 1):
-        assert gc(history, given, pool, now_s=1e6 + skew_s + later_s, host="another").now == ()
-    assert gc(history, given, pool, now_s=1e6 - HOUR, host="one").now == (), "a clock that went back shows nothing"
-    assert gc(history, given, pool, now_s=1e6 + skew_s + HOUR + 5, host="another").now == first.later
-    assert check_whole(history) == names("1:6")
-    assert not list(history.objects.list("garbage/"))
-
-
-def test_of_several_clocks_the_one_that_shows_least_counts(tmp_path: Path, pool: Executor) -> None:
-    history, given = plain(tmp_path), rules(HOUR, newest=1)
-    run = partial(collect, history.objects, None, history.lineage.job, given, pool)
-    first = run(lambda: {"host": 1e6, "store": 5.0})
-    assert run(lambda: {"host": 1e6 + 2 * HOUR, "store": 6.0}).now == ()
-    assert run(lambda: {"store": 5.0 + HOUR}).now == first.later
-
-
-def test_a_list_that_an_older_program_wrote_tells_no_time(tmp_path: Path, pool: Executor) -> None:
-    history, given = plain(tmp_path), rules(HOUR, newest=1)
-    first = gc(history, given, pool)
-    (entry,) = history.objects.list("garbage/")
-    history.objects.delete(entry.name)
-    old = Garbage(1.0, tuple(each.name for each in first.later)).to_bytes()
-    name = garbage_name(history.lineage.job, 1000, crc32c(old))
-    history.objects.put(name, [old])
-    assert gc(history, given, pool, now_s=9e6).now == ()
-    assert history.objects.size(name) is None
-    assert gc(history, given, pool, now_s=9e6 + HOUR).now == first.later
-
-
-def test_a_host_whose_clock_is_a_day_ahead_drops_no_fresh_marker(tmp_path: Path, pool: Executor) -> None:
-    history = plain(tmp_path)  # an hour apart
-    for host, now_s in (("one", 1e6), ("another", 1e6 + 25 * HOUR)):
-        assert gc(history, rules(keep_all_for="24h"), pool, now_s=now_s, host=host).dropping == ()
-    assert set(gc(history, rules(keep_all_for="2h"), pool, host="one").kept) == names("1:4", "1:5", "1:6")
-
-
-@pytest.mark.parametrize("ahead", [-24, 24])
-def test_a_trainer_whose_clock_is_a_day_off_makes_no_older_marker_old(
-    ahead: int, tmp_path: Path, pool: Executor
-) -> None:
-    history = History(tmp_path)
-    history.generation(1, range(30, 34))
-    history.generation(2, range(34 + ahead, 36 + ahead), "1:33")  # two markers, on another host
-    stores.fold(tmp_path)
-    assert gc(history, rules(keep_all_for="4h"), pool, lineage=history.lineage).dropping == ()
-    done = gc(history, rules(keep_all_for="2h"), pool, lineage=history.lineage)
-    assert set(done.dropping) == names("1:30", "1:31"), "three hours and an hour of the second generation"
-
-
-def test_markers_of_a_job_that_has_ended_grow_old_by_what_rounds_have_seen(tmp_path: Path, pool: Executor) -> None:
-    history, given = plain(tmp_path), rules(keep_all_for="5h")
-    assert gc(history, given, pool, now_s=100.0, host="before a reboot").dropping == ()
-    gc(history, given, pool, now_s=100.0 + 1.5 * HOUR, host="before a reboot")
-    assert offered(history) == names("1:3", "1:4", "1:5", "1:6")
-    gc(history, given, pool, now_s=7.0, host="after a reboot")
-    assert offered(history) == names("1:3", "1:4", "1:5", "1:6"), "nobody knows how long the reboot took"
-    gc(history, given, pool, now_s=7.0 + 1.5 * HOUR, host="after a reboot")
-    assert offered(history) == names("1:4", "1:5", "1:6"), "what was seen before it counts"
-    gc(history, given, pool, now_s=7.0 + 3.5 * HOUR, host="after a reboot")
-    assert offered(history) == names("1:6")
 
 
 def test_dense_state_of_markers_that_never_committed_goes(tmp_path: Path, pool: Executor) -> None:
@@ -553,56 +256,6 @@ def test_without_a_rule_nothing_is_deleted(tmp_path: Path, pool: Executor) -> No
     with pytest.raises(ConfigError, match="no rule says what to keep"):
         gc(history, GcRules(), pool)
     assert stores.contents(history.objects) == before
-
-
-CHILD = """
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from torchrec_stream_ckpt.materialize.gc import GcRules, collect
-from torchrec_stream_ckpt.materialize.retention import Retention
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.units import size
-rules = GcRules(retention=Retention(newest=1, then_every=4), compact=True, grace_s=float(sys.argv[3]))
-with ThreadPoolExecutor(1) as pool:
-    clocks = {"a host": float(sys.argv[4])}
-    collect(open_store(sys.argv[1]), None, bytes.fromhex(sys.argv[2]), rules, pool, lambda: clocks)
-"""
-
-
-@pytest.mark.parametrize(("point", "nth"), [*POINTS.items(), ("gc.deleted", 1), ("gc.deleted", 9), ("store.put", 4)])
-def test_a_kill_at_any_point_leaves_kept_markers_whole_and_the_next_run_finishes(
-    point: str, nth: int, tmp_path: Path, pool: Executor
-) -> None:
-    history = branched(tmp_path)
-    given = GcRules(retention=Retention(newest=1, then_every=4), compact=True)
-    whole = names("1:4", "3:4", "4:6")
-    if point in ("gc.tidied", "gc.deleted"):
-        gc(history, given, pool, now_s=1e6 - HOUR)
-    fired = tmp_path / "fired"
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(tmp_path), history.lineage.job.hex(), str(HOUR), "1e6"],
-        env={
-            **os.environ,
-            "STREAM_CKPT_FAILPOINTS": f"{point}=kill@{nth}",
-            "STREAM_CKPT_FAILPOINTS_REPORT": str(fired),
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert (done.returncode, fired.read_text()) == (-signal.SIGKILL, f"{point}\n"), done.stderr
-    assert check_whole(history) >= whole
-    gc(history, given, pool, now_s=1e6 + HOUR)
-    gc(history, given, pool, now_s=1e6 + 2 * HOUR)
-    assert check_whole(history) == whole
-    final = stores.contents(history.objects)
-    twin = branched(tmp_path / "twin")
-    gc(twin, rules(newest=1, then_every=4, compact=True), pool, now_s=1e6 + HOUR)
-    kinds = ("manifests/", "folds/", "segments/", "dense/", "garbage/")
-    assert {name for name in final if name.startswith(kinds)} == {
-        name for name in stores.contents(twin.objects) if name.startswith(kinds)
-    }
 
 
 def test_an_error_in_the_middle_is_one_of_ours_and_a_second_run_finishes(tmp_path: Path, pool: Executor) -> None:

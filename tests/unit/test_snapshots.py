@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import tracemalloc
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.builders import claim, commit, trim
+from tests.builders import claim, commit
 from tests.golden import make
+from tests.unit.snapshot_log import RECORDS, again, grow, markers, parts, shorten
 from tests.unit.test_commit_key import KEY, key_file
 from torchrec_stream_ckpt.control import snapshots
 from torchrec_stream_ckpt.control.partition import Control
@@ -27,109 +22,16 @@ from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
     LogUnavailableError,
-    StreamCkptError,
 )
-from torchrec_stream_ckpt.format.control import Commit, ControlRecord, parse_control
-from torchrec_stream_ckpt.format.folding import body_of, is_snapshot, lineage_of
+from torchrec_stream_ckpt.format.control import ControlRecord, parse_control
+from torchrec_stream_ckpt.format.folding import body_of, is_snapshot
 from torchrec_stream_ckpt.format.frame import HEADER_LEN
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.mac import CommitKey
-from torchrec_stream_ckpt.format.record import meta_of
-from torchrec_stream_ckpt.format.remarks import End, Note, Outcome
-from torchrec_stream_ckpt.format.snapshot import Snapshot, pack, unpack
 from torchrec_stream_ckpt.layout import CONTROL_FILE
 from torchrec_stream_ckpt.log import control_file
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.types import MarkerId
-
-JOB = claim(1).job
-
-
-def end(generation: int) -> End:
-    return End(JOB, generation, f"nonce-{generation}", 7, Outcome.FINISHED, "", 0.0)
-
-
-def note(marker: MarkerId, **meta: float | str) -> Note:
-    return Note(JOB, marker.generation, marker.marker, meta_of(meta), "n", 0.0)
-
-
-NUMBERS = st.integers(1, 4)
-MARKERS = st.builds(MarkerId, NUMBERS, NUMBERS)
-
-
-@st.composite
-def trims(draw: st.DrawFn) -> ControlRecord:
-    reach = {marker.generation: marker for marker in draw(st.lists(MARKERS, min_size=1, max_size=3))}
-    given_up = draw(st.none() | st.sets(MARKERS, max_size=4))
-    if given_up is not None:
-        given_up = {each for each in given_up if each < reach.get(each.generation, each)}
-    names = sorted(map(str, reach.values()))
-    store = draw(st.sampled_from(["file:///one", "file:///two"]))
-    return trim(*names, store=store, given_up=None if given_up is None else tuple(sorted(given_up)))
-
-
-RECORDS = st.one_of(
-    st.builds(claim, NUMBERS, nonce=st.sampled_from(["", "zombie"]), parent=st.none() | MARKERS),
-    st.builds(commit, NUMBERS, NUMBERS, nonce=st.sampled_from([f"nonce-{each}" for each in (1, 2, 3, 4)] + ["zombie"])),
-    st.builds(lambda marker: commit(marker.generation, marker.marker), MARKERS),
-    trims(),
-    st.builds(end, NUMBERS),
-    st.builds(lambda marker, **meta: note(marker, **meta), MARKERS, loss=st.floats(0, 1), tag=st.just("kept")),
-)
-
-
-@given(st.lists(RECORDS, max_size=30), st.data())
-@settings(max_examples=200, deadline=None)
-def test_a_reader_from_a_snapshot_and_the_tail_sees_what_a_reader_of_everything_sees(
-    history: list[ControlRecord], data: st.DataObject
-) -> None:
-    cut = data.draw(st.integers(0, len(history)))
-    history = [claim(1), *history]
-    whole, early = Lineage.of(history), Lineage.of(history[: cut + 1])
-    late = lineage_of(body_of(early))
-    for record in history[cut + 1 :]:
-        late.apply(record)
-    assert body_of(late) == body_of(whole)
-    for name in ("claims", "commits", "ends", "notes", "stale", "unsigned", "given_up", "next_generation"):
-        assert getattr(late, name) == getattr(whole, name), name
-    assert late.trims.reach == whole.trims.reach
-    assert late.trims.newest == whole.trims.newest
-    for number in whole.claims:
-        assert late.trims.of(number) == whole.trims.of(number)
-    for marker, made in whole.commits.items():
-        assert late.spans(marker.generation, made.ranks) == whole.spans(marker.generation, made.ranks)
-        try:
-            path = whole.path(marker)
-        except StreamCkptError as error:
-            with pytest.raises(type(error)):
-                late.path(marker)
-        else:
-            assert late.path(marker) == path
-            assert late.bases(marker) == whole.bases(marker)
-
-
-def test_what_a_trim_gives_up_is_kept_by_nobody_and_its_number_is_known() -> None:
-    """A parent stays, whatever a TRIM says: a generation stands on it."""
-    given_up = (MarkerId(1, 1), MarkerId(1, 2), MarkerId(1, 3))
-    lineage = Lineage.of(
-        [claim(1), *(commit(1, each) for each in range(1, 6)), claim(2, parent=MarkerId(1, 2)), commit(2, 6)]
-    )
-    lineage.apply(note(MarkerId(1, 1), loss=0.5))
-    lineage.apply(trim("1:4", given_up=given_up))
-    assert [str(each) for each in lineage.commits] == ["1:2", "1:4", "1:5", "2:6"]
-    assert lineage.given_up == {MarkerId(1, 1), MarkerId(1, 3)}
-    assert [str(each.id) for each in lineage.path(MarkerId(2, 6))] == ["1:2", "2:6"]
-    lineage.apply(trim("1:3", store="file:///late"))  # of somebody who has not read on
-    assert (len(lineage.trims), lineage.stale, lineage.trims.reach) == (2, 0, {1: MarkerId(1, 4)})
-
-
-def test_a_trim_gives_up_nothing_but_what_lies_in_front_of_it() -> None:
-    bad = trim("1:4", given_up=(MarkerId(1, 4),)).to_frame()
-    with pytest.raises(CorruptionError, match=r"TRIM\.given_up must be in order"):
-        parse_control(bad)
-
-
-# On files.
 
 
 @pytest.fixture
@@ -138,29 +40,6 @@ def log(tmp_path: Path) -> FileLog:
     made.prepare(1)
     made.append_control(claim(1).to_frame())
     return made
-
-
-def again(log: FileLog) -> FileLog:
-    """As another process opens it."""
-    return FileLog(log._root)
-
-
-def grow(log: FileLog, first: int, last: int, sign: Callable[[Commit], Commit] = lambda made: made) -> None:
-    for marker in range(first, last + 1):
-        log.append_control(sign(commit(1, marker)).to_frame())
-
-
-def shorten(log: FileLog, key: Path | None = None) -> int:
-    return shorten_control(log, Control(log, key), at_once=True).base
-
-
-def markers(log: FileLog, key: Path | None = None) -> list[int]:
-    return [marker.marker for marker in Control(again(log), key).refresh().commits]
-
-
-def parts(log: FileLog) -> list[int]:
-    """Offsets of the snapshots."""
-    return [offset for offset, record in log.read_control(log.control_base()) if is_snapshot(record)]
 
 
 @given(st.lists(RECORDS | st.none(), max_size=12))
@@ -312,34 +191,6 @@ def test_a_reader_that_stands_before_the_base_begins_anew(log: FileLog) -> None:
     assert [marker.marker for marker in sleeper.refresh().commits] == [1, 2, 3, 4, 5, 6]
 
 
-_PROGRAM = """
-import sys
-from pathlib import Path
-from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.control.snapshots import shorten_control
-from torchrec_stream_ckpt.log.files import FileLog
-log = FileLog(Path(sys.argv[1]))
-shorten_control(log, Control(log), at_once=True)
-"""
-
-
-POINTS = ("snapshot.append", "snapshot.written", "prune.begun", "prune.written", "prune.renamed")
-
-
-@pytest.mark.parametrize("point", [*POINTS, "control.written"])
-def test_a_shortening_that_is_killed_takes_nothing_and_is_finished_by_the_next(log: FileLog, point: str) -> None:
-    grow(log, 1, 3)
-    shorten(log)
-    grow(log, 4, 6)
-    fuse = os.environ | {"STREAM_CKPT_FAILPOINTS": f"{point}=kill"}
-    killed = subprocess.run([sys.executable, "-c", _PROGRAM, str(log._root)], env=fuse, timeout=300, check=False)
-    assert killed.returncode == -signal.SIGKILL
-    assert markers(log) == [1, 2, 3, 4, 5, 6]
-    grow(log, 7, 7)
-    assert shorten(log) > 0
-    assert markers(log) == [1, 2, 3, 4, 5, 6, 7]
-
-
 def test_what_is_written_is_read_back_before_anything_goes(log: FileLog, monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken machine: the bytes that are appended are not those that were computed."""
     grow(log, 1, 3)
@@ -373,9 +224,6 @@ def test_a_read_that_broke_off_is_begun_again(log: FileLog, monkeypatch: pytest.
     with pytest.raises(LogUnavailableError):
         control.refresh()
     assert [marker.marker for marker in control.refresh().commits] == [1, 2, 3]
-
-
-# With a commit key.
 
 
 def test_with_a_commit_key_only_its_snapshots_count(tmp_path: Path) -> None:
@@ -427,9 +275,6 @@ def test_a_log_with_a_commit_key_whose_base_is_damaged_is_refused(tmp_path: Path
         Control(again(log), key).refresh()
 
 
-# A log that began with version 1.
-
-
 def test_a_log_of_version_1_gets_its_first_snapshot_with_its_records_as_they_are(tmp_path: Path) -> None:
     log = FileLog(tmp_path / "log")
     log.prepare(1)
@@ -460,63 +305,3 @@ def test_a_snapshot_of_many_records_comes_in_parts(log: FileLog, monkeypatch: py
     path, (_, cut, *_) = copy / CONTROL_FILE, parts(log)
     path.write_bytes(path.read_bytes()[:cut])  # killed after the first part
     assert markers(FileLog(copy)) == list(range(1, 21))
-
-
-# What a reader takes.
-
-
-def part_of(body: bytes) -> Snapshot:
-    (part,) = pack(body, JOB, 1, "log-1", 7, 0)
-    return part
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"parts": 257}, "part 0 of 257, 12 bytes: too much"),
-        ({"part": 1}, "part 1 of 1, 12 bytes: too much"),
-        ({"num_bytes": 2**30 + 1}, "too much"),
-        ({"piece": "no base64!"}, "is no base64"),
-        ({"piece": "AAAA" * 240_000}, "piece has 720000 bytes"),
-        ({"piece": ""}, "piece has 0 bytes"),
-        ({"digest": "00"}, r"SNAPSHOT\.digest is '00'"),
-    ],
-)
-def test_a_part_that_declares_too_much_is_refused(change: dict[str, object], message: str) -> None:
-    with pytest.raises(CorruptionError, match=message):
-        parse_control(replace(part_of(b"twelve bytes"), **change).to_frame())  # type: ignore[arg-type]
-
-
-def test_a_snapshot_that_unpacks_to_more_than_it_declares_is_not_unpacked() -> None:
-    bomb = part_of(bytes(2**26))
-    tracemalloc.start()
-    try:
-        with pytest.raises(CorruptionError, match="does not unpack to the 1000 bytes that it declares"):
-            unpack([replace(bomb, num_bytes=1000)])
-        assert tracemalloc.get_traced_memory()[1] < 2**20
-    finally:
-        tracemalloc.stop()
-    assert len(unpack([bomb])) == 2**26
-
-
-NUMBERS_LINE = b'{"given_up":{},"stale":0,"taken":0,"unsigned":0}\n'
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"[]\n",
-        NUMBERS_LINE.replace(b'"stale":0', b'"stale":-1'),
-        NUMBERS_LINE.replace(b'"stale":0', b'"stale":true'),
-        NUMBERS_LINE.replace(b"{}", b'{"x":[1]}'),
-        NUMBERS_LINE.replace(b"{}", b'{"1":1}'),
-        NUMBERS_LINE.replace(b"{}", rb'{"\u00b2":[1]}'),  # a digit to some
-        NUMBERS_LINE + commit(1, 1).to_frame(),  # does not count
-        NUMBERS_LINE + claim(1).to_frame()[:-1],
-        NUMBERS_LINE + claim(1).to_frame() + part_of(b"x").to_frame(),
-    ],
-)
-def test_what_a_snapshot_cannot_carry_is_refused(body: bytes) -> None:
-    with pytest.raises(CorruptionError):
-        lineage_of(body)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.builders import claim, commit, trim
+from tests.unit.snapshot_log import RECORDS, again, note
 from tests.unit.test_commit_key import KEY, key_file
-from tests.unit.test_snapshots import RECORDS, again, note
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.control.snapshots import shorten_control
 from torchrec_stream_ckpt.errors import CorruptionError, LogUnavailableError, MarkerNotFoundError, StreamCkptError

@@ -1,0 +1,87 @@
+"""A HEAD's writer is killed: none is left, and the next one builds it anew."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.unit.warm_head import Warm
+from torchrec_stream_ckpt.format import head as head_format
+from torchrec_stream_ckpt.materialize import head as head_writer
+from torchrec_stream_ckpt.types import MarkerId
+
+POINTS = ("head.dirty", "head.chunk", "head.clean")
+"""Where a writer is killed."""
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as threads:
+        yield threads
+
+
+@pytest.fixture(params=[100, 2**20], ids=["small blocks", "blocks"])
+def warmed(
+    request: pytest.FixtureRequest, tmp_path: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> Warm:
+    monkeypatch.setattr(head_format, "BLOCK_BYTES", request.param)
+    return Warm(tmp_path, pool)
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry each time that HEAD is built anew."""
+    times: list[int] = []
+    make_room = head_writer._make_room
+
+    def count(*args: object) -> None:
+        times.append(1)
+        make_room(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(head_writer, "_make_room", count)
+    return times
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_writer_that_is_killed_leaves_none_and_the_next_one_builds_it_anew(
+    tmp_path: Path, pool: ThreadPoolExecutor, built: list[int], point: str
+) -> None:
+    warmed = Warm(tmp_path, pool)
+    warmed.markers(1)
+    warmed.follow()
+    warmed.job.touch(8)
+    warmed.job.commit()
+    program = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.materialize.head import HeadWriter
+from torchrec_stream_ckpt.materialize.materializer import Materializer
+from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.dense import open_dense
+folder = Path(sys.argv[1])
+with ThreadPoolExecutor(2) as pool:
+    log, objects = FileLog(folder / "log"), open_store(str(folder / "store"))
+    head = HeadWriter(folder / "head", objects, pool)
+    dense = open_dense(str(folder))
+    list(Materializer(log, objects, lambda _: dense, pool, head=head).catch_up(Control(log).refresh()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        env={**os.environ, "STREAM_CKPT_FAILPOINTS": f"{point}=kill"},
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == -9
+    assert warmed.head() is None
+    warmed.follow()
+    warmed.check(MarkerId(1, 2))
+    assert len(built) == 2

@@ -1,0 +1,51 @@
+"""The shortening of a control log is killed: it takes nothing, and the next one finishes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.builders import claim
+from tests.unit.snapshot_log import grow, markers, shorten
+from torchrec_stream_ckpt.log.files import FileLog
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> FileLog:
+    made = FileLog(tmp_path / "log")
+    made.prepare(1)
+    made.append_control(claim(1).to_frame())
+    return made
+
+
+_PROGRAM = """
+import sys
+from pathlib import Path
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.control.snapshots import shorten_control
+from torchrec_stream_ckpt.log.files import FileLog
+log = FileLog(Path(sys.argv[1]))
+shorten_control(log, Control(log), at_once=True)
+"""
+
+
+POINTS = ("snapshot.append", "snapshot.written", "prune.begun", "prune.written", "prune.renamed")
+
+
+@pytest.mark.parametrize("point", [*POINTS, "control.written"])
+def test_a_shortening_that_is_killed_takes_nothing_and_is_finished_by_the_next(log: FileLog, point: str) -> None:
+    grow(log, 1, 3)
+    shorten(log)
+    grow(log, 4, 6)
+    fuse = os.environ | {"STREAM_CKPT_FAILPOINTS": f"{point}=kill"}
+    killed = subprocess.run([sys.executable, "-c", _PROGRAM, str(log._root)], env=fuse, timeout=300, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert markers(log) == [1, 2, 3, 4, 5, 6]
+    grow(log, 7, 7)
+    assert shorten(log) > 0
+    assert markers(log) == [1, 2, 3, 4, 5, 6, 7]

@@ -1,0 +1,71 @@
+"""A job whose control records are kept a second time, and ways to lose its log."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from tests.builders import JOB
+from tests.synthetic import Image, image_of_log
+from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.control.lost import check_whole
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.layout import copied_log
+from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.store.records import read_copy
+from torchrec_stream_ckpt.uris import parse_uri
+
+
+def trainer(root: Path, key_file: Path | None = None, objects: Objects | None = None) -> Control:
+    """What a trainer has of a log in a folder, with its store in the same one."""
+    return Control(FileLog(root), key_file, copies=(objects or open_store(str(root)), f"file://{root}"))
+
+
+def keep(root: Path) -> None:
+    """Copy all that is in the control partition now."""
+    control = trainer(root)
+    control.refresh()
+    assert control.copies is not None
+    control.copies.now()
+    assert not control.copies.failed
+
+
+def key(root: Path) -> str:
+    """Which log it is, in names of copies."""
+    now = FileLog(root).incarnation()
+    assert now is not None
+    return copied_log(now.id)
+
+
+def offsets(root: Path) -> list[int]:
+    """Of all control records."""
+    return [offset for offset, _ in FileLog(root).read_control()]
+
+
+def copied_offsets(root: Path) -> list[int]:
+    return [offset for offset, _ in read_copy(open_store(str(root)), JOB, key(root))]
+
+
+def image(root: Path) -> Image:
+    log = FileLog(root)
+    lineage = Control(log).refresh()
+    assert lineage.newest is not None
+    return image_of_log(log, lineage, lineage.newest.id)
+
+
+def check(root: Path, key_file: Path | None = None) -> None:
+    """What a trainer does before it claims."""
+    control = trainer(root, key_file)
+    check_whole(FileLog(root), control, parse_uri(f"file://{root}"), open_store(str(root)))
+
+
+def recover(root: Path, *more: str) -> dict[str, Any]:
+    done = CliRunner().invoke(app, ["recover", f"file://{root}", "--store", str(root), "--json", *more])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found

@@ -1,0 +1,174 @@
+"""A control log that lost its end: its copy says so, nothing older is offered, and recovery puts it back."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests import stores
+from tests.builders import JOB, claim, commit
+from tests.synthetic import Job
+from tests.unit.copied_job import check, copied_offsets, image, keep, key, offsets, recover, trainer
+from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.errors import (
+    ConfigError,
+    CorruptionError,
+)
+from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.store.api import Entry, open_store
+from torchrec_stream_ckpt.store.folder import FolderObjects
+from torchrec_stream_ckpt.store.records import Copied
+from torchrec_stream_ckpt.types import MarkerId
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A job of two generations and five markers, whose records are copied."""
+    job = Job(tmp_path / "job")
+    for parent, markers in ((None, 2), (MarkerId(1, 2), 3)):
+        job.begin(parent)
+        for _ in range(markers):
+            job.touch()
+            job.commit()
+    keep(job.root)
+    return job.root
+
+
+def fence(root: Path) -> dict[str, Any]:
+    done = CliRunner().invoke(app, ["fence", f"file://{root}", "--yes", "--json"])
+    if done.exception is not None:
+        raise done.exception
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("left", [1, 3, 6])
+def test_a_control_log_that_lost_its_end_offers_no_older_marker(root: Path, left: int) -> None:
+    before, path = image(root), root / "control.log"
+    entries = offsets(root)
+    os.truncate(path, entries[left] + 40 * (left == 3))  # also in the middle of a record
+    markers = {1: 5, 3: 3, 6: 1}[left]
+    said = f"the second copy has {7 - left} newer records, {markers} of them markers, up to 2:3"
+    with pytest.raises(CorruptionError, match=said) as no:
+        trainer(root).check_copy()
+    assert f"stream-ckpt recover file://{root} --store file://{root}" in no.value.hint
+    assert recover(root)["appended"] == 7 - left + 1
+    assert image(root) == before
+    check(root)
+
+
+class Late(FolderObjects):
+    """A store in which a trainer commits a marker, and copies it, as somebody is about to list it."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.before: Callable[[], object] = lambda: None
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        before, self.before = self.before, lambda: None
+        before()
+        return super().list(prefix)
+
+
+def test_what_a_trainer_appends_and_copies_meanwhile_was_not_lost(root: Path) -> None:
+    def commits() -> None:
+        FileLog(root).append_control(commit(2, 4, nonce="nonce-2").to_frame())
+        keep(root)
+
+    objects = Late(root)
+    control = trainer(root, objects=objects)
+    objects.before = commits
+    control.check_copy()
+    assert control.lineage.newest is not None
+    assert control.lineage.newest.id == MarkerId(2, 4)
+
+
+@pytest.mark.parametrize("verb", ["list", "show", "verify", "list --json", "watch --once", "watch --once --json"])
+def test_a_lost_end_is_said_once_with_what_puts_it_back(root: Path, verb: str) -> None:
+    name, *options = verb.split()
+    whole = CliRunner().invoke(app, [name, f"file://{root}", *options])
+    assert "lost the end" not in whole.output
+    os.truncate(root / "control.log", offsets(root)[4])
+    # No line is wrapped.
+    said = CliRunner().invoke(app, [name, f"file://{root}", *options], env={"COLUMNS": "1000"})
+    assert said.output.count("lost the end of its control partition: it ends at 1:2") == 1
+    assert "3 newer records, 3 of them markers, up to 2:3" in said.output
+    assert f"stream-ckpt recover file://{root} --store file://{root}" in said.output
+
+
+def test_a_fence_is_copied_at_once(root: Path) -> None:
+    assert fence(root)["copied"]
+    assert copied_offsets(root) == offsets(root)
+
+
+def test_a_fence_does_not_wait_for_a_store_and_says_that_it_is_not_copied(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaf, answers = Late(root), Event()
+    monkeypatch.setattr("torchrec_stream_ckpt.route.job.open_store", lambda *_: deaf)
+    monkeypatch.setattr("torchrec_stream_ckpt.cli.fence.STORE_S", 0.2)
+    deaf.before = lambda: answers.wait(60)
+    try:
+        assert not fence(root)["copied"]
+    finally:
+        answers.set()
+    assert copied_offsets(root) == offsets(root)[:-1]
+    assert Control(FileLog(root)).refresh().newest_generation == 3
+
+
+def test_a_log_that_lost_its_end_is_not_fenced_under_a_number_that_is_used(root: Path) -> None:
+    before = image(root)
+    os.truncate(root / "control.log", offsets(root)[3])
+    with pytest.raises(CorruptionError, match="lost the end"):
+        fence(root)
+    assert recover(root)["offered"][-1] == "2:3"
+    assert image(root) == before
+    assert fence(root)["generation"] == 4
+
+
+@pytest.mark.parametrize("folded", ["1:2", "2:3"])
+def test_a_log_that_lost_its_end_is_not_trimmed(root: Path, folded: str) -> None:
+    """A trim would take the second generation for a dead one, and its snapshot would take the copy's place."""
+    stores.fold(root, upto=MarkerId.parse(folded))
+    before, copied = image(root), copied_offsets(root)
+    rows = {path: path.read_bytes() for path in root.rglob("*.seg")}
+    os.truncate(root / "control.log", offsets(root)[4])
+    for options in (["--dry-run"], []):
+        done = CliRunner().invoke(app, ["trim", f"file://{root}", "--store", str(root), *options])
+        assert isinstance(done.exception, CorruptionError)
+        assert "lost the end" in str(done.exception)
+    assert copied_offsets(root) == copied
+    assert {path: path.read_bytes() for path in root.rglob("*.seg")} == rows
+    assert recover(root)["offered"][-1] == "2:3"
+    assert image(root) == before
+
+
+def test_rows_of_a_generation_that_the_control_log_does_not_know_are_its_lost_end(root: Path) -> None:
+    for name in Copied.load(
+        open_store(str(root)), JOB, key(root)
+    ).names:  # as of a job that began before there was a copy
+        open_store(str(root)).delete(name.name)
+    entries = offsets(root)
+    os.truncate(root / "control.log", entries[2])
+    with pytest.raises(CorruptionError, match=r"rows of generation 2, and control\.log ends at generation 1"):
+        check(root)
+
+
+def test_a_log_that_went_on_after_it_lost_its_end_is_not_joined(root: Path) -> None:
+    entries = offsets(root)
+    os.truncate(root / "control.log", entries[4])
+    FileLog(root).append_control(claim(3, nonce="another", incarnation="x").to_frame())
+    with pytest.raises(CorruptionError, match="lost the end"):
+        trainer(root).check_copy()
+    with pytest.raises(ConfigError, match="goes on otherwise than its second copy"):
+        recover(root)
+    (root / "control.log").unlink()
+    assert recover(root)["offered"][-1] == "2:3"
