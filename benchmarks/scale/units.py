@@ -78,7 +78,7 @@ def probe(rank: int, ranks: int, shape: Shape, folder: Path, head: Path) -> Samp
     checkpointer.mark().result(600)
     settle(checkpointer)
     masks = inside(checkpointer).masks
-    scan_s = _median(lambda: [mask.touched() for mask in masks])
+    scan_s = _median(lambda: [mask.touched.find() for mask in masks])
     step_s = max(0.0, _median(lambda: drain(checkpointer)) - scan_s)
     drained = min(shape.rows, DRAINED[shape.dim]) * shape.tables
     walls, publish, cpus = [], [], []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.bench.smoke import ROOT, measured, run
 from tests.forks import run_script
 
@@ -41,15 +43,16 @@ def test_a_spare_takes_over_and_a_restart_restores(tmp_path: Path) -> None:
     assert report["medians"]["spare_to_first_step_s"] > report["medians"]["spare_to_restored_s"]
 
 
-def test_whole_runs_and_recoveries_of_both_workloads(tmp_path: Path) -> None:
-    report = run("thesis/run.py", "--quick --ranks 1 --rounds 1", tmp_path)
-    every = {f"every {number}" for number in (1, 2, 3)} | {"recovery, log", "recovery, store"}
-    names = {f"{workload}, 1 rank, {each}" for workload in ("synthetic", "criteo") for each in every}
-    assert set(report["points"]) == names
+@pytest.mark.parametrize("workload", ["synthetic", pytest.param("criteo", marks=pytest.mark.slow)])
+def test_whole_runs_and_recoveries(workload: str, tmp_path: Path) -> None:
+    report = run("thesis/run.py", f"--quick --workload {workload} --ranks 1 --rounds 1", tmp_path)
+    points = {f"every {number}" for number in (1, 2, 3)} | {"recovery, log", "recovery, store"}
+    assert set(report["points"]) == {f"{workload}, 1 rank, {each}" for each in points}
     for rows in report["points"].values():
         assert all(row["median"] > 0 for row in rows["variants"].values())
 
 
+@pytest.mark.slow
 def test_unit_costs_are_measured_and_compared_with_jobs(tmp_path: Path) -> None:
     out = tmp_path / "scale"
     script = ROOT / "benchmarks" / "scale" / "run.py"
