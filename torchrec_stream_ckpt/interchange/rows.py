@@ -167,7 +167,7 @@ def open_rows(
         log: The job's log.
         lineage: Its control partition.
         marker: A committed marker.
-        objects: The store; None, or one that nobody has written to, serves nothing.
+        objects: The store; None, or one that is empty, serves nothing.
         scratch: A folder with room for what only the log has; left as it was found.
         since: Begin after this marker.
         progress: Called with the bytes of each frame that is folded.

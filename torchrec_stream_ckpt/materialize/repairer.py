@@ -1,4 +1,4 @@
-"""Repair what is damaged in a store: write it anew from what else has its rows, and keep the bytes that are replaced."""
+"""Repair what is damaged in a store: write it anew from what else has its rows, and keep the replaced bytes."""
 
 from __future__ import annotations
 
