@@ -14,6 +14,7 @@ from tests import ranks
 from tests.model import PLAN_2, Trainer, trainer
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.commit.collective import meet
+from torchrec_stream_ckpt.commit.coordinator import Coordinator, CutOrder, MarkerVote
 from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError, RankLostError, StreamCkptError
 
 pytestmark = pytest.mark.distributed
@@ -181,3 +182,38 @@ def test_a_rank_that_has_closed_is_named_to_the_one_that_steps(tmp_path: Path) -
     said, _ = ranks.run(2, _steps_after_a_close, f"file://{tmp_path}")
     assert "rank 1 has closed its StreamCheckpointer" in said
     assert "gloo" not in said
+
+
+def _one_save_is_left_out(uri: str, left_out_by: int) -> list[str]:
+    """A rank gives a marker up before it saves dense state, as one does that still saves an earlier one; all go on."""
+    job, checkpointer = _attach(uri)
+    checkpointer.restore()
+    prepare, left_out = Coordinator._prepare, []
+
+    def once(self: Coordinator, cut: CutOrder, deadline: float) -> MarkerVote:
+        if dist.get_rank() == left_out_by and cut.marker == 2:
+            left_out.append(cut.marker)
+            return MarkerVote(cut.marker, cut.step, "it still saves an earlier one")
+        return prepare(self, cut, deadline)
+
+    Coordinator._prepare = once  # type: ignore[method-assign]
+    said = []
+    for _ in range(4):
+        job.step()
+        checkpointer.step()
+        try:
+            said.append(str(checkpointer.mark().result(60).marker))
+        except MarkerFailedError as error:
+            said.append(error.message)
+    checkpointer.close()
+    assert bool(left_out) == (dist.get_rank() == left_out_by)
+    return said
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_save_the_same_marker_again_after_one_of_them_left_one_out(rank: int, tmp_path: Path) -> None:
+    """DCP's collectives do not say whose they are: the other rank stayed a marker behind, and no marker came any more."""
+    for said in ranks.run(2, _one_save_is_left_out, f"file://{tmp_path}", rank):
+        assert said[0] == "1"
+        assert "it still saves an earlier one" in said[1]
+        assert said[2:] == ["3", "4"]

@@ -317,7 +317,7 @@ class Coordinator:
         folder = store.writing(job, marker)
         try:
             failpoint("dense.save")
-            self._dense.save(staged, folder)
+            self._dense.save(staged, folder, marker)
             failpoint("dense.saved")
             files = digest_files(folder, written_by(folder, self._team.rank))
             store.publish(job, marker, files)

@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchrec_stream_ckpt.durable import fsync_dir
-from torchrec_stream_ckpt.errors import SchemaMismatchError
+from torchrec_stream_ckpt.errors import MarkerFailedError, SchemaMismatchError
 from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.types import MarkerId
 
 Entries = Mapping[str, Any]
 """Name -> DCP's metadata."""
@@ -54,6 +55,26 @@ def save_together(state: dict[str, Any], path: Path, group: dist.ProcessGroup) -
     """(all ranks) Write each rank's part; returns when it is durable."""
     with _as_error():
         save(state, storage_writer=_Writer(path), process_group=group)
+
+
+def come_together(marker: MarkerId, group: dist.ProcessGroup) -> None:
+    """(all ranks) Return once every rank has come to save this marker.
+
+    DCP's collectives do not say whose they are. A rank that still saves a marker which the others gave up would take
+    part in theirs of the next one, fail it, and stay one marker behind for ever.
+
+    Raises:
+        MarkerFailedError: the other ranks are at a later one. They wait for this one's next save.
+    """
+    mine = torch.tensor(marker)
+    said = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    while True:
+        dist.all_gather(said, mine, group=group)
+        markers = [MarkerId(*each.tolist()) for each in said]
+        if marker < max(markers):
+            raise MarkerFailedError(f"this rank comes late: others save marker {max(markers)} already", marker=marker)
+        if marker == min(markers):
+            return
 
 
 def written_by(path: Path, rank: int) -> list[str]:

@@ -51,6 +51,7 @@ from torchrec_stream_ckpt.commit.data_parallel import at_rest, check_fully_shard
 from torchrec_stream_ckpt.commit.dcp import (
     Entries,
     blob,
+    come_together,
     empty_blob,
     flat,
     json_blob,
@@ -65,6 +66,7 @@ from torchrec_stream_ckpt.commit.optimizer_state import OptimizerState, empty_li
 from torchrec_stream_ckpt.commit.random_state import random_state, seed_new_rank, set_random_state
 from torchrec_stream_ckpt.commit.replicas import CopyMemory, listing, owners
 from torchrec_stream_ckpt.errors import ConfigError, SchemaMismatchError, UnsupportedError
+from torchrec_stream_ckpt.types import MarkerId
 
 log = logging.getLogger(__name__)
 
@@ -170,8 +172,13 @@ class DenseState:
                 state[f"shared.stateful.{name}"] = _blob_of(name, item)
         return state
 
-    def save(self, staged: dict[str, Any], path: Path) -> None:
-        """(all ranks, commit thread) Write what :meth:`stage` returned; returns when it is durable. Collective."""
+    def save(self, staged: dict[str, Any], path: Path, marker: MarkerId) -> None:
+        """(all ranks, commit thread) Write what :meth:`stage` returned; returns when it is durable. Collective.
+
+        Raises:
+            MarkerFailedError: the other ranks have given this marker up.
+        """
+        come_together(marker, self._group)
         save_together(staged, path, self._group)
 
     def end(self) -> None:
