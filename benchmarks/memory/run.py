@@ -16,6 +16,7 @@ Ours must stay within what it says: the ring, three masks of a byte a row, the m
 from __future__ import annotations
 
 import argparse
+import resource
 import sys
 import threading
 from collections.abc import Callable
@@ -46,10 +47,10 @@ class Memory:
         self._thread.start()
 
     def close(self) -> int:
-        """Bytes on top of what there was."""
+        """Bytes on top of what there was; one page at least, for less is not seen."""
         self._done.set()
         self._thread.join()
-        return self.peak - self.before
+        return max(self.peak - self.before, resource.getpagesize())
 
     def _watch(self) -> None:
         while not self._done.wait(0.002):

@@ -212,7 +212,7 @@ def _one_save_is_left_out(uri: str, left_out_by: int) -> list[str]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_save_the_same_marker_again_after_one_of_them_left_one_out(rank: int, tmp_path: Path) -> None:
-    """DCP's collectives do not say whose they are: the other rank stayed a marker behind, and no marker came any more."""
+    """DCP's collectives do not say whose they are: the other rank stayed a marker behind, for ever."""
     for said in ranks.run(2, _one_save_is_left_out, f"file://{tmp_path}", rank):
         assert said[0] == "1"
         assert "it still saves an earlier one" in said[1]
