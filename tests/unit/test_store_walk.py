@@ -266,27 +266,30 @@ def pool() -> Iterator[Executor]:
         yield threads
 
 
-def walks(root: Path, seed: int, pool: Executor, *, destroying: bool) -> None:
+def walks(root: Path, seed: int, pool: Executor, *, destroying: bool) -> int:
+    """Objects that gc has deleted: in some walks none."""
     walk = Walk(root, seed, pool)
     if not destroying:
         walk.destroy = walk.wait  # type: ignore[method-assign]
     for _ in range(STEPS // 2):
         walk.step()
-    assert walk.deleted > 0
     assert destroying or not (walk.told or walk.mended)
+    return walk.deleted
 
 
 @pytest.mark.parametrize("destroying", [False, True], ids=["kept", "destroyed"])
 def test_no_kept_marker_is_lost_unless_the_walk_destroyed_it(tmp_path: Path, pool: Executor, destroying: bool) -> None:
-    walks(tmp_path, 1, pool, destroying=destroying)
+    assert walks(tmp_path, 1, pool, destroying=destroying) > 0
 
 
 @pytest.mark.slow
 def test_no_kept_marker_is_lost_in_walks_that_nobody_has_gone(tmp_path: Path, pool: Executor) -> None:
+    deleted = 0
     for number in range(LONG_STEPS // (STEPS // 2)):
         seed = random.SystemRandom().randrange(2**32)
         root = tmp_path / f"walk-{number}-seed-{seed}"
         root.mkdir()
         print(f"walk {number}: seed {seed}")
-        walks(root, seed, pool, destroying=bool(number % 2))
+        deleted += walks(root, seed, pool, destroying=bool(number % 2))
         shutil.rmtree(root)
+    assert deleted > 0
