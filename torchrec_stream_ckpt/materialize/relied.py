@@ -23,10 +23,10 @@ FoldEnds = tuple[MarkerId | None, MarkerId]
 
 
 class Relied:
-    """Reads each fold at most once, and only those that anything is deleted for.
+    """Reads each fold at most once, and only one in favor of which something is deleted.
 
-    A base is written when at least as many bytes have come since the one before. So what a run reads here is of the
-    size of what it deletes.
+    Of several folds that hold the rows of what goes, the oldest that is whole is enough: a newer one that is damaged is
+    written anew from it, and from what came after it.
 
     Args:
         pool: Threads to read with.
@@ -44,10 +44,13 @@ class Relied:
         Raises:
             StoreUnavailableError: the store does not answer.
         """
-        ends = {end for name in going if (end := _end_of(name)) is not None}
-        for fold in sorted(staying, key=lambda each: each[1]):
-            if fold not in self._whole and _within(holdings, fold) & ends:
-                self._read(holdings.catalog, fold)
+        within = {fold: _within(holdings, fold) for fold in sorted(staying, key=lambda each: each[1])}
+        for rows in {_rows_of(holdings, name) for name in going}:
+            for fold in [fold for fold, held in within.items() if not held.isdisjoint(rows)]:
+                if fold not in self._whole and fold not in self.damaged:
+                    self._read(holdings.catalog, fold)
+                if fold in self._whole and within[fold] >= rows:
+                    break
         return frozenset(self.damaged)
 
     def _read(self, catalog: Catalog, fold: FoldEnds) -> None:
@@ -75,21 +78,21 @@ def without(holdings: Holdings, folds: frozenset[FoldEnds]) -> Holdings:
     return Holdings(replace(holdings.catalog, folds=holdings.catalog.folds - folds), holdings.lineage, holdings.sizes)
 
 
-def _within(holdings: Holdings, fold: FoldEnds) -> set[MarkerId]:
+def _within(holdings: Holdings, fold: FoldEnds) -> frozenset[MarkerId]:
     """The markers whose rows a fold holds."""
     start, end = fold
     if end not in holdings.lineage.commits:
-        return set()
+        return frozenset()
     chain = [commit.id for commit in holdings.strides.chain(end)]
-    return set(chain[chain.index(start) + 1 :] if start in chain else chain)
+    return frozenset(chain[chain.index(start) + 1 :] if start in chain else chain)
 
 
-def _end_of(name: str) -> MarkerId | None:
-    """The marker that an object with rows, or one that names such, leads to."""
+def _rows_of(holdings: Holdings, name: str) -> frozenset[MarkerId]:
+    """The markers whose rows an object holds, or names; none for one without rows."""
     if (manifest := parse_manifest_name(name)) is not None:
-        return manifest[1]
+        return frozenset({manifest[1]})
     if (segment := parse_store_segment(name)) is not None:
-        return segment.marker
+        return frozenset({segment.marker})
     part = parse_fold_segment(name)
     fold = part[0] if part is not None else parse_fold_name(name)
-    return fold.end if fold is not None else None
+    return _within(holdings, (fold.start, fold.end)) | {fold.end} if fold is not None else frozenset()
