@@ -14,7 +14,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_stream_ckpt.capture.staging import allocate
 from torchrec_stream_ckpt.commit.cadence import Cadence
-from torchrec_stream_ckpt.commit.collective import Team, end_group, meet, new_group
+from torchrec_stream_ckpt.commit.collective import Team, end_group, meet, new_group, outlast
 from torchrec_stream_ckpt.commit.dense import DenseState, Stateful
 from torchrec_stream_ckpt.commit.pace import Pace
 from torchrec_stream_ckpt.commit.roll import Roll
@@ -87,13 +87,13 @@ class StreamCheckpointer:
         meet(bound_s)
         with ExitStack() as undo:
             # One group for each thread and purpose: calls on one group are in the same order on every rank.
-            groups = [new_group(2 * config.commit_timeout_s + 60) for _ in range(3)]
-            step_group, vote_group, self._dense_group = groups
+            step_group, vote_group, dense_group = (new_group(2 * config.commit_timeout_s + 60) for _ in range(3))
+            self._dense_group = outlast(dense_group)
             self._roll = Roll.of(step_group)
             undo.callback(self._roll.close)
             self._calls = Calls(self._roll)
             self._team = Team(step_group, self._roll, bound_s)
-            self._commit_team = Team(vote_group, self._roll, bound_s, in_call=False)
+            self._commit_team = Team(outlast(vote_group), self._roll, bound_s, in_call=False)
             undo.callback(self._end_groups)
             self._attached = Attached(dmp, optimizer, self._team, paranoid=paranoid)
             shared, per_rank = stateful or {}, stateful_per_rank or {}

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests import ranks
 from tests.model import PLAN_2, Trainer, trainer
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
+from torchrec_stream_ckpt import checkpointer as checkpointer_module
 from torchrec_stream_ckpt.commit.collective import meet
 from torchrec_stream_ckpt.commit.coordinator import Coordinator, CutOrder, MarkerVote
 from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError, RankLostError, StreamCkptError
@@ -184,8 +185,11 @@ def test_a_rank_that_has_closed_is_named_to_the_one_that_steps(tmp_path: Path) -
     assert "gloo" not in said
 
 
-def _one_save_is_left_out(uri: str, left_out_by: int) -> list[str]:
+def _one_save_is_left_out(uri: str, left_out_by: int, pause_s: float) -> list[str]:
     """A rank gives a marker up before it saves dense state, as one does that still saves an earlier one; all go on."""
+    if pause_s:
+        made = checkpointer_module.new_group
+        checkpointer_module.new_group = lambda _: made(pause_s - 3)  # gloo's own time-out, which ends a group for good
     job, checkpointer = _attach(uri)
     checkpointer.restore()
     prepare, left_out = Coordinator._prepare, []
@@ -205,15 +209,19 @@ def _one_save_is_left_out(uri: str, left_out_by: int) -> list[str]:
             said.append(str(checkpointer.mark().result(60).marker))
         except MarkerFailedError as error:
             said.append(error.message)
+            time.sleep(pause_s)
     checkpointer.close()
     assert bool(left_out) == (dist.get_rank() == left_out_by)
     return said
 
 
+@pytest.mark.parametrize("pause_s", [0.0, 9.0], ids=["at once", "after a pause"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_save_the_same_marker_again_after_one_of_them_left_one_out(rank: int, tmp_path: Path) -> None:
+def test_ranks_save_the_same_marker_again_after_one_of_them_left_one_out(
+    rank: int, pause_s: float, tmp_path: Path
+) -> None:
     """DCP's collectives do not say whose they are: the other rank stayed a marker behind, for ever."""
-    for said in ranks.run(2, _one_save_is_left_out, f"file://{tmp_path}", rank):
+    for said in ranks.run(2, _one_save_is_left_out, f"file://{tmp_path}", rank, pause_s):
         assert said[0] == "1"
         assert "it still saves an earlier one" in said[1]
         assert said[2:] == ["3", "4"]

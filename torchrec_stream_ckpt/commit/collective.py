@@ -42,6 +42,18 @@ def new_group(timeout_s: float) -> dist.ProcessGroup:
         ) from None
 
 
+def outlast(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group, whose collectives wait as long as it takes: whoever calls them waits on another thread, and gives up.
+
+    gloo's own time-out ends the connections of all ranks for good. A rank that came back after it found no group, and
+    no marker came any more.
+    """
+    # Older torch has the same under another name.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(timedelta(days=365), group)
+    return group
+
+
 def meet(bound_s: float) -> None:
     """(all ranks) Wait until each rank has come to this call.
 

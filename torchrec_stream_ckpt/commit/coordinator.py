@@ -117,9 +117,6 @@ class Coordinator:
         self._timeout_s = timeout_s
         # One thread for all markers: to start one, the training thread would wait for it, and for the interpreter.
         self._worker = Worker("stream-ckpt-commit")
-        self._saver = Worker("stream-ckpt-dense")
-        """DCP's own collectives: a rank that does not come to them must not hold the vote up."""
-        self._saving: Future[tuple[DenseFile, ...]] | None = None
         self._decider = Worker("stream-ckpt-outcome")
         """Rank 0's questions to log and store: one that hangs must not keep the other ranks from the outcome."""
         self._deciding: Future[None] | None = None
@@ -168,7 +165,7 @@ class Coordinator:
         settled = self.settle(timeout_s)
         self._seal.fail("the stream was closed")
         self._abandoned.set()
-        for worker in (self._worker, self._saver, self._decider):
+        for worker in (self._worker, self._decider):
             worker.close()
         return settled
 
@@ -221,10 +218,20 @@ class Coordinator:
         votes = self._agree(cut, 3, self._prepare(cut, deadline), deadline)
         failpoint("votes.gathered")
         outcome = self._outcome(cut, votes, deadline) if self._team.rank == 0 else ()
-        told = self._agree(cut, 4, outcome, deadline)[0]
+        try:
+            told = self._agree(cut, 4, outcome, deadline)[0]
+        except MarkerFailedError as error:
+            if self._team.rank != 0 or isinstance(outcome, StreamCkptError):
+                raise
+            raise CommitUnknownError(
+                f"the marker is committed, but the other ranks have not heard of it: {error.message}",
+                hint="restore() finds it; stream-ckpt list shows it",
+                **error.where,
+            ) from None
         if isinstance(told, StreamCkptError):
             raise told
         self._again += told
+        self._found_again = ()
         failpoint("commit.told")
 
     def _agree(self, cut: CutOrder, phase: int, value: T, deadline: float) -> list[T]:
@@ -262,20 +269,21 @@ class Coordinator:
             return error
         except Exception as failure:  # whatever it is: the other ranks must hear of it
             return StreamCkptError(f"{type(failure).__name__}: {failure}", rank=0)
-        again, self._found_again = self._found_again, ()
-        return again
+        return self._found_again  # until the others have heard of them
 
     def _prepare(self, cut: CutOrder, deadline: float) -> MarkerVote:
         """Make this rank's part durable; what goes wrong becomes the vote's reason."""
         vote = partial(MarkerVote, cut.marker, cut.step)
         try:
             assert cut.staged is not None
-            if self._saving is not None and not wait([self._saving], _left_s(deadline)).done:
+            earlier = self._dense.saving
+            if earlier is not None and not wait([earlier], _left_s(deadline)).done:
                 raise TimeoutError("that of an earlier marker is still being saved, a rank does not come")
-            self._saving = self._saver.submit(self._save, cut.staged, cut.marker)
-            if not wait([self._saving], _left_s(deadline)).done:
+            saving = self._dense.saver.submit(self._save, cut.staged, cut.marker)
+            self._dense.saving = saving
+            if not wait([saving], _left_s(deadline)).done:
                 raise TimeoutError(f"it takes longer than {self._timeout_s:.0f} s, or a rank does not come")
-            files = self._saving.result()
+            files = saving.result()
         except Exception as error:  # DCP raises what its storage and peers raise
             return vote(f"dense state was not saved: {type(error).__name__}: {error}")
         publisher = self._generation.publisher

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -66,6 +67,7 @@ from torchrec_stream_ckpt.commit.optimizer_state import OptimizerState, empty_li
 from torchrec_stream_ckpt.commit.random_state import random_state, seed_new_rank, set_random_state
 from torchrec_stream_ckpt.commit.replicas import CopyMemory, listing, owners
 from torchrec_stream_ckpt.errors import ConfigError, SchemaMismatchError, UnsupportedError
+from torchrec_stream_ckpt.log.worker import Worker
 from torchrec_stream_ckpt.types import MarkerId
 
 log = logging.getLogger(__name__)
@@ -112,6 +114,11 @@ class DenseState:
         self._group = group
         self._rank = dist.get_rank()
         self._copies = CopyMemory()
+        self.saver = Worker("stream-ckpt-dense")
+        """For DCP's own collectives: a rank that does not come to them must not hold the vote up. One thread, whatever
+        generation the job goes on in: two on one group would take part in each other's."""
+        self.saving: Future[Any] | None = None
+        """What it does, or did last."""
         self.listing: tuple[str, ...] = ()
         """What the last :meth:`stage` has found on this rank of what all ranks must hold alike."""
         for name, item in {**self._shared, **self._per_rank}.items():
@@ -182,7 +189,8 @@ class DenseState:
         save_together(staged, path, self._group)
 
     def end(self) -> None:
-        """Nothing is saved any more: let go of the group."""
+        """Nothing is saved any more: let go of the thread and the group."""
+        self.saver.close()
         del self._group
 
     def check(self, path: Path, world: int) -> None:
