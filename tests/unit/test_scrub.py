@@ -475,7 +475,7 @@ def test_a_store_that_does_not_answer_keeps_the_place(job: Job, monkeypatch: pyt
 
     def failing(self: FolderObjects, name: str, begin: int = 0, end: int | None = None) -> memoryview:
         names.append(name)
-        if name.startswith("segments/") and len(names) > 20:
+        if len(names) > 20:
             raise StoreUnavailableError("the disk is away", hint="mend it", name=name)
         return read(self, name, begin, end)
 
@@ -502,3 +502,57 @@ def test_nothing_is_written_into_the_store_of_another_log(job: Job, tmp_path: Pa
     assert name_of(job, one(job, "interval")) in {each["name"] for each in record["damaged"]}
     after = contents(open_store(str(store_of(job))))
     assert {name: data for name, data in after.items() if not name.startswith(f"{SCRUB_DIR}/")} == before
+
+
+@pytest.mark.parametrize("kind", ["interval", "base", "dense"])
+def test_an_object_that_alone_cannot_be_read_is_named_and_the_rest_is_read(
+    job: Job, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    barred = name_of(job, one(job, kind))
+    for what in ("read", "size"):
+        plain = getattr(FolderObjects, what)
+
+        def refusing(self: FolderObjects, name: str, *more: Any, plain: Any = plain) -> Any:
+            if name == barred:
+                raise StoreUnavailableError("no right to read this one", name=name)
+            return plain(self, name, *more)
+
+        monkeypatch.setattr(FolderObjects, what, refusing)
+    for flags in ((), ("--repair",), ("--anew",)):
+        status, record = scrub(job, *flags)
+        assert (status, record["ended"]) == (1, True)
+        assert barred in {each["name"] for each in record["damaged"]} or kind == "dense"
+        assert any("no right to read this one" in each["reason"] + (each["lost"] or "") for each in record["damaged"])
+    monkeypatch.undo()
+    status, record = scrub(job, "--anew")
+    assert (status, record["damaged"]) == (0, [])
+
+
+def test_a_store_that_may_only_be_read_is_scrubbed_and_keeps_no_place(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scrubber, "SAVE_S", 0.0)
+
+    def refusing(self: FolderObjects, name: str, parts: object) -> None:
+        raise StoreUnavailableError("cannot write", name=name)
+
+    monkeypatch.setattr(FolderObjects, "put", refusing)
+    done = invoke(f"file://{job.root}", "--store", str(store_of(job)))
+    assert done.exit_code == 0, done.output
+    assert "nothing is damaged" in done.stdout
+    assert "Warning: where this scrub stands is not kept: cannot write" in done.stderr
+    assert list(store_of(job).glob(f"{SCRUB_DIR}/*/*")) == []
+
+
+def test_a_scrubber_asks_the_store_nothing_before_it_reads(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A materializer makes one when it opens its store: it must not end there half opened."""
+
+    def away(self: FolderObjects, prefix: str) -> object:
+        raise StoreUnavailableError("away")
+
+    lineage = Control(FileLog(job.root)).refresh()
+    monkeypatch.setattr(FolderObjects, "list", away)
+    made = Scrubber(open_store(str(store_of(job))), lambda: lineage, "service")
+    assert made.oldest_s == 0.0
+    with pytest.raises(StoreUnavailableError, match="away"):
+        list(made.pieces())

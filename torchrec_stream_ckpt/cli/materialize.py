@@ -128,8 +128,6 @@ class _Setup:
         self.closing.callback(objects.close)
         if self.lease_s is not None:
             self.crew = Crew(objects, lineage.job, self.lease_s)
-            self.closing.callback(self._sign_off)
-            self.crew.start()
         mine = self.crew.mine if self.crew is not None else lambda _: True
         made = Materializer(
             self.job.log,
@@ -149,6 +147,9 @@ class _Setup:
             leads = partial(self._leads, mine)
             rate, trouble = self.scrub_bytes_per_s, service.scrub_trouble
             service.scrub = BackgroundScrub(scrubber, rate, leads, service.scrubbed, trouble)
+        if self.crew is not None:  # last: the others count on it from its first sign of life
+            self.closing.callback(self._sign_off)
+            self.crew.start()
         return made
 
     def _leads(self, mine: Callable[[int], bool]) -> bool:

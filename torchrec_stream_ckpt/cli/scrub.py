@@ -207,11 +207,13 @@ class _Run:
                     self.ending.wait(allowance.wait_s)
                     self.going_on()
             except Stopped:
-                scrubber.save()
+                scrubber.keep()
             except BaseException:
                 with contextlib.suppress(StreamCkptError):
                     scrubber.save()
                 raise
+        if scrubber.unkept is not None:
+            typer.echo(f"Warning: where this scrub stands is not kept: {scrubber.unkept.headline}", err=True)
         return _Result(lineage.job, objects.url, scrubber.place, tuple(found))
 
 

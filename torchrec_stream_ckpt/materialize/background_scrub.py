@@ -13,6 +13,8 @@ from torchrec_stream_ckpt.materialize.scrubber import Scrubber, ScrubCounts
 
 REST_S = 3600.0
 """A pass begins so many seconds after the one before began, or later: a small store is not listed again and again."""
+REST_AFTER_TROUBLE_S = (1.0, 60.0)
+"""How long it rests after a store or a log did not answer, and how long at most after several times."""
 SAVED_S = 10.0
 """What was not read while the materializer folded is read later: of so many seconds at most."""
 
@@ -43,6 +45,7 @@ class BackgroundScrub:
         self._trouble = trouble
         self._pieces: Iterator[int] | None = None
         self._was_mine = True
+        self._rest_s, self._rests_until = 0.0, 0.0
 
     @property
     def counts(self) -> ScrubCounts:
@@ -65,6 +68,8 @@ class BackgroundScrub:
                     self._read()
         except StreamCkptError as error:
             self._pieces = None  # it goes on at its place
+            self._rest_s = min(max(REST_AFTER_TROUBLE_S[0], 2 * self._rest_s), REST_AFTER_TROUBLE_S[1])
+            self._rests_until = time.monotonic() + self._rest_s
             self._trouble(error)
         stop.wait(max(0.0, until - time.monotonic()))
 
@@ -76,6 +81,8 @@ class BackgroundScrub:
 
     def _is_due(self) -> bool:
         """Whether there is something to read now."""
+        if time.monotonic() < self._rests_until:
+            return False
         mine = self._mine()
         if mine and not self._was_mine:
             self._scrubber.look()  # another one has scrubbed meanwhile
@@ -94,4 +101,5 @@ class BackgroundScrub:
             self._pieces = None
             self._passed(self._scrubber)
         else:
+            self._rest_s = 0.0
             self._allowance.spend(num_bytes)

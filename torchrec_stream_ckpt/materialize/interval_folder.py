@@ -169,8 +169,8 @@ class IntervalFolder:
         try:
             check_incarnation(self._log, lineage, marker, [marker.generation])
             check_there(self._log, lineage, marker, [interval])
-        except OtherLogError:
-            raise
+        except OtherLogError as error:  # a loss, too; what is said of it is enough
+            raise CorruptionError(error.message, hint=error.hint, **error.where) from None
         except TrimmedError as error:
             raise CorruptionError(
                 f"{error.message}, and this store lacks {_standing_on(lineage, marker, missing)}",

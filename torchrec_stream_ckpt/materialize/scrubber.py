@@ -11,7 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, MissingObjectError, StreamCkptError
+from torchrec_stream_ckpt.errors import (
+    CorruptionError,
+    MarkerNotFoundError,
+    MissingObjectError,
+    StoreUnavailableError,
+    StreamCkptError,
+)
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.scrub_place import MAX_DAMAGED, ScrubPlace
@@ -27,6 +33,7 @@ from torchrec_stream_ckpt.materialize.scrub_mender import ScrubMender, marker_of
 from torchrec_stream_ckpt.materialize.scrub_reader import ScrubReader
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.types import MarkerId
 
 SAVE_S = 5.0
@@ -91,10 +98,12 @@ class Scrubber:
         self._saved = 0
         """Number of the place in the store."""
         self._saved_s = time.monotonic()
+        self._place: ScrubPlace | None = None
         self._failed: list[str] = []
         """Objects that are damaged now."""
         self.counts = ScrubCounts()
-        self.place = self._load()
+        self.unkept: StreamCkptError | None = None
+        """Why a scrub that mends nothing does not keep its place."""
 
     # One pass.
 
@@ -123,7 +132,10 @@ class Scrubber:
     def _unit(self, reader: ScrubReader, lineage: Lineage, catalog: Catalog, unit: str) -> Iterator[int]:
         """Read what is left of a unit."""
         done = self.place.done if unit == self.place.unit else 0
-        names, number = reader.names_of(unit), 0
+        try:
+            names, number = reader.names_of(unit), 0
+        except MarkerNotFoundError:  # a trim took its COMMIT: it was given up meanwhile
+            return
         while number < len(names):
             name = names[number]
             if number >= done and name not in self._failed:
@@ -141,25 +153,32 @@ class Scrubber:
         if not anew and self.place.begun_s and not self.place.ended:
             return self.place.damaged
         number, whole_s = self.place.number + 1, self.place.whole_s
-        self.place = ScrubPlace(number if self.place.begun_s else 1, time.time(), whole_s=whole_s)
+        self._place = ScrubPlace(number if self.place.begun_s else 1, time.time(), whole_s=whole_s)
         return ()
 
     def _one(self, reader: ScrubReader, lineage: Lineage, catalog: Catalog, name: str) -> Iterator[int]:
         """Read an object; mend it if it is damaged."""
         try:
-            yield from self._read(reader, name)
+            try:
+                yield from self._read(reader, name)
+            except StoreUnavailableError:
+                check_store(self._objects)  # it is away, or this object alone cannot be read
+                yield from self._read(reader, name)
         except CorruptionError as error:
             if not reader.is_needless(name):
                 self._damaged(reader, lineage, catalog, name, error)
+        except StoreUnavailableError as error:
+            check_store(self._objects)
+            self._note(Damage(name, marker_of(name), "", error.headline))
         except MarkerNotFoundError:  # a trim took its COMMIT: it was given up meanwhile
             return
 
     def _read(self, reader: ScrubReader, name: str) -> Iterator[int]:
         for num_bytes in reader.read(name):
             self.counts.scrubbed_bytes += num_bytes
-            self.place = replace(self.place, num_bytes=self.place.num_bytes + num_bytes)
+            self._place = replace(self.place, num_bytes=self.place.num_bytes + num_bytes)
             yield num_bytes
-        self.place = replace(self.place, objects=self.place.objects + 1)
+        self._place = replace(self.place, objects=self.place.objects + 1)
 
     def _look_for_gaps(self, reader: ScrubReader, lineage: Lineage, catalog: Catalog) -> None:
         """Find manifests that are gone, and markers to which no pieces lead any more: no listing names them."""
@@ -201,7 +220,9 @@ class Scrubber:
                 for _ in reader.read(name):  # what was written is read back
                     pass
                 damage = replace(damage, repair=repair)
-            except (CorruptionError, MarkerNotFoundError) as why:
+            except (CorruptionError, MarkerNotFoundError, StoreUnavailableError) as why:
+                if isinstance(why, StoreUnavailableError):
+                    check_store(self._objects)  # it is away, or it takes no object
                 reader.forget()
                 damage = replace(damage, lost=str(why.where.get("elsewhere", why.headline)))
         self._note(damage)
@@ -216,15 +237,22 @@ class Scrubber:
 
     # The place.
 
+    @property
+    def place(self) -> ScrubPlace:
+        """Where the pass stands; the store is asked when it is first needed."""
+        if self._place is None:
+            self._place = self._load()
+        return self._place
+
     def look(self) -> None:
         """Go on from where the store says: another process may have scrubbed."""
-        self.place = self._load()
+        self._place = self._load()
 
     @property
     def oldest_s(self) -> float:
         """Seconds since the beginning of the last pass that has read everything, or of the first: nothing that was
         there then has not been read for longer."""
-        since_s = self.place.whole_s or self.place.begun_s
+        since_s = (self._place.whole_s or self._place.begun_s) if self._place is not None else 0.0
         return max(0.0, time.time() - since_s) if since_s else 0.0
 
     def save(self) -> None:
@@ -235,23 +263,32 @@ class Scrubber:
         """
         if not self.place.begun_s:
             return
+        self._objects.put(scrub_place_name(self._job, self._who, self._saved + 1), [self.place.to_bytes()])
         before, self._saved = self._saved, self._saved + 1
-        self._objects.put(scrub_place_name(self._job, self._who, self._saved), [self.place.to_bytes()])
         failpoint("scrub.place")
         if before:
             self._objects.delete(scrub_place_name(self._job, self._who, before))
+
+    def keep(self) -> None:
+        """Keep the place; one that mends nothing also reads a store that it may not write."""
         self._saved_s = time.monotonic()
+        try:
+            self.save()
+        except StoreUnavailableError as error:
+            if self._mender is not None:
+                raise
+            self.unkept = error
 
     def _advance(self, unit: str, done: int) -> None:
         if len(self._failed) < MAX_DAMAGED:
-            self.place = replace(self.place, unit=unit, done=done, damaged=tuple(self._failed))
+            self._place = replace(self.place, unit=unit, done=done, damaged=tuple(self._failed))
         if time.monotonic() - self._saved_s >= SAVE_S:
-            self.save()
+            self.keep()
 
     def _end(self) -> None:
         damaged = tuple(self._failed[:MAX_DAMAGED])
-        self.place = replace(self.place, ended=True, damaged=damaged, whole_s=self.place.begun_s)
-        self.save()
+        self._place = replace(self.place, ended=True, damaged=damaged, whole_s=self.place.begun_s)
+        self.keep()
 
     def _load(self) -> ScrubPlace:
         """The newest place that can be read; of a scrub that has not begun if there is none."""
