@@ -151,23 +151,31 @@ class PackedCommit:
 
 def pack_commit(frame: Buffer) -> PackedCommit | None:
     """Check a COMMIT; None for whatever differs from what its writer makes, or is no COMMIT."""
+    checked = _check(frame)
+    if checked is None:
+        return None
+    head, match = checked
+    return PackedCommit(head.job, head.generation, head.marker, match["nonce"].decode("ascii"), match.string)
+
+
+def _check(frame: Buffer) -> tuple[CommitHead, re.Match[bytes]] | None:
+    """Header and fields of a COMMIT; None as of :func:`pack_commit`."""
     head = head_at(frame)
     if head is None or len(frame) != HEADER_LEN + head.payload_len:
         return None
-    frame = bytes(frame)
-    match = _PAYLOAD.fullmatch(frame, HEADER_LEN)
+    match = _PAYLOAD.fullmatch(bytes(frame), HEADER_LEN)
     if match is None or crc32c(memoryview(frame)[HEADER_LEN:]) != head.payload_crc:
         return None
     if head.payload_len != aligned(match.end("time") + 1 - HEADER_LEN):
         return None  # more padding than a writer's
-    _, _, files, generation, job, _, marker, meta, nonce, ranks, step, _, time_s = match.groups()
+    _, _, files, generation, job, _, marker, meta, _, ranks, step, _, time_s = match.groups()
     if (int(generation), int(marker), int(step)) != (head.generation, head.marker, head.step):
         return None
     if job.decode("ascii") != head.job.hex() or repr(float(time_s)) != time_s.decode("ascii"):
         return None
     if not _each_once(files) or not _is_meta(meta) or not _are_ends(ranks):
         return None
-    return PackedCommit(head.job, head.generation, head.marker, nonce.decode("ascii"), frame)
+    return head, match
 
 
 def glance_at(frame: Buffer) -> PackedCommit | None:
@@ -192,12 +200,12 @@ def open_commit(frame: bytes) -> Commit:
     Raises:
         CorruptionError: one is not what it has to be.
     """
-    if pack_commit(frame) is None:
+    checked = _check(frame)
+    if checked is None:
         commit = parse_control(frame)
         assert isinstance(commit, Commit)
         return commit
-    head, match = head_at(frame), _match(frame)
-    assert head is not None
+    head, match = checked
     listed, meta = match.group("list", "meta")
     return Commit(
         job=head.job,
