@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.synthetic import Job
-from tests.unit.copied_job import check, copied_offsets, image, keep, offsets, recover
-from torchrec_stream_ckpt.types import MarkerId
+from tests.unit.copied_job import check, copied, copied_offsets, image, keep, offsets, recover
 
 POINTS = ("copy.put", "copy.stored", "recover.put", "recover.fence", "recover.copy")
 
@@ -20,14 +18,7 @@ POINTS = ("copy.put", "copy.stored", "recover.put", "recover.fence", "recover.co
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A job of two generations and five markers, whose records are copied."""
-    job = Job(tmp_path / "job")
-    for parent, markers in ((None, 2), (MarkerId(1, 2), 3)):
-        job.begin(parent)
-        for _ in range(markers):
-            job.touch()
-            job.commit()
-    keep(job.root)
-    return job.root
+    return copied(tmp_path)
 
 
 @pytest.mark.parametrize("point", ["recover.put", "recover.fence", "recover.copy"])

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.warm_head import Warm
+from tests.unit.warm_head import Warm, counted_builds
 from torchrec_stream_ckpt.format import head as head_format
-from torchrec_stream_ckpt.materialize import head as head_writer
 from torchrec_stream_ckpt.types import MarkerId
 
 POINTS = ("head.dirty", "head.chunk", "head.clean")
@@ -37,15 +36,7 @@ def warmed(
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry each time that HEAD is built anew."""
-    times: list[int] = []
-    make_room = head_writer._make_room
-
-    def count(*args: object) -> None:
-        times.append(1)
-        make_room(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(head_writer, "_make_room", count)
-    return times
+    return counted_builds(monkeypatch)
 
 
 @pytest.mark.parametrize("point", POINTS)

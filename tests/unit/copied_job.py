@@ -9,7 +9,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from tests.builders import JOB
-from tests.synthetic import Image, image_of_log
+from tests.synthetic import Image, Job, image_of_log
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.control.lost import check_whole
 from torchrec_stream_ckpt.control.partition import Control
@@ -17,7 +17,20 @@ from torchrec_stream_ckpt.layout import copied_log
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.records import read_copy
+from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.uris import parse_uri
+
+
+def copied(folder: Path) -> Path:
+    """A job of two generations and five markers, whose records are copied; returns its folder."""
+    job = Job(folder / "job")
+    for parent, markers in ((None, 2), (MarkerId(1, 2), 3)):
+        job.begin(parent)
+        for _ in range(markers):
+            job.touch()
+            job.commit()
+    keep(job.root)
+    return job.root
 
 
 def trainer(root: Path, key_file: Path | None = None, objects: Objects | None = None) -> Control:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from tests import stores
 from tests.builders import JOB, OTHER_JOB, claim, commit, trim
 from tests.synthetic import Job
-from tests.unit.copied_job import check, copied_offsets, image, keep, key, offsets, recover, trainer
+from tests.unit.copied_job import check, copied, copied_offsets, image, key, offsets, recover, trainer
 from torchrec_stream_ckpt.cli.common import open_job
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.control import copies
@@ -45,14 +45,7 @@ LAST = MarkerId(2, 3)
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A job of two generations and five markers, whose records are copied."""
-    job = Job(tmp_path / "job")
-    for parent, markers in ((None, 2), (MarkerId(1, 2), 3)):
-        job.begin(parent)
-        for _ in range(markers):
-            job.touch()
-            job.commit()
-    keep(job.root)
-    return job.root
+    return copied(tmp_path)
 
 
 def lineage_of(root: Path) -> list[str]:

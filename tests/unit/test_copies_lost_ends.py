@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 
 from tests import stores
 from tests.builders import JOB, claim, commit
-from tests.synthetic import Job
-from tests.unit.copied_job import check, copied_offsets, image, keep, key, offsets, recover, trainer
+from tests.unit.copied_job import check, copied, copied_offsets, image, keep, key, offsets, recover, trainer
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import (
@@ -32,14 +31,7 @@ from torchrec_stream_ckpt.types import MarkerId
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A job of two generations and five markers, whose records are copied."""
-    job = Job(tmp_path / "job")
-    for parent, markers in ((None, 2), (MarkerId(1, 2), 3)):
-        job.begin(parent)
-        for _ in range(markers):
-            job.touch()
-            job.commit()
-    keep(job.root)
-    return job.root
+    return copied(tmp_path)
 
 
 def fence(root: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import pytest
 from tests.builders import JOB, trim
 from tests.stores import choose
 from tests.synthetic import PLAIN, ROWWISE, SCHEMA, WIDE, Image, image_of_log
-from tests.unit.warm_head import Warm, whole
+from tests.unit.warm_head import Warm, counted_builds, whole
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format import head as head_format
 from torchrec_stream_ckpt.format.dense import digest_files
@@ -28,7 +28,6 @@ from torchrec_stream_ckpt.layout import (
     head_slice_name,
 )
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize import head as head_writer
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.gc import GcRules, collect
 from torchrec_stream_ckpt.materialize.materializer import Materializer
@@ -59,15 +58,7 @@ def warmed(
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry each time that HEAD is built anew."""
-    times: list[int] = []
-    make_room = head_writer._make_room
-
-    def count(*args: object) -> None:
-        times.append(1)
-        make_room(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(head_writer, "_make_room", count)
-    return times
+    return counted_builds(monkeypatch)
 
 
 def test_it_follows_each_marker_in_place(warmed: Warm, built: list[int]) -> None:

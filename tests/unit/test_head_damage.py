@@ -14,14 +14,13 @@ import pytest
 
 from tests.builders import JOB, OTHER_JOB
 from tests.synthetic import PLAIN, ROWWISE, SCHEMA, WIDE
-from tests.unit.warm_head import Warm, image_of_head, whole
+from tests.unit.warm_head import Warm, counted_builds, image_of_head, whole
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format import head as head_format
 from torchrec_stream_ckpt.layout import (
     HEAD_FILE,
     head_slice_name,
 )
-from torchrec_stream_ckpt.materialize import head as head_writer
 from torchrec_stream_ckpt.materialize.materializer import Materializer
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
@@ -46,15 +45,7 @@ def warmed(
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry each time that HEAD is built anew."""
-    times: list[int] = []
-    make_room = head_writer._make_room
-
-    def count(*args: object) -> None:
-        times.append(1)
-        make_room(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(head_writer, "_make_room", count)
-    return times
+    return counted_builds(monkeypatch)
 
 
 def flip(path: Path, offset: int) -> None:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.builders import JOB
 from tests.synthetic import SCHEMA, Image, Job, image_of_log
@@ -15,6 +16,7 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.materialize import head as head_writer
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.materializer import Materializer
@@ -22,6 +24,19 @@ from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.head import Head
 from torchrec_stream_ckpt.types import MarkerId
+
+
+def counted_builds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry each time that HEAD is built anew."""
+    times: list[int] = []
+    make_room = head_writer._make_room
+
+    def count(*args: object) -> None:
+        times.append(1)
+        make_room(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(head_writer, "_make_room", count)
+    return times
 
 
 class Warm:
