@@ -92,7 +92,7 @@ def open_store(url: str, options: Options = None) -> Objects:
         options: Settings of fsspec's file system, or a file of ``key=value`` lines.
 
     Raises:
-        ConfigError: it is no URL of a store, or what reads it is not installed.
+        ConfigError: it is not the URL of a store, or what reads it is not installed.
     """
     where = check_store_url(url)
     if where.folder is not None:

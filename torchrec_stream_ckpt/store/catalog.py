@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import TypeVar
 
 import numpy as np
@@ -13,7 +15,7 @@ from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, Mi
 from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.manifest import RETENTION, Dropped, Fold, Manifest, SegmentRef
+from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Manifest, SegmentRef
 from torchrec_stream_ckpt.format.segment import Front
 from torchrec_stream_ckpt.layout import (
     DROPPED_DIR,
@@ -33,6 +35,9 @@ from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.types import MarkerId
 
 T = TypeVar("T")
+
+MOST_REFS = 2**18
+"""Segments of which manifests are kept once they were read: some 100 MB. Those that were read first are read again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,11 @@ class Piece:
     chain: int
     """``RankEnd.chain`` of rank 0 at ``end``."""
     opened: tuple[Picked, ...] = ()
-    """All chunks of each segment, once their directories were read."""
+    """Once the directories were read: all chunks of each segment, or those that :meth:`only` has left."""
+
+    def only(self, choose: Callable[[Picked], Picked]) -> Piece:
+        """The open piece with the chunks that are chosen of each segment, without segments of which none are."""
+        return replace(self, opened=tuple(left for each in self.opened if len((left := choose(each)).chunks)))
 
     @property
     def generation(self) -> int:
@@ -95,7 +104,13 @@ class Catalog:
     dropped: frozenset[MarkerId] = frozenset()
     """Markers that were given up, and that were not pinned before that was said."""
     folds: frozenset[tuple[MarkerId | None, MarkerId]] = frozenset()
+    listed: int = 0
+    """How often it was listed, or forgot what it had read: until it grows, only the caller's own folds are new."""
     _manifests: dict[MarkerId, Manifest] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock, compare=False, repr=False)
+    """Several threads read manifests at once."""
+    _refs: int = 0
+    """Segments of these."""
     _folds: dict[tuple[MarkerId | None, MarkerId], Fold] = field(default_factory=dict)
     _drops: dict[MarkerId, Dropped] = field(default_factory=dict)
 
@@ -108,17 +123,18 @@ class Catalog:
 
     def refresh(self) -> None:
         """List again."""
+        self.listed += 1
         self.markers = frozenset(
-            found[1] for name in self._names(MANIFESTS_DIR) if (found := parse_manifest_name(name)) is not None
+            found[1] for name in _names(self, MANIFESTS_DIR) if (found := parse_manifest_name(name)) is not None
         )
         self.dropped = frozenset(
-            found[1] for name in self._names(DROPPED_DIR) if (found := parse_dropped_name(name)) is not None
+            found[1] for name in _names(self, DROPPED_DIR) if (found := parse_dropped_name(name)) is not None
         )
         if self.dropped:  # listed first: a pin that was there when a marker was given up is seen
-            pins = {found[1] for name in self._names(PINS_DIR) if (found := parse_pin_name(name)) is not None}
-            self.dropped -= {each for each in pins & self.markers & self.dropped if _is_by_rule(self, each)}
+            pins = {found[1] for name in _names(self, PINS_DIR) if (found := parse_pin_name(name)) is not None}
+            self.dropped -= {each for each in pins & self.markers & self.dropped if _is_of_choice(self, each)}
         self.folds = frozenset(
-            (fold.start, fold.end) for name in self._names(FOLDS_DIR) if (fold := parse_fold_name(name)) is not None
+            (fold.start, fold.end) for name in _names(self, FOLDS_DIR) if (fold := parse_fold_name(name)) is not None
         )
 
     def refresh_within(self, lineage: Lineage) -> None:
@@ -129,22 +145,30 @@ class Catalog:
             if marker in lineage.commits:
                 self.check(lineage.commits[marker])
 
-    def _names(self, kind: str) -> Iterator[str]:
-        return (entry.name for entry in self.objects.list(f"{kind}/{self.job.hex()}/"))
-
     def manifest(self, marker: MarkerId) -> Manifest:
         """The manifest of a marker that is there.
 
         Raises:
             CorruptionError: it is gone or altered.
         """
-        if marker not in self._manifests:
+        manifest = self._manifests.get(marker)
+        if manifest is None:
             name = manifest_name(self.job, marker)
             manifest = self._read(name, Manifest.from_bytes)
             if (manifest.commit.job, manifest.commit.id) != (self.job, marker):
                 raise CorruptionError("manifest is of another marker than its name", name=name)
+            self._keep(marker, manifest)
+        return manifest
+
+    def _keep(self, marker: MarkerId, manifest: Manifest) -> None:
+        """Hold a manifest for the next time, in place of those that were read first if there are too many."""
+        with self._lock:
+            if marker not in self._manifests:
+                self._refs += sum(map(len, manifest.segments))
             self._manifests[marker] = manifest
-        return self._manifests[marker]
+            while self._refs > MOST_REFS and len(self._manifests) > 1:
+                first = self._manifests.pop(next(iter(self._manifests)))
+                self._refs -= sum(map(len, first.segments))
 
     def _read(self, name: str, parse: Callable[[Buffer, str], T]) -> T:
         try:
@@ -159,8 +183,11 @@ class Catalog:
 
     def forget(self) -> None:
         """Read manifests and folds again when they are next asked for: one was written anew."""
-        self._manifests.clear()
-        self._folds.clear()
+        with self._lock:
+            self.listed += 1
+            self._manifests.clear()
+            self._refs = 0
+            self._folds.clear()
 
     def check(self, commit: Commit) -> Manifest:
         """The manifest of a marker that is there; raises also when it is of another history than ``commit``."""
@@ -216,7 +243,7 @@ class Catalog:
             name = FoldName(self.job, end, start).name
             fold = self._read(name, Fold.from_bytes)
             if (fold.job, fold.start, fold.end) != (self.job, start, end):
-                raise CorruptionError("fold is another one than its name says", name=name)
+                raise CorruptionError("fold is not the one that its name says", name=name)
             self._folds[start, end] = fold
         return self._folds[start, end]
 
@@ -252,12 +279,15 @@ class Catalog:
             newest[marker.generation] = marker
         return lineage
 
-    def cover(self, chain: Sequence[Commit], since: MarkerId | None = None) -> tuple[Piece, ...]:
+    def cover(
+        self, chain: Sequence[Commit], since: MarkerId | None = None, pool: Executor | None = None
+    ) -> tuple[Piece, ...]:
         """Pieces, one after the other, that lead as far along ``chain`` as the store does; empty when it leads nowhere.
 
         Args:
             chain: A tail of ``Lineage.chain`` of a marker: neighbors are an interval apart.
             since: The marker before its first one; None for a whole chain.
+            pool: Threads to read with, where a store may take its time for each of the pieces.
 
         Raises:
             CorruptionError: a manifest that is needed is altered, or of another history than ``chain``.
@@ -265,7 +295,8 @@ class Catalog:
         strides = self.strides(chain, since)
         reach = next((each.id for each in reversed(chain) if each.id in self.markers and each.id in strides), None)
         commits = {commit.id: commit for commit in chain}
-        return tuple(self.piece(start, commits[end]) for start, end in follow(strides, reach, since))
+        read = map if pool is None else pool.map
+        return tuple(read(lambda step: self.piece(step[0], commits[step[1]]), follow(strides, reach, since)))
 
     def upto(self, generation: int) -> Catalog:
         """This catalog without markers of later generations."""
@@ -306,8 +337,7 @@ class Catalog:
         manifest = self.check(end)
         if manifest.previous != (start if start is not None and start.generation == end.generation else None):
             raise _gap(self.objects, end.id, manifest.previous)
-        refs = tuple(ref for refs in manifest.segments for ref in refs)
-        return Piece(start, end.id, refs, end.ranks[0].chain)
+        return Piece(start, end.id, manifest.refs, end.ranks[0].chain)
 
 
 def follow(
@@ -332,9 +362,14 @@ def _gap(objects: Objects, marker: MarkerId, previous: MarkerId | None) -> Corru
     )
 
 
-def _is_by_rule(catalog: Catalog, marker: MarkerId) -> bool:
-    """Whether a rule of retention gave the marker up, which a pin overrides, and not the loss of what it needs."""
+def _names(catalog: Catalog, kind: str) -> Iterator[str]:
+    """Of all objects of the job below one folder."""
+    return (entry.name for entry in catalog.objects.list(f"{kind}/{catalog.job.hex()}/"))
+
+
+def _is_of_choice(catalog: Catalog, marker: MarkerId) -> bool:
+    """``Dropped.of_choice`` of a marker that was given up."""
     try:
-        return catalog.drop_of(marker).reason == RETENTION
+        return catalog.drop_of(marker).of_choice
     except (CorruptionError, MarkerNotFoundError):
         return True

@@ -7,7 +7,7 @@ import logging
 import shutil
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torchrec_stream_ckpt.errors import (
@@ -42,6 +42,27 @@ def files_in(objects: Objects, commit: Commit) -> tuple[DenseFile, ...]:
         raise MissingObjectError("the list of dense files is gone", store=objects.url, name=name)
     data = objects.read(name) if size == said.list_bytes else b""
     return parse_list(bytes(data), said, f"{objects.url}/{name}")
+
+
+def read_dense_file(objects: Objects, name: str, file: DenseFile, piece_bytes: int = _RANGE_BYTES) -> Iterator[int]:
+    """Read a dense file and compare its digest; yields how many bytes each piece had.
+
+    Raises:
+        CorruptionError: it is gone or altered.
+        StoreUnavailableError: the store does not answer.
+    """
+    size = objects.size(name)
+    if size is None:
+        raise MissingObjectError("dense state is gone", name=name)
+    if size != file.num_bytes:
+        raise CorruptionError(altered("the file", size, file), name=name)
+    digest = hashlib.sha256()
+    for begin in range(0, size, piece_bytes):
+        data = objects.read(name, begin, min(size, begin + piece_bytes))
+        digest.update(data)
+        yield len(data)
+    if digest.hexdigest() != file.sha256:
+        raise CorruptionError("dense state was altered since it was committed", name=name)
 
 
 class DenseObjects:

@@ -26,10 +26,10 @@ _ATTEMPTS = 10
 _UNREADABLE = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
 _NO_SPLICE = frozenset({errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EACCES, errno.ENOENT, errno.EOPNOTSUPP})
 _HINTS = {
-    errno.ENOSPC: "make room on the disk, or take away what the retention gives up: stream-ckpt gc",
-    errno.EDQUOT: "make room in this user's quota, or take away what the retention gives up: stream-ckpt gc",
-    errno.EACCES: "run as a user who may do it, or give this one the right",
-    errno.EPERM: "run as a user who may do it, or give this one the right",
+    errno.ENOSPC: "make room on the disk, or delete what the retention gives up: stream-ckpt gc",
+    errno.EDQUOT: "make room in this user's quota, or delete what the retention gives up: stream-ckpt gc",
+    errno.EACCES: "run as a user with this right, or give it to this user",
+    errno.EPERM: "run as a user with this right, or give it to this user",
     errno.EROFS: "mount the file system for writing, or name another store",
     errno.ENOTDIR: "a store is a folder: check its URL",
     errno.EMFILE: "let this process open more files: ulimit -n",
@@ -91,7 +91,7 @@ class FolderObjects:
                 if stat.S_ISDIR(found.st_mode):
                     raise FileNotFoundError(errno.ENOENT, "it is a folder", name)
                 if not stat.S_ISREG(found.st_mode):
-                    raise CorruptionError("an object of the store is no plain file", path=path)
+                    raise CorruptionError("an object of the store is not a plain file", path=path)
                 yield fd, found.st_size
             finally:
                 os.close(fd)
@@ -171,7 +171,7 @@ class FolderObjects:
             if os.fstat(fd).st_nlink:
                 return fd, path
             os.close(fd)  # cleared away between those two calls
-        raise FileNotFoundError(errno.ENOENT, "somebody takes new files away", str(folder))
+        raise FileNotFoundError(errno.ENOENT, "another program deletes new files", str(folder))
 
     def _make_durable(self, folder: Path) -> None:
         """Make a folder of the store; on return, the names from the store's folder down to it are durable.
@@ -238,7 +238,7 @@ class FolderObjects:
             if doing == "read" and error.errno in _UNREADABLE and self._is_readable():
                 raise CorruptionError(
                     f"cannot read it: {error.strerror}",
-                    hint="look at the disk; bring this object back from a copy, or let stream-ckpt materialize mend it",
+                    hint="check the disk; bring this object back from a copy, or let stream-ckpt materialize repair it",
                     path=path,
                 ) from error
             hint = _HINTS.get(error.errno or 0, "repair the disk and try again")

@@ -6,7 +6,8 @@ steps, and gc looks for both of them after it has given markers up, before anyth
 1. an *attempt* is put, under a name of its own;
 2. where the marker is not given up then, the pin is put. A gc that gives it up from here on finds attempt or pin.
 
-A marker that has a pin is offered, also where ``dropped/`` says that retention gave it up: nothing of it has gone.
+A marker that has a pin is offered, also where ``dropped/`` says that a rule or a person gave it up: nothing of it has
+gone.
 """
 
 from __future__ import annotations

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import islice
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.control import TableScalars
-from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.manifest import Notes, SegmentRef
 from torchrec_stream_ckpt.format.segment import ChunkEntry, Front, check_chunk, entries_of, parse_front
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
-from torchrec_stream_ckpt.types import MarkerId, TableShard
+from torchrec_stream_ckpt.types import MarkerId
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 RANGE_BYTES = 16 * 2**20
 """What one read asks for at most."""
@@ -29,42 +32,30 @@ AHEAD = 8
 """Reads in flight."""
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What a HEAD and a store have on the path to a marker: all rows up to ``reach``."""
+class Readable(Protocol):
+    """What objects are read from: a store, or several."""
 
-    reach: MarkerId
-    pieces: tuple[Piece, ...]
-    """Oldest first; without a HEAD, the first one holds every row."""
-    scalars: tuple[TableScalars, ...]
-    """Scalars of all ranks at ``reach``."""
-    shards: tuple[tuple[TableShard, ...], ...]
-    """Shards of each rank in the generation of ``reach``."""
-    head: HeadState | None = None
-    """The HEAD from which the pieces go on."""
-    told: tuple[tuple[MarkerId, tuple[Notes, ...]], ...] = ()
-    """What the ranks said at markers up to ``reach``, as far as it was read."""
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        """As ``Objects.read``."""
 
 
-def load_held(
-    objects: Objects, catalog: Catalog, cover: Sequence[Piece], pool: Executor, head: HeadState | None = None
-) -> Held:
-    """Read the directories of a cover, which has at least one piece and begins after ``head`` if there is one.
+Told = Mapping[MarkerId, tuple[Notes, ...]]
+"""What each rank said at markers."""
+
+
+def load_told(catalog: Catalog, pieces: Sequence[Piece], pool: Executor) -> Told:
+    """What the ranks said at the marker that open pieces lead to, and at those on the way, as far as it is read.
 
     Raises:
         CorruptionError: a segment is gone or altered; names it.
         StoreUnavailableError: the store does not answer.
     """
-    pieces, reach = open_pieces(objects, cover, catalog.job, pool), cover[-1].end
-    notes = load_notes(objects, catalog, reach, pool)
-    scalars = tuple(record for each in notes for record in each.mark.scalars)
-    told = {reach: notes, **_told(pieces), **_told_in_folds(objects, catalog, cover, pool)}
-    if head is not None:
-        told[head.marker] = head.notes
-    return Held(reach, pieces, scalars, tuple(each.shards for each in notes), head, tuple(told.items()))
+    reach = pieces[-1].end
+    notes = load_notes(catalog, reach, pool)
+    return {**_told(pieces), **_told_in_folds(catalog, pieces, pool), reach: notes}
 
 
-def _told(pieces: Sequence[Piece]) -> dict[MarkerId, tuple[Notes, ...]]:
+def _told(pieces: Sequence[Piece]) -> Told:
     """What stands in the segments of intervals, whose directories were read for their rows."""
     found: dict[MarkerId, list[Notes]] = {}
     for piece in pieces:
@@ -74,9 +65,7 @@ def _told(pieces: Sequence[Piece]) -> dict[MarkerId, tuple[Notes, ...]]:
     return {marker: tuple(notes) for marker, notes in found.items()}
 
 
-def _told_in_folds(
-    objects: Objects, catalog: Catalog, cover: Sequence[Piece], pool: Executor
-) -> dict[MarkerId, tuple[Notes, ...]]:
+def _told_in_folds(catalog: Catalog, cover: Sequence[Piece], pool: Executor) -> Told:
     """What the ranks said at markers within folds, the newest first, and as many as are read in a moment.
 
     The rows can be read without it. So what is damaged is left out: less of them can be proved.
@@ -89,24 +78,32 @@ def _told_in_folds(
         and marker <= piece.end
         and (marker > piece.start if piece.start is not None else marker == piece.end)
     ]
-    found: dict[MarkerId, tuple[Notes, ...]] = {}
-    reads = 0
-    for marker in sorted(set(within) - {cover[-1].end}, reverse=True):
-        if reads >= NOTES_READS:
-            break
-        try:
-            found[marker] = load_notes(objects, catalog, marker, pool)
-        except CorruptionError:
-            continue
-        reads += 1 + len(found[marker])
-    return found
+    wanted = sorted(set(within) - {cover[-1].end}, reverse=True)
+    ranks = len(catalog.manifest(cover[-1].end).last)
+    wanted = wanted[: -(-NOTES_READS // (1 + ranks))]
+    manifests = zip(wanted, pool.map(partial(_if_intact, catalog.manifest), wanted), strict=True)
+    last = {marker: each.last for marker, each in manifests if each is not None}
+    load = partial(_if_intact, partial(_load_note, catalog))
+    notes = pool.map(load, [ref for refs in last.values() for ref in refs])
+    found = {marker: [next(notes) for _ in refs] for marker, refs in last.items()}
+    return {marker: tuple(note for note in each if note) for marker, each in found.items() if None not in each}
 
 
-def load_notes(objects: Objects, catalog: Catalog, marker: MarkerId, pool: Executor) -> tuple[Notes, ...]:
-    """What each rank said at a marker that is in the store; raises as :func:`load_held`."""
-    last = [refs[-1] for refs in catalog.manifest(marker).segments]
-    fronts = load_fronts(objects, last, catalog.job, pool)
-    return tuple(Notes.from_json(front.notes, ref.name) for ref, front in zip(last, fronts, strict=True))
+def _if_intact(read: Callable[[A], B], of: A) -> B | None:
+    """What is read; None where it is damaged or gone."""
+    try:
+        return read(of)
+    except CorruptionError:
+        return None
+
+
+def _load_note(catalog: Catalog, ref: SegmentRef) -> Notes:
+    return Notes.from_json(load_front(catalog.objects, ref, catalog.job).notes, ref.name)
+
+
+def load_notes(catalog: Catalog, marker: MarkerId, pool: Executor) -> tuple[Notes, ...]:
+    """What each rank said at a marker that is in the store; raises as :func:`load_told`."""
+    return tuple(pool.map(partial(_load_note, catalog), catalog.manifest(marker).last))
 
 
 def load_front(objects: Objects, ref: SegmentRef, job: bytes) -> Front:
@@ -118,7 +115,7 @@ def load_front(objects: Objects, ref: SegmentRef, job: bytes) -> Front:
     front = parse_front(objects.read(ref.name, 0, ref.front_bytes), ref.name)
     found = (front.header_crc, front.num_bytes, front.front_bytes, front.rows, front.id.job)
     if found != (ref.header_crc, ref.num_bytes, ref.front_bytes, ref.rows, job):
-        raise CorruptionError("segment is another one than its manifest says", name=ref.name)
+        raise CorruptionError("segment is not the one that its manifest names", name=ref.name)
     return front
 
 
@@ -140,8 +137,8 @@ def open_segments(objects: Objects, refs: Sequence[SegmentRef], job: bytes, pool
 
 
 def read_chunks(
-    objects: Objects,
-    picked: Sequence[Picked],
+    objects: Readable,
+    picked: Iterable[Picked],
     pool: Executor,
     ahead: int = AHEAD,
     damaged: Callable[[CorruptionError], None] | None = None,
@@ -195,7 +192,7 @@ def _runs(picked: Picked) -> Iterator[list[ChunkEntry]]:
         yield run
 
 
-def _read_run(objects: Objects, picked: Picked, run: Sequence[ChunkEntry]) -> memoryview:
+def _read_run(objects: Readable, picked: Picked, run: Sequence[ChunkEntry]) -> memoryview:
     data = objects.read(picked.ref.name, run[0].offset, run[-1].offset + run[-1].num_bytes)
     for entry in run:
         check_chunk(entry, _part(data, run, entry), picked.ref.name)

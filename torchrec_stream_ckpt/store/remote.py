@@ -27,7 +27,13 @@ from torchrec_stream_ckpt.uris import StoreUrl
 _WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"})
 """Protocols under which an upload is seen whole or not at all."""
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
-_S3_PATIENCE = {"config_kwargs": {"connect_timeout": 10, "retries": {"mode": "standard", "max_attempts": 3}}}
+_S3_PATIENCE = {
+    "config_kwargs": {
+        "connect_timeout": 10,
+        "retries": {"mode": "standard", "max_attempts": 3},
+        "max_pool_connections": 128,  # as many small objects as a plan asks for at once; botocore's own limit is 10
+    }
+}
 _PATIENCE: dict[str, dict[str, Any]] = {"s3": _S3_PATIENCE, "s3a": _S3_PATIENCE}
 """Where the options do not say how long to wait: s3fs tries five times what botocore has tried, 60 s each time. With
 botocore's own five tries a server that says nothing would hold a marker for longer than the ranks wait for each other.
@@ -54,7 +60,7 @@ _CAUSES: tuple[tuple[frozenset[str], str, str], ...] = (
     (frozenset({"SSLError", "SSLCertVerificationError"}), "TLS failed", "check the address and the CA (verify)"),
     (
         frozenset({"EndpointConnectionError", "ConnectTimeoutError", "ClientConnectorError", "gaierror"}),
-        "nobody answers at its address",
+        "no server answers at its address",
         _NETWORK_HINT,
     ),
     (
@@ -198,7 +204,7 @@ def typed(options: Mapping[str, Any]) -> dict[str, Any]:
     is ``region_name`` within ``client_kwargs``. All other values stay text: a secret may consist of digits.
 
     Raises:
-        ConfigError: a value is no JSON, or two options contradict each other; no value is shown.
+        ConfigError: a value is not JSON, or two options contradict each other; no value is shown.
     """
     found: dict[str, Any] = {}
     for key, value in options.items():
@@ -220,12 +226,14 @@ def _typed(key: str, text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        raise ConfigError(f"the store's option '{key}' is no JSON") from None
+        raise ConfigError(f"the store's option '{key}' is not JSON") from None
 
 
 def _check_protocol(where: StoreUrl) -> None:
     if where.scheme not in fsspec.available_protocols():
-        raise ConfigError(f"'{where.scheme}://' is no protocol that fsspec knows", hint="use file://DIR or s3://BUCKET")
+        raise ConfigError(
+            f"'{where.scheme}://' is not a protocol that fsspec knows", hint="use file://DIR or s3://BUCKET"
+        )
     if where.scheme not in _WHOLE:
         raise ConfigError(
             f"'{where.scheme}://' cannot hold a store: others may see an upload half written",

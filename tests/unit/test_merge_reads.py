@@ -1,0 +1,247 @@
+"""A merge reads each byte of what it merges once, whatever windows and runs, and writes the bytes it always wrote."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import builders, stores, synthetic
+from tests.synthetic import Job
+from tests.unit.folded_job import made_once
+from tests.unit.test_fold import fold, history, lineage_of
+from torchrec_stream_ckpt.errors import CorruptionError, StoreUnavailableError
+from torchrec_stream_ckpt.format import segment as segment_module
+from torchrec_stream_ckpt.format.rows import RowsView
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.interchange import rows as rows_module
+from torchrec_stream_ckpt.interchange.rows import TableReader, open_rows
+from torchrec_stream_ckpt.materialize import fold as fold_module
+from torchrec_stream_ckpt.materialize import merge as merge_module
+from torchrec_stream_ckpt.materialize import narrow
+from torchrec_stream_ckpt.materialize.compactor import Policy
+from torchrec_stream_ckpt.materialize.merge import merge
+from torchrec_stream_ckpt.materialize.sorter import RowSorter
+from torchrec_stream_ckpt.route.locate import locate
+from torchrec_stream_ckpt.store import reader, runs
+from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.store.catalog import Catalog, Piece
+from torchrec_stream_ckpt.store.folder import FolderObjects
+from torchrec_stream_ckpt.types import StateSpec
+
+ROWS = 4000
+SPREAD = Schema((builders.table("t", ROWS, 8, "float32", StateSpec("momentum1", "float32", True)),))
+
+
+class Counting(FolderObjects):
+    """Counts the bytes that it hands out."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.read_bytes: Counter[str] = Counter()
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        found = super().read(name, begin, end)
+        self.read_bytes[name] += len(found)
+        return found
+
+    def of(self, names: Iterator[str]) -> int:
+        return sum(self.read_bytes[name] for name in names)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments, chunks and windows as small as in a table of gigabytes, by its measure."""
+    for module in (fold_module, merge_module):
+        monkeypatch.setattr(module, "SEGMENT_BYTES", 16_000)
+    monkeypatch.setattr(segment_module, "CHUNK_BYTES", 4_000)
+    monkeypatch.setattr(narrow, "PASS_BYTES", 8_000)
+    monkeypatch.setattr(rows_module, "WINDOW_BYTES", 5_000)
+    monkeypatch.setattr(reader, "GAP_BYTES", 0)
+
+
+@pytest.fixture
+def spread(tmp_path: Path, small: None) -> Job:
+    return spread_job(tmp_path / "log")
+
+
+@made_once
+def spread_job(root: Path) -> Job:
+    """A table, and then 30 intervals of a few rows from all over it: each lies in one or two chunks."""
+    job = Job(root, world=1, schema=SPREAD)
+    job.begin()
+    job.commit()
+    for _ in range(30):
+        stream = job.streams[0]
+        job._put(stream, stream.shards[0], np.sort(job.random.choice(ROWS, 100, replace=False)))
+        job.flush()
+        job.commit()
+    fold(job, open_store(str(root.parent / "store")), Policy(rebase=0))
+    return job
+
+
+def pieces_of(job: Job, objects: Objects) -> tuple[Piece, ...]:
+    lineage = lineage_of(job)
+    return Catalog.load(objects, lineage.job).cover(lineage.chain(max(lineage.commits)))
+
+
+def merged(job: Job, objects: Objects, scratch: Path | None = None) -> dict[str, bytes]:
+    """The bytes of a base of everything."""
+    with ThreadPoolExecutor(2) as pool:
+        found = merge(objects, lineage_of(job), pieces_of(job, objects), pool, scratch=scratch)
+    return {ref.name: bytes(objects.read(ref.name)) for ref in found.segments}
+
+
+@pytest.mark.parametrize("fan_in", [2, 5, 64])
+def test_a_merge_reads_each_byte_once_and_what_it_wrote_once(
+    tmp_path: Path, spread: Job, fan_in: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(narrow, "FAN_IN", fan_in)
+    objects, scratch = Counting(tmp_path / "store"), tmp_path / "scratch"
+    scratch.mkdir()
+    passed: list[int] = []
+    with ThreadPoolExecutor(2) as pool:
+        found = merge(objects, lineage_of(spread), pieces_of(spread, objects), pool, passed.append, scratch)
+    pieces = pieces_of(spread, stores.open_store(str(tmp_path / "store")))
+    assert len(found.segments) > 10, "many windows"
+    intervals = [ref for piece in pieces_of_intervals(spread) for ref in piece.segments]
+    num_bytes = sum(ref.num_bytes for ref in intervals)
+    assert num_bytes <= objects.of(ref.name for ref in intervals) <= 1.1 * num_bytes
+    written = sum(ref.num_bytes for ref in found.segments)
+    assert objects.of(ref.name for ref in found.segments) <= 1.1 * written
+    levels = {64: 1, 5: 3, 2: 6}[fan_in]
+    assert sum(passed) <= levels * num_bytes, "each pass reads each byte once at most"
+    assert (sum(passed) > 1.1 * num_bytes) == (fan_in < 31), "and passes there were, where there are too many runs"
+    assert pieces[0].start is None
+    assert not list(scratch.iterdir()), "what a pass has written is gone"
+
+
+def pieces_of_intervals(job: Job) -> tuple[Piece, ...]:
+    """The cover without folds."""
+    lineage = lineage_of(job)
+    catalog = Catalog.load(open_store(str(job.root.parent / "store")), lineage.job)
+    catalog.folds = frozenset()
+    return catalog.cover(lineage.chain(max(lineage.commits)))
+
+
+@pytest.mark.parametrize("fan_in", [2, 3, 7])
+def test_a_merge_in_passes_writes_what_one_pass_writes(
+    tmp_path: Path, spread: Job, fan_in: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = merged(spread, open_store(str(tmp_path / "store")))
+    for entry in list(open_store(str(tmp_path / "store")).list("folds/")):
+        open_store(str(tmp_path / "store")).delete(entry.name)
+    monkeypatch.setattr(narrow, "FAN_IN", fan_in)
+    assert merged(spread, open_store(str(tmp_path / "store"))) == wanted
+
+
+FILED = {
+    Policy(rebase=1e-9): "ff694e73924851e745f8076a8e5840cefe111ff11799461c45870925729cfff5",
+    Policy(rebase=0, compact="span16"): "461a3e04ec0be75b6e7ab2d54e9b8102f212d27031b81604a6376f34880fe002",
+}
+"""SHA-256 of all folds of a history of branches, column splits and ranks, as written by merges of an earlier kind."""
+
+
+@pytest.mark.parametrize("fan_in", [2, 64])
+@pytest.mark.parametrize("policy", FILED, ids=str)
+def test_the_bytes_of_folds_are_those_of_earlier_releases(
+    tmp_path: Path, policy: Policy, fan_in: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (fold_module, merge_module):
+        monkeypatch.setattr(module, "SEGMENT_BYTES", 2000)
+    monkeypatch.setattr(narrow, "FAN_IN", fan_in)
+    job, objects, digest = history(tmp_path / "log"), open_store(str(tmp_path / "store")), hashlib.sha256()
+    fold(job, objects, policy)
+    for name in sorted(entry.name for entry in objects.list("")):
+        if name.startswith("folds/") or "/f-" in name:
+            digest.update(name.encode() + bytes(objects.read(name)))
+    assert digest.hexdigest() == FILED[policy]
+
+
+def test_bits_that_flip_on_the_way_through_the_scratch_folder_never_reach_a_fold(
+    tmp_path: Path, spread: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Flipping(RowSorter):
+        def add(self, table: int, col0: int, cols: int, rows: RowsView) -> None:
+            weights = rows.weights.copy()
+            weights.view(np.uint32)[0, 0] ^= 1
+            super().add(table, col0, cols, RowsView(rows.ids, weights, rows.states))
+
+    monkeypatch.setattr(narrow, "FAN_IN", 4)
+    monkeypatch.setattr(narrow, "RowSorter", Flipping)
+    objects = open_store(str(tmp_path / "store"))
+    with pytest.raises(CorruptionError, match="came back, or other bits"):
+        merged(spread, objects)
+    assert Catalog.load(objects, synthetic.JOB).folds == frozenset()
+
+
+def test_without_room_for_temporary_files_a_merge_says_which_folder(
+    tmp_path: Path, spread: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(narrow, "FAN_IN", 4)
+    with pytest.raises(StoreUnavailableError, match="temporary files") as told:
+        merged(spread, open_store(str(tmp_path / "store")), scratch=tmp_path / "none")
+    assert told.value.where["path"] == tmp_path / "none"
+
+
+@pytest.mark.parametrize("fan_in", [2, 64])
+def test_a_table_is_read_once_by_windows(
+    tmp_path: Path, spread: Job, fan_in: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(narrow, "FAN_IN", fan_in)
+    objects, lineage = Counting(tmp_path / "store"), lineage_of(spread)
+    newest = max(lineage.commits)
+    route = locate(lineage, newest, Catalog.load(objects, lineage.job))
+    num_bytes = sum(piece.num_bytes for piece in route.pieces)
+    objects.read_bytes.clear()
+    with open_rows(spread.log, lineage, newest, objects, tmp_path) as found:
+        table = TableReader(found, 0)
+        windows = [table.read(row0, rows) for row0, rows in table.windows()]
+    assert len(windows) > 20
+    assert objects.read_bytes.total() <= 1.2 * num_bytes, "each chunk once, and what stands before the chunks"
+    whole = synthetic.image_of_log(spread.log, lineage, newest)
+    image = synthetic.Image(SPREAD)
+    image.put(
+        0,
+        0,
+        RowsView(
+            np.arange(ROWS),
+            np.concatenate([each.weights for each in windows]),
+            (np.concatenate([each.states[0][0] for each in windows]),),
+        ),
+    )
+    assert image == whole
+    assert not list(tmp_path.glob(".stream-ckpt-*"))
+
+
+def test_windows_may_go_back_and_leave_rows_out(tmp_path: Path, spread: Job) -> None:
+    lineage = lineage_of(spread)
+    with open_rows(spread.log, lineage, max(lineage.commits), open_store(str(tmp_path / "store")), tmp_path) as found:
+        whole = TableReader(found, 0).read(0, ROWS).weights
+        table = TableReader(found, 0)
+        for row0, rows in [(0, 50), (25, 100), (3000, 1000), (10, 5), (15, 3985), (0, 1), (3999, 1), (3999, 1)]:
+            np.testing.assert_array_equal(table.read(row0, rows).weights, whole[row0 : row0 + rows])
+
+
+def test_chunks_that_are_open_at_once_are_counted_by_columns(tmp_path: Path, spread: Job) -> None:
+    objects = open_store(str(tmp_path / "store"))
+    with ThreadPoolExecutor(2) as pool:
+        opened = [each for piece in reader.open_pieces(objects, pieces_of(spread, objects), synthetic.JOB, pool)
+                  for each in piece.opened]  # fmt: skip
+        columns = runs.columns_of(opened)
+        assert columns == {(0, 8)}
+        assert runs.open_at_once(opened, runs.cuts_of(columns)) == 31
+        with closing(narrow.ScratchRuns(objects, pool)) as scratch:
+            narrow.FAN_IN, kept = 4, narrow.FAN_IN
+            try:
+                few = scratch.narrowed(SPREAD, opened[::-1], 0)
+            finally:
+                narrow.FAN_IN = kept
+            assert runs.open_at_once(few, [0, 8]) <= 4
+            assert few[-1].ref == opened[0].ref, "the table itself, the oldest, was left where it is"
