@@ -23,7 +23,7 @@ class BackgroundScrub:
     """Scrubs whenever it is let; of the thread that lets it.
 
     Args:
-        scrubber: Reads and mends.
+        scrubber: Reads and repairs.
         bytes_per_s: What it may read.
         mine: Whether this process is the one that scrubs: of several materializers one does.
         passed: Called when a pass has read everything.

@@ -103,5 +103,5 @@ class Crew:
             try:
                 self.beat()
             except StoreUnavailableError as error:  # whoever works says it: they need the store, too
-                log.debug("no sign of life could be given: %s", error.headline)
+                log.debug("a sign of life could not be written: %s", error.headline)
             self._done.wait(self._lease_s / _BEATS_PER_LEASE)

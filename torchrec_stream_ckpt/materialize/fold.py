@@ -7,6 +7,7 @@ and one that was killed begins its interval again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.failpoints import failpoint
@@ -15,8 +16,8 @@ from torchrec_stream_ckpt.format.interval import Interval
 from torchrec_stream_ckpt.format.manifest import Notes, SegmentRef
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.format.segment import HEADER_LEN, SegmentId, front_bytes_of, lay_out, parse_front
-from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.format.segment import HEADER_LEN, Chunk, SegmentId, front_bytes_of, lay_out, parse_front
+from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import check_hello, checked_payload, read_mark, read_stream
 from torchrec_stream_ckpt.materialize.sorter import RowSorter
 from torchrec_stream_ckpt.store.api import Objects
@@ -28,31 +29,55 @@ format: who folds the same interval must cut it at the same places."""
 
 
 class SegmentWriter:
-    """Puts the parts of one interval or fold into the store, one behind the other.
+    """Puts the parts of one interval or fold into the store, one after the other.
 
     Args:
         objects: The store.
         schema: Of the rows.
         name: Name of a part's object.
         segment: Identity of a part.
+        background: One thread that writes a part while the rows of the next one are gathered; None: :meth:`put` writes.
     """
 
     def __init__(
-        self, objects: Objects, schema: Schema, name: Callable[[int], str], segment: Callable[[int], SegmentId]
+        self,
+        objects: Objects,
+        schema: Schema,
+        name: Callable[[int], str],
+        segment: Callable[[int], SegmentId],
+        background: Executor | None = None,
     ) -> None:
         self._objects = objects
         self._schema = schema
         self._name = name
         self._segment = segment
+        self._background = background
+        self._writing: Future[None] | None = None
         self.refs: list[SegmentRef] = []
+        """The parts that are written."""
 
     def put(self, rows: RowSorter, *, last: bool, notes: Notes | None = None) -> None:
-        """Write what ``rows`` holds as the next part."""
-        part = len(self.refs)
+        """Write what ``rows`` holds as the next part, which must then stay as it is until the next call."""
         text = notes.to_json() if notes is not None else b""
         version = 2 if notes is not None and notes.mark.proof is not None else 1
+        self.finish()
+        chunks = rows.chunks()
+        if self._background is None:
+            self._put(chunks, last, text, version)
+        else:
+            self._writing = self._background.submit(self._put, chunks, last, text, version)
+
+    def finish(self) -> tuple[SegmentRef, ...]:
+        """All parts, once they are written; raises as :meth:`put`."""
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+        return tuple(self.refs)
+
+    def _put(self, chunks: Sequence[Chunk], last: bool, notes: bytes, version: int) -> None:
+        part = len(self.refs)
         parts, front_bytes, crc = lay_out(
-            self._segment(part), rows.chunks(), last=last, schema_crc=self._schema.crc, notes=text, version=version
+            self._segment(part), chunks, last=last, schema_crc=self._schema.crc, notes=notes, version=version
         )
         failpoint("fold.segment")
         self._objects.put(self._name(part), parts)
@@ -62,7 +87,7 @@ class SegmentWriter:
 
 
 def fold_interval(
-    log: Log,
+    log: LogReader,
     objects: Objects,
     interval: Interval,
     shards: tuple[TableShard, ...] | None,
@@ -108,7 +133,7 @@ def fold_interval(
     if mark is None or shards is None:
         raise CorruptionError("interval without its HELLO or MARK", generation=commit.generation, rank=end.rank)
     writer.put(rows, last=True, notes=Notes(shards, mark))
-    return tuple(writer.refs)
+    return writer.finish()
 
 
 def folded_interval(objects: Objects, interval: Interval) -> tuple[SegmentRef, ...] | None:
@@ -122,7 +147,7 @@ def folded_interval(objects: Objects, interval: Interval) -> tuple[SegmentRef, .
         front_bytes = front_bytes_of(objects.read(name, 0, HEADER_LEN), name)
         front = parse_front(objects.read(name, 0, front_bytes), name)
         if front.id != interval.segment(len(refs)) or front.num_bytes != num_bytes:
-            raise CorruptionError("segment is another one than its name says", name=name)
+            raise CorruptionError("segment is not the one that its name says", name=name)
         refs.append(SegmentRef(name, num_bytes, front.front_bytes, front.header_crc, front.rows))
         if front.last:
             return tuple(refs)

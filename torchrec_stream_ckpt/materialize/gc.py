@@ -15,18 +15,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 
 from crc32c import crc32c
 
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
+from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.manifest import Dropped, Garbage
+from torchrec_stream_ckpt.format.manifest import BY_HAND, RETENTION, Dropped, Garbage
 from torchrec_stream_ckpt.layout import (
     DENSE_DIR,
     FOLDS_DIR,
-    GARBAGE_DIR,
-    IDENTITY_FILE,
     MANIFESTS_DIR,
     PINS_DIR,
     SEGMENTS_DIR,
@@ -34,7 +33,6 @@ from torchrec_stream_ckpt.layout import (
     FoldName,
     dropped_name,
     garbage_name,
-    is_garbage_list,
     parse_dense_file,
     parse_fold_name,
     parse_fold_segment,
@@ -47,17 +45,13 @@ from torchrec_stream_ckpt.log.api import Incarnation
 from torchrec_stream_ckpt.materialize.compact import plan_spans
 from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
 from torchrec_stream_ckpt.materialize.merge import merge
-from torchrec_stream_ckpt.materialize.recovered import came_after_recovery
-from torchrec_stream_ckpt.materialize.relied import Relied, without
+from torchrec_stream_ckpt.materialize.read_back import ReadBack
+from torchrec_stream_ckpt.materialize.relied import check_relied, remarks
 from torchrec_stream_ckpt.materialize.retention import Candidate, Retention
 from torchrec_stream_ckpt.materialize.rounds import ages, elapsed, idle, read_clocks, stands_still, waited
+from torchrec_stream_ckpt.materialize.stock import Stock, take_stock
 from torchrec_stream_ckpt.route.holdings import Holdings
 from torchrec_stream_ckpt.store.api import Entry, Objects
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.identity import check_store
-from torchrec_stream_ckpt.store.jobs import jobs_in
-from torchrec_stream_ckpt.store.pins import attempts, pinned
-from torchrec_stream_ckpt.store.reached import awaited
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.uris import check_store_url
 
@@ -77,79 +71,13 @@ class GcRules:
     """
     compact: bool = False
     """Merge what lies between two kept markers, so that what was dropped between them can go."""
+    give_up: Mapping[MarkerId, str] | None = None
+    """Markers that a person gives up, whatever the retention says, each with the reason; None: nobody has asked."""
 
-
-@dataclass(frozen=True, slots=True)
-class Stock:
-    """What a store holds of one job, as of one look."""
-
-    holdings: Holdings
-    pins: frozenset[MarkerId]
-    """Markers that are pinned, or are about to be."""
-    lists: tuple[tuple[str, Garbage], ...]
-    """Lists of garbage, with their names."""
-    attempts: tuple[Entry, ...]
-    """Objects that attempts to pin markers have left."""
-    from_log: bool
-    """Whether the log has told of all markers; else the store itself has."""
-    home: str
-    """Identity of the file log in whose folder the store is; empty for none."""
-    awaited: frozenset[MarkerId]
-    """Markers that an outer tier is still to get."""
-
-
-def take_stock(objects: Objects, lineage: Lineage | None, job: bytes) -> Stock:
-    """Look at what is there; reads no rows.
-
-    Args:
-        objects: The store.
-        lineage: The control partition; None if the log is gone and no trainer runs on this job: the store does not know
-            which generations have begun, so that the markers on which they stand could go.
-        job: The job.
-
-    Raises:
-        CorruptionError: the store and the log tell different histories, or a list is damaged.
-        MarkerNotFoundError: the store has nothing of this job.
-        UnsupportedError: it is of a newer format.
-    """
-    catalog = Catalog.load(objects, job) if check_store(objects) else None
-    if catalog is None or not catalog.markers | catalog.dropped:
-        others = ", ".join(each.hex() for each in sorted(jobs_in(objects)))
-        raise MarkerNotFoundError(
-            f"the store has no marker of job {job.hex()}" + (f", but of job {others}" if others else ""),
-            hint="check --store, or put markers there: stream-ckpt materialize URI --store URL",
-            store=objects.url,
-        )
-    holdings = Holdings.load(objects, lineage or catalog.lineage())
-    _pass_over_newer(holdings)
-    pins = pinned(objects, job)  # listed after what was given up: one that came before that is seen
-    tries = tuple(entry for entry, _ in attempts(objects, job))
-    names = [entry.name for entry in objects.list(f"{GARBAGE_DIR}/{job.hex()}/") if is_garbage_list(entry.name)]
-    lists = tuple((name, Garbage.from_bytes(objects.read(name), name)) for name in sorted(names))
-    home = bytes(objects.read(IDENTITY_FILE)).decode("ascii", "replace") if objects.size(IDENTITY_FILE) else ""
-    wanted = awaited(objects, holdings.lineage, catalog.markers - catalog.dropped)
-    return Stock(holdings, pins, lists, tries, lineage is not None, home, wanted)
-
-
-def _pass_over_newer(holdings: Holdings) -> None:
-    """Markers that came while we looked are as if they were not there: nothing that leads to them goes."""
-    catalog, newest = holdings.catalog, holdings.lineage.newest
-    lineage = holdings.lineage
-    unknown = (catalog.markers | catalog.dropped) - lineage.commits.keys() - lineage.given_up
-    log = Incarnation(lineage.claims[lineage.newest_generation].incarnation, 0)
-    older = [
-        marker
-        for marker in unknown
-        if (newest is None or marker < newest.id) and not came_after_recovery(lineage, marker, log)
-    ]
-    if older:
-        raise CorruptionError(
-            f"the store holds marker {min(older)}, which the log does not know",
-            hint="give every log a store of its own, or bring the right log back",
-            store=catalog.objects.url,
-        )
-    catalog.markers -= unknown
-    catalog.folds = frozenset(span for span in catalog.folds if span[1] not in unknown)
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing is given up."""
+        return self.retention.keeps_all and self.give_up is None
 
 
 def plan_gc(stock: Stock, rules: GcRules, clocks: Mapping[str, float]) -> GcPlan:
@@ -161,13 +89,16 @@ def plan_gc(stock: Stock, rules: GcRules, clocks: Mapping[str, float]) -> GcPlan
         clocks: What they show, see ``rounds``.
     """
     holdings, catalog = stock.holdings, stock.holdings.catalog
-    offered = sorted(catalog.markers - catalog.dropped)
+    give_up = rules.give_up or {}
+    by_hand = give_up.keys() & catalog.markers - catalog.dropped - stock.pins
+    offered = sorted(catalog.markers - catalog.dropped - by_hand)
     retention = replace(rules.retention, pinned=rules.retention.pinned | stock.pins | stock.awaited)
     decision = retention.plan(_candidates(stock, offered, retention.newest or 1, clocks))
     anchors = [*decision.kept, *_links(holdings), *(stock.pins & catalog.markers)]
     spans = tuple(plan_spans(holdings, anchors)) if rules.compact else ()
     after = holdings.assuming((span.start, span.end) for span in spans)
-    given_up = (catalog.dropped | frozenset(decision.dropped)) - stock.pins
+    dropping = tuple(sorted({*decision.dropped, *by_hand}))
+    given_up = (catalog.dropped | frozenset(dropping)) - stock.pins
     needed = _mark(after, anchors)
     garbage = [Entry(*each) for each in holdings.sizes.items() if _is_garbage(each[0], stock, needed, given_up)]
     garbage += stock.attempts
@@ -178,14 +109,15 @@ def plan_gc(stock: Stock, rules: GcRules, clocks: Mapping[str, float]) -> GcPlan
         holdings.lineage.job,
         catalog.objects.url,
         decision.kept,
-        decision.dropped,
+        dropping,
         len(catalog.dropped),
         spans,
         tuple(entry for entry in ordered if entry.name in due),
         tuple(entry for entry in ordered if entry.name not in due),
         tuple(f"{each} is not whole: {why}" for each in decision.kept if (why := holdings.look(each).problem)),
         tuple(sorted(stock.awaited)),
-        _elsewhere(stock, decision.dropped),
+        _elsewhere(stock, dropping),
+        by_hand=tuple(f"{each} is given up by hand: {give_up[each]}" for each in sorted(by_hand)),
         stands_still=stands_still(stock.lists, clocks) if garbage and rules.grace_s else "",
     )
 
@@ -314,7 +246,7 @@ def collect(
         objects: The store.
         lineage: The control partition; None as for :func:`take_stock`.
         job: The job.
-        rules: What may go. Without any rule of retention, nothing does.
+        rules: What may go. Without any rule of retention, only what a person gives up.
         pool: Threads that read and delete.
         clocks: What they show, by default of this host and of the store. Read again after the merges, which may take
             hours: the grace period of what they replace begins when they are done.
@@ -324,26 +256,33 @@ def collect(
         CorruptionError: what has to be read to know what is needed is damaged. Nothing of it was deleted.
         StoreUnavailableError: the store does not answer, or does not let us in. Run it again.
     """
-    if rules.retention.keeps_all:
+    if rules.keeps_all:
         raise ConfigError("no rule says what to keep", hint="give one, such as --keep-all-for 24h --then-every 10")
     read = clocks or partial(read_clocks, objects, job)
-    stock = take_stock(objects, lineage, job)
-    plan = plan_gc(stock, rules, read())
+    stock, now = take_stock(objects, lineage, job), read()
+    read_back = ReadBack(objects, job, pool, now)
+    plan = _surely_restorable(stock, rules, now, read_back)
+    read_back.save()
     for marker in plan.dropping:
-        _drop(objects, stock.holdings.lineage, marker)
+        _drop(objects, stock.holdings.lineage, marker, BY_HAND if marker in (rules.give_up or ()) else RETENTION)
     for span in plan.spans:
         merge(objects, stock.holdings.lineage, span.pieces, pool)
         failpoint("gc.merged")
     stock, now = take_stock(objects, lineage, job), read()
     # Of what is there now, whoever has come meanwhile; and of what its bytes prove.
-    stock, found = _proved(stock, GcRules(grace_s=rules.grace_s), now, Relied(pool))
+    idle_now = plan_gc(_apart_from_damage(stock, read_back), GcRules(grace_s=rules.grace_s), now)
     aging = _newest(stock.holdings.lineage) if rules.retention.keep_all_for is not None else None
-    _list(objects, job, stock, found.later, now, aging)
+    listed = _list(objects, job, stock, idle_now.later, now, aging)  # it waits from now on, however long reading takes
+    stock, found = _proved(stock, GcRules(grace_s=rules.grace_s), now, read_back)
+    read_back.save()
     for kind in _PHASES:
         names = [entry.name for entry in found.now if entry.name.startswith(f"{kind}/")]
         list(pool.map(lambda name: _delete(objects, name), names))
     waiting = {entry.name for entry in found.later}
+    if listed is not None:
+        _shorten(objects, job, listed, waiting)
     _tidy(objects, job, stock, waiting, lambda each: each.newest == aging and elapsed(each.clocks, now) is None)
+    read_back.tidy(stock.holdings.sizes)
     objects.clear_leftovers()
     given_up = {*plan.dropping} & stock.holdings.catalog.dropped - stock.pins
     kept = tuple(sorted({*plan.kept, *plan.dropping} - given_up))
@@ -352,26 +291,47 @@ def collect(
     )
 
 
-def _proved(stock: Stock, rules: GcRules, clocks: Mapping[str, float], relied: Relied) -> tuple[Stock, GcPlan]:
+def _surely_restorable(stock: Stock, rules: GcRules, clocks: Mapping[str, float], read_back: ReadBack) -> GcPlan:
+    """A plan that gives markers up in favor of such alone as can be restored, by their bytes: those of the floor."""
+    while True:
+        plan = plan_gc(stock, rules, clocks)
+        if rules.retention.keeps_all or not plan.dropping:
+            return plan
+        known = len(read_back.damaged)
+        restorable = (each for each in reversed(plan.kept) if not stock.holdings.look(each).problem)
+        for marker in islice(restorable, rules.retention.newest or 1):
+            for step in stock.holdings.needed_by(marker):
+                read_back.is_whole(stock.holdings, step)
+        if len(read_back.damaged) == known:
+            return plan
+        stock = _apart_from_damage(stock, read_back)
+
+
+def _apart_from_damage(stock: Stock, read_back: ReadBack) -> Stock:
+    return replace(stock, holdings=stock.holdings.apart_from(read_back.reasons))
+
+
+def _proved(stock: Stock, rules: GcRules, clocks: Mapping[str, float], read_back: ReadBack) -> tuple[Stock, GcPlan]:
     """A plan that deletes nothing in favor of a fold that is damaged: what it was made of is needed then.
 
     A fold stays damaged until the materializer has written all of it anew, so gc may run at any moment of that.
     """
-    holdings, known = stock.holdings, 0
+    whole = stock.holdings
     while True:
+        known, stock = len(read_back.damaged), _apart_from_damage(replace(stock, holdings=whole), read_back)
         plan = plan_gc(stock, rules, clocks)
         idle = {entry.name for entry in (*plan.now, *plan.later)}
         folds = (fold for fold in stock.holdings.catalog.folds if FoldName(plan.job, fold[1], fold[0]).name not in idle)
-        damaged = relied.among(holdings, [entry.name for entry in plan.now], folds)
-        if len(damaged) == known:
-            return stock, replace(plan, damaged=relied.remarks(plan.job))
-        known, stock = len(damaged), replace(stock, holdings=without(holdings, damaged))
+        check_relied(whole, [entry.name for entry in plan.now], folds, read_back)
+        if len(read_back.damaged) == known:
+            damaged = {step: why for step, why in read_back.reasons.items() if step in whole.catalog.folds}
+            return stock, replace(plan, damaged=remarks(plan.job, damaged))
 
 
-def _drop(objects: Objects, lineage: Lineage, marker: MarkerId) -> None:
+def _drop(objects: Objects, lineage: Lineage, marker: MarkerId, reason: str) -> None:
     """Give a marker up, unless it was pinned since we looked: a pin that comes later finds this."""
     if objects.size(pin_name(lineage.job, marker)) is None:
-        dropped = Dropped(lineage.find(marker), lineage.previous(marker), time.time())
+        dropped = Dropped(lineage.find(marker), lineage.previous(marker), time.time(), reason)
         objects.put(dropped_name(lineage.job, marker), [dropped.to_bytes()])
         failpoint("gc.dropped")
 
@@ -383,13 +343,26 @@ def _list(
     later: Iterable[Entry],
     clocks: Mapping[str, float],
     aging: MarkerId | None,
-) -> None:
+) -> tuple[str, Garbage] | None:
     """Remember when what goes later was known to be garbage, and how long there has been no newer marker."""
     known = waited(stock.lists, clocks)
     fresh = tuple(entry.name for entry in later if entry.name not in known)
-    if fresh or aging is not None:
-        _put_list(objects, job, Garbage(time.time(), fresh, clocks, aging, idle(stock.lists, aging, clocks)))
-        failpoint("gc.listed")
+    if not fresh and aging is None:
+        return None
+    garbage = Garbage(time.time(), fresh, clocks, aging, idle(stock.lists, aging, clocks))
+    name = _put_list(objects, job, garbage)
+    failpoint("gc.listed")
+    return name, garbage
+
+
+def _shorten(objects: Objects, job: bytes, listed: tuple[str, Garbage], waiting: set[str]) -> None:
+    """Take from this run's own list what was found to be needed after all."""
+    name, garbage = listed
+    left = tuple(each for each in garbage.names if each in waiting)
+    if left != garbage.names:
+        if left or garbage.newest is not None:
+            _put_list(objects, job, replace(garbage, names=left))
+        objects.delete(name)
 
 
 def _delete(objects: Objects, name: str) -> None:
@@ -413,6 +386,8 @@ def _tidy(objects: Objects, job: bytes, stock: Stock, waiting: set[str], tells_a
         failpoint("gc.tidied")
 
 
-def _put_list(objects: Objects, job: bytes, garbage: Garbage) -> None:
+def _put_list(objects: Objects, job: bytes, garbage: Garbage) -> str:
     data = garbage.to_bytes()
-    objects.put(garbage_name(job, int(garbage.time_s * 1000), crc32c(data)), [data])
+    name = garbage_name(job, int(garbage.time_s * 1000), crc32c(data))
+    objects.put(name, [data])
+    return name

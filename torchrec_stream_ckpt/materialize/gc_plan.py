@@ -28,7 +28,7 @@ class GcPlan:
     now: tuple[Entry, ...]
     """Objects that go, in this order."""
     later: tuple[Entry, ...]
-    """Objects that are not needed, and that go once the grace period is over."""
+    """Objects that are not needed, and that are deleted after the grace period."""
     not_whole: tuple[str, ...]
     """Kept markers that the store alone cannot bring back, each with the reason: nothing on their way goes."""
     awaited: tuple[MarkerId, ...]
@@ -37,6 +37,8 @@ class GcPlan:
     """Other places that hold dense state of the markers that are given up: they keep it."""
     damaged: tuple[str, ...] = ()
     """Folds that stand in for what nobody else needs and cannot be read, with the reason. A dry run does not look."""
+    by_hand: tuple[str, ...] = ()
+    """Markers that a person gives up, each with the reason."""
     stands_still: str = ""
     """Why what waits for the grace period does not get older; empty where it does."""
 
@@ -70,11 +72,12 @@ class GcPlan:
 
     def remarks(self) -> list[str]:
         """In words: what stays although the retention does not want it, and why."""
-        lines = [f"  marker {reason}: all that leads to it stays" for reason in self.not_whole]
+        lines = [f"  marker {each}" for each in self.by_hand]
+        lines += [f"  marker {reason}: all that leads to it stays" for reason in self.not_whole]
         if self.stands_still:
             where = "run gc on one host that is not booted in between, or over an object store"
             lines.append(f"  {self.stands_still}; {where}")
-        lines += [f"  {each}; what it was made of stays: let stream-ckpt materialize mend it" for each in self.damaged]
+        lines += [f"  {each}; its sources stay: let stream-ckpt materialize repair it" for each in self.damaged]
         lines += [_awaited(self.awaited)] if self.awaited else []
         return lines + [f"  dense state in {place} stays: it is not in this store" for place in self.elsewhere]
 

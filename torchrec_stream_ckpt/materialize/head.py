@@ -109,7 +109,7 @@ class HeadWriter:
 
     def _goal(self, catalog: Catalog, commit: Commit, schema: Schema) -> HeadState:
         """What HEAD will say at ``commit``, but for the checksums."""
-        notes = load_notes(self._objects, catalog, commit.id, self._pool)
+        notes = load_notes(catalog, commit.id, self._pool)
         columns = column_slices(schema, [each.shards for each in notes])
         return HeadState(FORMAT, True, schema.crc, commit, tuple(HeadSlice(*each, 0) for each in columns), notes)
 

@@ -78,7 +78,7 @@ class MaterializeService(Service):
         self._said_head: tuple[MarkerId | None, bool] = (None, False)
         self.status = Status()
         self.scrub: BackgroundScrub | None = None
-        """Reads the store again while there is nothing to fold; None: nobody wants that."""
+        """Reads the store again while there is nothing to fold; None: no scrub in the background."""
         self._scrub_trouble = ""
 
     @property
@@ -102,11 +102,11 @@ class MaterializeService(Service):
         self.report(Event("passed_over", {"marker": str(commit.id), "reason": error.headline}))
 
     def repaired(self, repair: Repair) -> None:
-        """Passed to the materializer: said of each damaged object that was written anew."""
+        """Passed to the materializer: called for each damaged object that was repaired."""
         self.report(Event("repaired", asdict(repair)))
 
     def damaged(self, damage: Damage) -> None:
-        """Passed to the scrub: said of each damaged object that cannot be mended."""
+        """Passed to the scrub: called for each damaged object that cannot be repaired."""
         if damage.repair is None:
             fields = {"marker": str(damage.marker) if damage.marker is not None else None, "table": damage.table}
             self.report(Event("damaged", {"name": damage.name, **fields, "reason": damage.reason, "lost": damage.lost}))

@@ -99,7 +99,7 @@ class Materializer:
 
     @property
     def repairer(self) -> Repairer:
-        """What mends its store."""
+        """Repairs damaged objects of its store."""
         return self._repairer
 
     def forget(self) -> None:

@@ -17,7 +17,7 @@ class Counts:
     fold_bytes: int = 0
     dense_bytes: int = 0
     repairs: int = 0
-    """Damaged objects of the store that were written anew."""
+    """Damaged objects of the store that were repaired."""
 
 
 class Progress:

@@ -26,7 +26,7 @@ from torchrec_stream_ckpt.materialize.interval_folder import IntervalFolder
 from torchrec_stream_ckpt.materialize.merge import merge
 from torchrec_stream_ckpt.materialize.progress import Progress
 from torchrec_stream_ckpt.materialize.replacing import Replacing
-from torchrec_stream_ckpt.route.held import lost
+from torchrec_stream_ckpt.route.locate import lost
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog, Piece
 from torchrec_stream_ckpt.store.reader import open_segments, read_chunks
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """One object that was written anew."""
+    """One object that was repaired."""
 
     name: str
     reason: str
@@ -133,7 +133,7 @@ class Repairer:
         return self.done(Repair(name, error.headline, source, ", ".join(into.asides)))
 
     def done(self, repair: Repair) -> Repair:
-        """Count an object that was written anew, and say so."""
+        """Count a repaired object, and report it."""
         self._progress.counts.repairs += 1
         self._told(repair)
         return repair

@@ -63,10 +63,11 @@ class Replacing:
     def _set_aside(self, name: str, data: memoryview) -> str:
         """Keep bytes beside those of earlier repairs; returns where."""
         number = 1
-        while (before := self._there(damaged_name(name, number))) is not None:
-            if _same(before, [data]):  # by a repair that was cut short
+        while self._objects.size(damaged_name(name, number)) is not None:
+            before = self._there(damaged_name(name, number))
+            if before is not None and _same(before, [data]):  # by a repair that was cut short
                 return damaged_name(name, number)
-            number += 1
+            number += 1  # one that cannot be read now may be read later
         self._objects.put(damaged_name(name, number), [data])
         failpoint("repair.aside")
         return damaged_name(name, number)

@@ -49,7 +49,7 @@ class Retention:
     ``1d`` the first one of each such stretch of time. None keeps none of them."""
     newest: int | None = None
     """Keep so many of the newest ones that can be restored, whatever their age; at least 1 under any rule. What is
-    newer than the oldest of these, and cannot be restored as the store is now, stays as well: it may be mended."""
+    newer than the oldest of these, and cannot be restored as the store is now, stays as well: it may be repaired."""
     pinned: frozenset[MarkerId] = field(default_factory=frozenset)
     """Keep these."""
 
@@ -85,7 +85,7 @@ class Retention:
         )
 
     def _newest(self, ordered: list[Candidate]) -> set[MarkerId]:
-        """What ``newest`` keeps: up to there also what cannot be restored now, for it may be mended."""
+        """What ``newest`` keeps: up to there also what cannot be restored now, for it may be repaired."""
         floor = self.newest or 1
         restorable = [place for place, each in enumerate(ordered) if each.restorable]
         first = restorable[-floor] if len(restorable) >= floor else 0

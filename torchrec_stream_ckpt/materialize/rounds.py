@@ -92,8 +92,8 @@ def ages(lineage: Lineage, idle_s: float) -> dict[MarkerId, float]:
     Within a generation one trainer's clock tells it. What went by between two generations, whose trainers may have run
     on hosts of other clocks, does not count.
 
-    A step of that clock looks like a wait. So the longest wait of a generation counts at most twice the next one: one
-    step makes markers older by no more than that.
+    A step of that clock looks like a wait. So the longest wait of a generation counts at most twice the next one, and a
+    wait that is alone counts nothing: one step makes markers older by no more than that.
 
     Args:
         lineage: Of the job.
@@ -117,9 +117,9 @@ def ages(lineage: Lineage, idle_s: float) -> dict[MarkerId, float]:
 
 
 def _counted(waits: Sequence[float]) -> list[float]:
-    """Waits between the markers of a generation, the longest cut to twice the next one."""
+    """Waits between the markers of a generation, the longest cut to twice the next one; a lone one to nothing."""
     if len(waits) < 2:
-        return list(waits)
+        return [0.0] * len(waits)
     second = sorted(waits)[-2]
     return [min(wait, 2 * second) for wait in waits]
 
@@ -127,8 +127,8 @@ def _counted(waits: Sequence[float]) -> list[float]:
 def stands_still(lists: Iterable[tuple[str, Garbage]], clocks: Mapping[str, float]) -> str:
     """Why what waits does not get older in this run, in words; empty where it does, or where nothing waits."""
     if not clocks:
-        return "no clock is shown here that nobody sets: what waits is never deleted by runs in such a place"
+        return "this place has no clock that is never set: runs here never delete what waits"
     waiting = [garbage for _, garbage in lists if garbage.names]
     if waiting and all(elapsed(garbage.clocks, clocks) is None for garbage in waiting):
-        return "no earlier run has read a clock that this one reads: what waits begins to wait anew"
+        return "no earlier run has read this run's clock: the grace period begins anew"
     return ""

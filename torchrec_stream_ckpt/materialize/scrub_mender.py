@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError, StreamCkptError, TrimmedError
+from torchrec_stream_ckpt.errors import (
+    CorruptionError,
+    OtherLogError,
+    StoreUnavailableError,
+    StreamCkptError,
+    TrimmedError,
+)
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense_files import whole
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -23,6 +29,7 @@ from torchrec_stream_ckpt.materialize.replacing import Replacing
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore, copy_dense
+from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.uris import check_store_url
 
@@ -34,7 +41,7 @@ class ScrubMender:
 
     Args:
         objects: The store.
-        repairer: Mends rows and what names them.
+        repairer: Repairs rows and what names them.
         dense_of: Where the trainer has put the dense state of a marker.
         progress: Told of what is done.
     """
@@ -93,6 +100,8 @@ class ScrubMender:
                     raise
                 except CorruptionError:
                     continue
+                except StoreUnavailableError:
+                    check_store(self._objects)  # it is away, or this manifest alone cannot be read
         self._compared = True
 
     def _claim(self, lineage: Lineage, name: str, generation: int, error: CorruptionError) -> Repair:

@@ -6,12 +6,11 @@ the segments that it names, the dense state of a marker.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 
-from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, OtherLogError
+from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError, StoreUnavailableError
 from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
-from torchrec_stream_ckpt.format.dense_files import DenseFile, altered
+from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, SegmentRef
 from torchrec_stream_ckpt.format.segment import ChunkEntry, check_chunk, entries_of
@@ -19,6 +18,7 @@ from torchrec_stream_ckpt.layout import (
     DENSE_DIR,
     DROPPED_DIR,
     GARBAGE_DIR,
+    IDENTITY_FILE,
     FoldName,
     claim_name,
     dense_file_name,
@@ -36,7 +36,7 @@ from torchrec_stream_ckpt.layout import (
 )
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense_objects import files_in
+from torchrec_stream_ckpt.store.dense_objects import files_in, read_dense_file
 from torchrec_stream_ckpt.store.reader import load_front
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -80,11 +80,15 @@ class ScrubReader:
         return {found[1] for name in names if (found := parse_dropped_name(name)) is not None}
 
     def _with_dense(self) -> set[MarkerId]:
-        """Markers that are offered: with a manifest they have dense state here, without one they may."""
+        """Markers whose dense state must be whole here: with a manifest, and those whose trainer has put it here.
+
+        Of a marker without a manifest the materializer may be copying it right now.
+        """
         names = (entry.name for entry in self._objects.list(f"{DENSE_DIR}/{self._catalog.job.hex()}/"))
         here = {found[1] for name in names if (found := parse_dense_file(name)) is not None}
-        known = self._catalog.markers | (here & self._lineage.commits.keys())
-        return set((known & self._lineage.commits.keys()) - self._catalog.dropped)
+        commits, home = self._lineage.commits, "" if self._objects.size(IDENTITY_FILE) is not None else None
+        kept = {marker for marker in here & commits.keys() if commits[marker].store in (self._objects.url, home)}
+        return set((self._catalog.markers & commits.keys() | kept) - self._catalog.dropped)
 
     def listed(self) -> set[str]:
         """Names of what nobody needs, as gc has listed them. A list that cannot be read says nothing."""
@@ -104,7 +108,7 @@ class ScrubReader:
                 return list(self._dense(unit))
             if parse_manifest_name(unit) is not None or parse_fold_name(unit) is not None:
                 return [unit, *self._named(unit)]
-        except CorruptionError:
+        except (CorruptionError, StoreUnavailableError):  # the one that reads it tells whether the store is away
             return [self._list_of(unit)]
         return [unit]
 
@@ -213,20 +217,9 @@ class ScrubReader:
 
     def _dense_file(self, name: str, unit: str) -> Iterator[int]:
         file = self._dense(unit).get(name)
-        size = self._objects.size(name)
         if file is None:
             raise CorruptionError("its COMMIT names no such dense file", name=name)
-        if size is None:
-            raise MissingObjectError("dense state is gone", name=name)
-        if size != file.num_bytes:
-            raise CorruptionError(altered("the file", size, file), name=name)
-        digest = hashlib.sha256()
-        for begin in range(0, size, PIECE_BYTES):
-            data = self._objects.read(name, begin, min(size, begin + PIECE_BYTES))
-            digest.update(data)
-            yield len(data)
-        if digest.hexdigest() != file.sha256:
-            raise CorruptionError("dense state was altered since it was committed", name=name)
+        yield from read_dense_file(self._objects, name, file, PIECE_BYTES)
 
     def _table(self, marker: MarkerId, table: int) -> str:
         claim = self._lineage.claims.get(marker.generation)

@@ -1,4 +1,4 @@
-"""Read everything that a store holds of a job again, piece by piece, and mend what is damaged.
+"""Read everything that a store holds of a job again, piece by piece, and repair what is damaged.
 
 A pass reads the units of ``scrub_reader`` in the order of their names. Where it stands is kept in the store every few
 seconds, so that the next scrub goes on there, whoever was killed. Two at once read everything twice, and do no harm.
@@ -51,9 +51,9 @@ class Damage:
     """Where the damage is, as far as it is known; empty otherwise."""
     reason: str
     repair: Repair | None = None
-    """How it was written anew; None: it was not."""
+    """How it was repaired; None: it was not."""
     lost: str = ""
-    """Why it cannot be; empty where nobody has tried."""
+    """Why it cannot be repaired; empty before any attempt."""
 
     @property
     def state(self) -> str:
@@ -77,7 +77,7 @@ class Scrubber:
         objects: The store.
         lineage: Gives the control partition as of now, or what the store itself says of it.
         who: ``service`` or ``command``: each keeps a place of its own.
-        mender: Mends what is damaged; None: it is only named.
+        mender: Repairs what is damaged; None: damage is only named.
         told: Called with each damaged object.
     """
 
@@ -103,7 +103,7 @@ class Scrubber:
         """Objects that are damaged now."""
         self.counts = ScrubCounts()
         self.unkept: StreamCkptError | None = None
-        """Why a scrub that mends nothing does not keep its place."""
+        """Why a scrub that repairs nothing does not keep its place."""
 
     # One pass.
 
@@ -142,7 +142,7 @@ class Scrubber:
                 yield from self._one(reader, lineage, catalog, name)
                 failpoint("scrub.read")
             if number == 0:
-                names = reader.names_of(unit)  # the first one names the others, and may have been mended
+                names = reader.names_of(unit)  # the first one names the others, and may have been repaired
             number += 1
             if number > done:
                 self._advance(unit, number)
@@ -152,12 +152,14 @@ class Scrubber:
         self._failed = []
         if not anew and self.place.begun_s and not self.place.ended:
             return self.place.damaged
-        number, whole_s = self.place.number + 1, self.place.whole_s
-        self._place = ScrubPlace(number if self.place.begun_s else 1, time.time(), whole_s=whole_s)
-        return ()
+        before = self.place
+        number = before.number + 1 if before.begun_s else 1
+        # What the last pass has named stays named until it was read again: gc and trim rely on nothing of it.
+        self._place = ScrubPlace(number, time.time(), whole_s=before.whole_s, damaged=before.damaged)
+        return before.damaged
 
     def _one(self, reader: ScrubReader, lineage: Lineage, catalog: Catalog, name: str) -> Iterator[int]:
-        """Read an object; mend it if it is damaged."""
+        """Read an object; repair it if it is damaged."""
         try:
             try:
                 yield from self._read(reader, name)
@@ -270,7 +272,7 @@ class Scrubber:
             self._objects.delete(scrub_place_name(self._job, self._who, before))
 
     def keep(self) -> None:
-        """Keep the place; one that mends nothing also reads a store that it may not write."""
+        """Keep the place; a scrub that repairs nothing also reads a read-only store."""
         self._saved_s = time.monotonic()
         try:
             self.save()

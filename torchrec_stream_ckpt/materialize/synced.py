@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.segment import decode_chunk
+from torchrec_stream_ckpt.materialize.read_back import ReadBack
 from torchrec_stream_ckpt.route.holdings import Holding, Holdings
+from torchrec_stream_ckpt.route.strides import Stretch
 from torchrec_stream_ckpt.store.reader import open_segments, read_chunks
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -37,6 +39,7 @@ def check_synced(
     *,
     whole: bool = False,
     progress: Callable[[int], None] = lambda _: None,
+    read_back: ReadBack | None = None,
 ) -> Synced:
     """Look whether every marker can be restored from the store and what the log has behind ``upto``.
 
@@ -49,6 +52,7 @@ def check_synced(
         pool: Threads to read with.
         whole: Read every byte of the segments and compare all checksums.
         progress: Called with the bytes of each chunk that is read.
+        read_back: Reads, of what holds rows that the log is to lose now, whatever was not read lately.
 
     Raises:
         MarkerNotFoundError: ``upto`` is not in the store, or was given up.
@@ -63,6 +67,8 @@ def check_synced(
         checked[marker] = _check(holdings, marker, commit.id, {number: each.id for number, each in trimmed.items()})
     refs = _segments(holdings, checked.values())
     _read(holdings, refs, pool, whole=whole, progress=progress)
+    if read_back is not None:
+        _check_bytes(holdings, checked.values(), _new(holdings, trimmed), read_back)
     num_bytes = sum(ref.num_bytes for ref, _ in refs.values())
     others = tuple(each for each in trimmed.values() if each.id != commit.id)
     return Synced(commit, others, len(checked), len(refs), num_bytes)
@@ -151,6 +157,36 @@ def _segments(holdings: Holdings, checked: Iterable[Holding]) -> dict[str, tuple
         refs += [(ranks[-1], holding.reach.generation) for ranks in notes]
         found |= {ref.name: (ref, generation) for ref, generation in refs}
     return found
+
+
+def _new(holdings: Holdings, trimmed: Mapping[int, Commit]) -> list[Stretch]:
+    """The markers of whose rows the log would lose its copy now, by generation: no trim has said so before."""
+    reach, found = holdings.lineage.trims.reach, dict[int, list[MarkerId]]()
+    for marker in holdings.lineage.commits:
+        upto, gone = trimmed.get(marker.generation), reach.get(marker.generation)
+        if upto is not None and marker <= upto.id and (gone is None or marker > gone):
+            found.setdefault(marker.generation, []).append(marker)
+    ends = ((holdings.strides.interval(min(each)), holdings.strides.interval(max(each))) for each in found.values())
+    return [replace(first, stop=last.stop) for first, last in ends]
+
+
+def _check_bytes(holdings: Holdings, checked: Iterable[Holding], new: Sequence[Stretch], read_back: ReadBack) -> None:
+    """See that pieces with rows of these markers hold what was written.
+
+    Raises:
+        CorruptionError: one does not.
+    """
+    steps = {(piece.start, piece.end) for holding in checked if holding.reach for piece in holding.pieces}
+    strides = holdings.strides
+    for step in sorted(steps, key=lambda each: each[1]):
+        held = strides.stretch(*step)
+        if any(strides.overlap(held, each) for each in new) and not read_back.is_whole(holdings, step):
+            error = read_back.damaged[step]
+            raise CorruptionError(
+                f"the log is not trimmed: the store holds damaged rows of marker {step[1]}: {error.message}",
+                hint="repair it from the log: stream-ckpt scrub URI --store URL --repair",
+                **{"store": holdings.catalog.objects.url, **error.where},
+            )
 
 
 def _read(

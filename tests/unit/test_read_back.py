@@ -1,0 +1,339 @@
+"""What replaces other copies is relied on by its bytes: read since it was written, which is remembered, or read now."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests import stores
+from tests.stores import HeldObjects, History
+from tests.unit.gc_history import ALWAYS, NEVER, SPANS, branched
+from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.reading import Reading, ReadUnit
+from torchrec_stream_ckpt.format.scrub_place import ScrubPlace
+from torchrec_stream_ckpt.layout import READINGS_DIR, scrub_place_name
+from torchrec_stream_ckpt.materialize.compactor import Policy
+from torchrec_stream_ckpt.materialize.gc import GcRules, collect
+from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
+from torchrec_stream_ckpt.materialize.materializer import Materializer
+from torchrec_stream_ckpt.materialize.read_back import COUNTS_FOR_S
+from torchrec_stream_ckpt.materialize.retention import Retention
+from torchrec_stream_ckpt.materialize.scrubber import Scrubber
+from torchrec_stream_ckpt.route.holdings import Holdings
+from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.types import MarkerId
+
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
+HOUR = 3600.0
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Executor]:
+    with ThreadPoolExecutor(2) as threads:
+        yield threads
+
+
+class Watched(HeldObjects):
+    """A store that notes what is done to it."""
+
+    def __init__(self, history: History, pool: Executor, upto: int = 3) -> None:
+        """A base at each marker up to one, intervals alone from there on."""
+        super().__init__({})
+        self.done: list[tuple[str, str]] = []
+        lineage = history.lineage
+        old = replace(lineage, commits=lineage.commits.only([each for each in lineage.commits if each.marker <= upto]))
+        for policy, known in ((ALWAYS, old), (NEVER, lineage)):
+            made = Materializer(history.log, self, lambda _: open_dense(str(history.root)), pool, policy)  # type: ignore[arg-type]
+            list(made.catch_up(known))
+        self.done.clear()
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        self.done.append(("read", name))
+        return super().read(name, begin, end)
+
+    def put(self, name: str, parts: Any) -> None:
+        if hasattr(self, "done"):
+            self.done.append(("put", name))
+        super().put(name, parts)
+
+    def flip(self, part: str) -> str:
+        (name,) = (name for name in self._held if part in name)
+        data = bytearray(self._held[name])
+        data[-10] ^= 4
+        self._held[name] = bytes(data)
+        return name
+
+    def bases_read(self) -> set[int]:
+        """Markers of the bases of which rows were read since this was asked last."""
+        names = {name for what, name in self.done if what == "read" and "-from-root-p" in name}
+        self.done.clear()
+        return {int(name.split("-m")[1][:8]) for name in names}
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> History:
+    made = History(tmp_path)
+    made.generation(1, range(1, 7))
+    return made
+
+
+def gc(history: History, store: HeldObjects, pool: Executor, now_s: float, newest: int, host: str = "a host") -> GcPlan:
+    rules, lineage = GcRules(retention=Retention(newest=newest), grace_s=HOUR), history.lineage
+    return collect(store, lineage, lineage.job, rules, pool, lambda: {host: now_s})  # type: ignore[arg-type]
+
+
+def offered(history: History, store: HeldObjects) -> set[int]:
+    catalog = Catalog.load(store, history.lineage.job)  # type: ignore[arg-type]
+    return {marker.marker for marker in catalog.markers - catalog.dropped}
+
+
+# What gc gives up.
+
+
+@pytest.mark.parametrize(
+    ("harm", "kept"),
+    [
+        (["f-g00000001-m00000006-from-root-p000"], {6}),
+        (["f-g00000001-m00000006-from-root-p000", "r00000-m00000006-p000"], {5, 6}),
+        (["g00000001-m00000006/.metadata"], {5, 6}),
+    ],
+    ids=["a base that others replace", "a base and what else has its rows", "dense state"],
+)
+def test_a_marker_counts_for_the_newest_only_if_its_bytes_are_right(
+    history: History, pool: Executor, harm: list[str], kept: set[int]
+) -> None:
+    """One flipped bit in the newest base: all markers before it were given up, and none could be restored."""
+    store = Watched(history, pool, upto=6)
+    for part in harm:
+        store.flip(part)
+    done = gc(history, store, pool, 0.0, 1)
+    assert offered(history, store) == kept
+    assert {marker.marker for marker in done.kept} == kept
+    marker = MarkerId(1, min(kept))
+    holdings = Holdings.load(store, history.lineage)  # type: ignore[arg-type]
+    if len(kept) == 1:
+        holdings = holdings.apart_from({(None, marker): "flipped"})
+    assert (
+        stores.rows_in(holdings.catalog, history.lineage, marker, holdings.look(marker).pieces) == history.rows[marker]
+    )
+
+
+def test_damage_that_lies_behind_the_floor_gives_nothing_more_up(history: History, pool: Executor) -> None:
+    store = Watched(history, pool, upto=0)
+    store.flip("r00000-m00000005-p000")
+    gc(history, store, pool, 0.0, 2)
+    assert offered(history, store) == {3, 4, 5, 6}, "1:5 and 1:6 need the interval, two others are kept for them"
+
+
+# What is remembered.
+
+
+def test_a_base_is_not_read_again_each_time_that_a_little_goes_in_its_favor(history: History, pool: Executor) -> None:
+    store = Watched(history, pool)
+    gc(history, store, pool, 0.0, 4)
+    assert store.bases_read() == {3}
+    for hours, newest in ((2, 4), (3, 3), (5, 3)):
+        done = gc(history, store, pool, hours * HOUR, newest)
+        assert bool(done.now) == (newest == 4 or hours == 5)
+        assert store.bases_read() == set(), hours
+    gc(history, store, pool, 5 * HOUR + COUNTS_FOR_S, 2)
+    assert store.bases_read() == {3}, "that was long ago"
+    assert len(list(store.list(f"{READINGS_DIR}/"))) == 1, "what counts no more is forgotten"
+    for marker in (5, 6):
+        rows = stores.rows_of(store, history.lineage, MarkerId(1, marker))  # type: ignore[arg-type]
+        assert rows == history.rows[MarkerId(1, marker)]
+
+
+@pytest.mark.parametrize("host", ["another host", "a host that was set back"])
+def test_what_no_clock_of_this_run_tells_does_not_count(history: History, pool: Executor, host: str) -> None:
+    store = Watched(history, pool)
+    gc(history, store, pool, 100 * HOUR, 4)
+    store.bases_read()
+    now_s, host = (101 * HOUR, host) if host == "another host" else (99 * HOUR, "a host")
+    gc(history, store, pool, now_s, 3, host)
+    assert store.bases_read() == {3}
+
+
+def test_what_a_scrub_found_damaged_is_read_again(history: History, pool: Executor) -> None:
+    store = Watched(history, pool)
+    gc(history, store, pool, 0.0, 4)
+    store.flip("-m00000003-from-root-p000")
+    lineage = history.lineage
+    list(Scrubber(store, lambda: lineage, "command").pieces())  # type: ignore[arg-type]
+    done = gc(history, store, pool, 2 * HOUR, 4)
+    assert [said for said in done.damaged if "-m00000003-from-root" in said]
+    gone = [entry.name for entry in done.now if entry.name.startswith("segments/")]
+    assert {int(name.split("-m")[1][:8]) for name in gone} == {1, 2}, "base 2 has the rows of these, and is whole"
+    assert not [name for name in gone if "-m00000002-from-root" in name]
+
+
+@pytest.mark.parametrize("place", ["cut", "full"])
+def test_a_scrub_that_does_not_say_all_leaves_nothing_to_rely_on(history: History, pool: Executor, place: str) -> None:
+    store = Watched(history, pool)
+    gc(history, store, pool, 0.0, 4)
+    store.bases_read()
+    said = ScrubPlace(1, 1.0, damaged=tuple(f"x{number}" for number in range(1000))).to_bytes()
+    store.put(scrub_place_name(history.lineage.job, "service", 1), [said if place == "full" else said[:-3]])
+    gc(history, store, pool, 2 * HOUR, 4)
+    assert store.bases_read() == {3}
+
+
+def test_a_base_that_was_merged_anew_with_other_bytes_is_read(history: History, pool: Executor) -> None:
+    store = Watched(history, pool)
+    gc(history, store, pool, 0.0, 4)
+    (name,) = (entry.name for entry in store.list(f"{READINGS_DIR}/"))
+    reading = Reading.from_bytes(store.read(name), name)
+    units = tuple(replace(unit, crc=unit.crc ^ 1) for unit in reading.units)
+    store.put(name, [replace(reading, units=units).to_bytes()])
+    store.bases_read()
+    gc(history, store, pool, 2 * HOUR, 4)
+    assert store.bases_read() == {3}
+
+
+def test_a_reading_that_is_damaged_says_nothing_and_goes(history: History, pool: Executor) -> None:
+    store = Watched(history, pool)
+    gc(history, store, pool, 0.0, 4)
+    name = store.flip(f"{READINGS_DIR}/")
+    store.bases_read()
+    gc(history, store, pool, 2 * HOUR, 4)
+    assert store.bases_read() == {3}
+    assert store.size(name) is None
+
+
+def test_readings_that_are_not_ours_are_refused() -> None:
+    reading = Reading(17.0, {"a": 3.5}, (ReadUnit("folds/x", 7, 4000),))
+    assert Reading.from_bytes(reading.to_bytes(), "here") == reading
+    for wrong in (b"", b"[]", b"{}", reading.to_bytes()[:-1], reading.to_bytes().replace(b"4000", b"4001")):
+        with pytest.raises(CorruptionError, match="not a reading"):
+            Reading.from_bytes(wrong, "here")
+    for other in (Reading(True, {}, ()), Reading(1.0, {"a": "b"}, ()), Reading(1.0, {}, (ReadUnit("x", 1, 2.0),))):  # type: ignore[arg-type, dict-item]
+        with pytest.raises(CorruptionError, match="not a reading"):
+            Reading.from_bytes(other.to_bytes(), "here")
+
+
+def test_what_goes_later_is_listed_before_anything_long_is_read(history: History, pool: Executor) -> None:
+    store = Watched(history, pool)
+    gc(history, store, pool, 0.0, 4)
+    store.done.clear()
+    gc(history, store, pool, 2 * COUNTS_FOR_S, 3)
+    listed = next(place for place, (what, name) in enumerate(store.done) if what == "put" and "garbage/" in name)
+    floor = [place for place, (what, name) in enumerate(store.done) if (what, "dropped/" in name) == ("put", True)]
+    reads = [place for place, (what, name) in enumerate(store.done) if what == "read" and "-from-root-p" in name]
+    assert not [place for place in reads if floor[-1] < place < listed]
+
+
+def test_a_list_loses_what_was_found_to_be_needed_after_all(history: History, pool: Executor) -> None:
+    store = Watched(history, pool)
+    gc(history, store, pool, 0.0, 4)
+    store.flip("-m00000003-from-root-p000")
+    done = gc(history, store, pool, 2 * COUNTS_FOR_S, 4)
+    assert done.damaged
+    again = gc(history, store, pool, 2 * COUNTS_FOR_S + 2 * HOUR, 4)
+    assert not [entry for entry in again.now if "-r00000-m0000000" in entry.name]
+    rows = stores.rows_in(*_without_base(history, store, 6))
+    assert rows == history.rows[MarkerId(1, 6)]
+
+
+def _without_base(history: History, store: HeldObjects, marker: int) -> Any:
+    holdings = Holdings.load(store, history.lineage).apart_from({(None, MarkerId(1, 3)): "flipped"})  # type: ignore[arg-type]
+    return holdings.catalog, history.lineage, MarkerId(1, marker), holdings.look(MarkerId(1, marker)).pieces
+
+
+# Which markers' rows a piece holds.
+
+
+@pytest.mark.parametrize("policy", [ALWAYS, SPANS, NEVER])
+def test_stretches_overlap_and_cover_as_sets_of_markers_do(tmp_path: Path, policy: Policy) -> None:
+    history = branched(tmp_path, policy)
+    holdings = Holdings.load(history.objects, history.lineage)
+    strides, draw = holdings.strides, random.Random(3)
+    spans: list[tuple[MarkerId | None, MarkerId]] = []
+    for end in history.lineage.commits:
+        chain = [commit.id for commit in strides.chain(end)]
+        spans += [(start, end) for start in (None, *chain[:-1])]
+    for one, other in ((draw.choice(spans), draw.choice(spans)) for _ in range(3000)):
+        stretches = strides.stretch(*one), strides.stretch(*other)
+        sets = _markers(holdings, *one), _markers(holdings, *other)
+        assert strides.overlap(*stretches) == bool(sets[0] & sets[1])
+        assert strides.covers(*stretches) == (sets[0] >= sets[1])
+    for marker in history.lineage.commits:
+        assert strides.covers(strides.stretch(None, marker), strides.interval(marker))
+
+
+def _markers(holdings: Holdings, start: MarkerId | None, end: MarkerId) -> set[MarkerId]:
+    chain = [commit.id for commit in holdings.strides.chain(end)]
+    return set(chain[chain.index(start) + 1 :] if start is not None else chain)
+
+
+# What trim relies on.
+
+
+def trim(history: History, *more: str) -> tuple[int, dict[str, Any], str]:
+    root = str(history.root)
+    done = CliRunner().invoke(app, ["trim", f"file://{root}", "--store", root, "--json", *more])
+    said = f"{done.output}{done.exception or ''}"
+    return done.exit_code, json.loads(done.stdout) if done.exit_code == 0 else {}, said
+
+
+def flip(history: History, part: str) -> str:
+    (name,) = (entry.name for entry in history.objects.list("segments/") if part in entry.name)
+    path = history.root / name
+    path.write_bytes(path.read_bytes()[:-10] + bytes([path.read_bytes()[-10] ^ 4]) + path.read_bytes()[-9:])
+    return name
+
+
+@pytest.mark.parametrize("policy", [NEVER, Policy(rebase=1e-9)], ids=["interval", "base"])
+def test_a_chunk_that_was_flipped_after_folding_keeps_the_log_that_has_its_rows(
+    history: History, policy: Policy
+) -> None:
+    stores.fold(history.root, policy)
+    name = flip(history, "r00000-m00000004-p000" if policy is NEVER else "m00000006-from-root-p000")
+    before = stores.contents(history.objects)
+    status, _, said = trim(history)
+    assert (status, name in said, "scrub URI --store URL --repair" in said) == (1, True, True), said
+    assert stores.contents(history.objects) == before
+    root = str(history.root)
+    assert CliRunner().invoke(app, ["scrub", f"file://{root}", "--store", root, "--repair"]).exit_code == 0
+    assert trim(history)[0] == 0
+    marker = MarkerId(1, 6)
+    shutil.rmtree(history.root / "data")
+    assert stores.rows_of(history.objects, history.lineage, marker) == history.rows[marker]
+
+
+def test_a_trim_reads_what_it_takes_away_and_not_what_was_taken_before(history: History) -> None:
+    stores.fold(history.root, NEVER)
+    sizes = {
+        marker: sum(entry.num_bytes for entry in history.objects.list("segments/") if f"m{marker:08d}" in entry.name)
+        for marker in range(1, 7)
+    }
+    status, planned, _ = trim(history, "--upto", "1:3", "--dry-run")
+    assert (status, list(history.objects.list(f"{READINGS_DIR}/"))) == (0, [])
+    status, done, _ = trim(history, "--upto", "1:3")
+    assert 0 < done["read_bytes"] == planned["read_bytes"] < sum(sizes[marker] for marker in (1, 2, 3))
+    flip(history, "r00000-m00000002-p000")  # the log has it no more: nothing that this trim takes away would mend it
+    status, more, said = trim(history)
+    assert status == 0, said
+    assert 0 < more["read_bytes"] < sum(sizes[marker] for marker in (4, 5, 6))
+    assert trim(history)[1]["read_bytes"] == 0
+
+
+def test_a_trim_relies_on_what_gc_has_read(history: History, pool: Executor) -> None:
+    stores.fold(history.root, Policy(rebase=1e-9))
+    lineage = history.lineage
+    rules = GcRules(retention=Retention(newest=6))
+    gc_rules = replace(rules, retention=Retention(newest=5))
+    collect(history.objects, lineage, lineage.job, gc_rules, pool)
+    status, done, said = trim(history)
+    assert (status, done["read_bytes"]) == (0, 0), said

@@ -1,0 +1,156 @@
+"""Markers that a person gives up by name: those that nothing can bring back, others only if the person insists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
+
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, StreamCkptError, TrimmedError
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.log.api import LogReader
+from torchrec_stream_ckpt.materialize.stock import Stock
+from torchrec_stream_ckpt.route.locate import damage_of, locate
+from torchrec_stream_ckpt.route.route import check_there
+from torchrec_stream_ckpt.store.dense import DenseStore
+from torchrec_stream_ckpt.store.reader import read_chunks
+from torchrec_stream_ckpt.types import MarkerId
+
+ON_REQUEST = "on request"
+"""Why a marker goes that could be restored."""
+
+Places = Callable[[Commit], Iterable[DenseStore]]
+"""Where the dense state of a marker may be."""
+
+
+class WaysBack:
+    """Says of markers whether anything brings them back, by reading what a restore would read of the store.
+
+    What is damaged is read around, as a restore does it. Of the log it looks at names, sizes and ends. What several
+    markers need is read once.
+
+    Args:
+        stock: What the store holds.
+        log: The job's log; None if it is gone.
+        places: Where dense state may be.
+        pool: Threads to read with.
+    """
+
+    def __init__(self, stock: Stock, log: LogReader | None, places: Places, pool: Executor) -> None:
+        self._lineage: Lineage = stock.holdings.lineage
+        self._catalog = stock.holdings.catalog
+        self._log = log
+        self._places = places
+        self._pool = pool
+        self._damaged: dict[str, CorruptionError] = {}
+        self._read: set[str] = set()
+
+    def why_not(self, marker: MarkerId) -> str:
+        """Why nothing brings a marker back; empty when something does.
+
+        Raises:
+            StoreUnavailableError, LogUnavailableError: one of them does not answer: then nobody can tell.
+        """
+        try:
+            self._check_dense(self._lineage.find(marker))
+            self._check_rows(marker)
+        except (CorruptionError, TrimmedError) as error:
+            return error.headline
+        return ""
+
+    def _check_dense(self, commit: Commit) -> None:
+        first: CorruptionError | None = None
+        for dense in self._places(commit):
+            try:
+                dense.verify(commit)
+            except CorruptionError as error:
+                first = first or error
+            else:
+                return
+            finally:
+                dense.release()
+        if first is not None:
+            raise first
+
+    def _check_rows(self, marker: MarkerId) -> None:
+        try:
+            while not self._is_whole(marker):
+                pass
+        except (CorruptionError, TrimmedError) as error:
+            # That of the store comes first, not why the way around it leads nowhere.
+            raise damage_of(self._catalog, self._lineage, marker, self._damaged) or error from None
+
+    def _is_whole(self, marker: MarkerId) -> bool:
+        """Whether the pieces that a restore would read are whole; otherwise there may be a way around them."""
+        route = locate(self._lineage, marker, self._catalog, damaged=self._damaged)
+        if self._log is not None:
+            check_there(self._log, self._lineage, marker, route.intervals)
+            route.check(self._log)
+        elif route.reach != marker:
+            raise CorruptionError("the store does not lead to this marker, and there is no log", marker=marker)
+        opened = [picked for picked in route.segments if picked.ref.name not in self._read]
+        try:
+            for _ in read_chunks(self._catalog.objects, opened, self._pool):
+                pass
+        except CorruptionError as error:
+            name = route.segment_of(error)
+            if name is None:
+                raise
+            self._damaged[name] = error
+            return False
+        self._read |= {picked.ref.name for picked in opened}
+        return True
+
+
+def check_given_up(
+    stock: Stock, named: Sequence[MarkerId], ways: WaysBack, *, force: bool = False
+) -> dict[MarkerId, str]:
+    """What may be given up of the named markers, each with why nothing brings it back. What was given up is left out.
+
+    Args:
+        stock: What the store holds.
+        named: Markers.
+        ways: Says whether something brings them back.
+        force: Give up those as well that can be restored.
+
+    Raises:
+        MarkerNotFoundError: one was never committed, or is not in the store.
+        ConfigError: one is pinned, or can be restored.
+        StoreUnavailableError, LogUnavailableError: one of them does not answer.
+    """
+    catalog, found = stock.holdings.catalog, dict[MarkerId, str]()
+    for marker in named:
+        stock.holdings.lineage.find(marker)
+        if marker in catalog.dropped:
+            continue
+        if marker not in catalog.markers:
+            raise MarkerNotFoundError(
+                f"marker {marker} is not in the store: gc gives up what the store holds",
+                hint="correct the name (stream-ckpt list URI); stream-ckpt materialize puts markers there; with "
+                "--pass-over-lost it gives up those that can never be there",
+                store=catalog.objects.url,
+            )
+        if marker in stock.pins:
+            raise _pinned(marker)
+        why = "" if force else ways.why_not(marker)
+        if not why and not force:
+            raise ConfigError(
+                f"marker {marker} can be restored, as far as the store and the log tell",
+                hint=f"restore it, or leave it to the rules; to give it up for good: --give-up {marker} --force",
+                marker=marker,
+            )
+        found[marker] = why or ON_REQUEST
+    return found
+
+
+def lost_markers(stock: Stock, ways: WaysBack) -> dict[MarkerId, str]:
+    """All markers that the store offers and that nothing brings back, each with the reason. Pinned ones stay."""
+    offered = stock.holdings.catalog.markers - stock.holdings.catalog.dropped - stock.pins
+    reasons = {marker: ways.why_not(marker) for marker in sorted(offered)}
+    return {marker: why for marker, why in reasons.items() if why}
+
+
+def _pinned(marker: MarkerId) -> StreamCkptError:
+    return ConfigError(
+        f"marker {marker} is pinned", hint=f"remove the pin first: stream-ckpt unpin URI {marker}", marker=marker
+    )

@@ -1,0 +1,214 @@
+"""Reads folds and intervals of a store whole, and remembers in the store (``readings/``) which it has read.
+
+What replaces other copies of rows is relied on by its bytes: it was read since it was written, or is read now. What was
+read counts for a week, by a clock that is never set; so a base is not read each time when a little goes in its favor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+
+from crc32c import crc32c
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.format.dense_files import whole
+from torchrec_stream_ckpt.format.manifest import SegmentRef
+from torchrec_stream_ckpt.format.reading import Reading, ReadUnit
+from torchrec_stream_ckpt.format.scrub_place import MAX_DAMAGED, ScrubPlace
+from torchrec_stream_ckpt.layout import (
+    DENSE_DIR,
+    READINGS_DIR,
+    SCRUB_DIR,
+    FoldName,
+    dense_file_name,
+    dense_name,
+    is_reading,
+    manifest_name,
+    parse_scrub_place,
+    reading_name,
+)
+from torchrec_stream_ckpt.route.holdings import Holdings, Step
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.dense_objects import files_in, read_dense_file
+from torchrec_stream_ckpt.store.reader import load_notes, open_segments, read_chunks
+from torchrec_stream_ckpt.types import MarkerId
+
+COUNTS_FOR_S = 7 * 86400.0
+"""For how long it counts that something was read."""
+_FORGOTTEN_S = 2 * COUNTS_FOR_S
+"""After which time, by wall clocks, what was read is forgotten, whatever clock told it."""
+
+
+class ReadBack:
+    """What a process has read whole, and what others have.
+
+    Args:
+        objects: The store.
+        job: The job.
+        pool: Threads to read with.
+        clocks: What they show now, see ``rounds``. Without any, nothing that others have read counts.
+        progress: Called with the bytes of each chunk that is read.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        job: bytes,
+        pool: Executor,
+        clocks: Mapping[str, float],
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._objects = objects
+        self._job = job
+        self._pool = pool
+        self._clocks = dict(clocks)
+        self._progress = progress
+        self._readings = self._load()
+        self._known = {
+            unit
+            for reading in self._readings.values()
+            if reading is not None and _counts(reading, self._clocks)
+            for unit in reading.units
+        }
+        self._suspects = self._load_suspects()
+        self._whole: set[Step] = set()
+        self._fresh: list[ReadUnit] = []
+        self.damaged: dict[Step, CorruptionError] = {}
+        """Folds and intervals with other bytes than were written."""
+        self.num_bytes = 0
+        """What was read."""
+
+    def is_whole(self, holdings: Holdings, step: Step) -> bool:
+        """Whether a piece of the store holds the bytes that were written; reads it unless that was done lately.
+
+        Of a marker with itself: whether its dense state and what its ranks said are whole.
+
+        Args:
+            holdings: What the store has.
+            step: (start, end) of the piece.
+
+        Raises:
+            StoreUnavailableError: the store does not answer.
+        """
+        if step not in self._whole and step not in self.damaged:
+            try:
+                self._look(holdings, step)
+            except CorruptionError as error:
+                self.damaged[step] = error
+            else:
+                self._whole.add(step)
+        return step in self._whole
+
+    def _look(self, holdings: Holdings, step: Step) -> None:
+        catalog, (start, end) = holdings.catalog, step
+        refs: list[SegmentRef]
+        if start == end:
+            self._look_beside_rows(holdings, end)
+            return
+        if step in catalog.folds:
+            fold = catalog.fold(start, end)
+            name, data, refs = FoldName(self._job, end, start).name, fold.to_bytes(), list(fold.segments)
+        else:
+            manifest = catalog.manifest(end)
+            name, data = manifest_name(self._job, end), manifest.to_bytes()
+            refs = [ref for ranks in manifest.segments for ref in ranks]
+        unit = ReadUnit(name, crc32c(data), sum(ref.num_bytes for ref in refs))
+        if unit in self._known and self._is_as_it_was(holdings, unit, refs):
+            return
+        opened = open_segments(catalog.objects, refs, self._job, self._pool)
+        for _, _, chunk in read_chunks(catalog.objects, opened, self._pool):
+            self.num_bytes += len(chunk)
+            self._progress(len(chunk))
+        self._fresh.append(unit)
+
+    def _look_beside_rows(self, holdings: Holdings, marker: MarkerId) -> None:
+        load_notes(holdings.catalog, marker, self._pool)
+        commit = holdings.lineage.find(marker)
+        files = whole(commit.dense_list, files_in(self._objects, commit))
+        names = [dense_file_name(commit.job, marker, file.name) for file in files]
+        num_bytes = sum(file.num_bytes for file in files)
+        unit = ReadUnit(dense_name(commit.job, marker), crc32c(commit.to_frame()), num_bytes)
+        if unit in self._known and self._suspects is not None and self._suspects.isdisjoint(names):
+            return
+        for file, name in zip(files, names, strict=True):
+            for piece in read_dense_file(self._objects, name, file):
+                self.num_bytes += piece
+                self._progress(piece)
+        self._fresh.append(unit)
+
+    def _is_as_it_was(self, holdings: Holdings, unit: ReadUnit, refs: list[SegmentRef]) -> bool:
+        """Whether everything is there with its length, and no scrub has found any of it damaged since."""
+        if self._suspects is None or not self._suspects.isdisjoint((unit.name, *(ref.name for ref in refs))):
+            return False
+        return all(holdings.sizes.get(ref.name) == ref.num_bytes for ref in refs)
+
+    @property
+    def reasons(self) -> dict[Step, str]:
+        """:attr:`damaged` in words."""
+        return {step: error.headline for step, error in self.damaged.items()}
+
+    # What is remembered.
+
+    def save(self) -> None:
+        """Remember what was read.
+
+        Raises:
+            StoreUnavailableError: it was not written.
+        """
+        if self._fresh and self._clocks:
+            data = Reading(time.time(), self._clocks, tuple(sorted(self._fresh))).to_bytes()
+            self._objects.put(reading_name(self._job, int(time.time() * 1000), crc32c(data)), [data])
+            failpoint("read_back.saved")
+        self._fresh = []
+
+    def tidy(self, sizes: Mapping[str, int]) -> None:
+        """Forget what counts no more: what is gone from the store, read long ago, or cannot be read.
+
+        Args:
+            sizes: Objects of the store.
+        """
+        names = sizes.keys() | {name.rpartition("/")[0] for name in sizes if name.startswith(f"{DENSE_DIR}/")}
+        for name, reading in self._readings.items():
+            gone = reading is not None and names.isdisjoint(unit.name for unit in reading.units)
+            if reading is None or gone or not self._may_count(reading):
+                self._objects.delete(name)
+
+    def _may_count(self, reading: Reading) -> bool:
+        """Whether a reading counts here, or may elsewhere. The wall clock decides only what is read once more."""
+        if reading.clocks.keys() & self._clocks.keys():
+            return _counts(reading, self._clocks)
+        return abs(time.time() - reading.time_s) <= _FORGOTTEN_S
+
+    def _load(self) -> dict[str, Reading | None]:
+        entries = self._objects.list(f"{READINGS_DIR}/{self._job.hex()}/")
+        names = sorted(entry.name for entry in entries if is_reading(entry.name))
+        return dict(zip(names, self._pool.map(self._reading, names), strict=True))
+
+    def _reading(self, name: str) -> Reading | None:
+        try:
+            return Reading.from_bytes(self._objects.read(name), name)
+        except CorruptionError:
+            return None
+
+    def _load_suspects(self) -> frozenset[str] | None:
+        """What scrubs have found damaged; None where nobody can tell what else is."""
+        found: set[str] = set()
+        for entry in self._objects.list(f"{SCRUB_DIR}/{self._job.hex()}/"):
+            if parse_scrub_place(entry.name) is not None:
+                try:
+                    damaged = ScrubPlace.from_bytes(self._objects.read(entry.name), entry.name).damaged
+                except CorruptionError:
+                    return None
+                if len(damaged) >= MAX_DAMAGED:
+                    return None
+                found.update(damaged)
+        return frozenset(found)
+
+
+def _counts(reading: Reading, clocks: Mapping[str, float]) -> bool:
+    """Whether it was lately, by every clock that both show: one that was put back tells nothing."""
+    shown = [clocks[name] - then for name, then in reading.clocks.items() if name in clocks]
+    return bool(shown) and min(shown) >= 0.0 and max(shown) <= COUNTS_FOR_S

@@ -1,0 +1,93 @@
+"""What a store holds of a job when gc looks: markers, pins, lists of garbage, and what others still wait for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.manifest import Garbage
+from torchrec_stream_ckpt.layout import GARBAGE_DIR, IDENTITY_FILE, is_garbage_list
+from torchrec_stream_ckpt.log.api import Incarnation
+from torchrec_stream_ckpt.materialize.recovered import came_after_recovery
+from torchrec_stream_ckpt.route.holdings import Holdings
+from torchrec_stream_ckpt.store.api import Entry, Objects
+from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.identity import check_store
+from torchrec_stream_ckpt.store.jobs import jobs_in
+from torchrec_stream_ckpt.store.pins import attempts, pinned
+from torchrec_stream_ckpt.store.reached import awaited
+from torchrec_stream_ckpt.types import MarkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """What a store holds of one job, as of one look."""
+
+    holdings: Holdings
+    pins: frozenset[MarkerId]
+    """Markers that are pinned, or are about to be."""
+    lists: tuple[tuple[str, Garbage], ...]
+    """Lists of garbage, with their names."""
+    attempts: tuple[Entry, ...]
+    """Objects that attempts to pin markers have left."""
+    from_log: bool
+    """Whether the log has told of all markers; else the store itself has."""
+    home: str
+    """Identity of the file log in whose folder the store is; empty for none."""
+    awaited: frozenset[MarkerId]
+    """Markers that an outer tier is still to get."""
+
+
+def take_stock(objects: Objects, lineage: Lineage | None, job: bytes) -> Stock:
+    """Look at what is there; reads no rows.
+
+    Args:
+        objects: The store.
+        lineage: The control partition; None if the log is gone and no trainer runs on this job: the store does not know
+            which generations have begun, so that the markers on which they stand could go.
+        job: The job.
+
+    Raises:
+        CorruptionError: the store and the log tell different histories, or a list is damaged.
+        MarkerNotFoundError: the store has nothing of this job.
+        UnsupportedError: it is of a newer format.
+    """
+    catalog = Catalog.load(objects, job) if check_store(objects) else None
+    if catalog is None or not catalog.markers | catalog.dropped:
+        others = ", ".join(each.hex() for each in sorted(jobs_in(objects)))
+        raise MarkerNotFoundError(
+            f"the store has no marker of job {job.hex()}" + (f", but of job {others}" if others else ""),
+            hint="check --store, or put markers there: stream-ckpt materialize URI --store URL",
+            store=objects.url,
+        )
+    holdings = Holdings.load(objects, lineage or catalog.lineage())
+    _pass_over_newer(holdings)
+    pins = pinned(objects, job)  # listed after what was given up: one that came before that is seen
+    tries = tuple(entry for entry, _ in attempts(objects, job))
+    names = [entry.name for entry in objects.list(f"{GARBAGE_DIR}/{job.hex()}/") if is_garbage_list(entry.name)]
+    lists = tuple((name, Garbage.from_bytes(objects.read(name), name)) for name in sorted(names))
+    home = bytes(objects.read(IDENTITY_FILE)).decode("ascii", "replace") if objects.size(IDENTITY_FILE) else ""
+    wanted = awaited(objects, holdings.lineage, catalog.markers - catalog.dropped)
+    return Stock(holdings, pins, lists, tries, lineage is not None, home, wanted)
+
+
+def _pass_over_newer(holdings: Holdings) -> None:
+    """Markers that came while we looked are as if they were not there: nothing that leads to them goes."""
+    catalog, newest = holdings.catalog, holdings.lineage.newest
+    lineage = holdings.lineage
+    unknown = (catalog.markers | catalog.dropped) - lineage.commits.keys() - lineage.given_up
+    log = Incarnation(lineage.claims[lineage.newest_generation].incarnation, 0)
+    older = [
+        marker
+        for marker in unknown
+        if (newest is None or marker < newest.id) and not came_after_recovery(lineage, marker, log)
+    ]
+    if older:
+        raise CorruptionError(
+            f"the store holds marker {min(older)}, which the log does not know",
+            hint="give every log a store of its own, or bring the right log back",
+            store=catalog.objects.url,
+        )
+    catalog.markers -= unknown
+    catalog.folds = frozenset(span for span in catalog.folds if span[1] not in unknown)
