@@ -128,7 +128,7 @@ def write_dcp(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            save(_nested(dense, keys, states=states), storage_writer=writer, planner=planner, no_dist=True)
+            save(nested(dense, keys, states=states), storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as error:  # a BaseException that no handler of errors would see
         causes = [cause for cause, _ in error.failures.values()]
         for cause in causes:
@@ -138,7 +138,8 @@ def write_dcp(
     return sorted(path.name for path in folder.iterdir())
 
 
-def _nested(dense: DenseTensors, keys: Keys, *, states: bool) -> dict[str, Any]:
+def nested(dense: DenseTensors, keys: Keys, *, states: bool) -> dict[str, Any]:
+    """The dense state as the state dicts of a job."""
     entries = {keys.of_model(name): value for name, value in dense.model.items()}
     for parameter, values in dense.optimizer.items() if states else ():
         entries |= {keys.of_state(parameter, state): value for state, value in values.items()}

@@ -20,7 +20,8 @@ from torchrec_stream_ckpt.commit.dcp import read_json
 from torchrec_stream_ckpt.commit.optimizer_state import NESTED, read
 from torchrec_stream_ckpt.errors import CorruptionError, UnsupportedError
 
-_OF_RANK_0 = ("rank0.buffers", "rank0.optimizers")
+OF_RANK_0 = ("rank0.buffers", "rank0.optimizers")
+"""Entries of which the ranks may differ, and others get those of rank 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,15 @@ def read_dense(folder: Path) -> DenseTensors:
     """
     reader = FileSystemReader(folder)
     metadata = reader.read_metadata()
+    return put_together(read_entries(reader, metadata, entries_for_others(metadata)))
+
+
+def entries_for_others(metadata: Metadata) -> list[str]:
+    """The entries of a dense directory that say something to a program without this project.
+
+    Raises:
+        UnsupportedError: it has id maps of managed collision.
+    """
     names = list(metadata.state_dict_metadata)
     maps = sorted({name.split(".")[1] for name in names if name.startswith("collision.")})
     if maps:
@@ -48,8 +58,11 @@ def read_dense(folder: Path) -> DenseTensors:
             f"the id maps of managed collision ({', '.join(maps)}) fit no state dict of another plan",
             hint="restore the marker with StreamCheckpointer, or export its rows to safetensors or Parquet",
         )
-    wanted = [name for name in names if name.startswith(("model.", "optim.", f"{NESTED}.")) or name in _OF_RANK_0]
-    values = read_entries(reader, metadata, wanted)
+    return [name for name in names if name.startswith(("model.", "optim.", f"{NESTED}.")) or name in OF_RANK_0]
+
+
+def put_together(values: dict[str, Any]) -> DenseTensors:
+    """The dense state of these entries: those of :data:`OF_RANK_0` are read, the others may be meta tensors."""
     model = {name.removeprefix("model."): value for name, value in values.items() if name.startswith("model.")}
     if "rank0.buffers" in values:
         model |= torch.load(io.BytesIO(values["rank0.buffers"].numpy().tobytes()), weights_only=True)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from torchrec_stream_ckpt.format.changed import differences
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense import files_at
 from torchrec_stream_ckpt.format.rows import Array
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.interchange.export import chosen_tables
 from torchrec_stream_ckpt.interchange.rows import MarkerRows, TableReader
-from torchrec_stream_ckpt.restore.plan import check_schema
+from torchrec_stream_ckpt.types import TOMBSTONE, TableSpec
 
 Flags = npt.NDArray[np.bool_]
 
@@ -25,13 +28,15 @@ class TableDiff:
     table: str
     rows: int
     """Rows of the table."""
-    changed: int
-    """Rows of which any byte differs: weights, or a state that can be compared."""
-    weights: int
+    changed: int | None
+    """Rows of which any byte differs: weights, or a state that can be compared. None: it is another table."""
+    weights: int | None
     """Rows whose weights differ."""
     states: dict[str, int | None]
     """Rows that differ, by state; None where it holds one value a row under two column splits: that has no
     answer."""
+    note: str = ""
+    """How the model has changed between the markers, as far as this table is concerned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +51,72 @@ class DenseDiff:
     """Entries that do not differ; files, where all of them are the same."""
 
 
+def pairs(first: Schema, second: Schema, patterns: Sequence[str]) -> list[tuple[int | None, int | None]]:
+    """(index under the first marker, index under the second) of tables that one of the patterns fits under either.
+
+    Tables are told by id, and then by name; None: that marker does not have it.
+
+    Raises:
+        ConfigError: a pattern fits none.
+    """
+    ids, names = {table.id: index for index, table in first.live if table.id is not None}, first.index()
+    found: list[tuple[int | None, int | None]] = []
+    for index, table in second.live:
+        found.append((ids.pop(table.id), index) if table.id in ids else (None, index))
+    left = set(names.values()) - {one for one, _ in found}
+    for place, (one, other) in enumerate(found):
+        named = names.get(second.tables[other].name) if other is not None else None
+        if one is None and named in left:
+            found[place] = named, other
+            left.remove(named)
+    found += [(index, None) for index in sorted(left)]
+    fitting = Schema(tuple({table.name: table for _, table in (*first.live, *second.live)}.values()))
+    wanted = {fitting.tables[index].name for index in chosen_tables(fitting, patterns)}
+    return [
+        (one, other)
+        for one, other in found
+        if (one is not None and first.tables[one].name in wanted)
+        or (other is not None and second.tables[other].name in wanted)
+    ]
+
+
 def diff_tables(
-    first: MarkerRows, second: MarkerRows, tables: Sequence[int], progress: Callable[[int], None] = lambda _: None
+    first: MarkerRows,
+    second: MarkerRows,
+    tables: Sequence[tuple[int | None, int | None]],
+    progress: Callable[[int], None] = lambda _: None,
 ) -> Iterator[TableDiff]:
     """Compare tables bit by bit. Holds a window of each marker.
 
+    Args:
+        first, second: The rows of the markers.
+        tables: Which, as :func:`pairs` gives them.
+        progress: Called with the bytes that were read.
+
     Raises:
-        SchemaMismatchError: the markers have different tables.
-        CorruptionError: one of them is damaged.
+        CorruptionError: one of the markers is damaged.
     """
-    check_schema(first.schema, second.schema)
-    for index in tables:
-        yield _diff_table(TableReader(first, index), TableReader(second, index), progress)
+    for one, other in tables:
+        before = first.schema.tables[one] if one is not None else TOMBSTONE
+        now = second.schema.tables[other] if other is not None else TOMBSTONE
+        if one is None or other is None:
+            table, which = (now, "second") if one is None else (before, "first")
+            yield TableDiff(table.name, table.rows, None, None, {}, f"only the {which} marker has it")
+        elif differing := differences(before, now):
+            yield TableDiff(now.name, now.rows, None, None, {}, f"another table: {differing}")
+        else:
+            found = _diff_table(TableReader(first, one), TableReader(second, other), progress)
+            yield replace(found, note=_note(before, now))
+
+
+def _note(before: TableSpec, now: TableSpec) -> str:
+    """Of two tables of one shape."""
+    anew = [] if before.id is None or now.id is None or before.id == now.id else ["its rows were begun anew"]
+    return ", ".join([f"{before.name} was renamed"] * (before.name != now.name) + anew)
 
 
 def _diff_table(first: TableReader, second: TableReader, progress: Callable[[int], None]) -> TableDiff:
-    spec = first.spec
+    spec = second.spec
     resplit = first.slices != second.slices
     comparable = [not (state.per_row and resplit) for state in spec.states]
     values = [0 if state.per_row else 1 for state in spec.states]

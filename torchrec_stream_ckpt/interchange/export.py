@@ -56,11 +56,11 @@ def chosen_tables(schema: Schema, patterns: Sequence[str]) -> list[int]:
     Raises:
         ConfigError: a pattern fits none.
     """
-    names = [table.name for table in schema.tables]
+    names = schema.index()
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(f"no table fits {pattern!r}", hint=f"the tables are {', '.join(names)}"[:1000])
-    return [index for index, name in enumerate(names) if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    return [index for name, index in names.items() if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def export(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torchrec_stream_ckpt.types import StateSpec, TableSpec
@@ -55,3 +57,14 @@ def state_names(table: TableSpec, state: StateSpec, slices: tuple[tuple[int, int
     if not state.per_row or len(slices) == 1:
         return [name]
     return [f"{name}.col{col0}" for col0, _ in slices]
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """What looks like ``name`` among ``names``, in words: the three nearest ones, or some of them."""
+    known = sorted(names)
+    if not known:
+        return "nothing"
+    found = difflib.get_close_matches(name, known, 3, 0.5)
+    return ", ".join(map(repr, found or known[:3])) + (
+        "" if found or len(known) <= 3 else f" and {len(known) - 3} more"
+    )

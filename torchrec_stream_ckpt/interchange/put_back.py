@@ -86,7 +86,7 @@ class Known:
             lineage.apply(record)
         if lineage.stale > stale:
             raise ConfigError(
-                "the log is not empty: its control partition goes on otherwise than its second copy and the store do",
+                "the log is not empty: its control partition differs from its second copy and the store",
                 hint=f"{uri.aside}, if the others are right, and run this again; a job whose log is whole needs no "
                 "recovery",
             )

@@ -170,7 +170,7 @@ def _what_is_there(log: Log, records: list[ControlRecord]) -> int:
         expected = records[count] if count < len(records) else None
         if expected is None or (found != expected and (expected.mac or replace(found, mac="") != expected)):
             raise ConfigError(
-                "the log is not empty: what is lost in it cannot be told from what was never there",
+                "the log is not empty: recover cannot tell lost records from records that never existed",
                 hint="recover into a new folder or new topics; a job whose log is there needs no recovery",
             )
         count += 1

@@ -15,6 +15,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StoreUnavailableError, TrimmedError
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
@@ -22,17 +23,22 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array, RowsView
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import ChunkEntry, decode_chunk
-from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.materialize.fold import fold_interval
-from torchrec_stream_ckpt.route.find import locate
-from torchrec_stream_ckpt.route.held import load_catalog, lost, segment_of
+from torchrec_stream_ckpt.materialize.narrow import ScratchRuns
+from torchrec_stream_ckpt.route.job import Job
+from torchrec_stream_ckpt.route.locate import load_catalog, locate, lost
 from torchrec_stream_ckpt.route.route import Route
+from torchrec_stream_ckpt.route.tiers import Tiers
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
 from torchrec_stream_ckpt.store.folder import FolderObjects
 from torchrec_stream_ckpt.store.newest import NewestFirst, newest_first
 from torchrec_stream_ckpt.store.reader import open_pieces, read_chunks
+from torchrec_stream_ckpt.store.runs import Runs, columns_of, cuts_of, read_from
 from torchrec_stream_ckpt.types import MarkerId, StateSpec, TableSpec
+
+Ints = npt.NDArray[np.int64]
 
 WINDOW_BYTES = 32 * 2**20
 """Weights and states that a window holds at most, unless one row is larger."""
@@ -48,30 +54,34 @@ class MarkerRows:
         marker: The marker.
         since: Begin after this one.
         catalog: What the store holds; None: nothing.
-        folder: Takes what only the log has.
+        folder: Takes what only the log has, and runs that are too many to be merged at once.
         pool: Threads to read with.
         progress: Called with the bytes of each frame that is folded.
     """
 
     def __init__(
         self,
-        log: Log,
+        log: LogReader,
         lineage: Lineage,
         marker: MarkerId,
         since: MarkerId | None,
         catalog: Catalog | None,
-        folder: FolderObjects,
+        folder: Path,
         pool: Executor,
         progress: Callable[[int], None],
     ) -> None:
         self._log = log
         self._catalog = catalog
-        self._folder = folder
+        self._scratch = folder
+        self._folder = FolderObjects(folder)
         self._pool = pool
         self._progress = progress
         self._damaged: dict[str, CorruptionError] = {}
         self._pieces: list[tuple[Objects, tuple[Piece, ...]]] = []
         """Of each place, oldest first, as the places are: the store, then the folder."""
+        self._names: list[tuple[Objects, set[str]]] = []
+        """Their segments, likewise."""
+        self._narrow = ScratchRuns(self, pool, folder)
         self.opened = 0
         """How often it was looked up where the rows are: they come from elsewhere once this has grown."""
         self._route = self._open(lineage, marker, since)
@@ -85,8 +95,14 @@ class MarkerRows:
         route.check(self._log)
         tail = open_pieces(self._folder, tuple(self._fold(route)), lineage.job, self._pool)
         self._pieces = [(self._folder, tail)]
-        if self._catalog is not None and route.held is not None:
-            self._pieces.insert(0, (self._catalog.objects, route.held.pieces))
+        if self._catalog is not None:
+            self._pieces.insert(0, (self._catalog.objects, route.pieces))
+        self._narrow.close()
+        self._narrow = ScratchRuns(self, self._pool, self._scratch)
+        self._names = [
+            (objects, {picked.ref.name for piece in pieces for picked in piece.opened})
+            for objects, pieces in self._pieces
+        ]
         self.opened += 1
         return route
 
@@ -105,7 +121,7 @@ class MarkerRows:
         Raises:
             CorruptionError: ``error`` itself, where there is no other way to its rows.
         """
-        name = segment_of(self._route.held, error)
+        name = self._route.segment_of(error)
         if name is None:
             raise error
         self._damaged[name] = error
@@ -115,19 +131,37 @@ class MarkerRows:
         except (CorruptionError, TrimmedError) as other:
             raise lost(error, route.marker, other) from None
 
-    def newest_of(self, table: int) -> list[tuple[Objects, list[Picked]]]:
+    def runs_of(self, table: int) -> Runs:
+        """What counts of one table, to be read by ascending windows of rows; few enough runs to be merged at once.
+
+        Raises:
+            CorruptionError, StoreUnavailableError: as :meth:`ScratchRuns.narrowed`.
+        """
+        newest = self._narrow.narrowed(self.schema, self.newest_of(table), table, as_wide=True)
+        return Runs(newest, self.schema, read_from(self._narrow, self._pool))
+
+    def newest_of(self, table: int) -> list[Picked]:
         """What counts of one table, newest first: a row's newest version is in the first chunk that has it."""
         base = self._route.bases.get(table, 0)
-        return [
-            (objects, [each.only(each.entries["table"] == table) for each in newest_first(pieces, base)])
-            for objects, pieces in reversed(self._pieces)
-        ]
+        found = (each for _, pieces in reversed(self._pieces) for each in newest_first(pieces, base))
+        mine = (each.only(each.entries["table"] == table) for each in found)
+        return [each for each in mine if len(each.chunks)]
 
-    def read(self, chosen: Iterable[tuple[Objects, list[Picked]]]) -> Iterator[tuple[ChunkEntry, RowsView]]:
-        """Chunks in the order in which they are given; raises as :func:`read_chunks`."""
-        for objects, segments in chosen:
-            for each, entry, data in read_chunks(objects, [each for each in segments if len(each.chunks)], self._pool):
-                yield entry, decode_chunk(entry, data, self.schema, each.ref.name)
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        """A range of one of the segments, of the store or of the folder."""
+        return self._objects_of(name).read(name, begin, end)
+
+    def _objects_of(self, name: str) -> Objects:
+        return next((objects for objects, names in self._names if name in names), self._folder)
+
+    def chunks(self, picked: Picked) -> Iterator[tuple[ChunkEntry, RowsView]]:
+        """Some chunks of one segment, some ahead of what is being used; raises as :func:`read_chunks`."""
+        for each, entry, data in read_chunks(self._objects_of(picked.ref.name), [picked], self._pool):
+            yield entry, decode_chunk(entry, data, self.schema, each.ref.name)
+
+    def close(self) -> None:
+        """Delete what was merged in the folder; the folder itself belongs to the caller."""
+        self._narrow.close()
 
     def sent(self, tables: Collection[int]) -> Iterator[tuple[ChunkEntry, RowsView]]:
         """Chunks of some tables, oldest first; all of it again where a piece is damaged and others have its rows.
@@ -136,7 +170,9 @@ class MarkerRows:
         """
         while True:
             try:
-                yield from self.read([(objects, self._of(pieces, tables)) for objects, pieces in self._pieces])
+                for objects, pieces in self._pieces:
+                    for each, entry, data in read_chunks(objects, self._of(pieces, tables), self._pool):
+                        yield entry, decode_chunk(entry, data, self.schema, each.ref.name)
                 return
             except CorruptionError as error:
                 self.go_around(error)
@@ -152,7 +188,7 @@ class MarkerRows:
 
 @contextlib.contextmanager
 def open_rows(
-    log: Log,
+    log: LogReader,
     lineage: Lineage,
     marker: MarkerId,
     objects: Objects | None,
@@ -182,9 +218,21 @@ def open_rows(
     if since is not None and since not in {commit.id for commit in lineage.chain(marker)}:
         raise ConfigError(f"marker {since} is not on the path to marker {marker}", hint="see stream-ckpt list --tree")
     with ThreadPoolExecutor(_READERS) as pool, _scratch(scratch) as folder:
-        yield MarkerRows(
-            log, lineage, marker, since, load_catalog(objects, lineage), FolderObjects(folder), pool, progress
-        )
+        catalog = load_catalog(objects, lineage)
+        with contextlib.closing(MarkerRows(log, lineage, marker, since, catalog, folder, pool, progress)) as rows:
+            yield rows
+
+
+@contextlib.contextmanager
+def rows_at(job: Job | Tiers, route: Route, scratch: Path) -> Iterator[MarkerRows]:
+    """Everything that leads to a marker that was found, from the place where it is; raises as :func:`open_rows`."""
+    place, lineage = route.place, route.lineage
+    with ThreadPoolExecutor(_READERS) as pool, _scratch(scratch) as folder:
+        catalog = load_catalog(place.objects(job), lineage)
+        catalog = catalog.upto(place.outer_upto) if catalog is not None and place.outer_upto else catalog
+        log, marker = place.log(job), route.marker
+        with contextlib.closing(MarkerRows(log, lineage, marker, None, catalog, folder, pool, lambda _: None)) as rows:
+            yield rows
 
 
 @contextlib.contextmanager
@@ -215,10 +263,9 @@ class TableWindow:
 
 
 class TableReader:
-    """Reads one table of a marker by rows. Holds one window and what is read ahead.
+    """Reads one table of a marker by rows. Holds one window, the chunks open at its end, and what is read ahead.
 
-    Each window reads all chunks that overlap it, of every piece: one that goes through the table reads little twice as
-    long as windows are large.
+    Windows that ascend read each chunk once.
 
     Args:
         rows: Where the table's rows are.
@@ -233,14 +280,9 @@ class TableReader:
         self._table = table
         self.spec: TableSpec = rows.schema.tables[table]
         self._opened = rows.opened
-        self._newest = rows.newest_of(table)
-        held = {
-            (int(col0), int(cols))
-            for _, segments in self._newest
-            for each in segments
-            for col0, cols in np.unique(each.entries[["col0", "cols"]])
-        } or {(0, self.spec.dim)}  # of a table without rows nothing is sent
-        self._cuts = sorted({edge for col0, cols in held for edge in (col0, col0 + cols)} | {0, self.spec.dim})
+        self._runs: Runs | None = None
+        held = columns_of(rows.newest_of(table)) or {(0, self.spec.dim)}  # of a table without rows nothing is sent
+        self._cuts = cuts_of(held | {(0, self.spec.dim)})
         """Columns between two cuts always arrive together."""
         self.slices: tuple[tuple[int, int], ...] = tuple(sorted(held)) if self.spec.has_row_state else ()
         """(first column, columns) of each column shard, of which a state with one value a row has a value each."""
@@ -273,10 +315,21 @@ class TableReader:
             CorruptionError: a piece is damaged and nothing else has its rows, or a row was never sent.
             StoreUnavailableError: the store does not answer.
         """
+        return self._around_damage(lambda: self._read(row0, rows))
+
+    def pick(self, ids: Ints) -> TableWindow:
+        """The newest version of some rows, as :meth:`read`; reads only chunks that may have one that is still missing.
+
+        Args:
+            ids: Ascending, none twice, all of the table. ``row0`` of what is returned says nothing.
+        """
+        return self._around_damage(lambda: self._pick(ids))
+
+    def _around_damage(self, read: Callable[[], TableWindow]) -> TableWindow:
         while True:
             self._follow()
             try:
-                return self._read(row0, rows)
+                return read()
             except CorruptionError as error:
                 if self._opened == self._rows.opened:  # otherwise another reader has gone around it
                     self._rows.go_around(error)
@@ -290,18 +343,34 @@ class TableReader:
             raise CorruptionError(
                 "row-wise state lies in other column slices in what is read around damage", table=self.spec.name
             )
-        self._opened, self._newest, self._cuts = again._opened, again._newest, again._cuts
+        self._opened, self._runs, self._cuts = again._opened, None, again._cuts
 
     def _read(self, row0: int, rows: int) -> TableWindow:
         window = self._empty(row0, rows)
         newest = NewestFirst(row0, rows, len(self._cuts) - 1)
-        overlapping = (
-            (objects, [_overlapping(each, row0, rows) for each in segments]) for objects, segments in self._newest
-        )
-        for entry, view in self._rows.read(overlapping):
-            self._put(window, newest, view, entry.col0, entry.cols)
+        if self._runs is None:
+            self._runs = self._rows.runs_of(self._table)
+        for given in self._runs.window(row0, row0 + rows):
+            self._put(window, newest, given.view, given.entry.col0, given.entry.cols)
         if newest.missing:
             raise CorruptionError(f"{newest.missing} rows were never sent", table=self.spec.name, row0=str(row0))
+        return window
+
+    def _pick(self, ids: Ints) -> TableWindow:
+        window, missing = self._empty(0, len(ids)), np.ones((len(self._cuts) - 1, len(ids)), np.bool_)
+        for each in self._rows.newest_of(self._table):
+            left = ids[missing.any(0)]
+            first, last = each.entries["first"], each.entries["last"]
+            some = each.only(np.searchsorted(left, first) < np.searchsorted(left, last, "right"))
+            for entry, view in self._rows.chunks(some):
+                places = np.minimum(np.searchsorted(view.ids, ids), len(view.ids) - 1)
+                here = view.ids[places] == ids
+                for cut in self._cuts_of(entry.col0, entry.cols):
+                    rows = np.flatnonzero(here & missing[cut])
+                    missing[cut, rows] = False
+                    self._copy(window, view, entry.col0, cut, rows, places[rows])
+        if missing.any():
+            raise CorruptionError(f"{int(missing.any(0).sum())} rows were never sent", table=self.spec.name)
         return window
 
     def _empty(self, row0: int, rows: int) -> TableWindow:
@@ -313,22 +382,24 @@ class TableReader:
 
     def _put(self, window: TableWindow, newest: NewestFirst, view: RowsView, col0: int, cols: int) -> None:
         """Write those rows of a chunk that no newer one has given."""
-        for cut, (left, right) in enumerate(pairwise(self._cuts)):
-            if not col0 <= left < col0 + cols:
-                continue
+        for cut in self._cuts_of(col0, cols):
             rows, chosen = newest.take(view.ids, cut)
-            here, there = slice(left, right), slice(left - col0, right - col0)
-            window.weights[rows, here] = view.weights[chosen, there]
-            for target, source in zip(window.states, view.states, strict=True):
-                if source.ndim == 1:
-                    target[cut, rows] = source[chosen]
-                else:
-                    target[rows, here] = source[chosen, there]
+            self._copy(window, view, col0, cut, rows, chosen)
 
+    def _cuts_of(self, col0: int, cols: int) -> Iterator[int]:
+        """The ranges between two cuts that some columns hold."""
+        return (cut for cut, left in enumerate(self._cuts[:-1]) if col0 <= left < col0 + cols)
 
-def _overlapping(picked: Picked, row0: int, rows: int) -> Picked:
-    """The chunks that may hold rows of a window."""
-    return picked.only((picked.entries["first"] < row0 + rows) & (picked.entries["last"] >= row0))
+    def _copy(self, window: TableWindow, view: RowsView, col0: int, cut: int, rows: Ints, chosen: Ints) -> None:
+        """Write the rows ``chosen`` of a chunk, as far as they are of one range of columns."""
+        left, right = self._cuts[cut], self._cuts[cut + 1]
+        here, there = slice(left, right), slice(left - col0, right - col0)
+        window.weights[rows, here] = view.weights[chosen, there]
+        for target, source in zip(window.states, view.states, strict=True):
+            if source.ndim == 1:
+                target[cut, rows] = source[chosen]
+            else:
+                target[rows, here] = source[chosen, there]
 
 
 def rows_sent(rows: MarkerRows, table: int) -> int:

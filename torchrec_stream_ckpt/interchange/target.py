@@ -36,7 +36,7 @@ def parse_target(url: str) -> ExportTarget:
     """
     scheme, separator, rest = url.partition("://")
     if not separator or scheme not in FORMATS or not rest or not url.isprintable():
-        raise ConfigError(f"{url!r} is not a format that we know, and a folder", hint=_HINT)
+        raise ConfigError(f"{url!r} is not a known format and a folder", hint=_HINT)
     return ExportTarget(scheme, Path(rest).absolute())
 
 
@@ -51,7 +51,7 @@ def check_free(folder: Path, *, force: bool) -> None:
         full = not other and folder.is_dir() and any(folder.iterdir())
     except OSError as error:
         raise ConfigError(
-            f"the folder cannot be looked at: {error.strerror}", hint="name another one", path=folder
+            f"the folder cannot be read: {error.strerror}", hint="name another one", path=folder
         ) from None
     if other:
         raise ConfigError("the target of an export is a folder", hint="name another one", path=folder)

@@ -52,7 +52,8 @@ def write_stream(
     publisher = Publisher(lambda resume_at: log.open_writer(claim.generation, 0, resume_at), ring)
     stream = _RankStream(claim, ring, publisher, step, timeout_s)
     try:
-        stream.put_json(Kind.HELLO, Hello(1, claim.schema, tuple(shards)).to_json(), marker=0)
+        hello = Hello(1, claim.schema, tuple(shards))
+        stream.put_json(Kind.HELLO, hello.to_json(), marker=0, version=hello.version)
         for batch in batches:
             stream.put(batch)
         rows, num_bytes = publisher.rows, publisher.num_bytes
@@ -75,10 +76,10 @@ class _RankStream:
         self._timeout_s = timeout_s
         self._schema_crc = claim.schema.crc
 
-    def put_json(self, kind: Kind, text: bytes, marker: int) -> int:
+    def put_json(self, kind: Kind, text: bytes, **fields: int) -> int:
         """Send HELLO or MARK; returns its seq."""
         buffer = self._acquire()
-        buffer.put_json(self._header(kind, marker=marker), text)
+        buffer.put_json(self._header(kind, **fields), text)
         return self._publisher.submit(buffer)
 
     def put(self, batch: Batch) -> None:
