@@ -10,35 +10,57 @@ from torchrec_stream_ckpt.types import Committed, MarkerId, Restored
 
 if TYPE_CHECKING:
     from torchrec_stream_ckpt.checkpointer import StreamCheckpointer
+    from torchrec_stream_ckpt.evolve.changes import Changes, DenseChanges, RowChange
+    from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
+    from torchrec_stream_ckpt.evolve.row_maps import IdMap
     from torchrec_stream_ckpt.follower.core import Follower, follow
     from torchrec_stream_ckpt.follower.tables import FollowedTables
+    from torchrec_stream_ckpt.interchange.dcp_reader import StreamReader
+    from torchrec_stream_ckpt.interchange.marker_rows import OpenMarker, open_marker
     from torchrec_stream_ckpt.planner import planner_constraints
 
 __all__ = [
+    "Changes",
     "Committed",
+    "DenseChanges",
     "FollowedTables",
     "Follower",
     "GlobalBatches",
+    "IdMap",
     "MarkerId",
+    "ModelSchema",
+    "OpenMarker",
     "Restored",
+    "RowChange",
     "StreamCheckpointer",
     "StreamCkptError",
     "StreamConfig",
+    "StreamReader",
     "Takeover",
     "TrackedLoader",
     "follow",
+    "open_marker",
     "planner_constraints",
 ]
 
 __version__ = "0.1.0"
 
 
-# Only training, and tables as tensors, need torch: the command line and the materializer read logs without it.
+# Only training, and tables as tensors, need torch: the command line and the materializer read logs without it. What
+# describes a change is lazy for the sake of the command line's start.
 _LAZY = {
+    "Changes": "evolve.changes",
+    "DenseChanges": "evolve.changes",
     "FollowedTables": "follower.tables",
     "Follower": "follower.core",
+    "IdMap": "evolve.row_maps",
+    "ModelSchema": "evolve.model_schema",
+    "RowChange": "evolve.changes",
+    "OpenMarker": "interchange.marker_rows",
     "StreamCheckpointer": "checkpointer",
+    "StreamReader": "interchange.dcp_reader",
     "follow": "follower.core",
+    "open_marker": "interchange.marker_rows",
     "planner_constraints": "planner",
 }
 

@@ -20,6 +20,8 @@ from torchrec_stream_ckpt.commit.pace import Pace
 from torchrec_stream_ckpt.commit.roll import Roll
 from torchrec_stream_ckpt.config import StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, UnsupportedError
+from torchrec_stream_ckpt.evolve.changes import Changes
+from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.ring import FrameRing
 from torchrec_stream_ckpt.loader import TrackedLoader
@@ -166,13 +168,19 @@ class StreamCheckpointer:
 
     @collective("restore()")
     def restore(
-        self, marker: MarkerId | str | tuple[int, int] | None = None, *, accept_unproved: bool = False
+        self,
+        marker: MarkerId | str | tuple[int, int] | None = None,
+        *,
+        changes: Changes | None = None,
+        accept_unproved: bool = False,
     ) -> Restored | None:
         """Bring back a marker, in place, on any number of ranks and any plan.
 
         Args:
             marker: Which one, as ``"GENERATION:MARKER"``; None: the newest that is whole. What was passed over, because
                 it is proved to be damaged, stands in ``Restored.skipped``.
+            changes: In what this model differs from the marker's: all of it, or the restore is refused and says what is
+                missing. A marker of a model that has these changes already, made last, is restored as it is.
             accept_unproved: Go on with rows that are not as a marker proved them, and send them again.
 
         Returns:
@@ -180,16 +188,19 @@ class StreamCheckpointer:
 
         Raises:
             MarkerNotFoundError: ``marker`` is not committed.
-            SchemaMismatchError: tables or dense state differ from the model's; names the first, with both values.
+            SchemaMismatchError: tables or dense state differ from the model's in what was not declared; names all of
+                it, and the ``Changes`` that accept it.
+            ChangesError: ``changes`` declares what is not so; names all of it.
+            UnsupportedError: a change that was declared cannot be made exactly; names the table.
             ColumnResplitError: see ``StreamConfig.on_column_resplit``.
             CorruptionError: bytes that the marker needs are damaged or missing; says where. Without ``marker``: of the
                 newest marker, and ``StreamConfig.max_fallback`` older ones are damaged, too.
-            ConfigError: ``StreamConfig.fresh`` is set and a marker is named.
+            ConfigError: ``StreamConfig.fresh`` is set and a marker is named or changes are declared.
             TrimmedError: they were trimmed on purpose; says which store holds them.
             ProofMismatchError: (without ``accept_unproved``) rows are not as they were in the tables at a cut; names
                 them. No older marker is tried: it may have lost the same.
         """
-        return self._restore(_marker_id(marker), accept_unproved=accept_unproved)
+        return self._restore(MarkerId.of(marker), changes, accept_unproved=accept_unproved)
 
     @collective("standby()")
     def standby(self, takeover: Takeover | None = None, *, accept_unproved: bool = False) -> Restored | None:
@@ -235,9 +246,21 @@ class StreamCheckpointer:
         return self._go_on_from(plan, route, spare.rows, accept_unproved=accept_unproved, patience=spare.outlast)
 
     @collective("plan()")
-    def plan(self, marker: MarkerId | str | tuple[int, int] | None = None) -> RestorePlan | None:
-        """What ``restore(marker)`` would read and write on this rank; prints with ``describe()``. Writes nothing."""
-        return self._session.plan(_marker_id(marker))
+    def plan(
+        self, marker: MarkerId | str | tuple[int, int] | None = None, *, changes: Changes | None = None
+    ) -> RestorePlan | None:
+        """What ``restore(marker, changes=changes)`` would read and write on this rank; prints with ``describe()``.
+
+        Writes nothing.
+        """
+        return self._session.plan(MarkerId.of(marker), changes)
+
+    def schema(self) -> ModelSchema:
+        """What this model holds: its tables, dense parameters and optimizers, and the names of the stateful objects.
+
+        Local. ``schema().save(path)`` writes it for plans without the model.
+        """
+        return self._session.schema()
 
     @collective("step()")
     def step(self, batches: int = 1) -> None:
@@ -330,7 +353,12 @@ class StreamCheckpointer:
         return self._streaming.mark()
 
     def _restore(
-        self, wanted: MarkerId | None, *, accept_unproved: bool, patience: Patience = at_once
+        self,
+        wanted: MarkerId | None,
+        changes: Changes | None = None,
+        *,
+        accept_unproved: bool,
+        patience: Patience = at_once,
     ) -> Restored | None:
         self._check_open()
         if self._streaming.stream is not None:
@@ -340,15 +368,15 @@ class StreamCheckpointer:
                 hint="call restore() once, before the first step(); for another marker make a new one, after close()",
             )
         if self._config.fresh:
-            if wanted is not None:
+            if wanted is not None or changes is not None:
+                given = f"marker {wanted}" if wanted is not None else "changes"
                 raise ConfigError(
-                    f"fresh=True starts from nothing, and restore() was given marker {wanted}",
-                    hint="leave out one of the two",
+                    f"fresh=True starts from nothing, and restore() was given {given}", hint="leave out one of the two"
                 )
             self._streaming.open_root()
             return None
         try:
-            found = patience(lambda: self._session.rows(wanted))
+            found = patience(lambda: self._session.rows(wanted, changes))
             failpoint("restore.rows")
         except BaseException as error:
             self._broken = error if self._session.touched else None
@@ -369,12 +397,16 @@ class StreamCheckpointer:
             raise
         path = route.lineage.path(plan.marker)
         parent_bytes = sum(commit.num_bytes for commit in path) // self._team.world
-        self._streaming.go_on_from(plan.marker, plan.step, loaded.merged, parent_bytes, loaded.proved_up_to, patience)
+        self._streaming.go_on_from(
+            plan.marker, plan.step, loaded.swept, parent_bytes, loaded.proved_up_to, patience, loaded.record
+        )
         if self._team.rank == 0:
             loaded.say(plan)
         self._attached.capture.mark_ranges(loaded.unproved)
-        generation, marker = plan.marker.generation, plan.marker.marker
-        return Restored(generation, marker, plan.step, plan.world, rows, route.skipped, loaded.source, loaded.share)
+        generation, marker = plan.marker
+        return Restored(
+            generation, marker, plan.step, plan.world, rows, route.skipped, loaded.source, loaded.share, plan.report
+        )
 
     @collective("reshard()")
     def _reshard(self, reshard: Callable[[], float]) -> float:
@@ -394,7 +426,7 @@ class StreamCheckpointer:
             self._broken = error
             raise
         attached.unhook()
-        attached.describe()
+        attached.describe(attached.schema)
         self._dense.kernels = attached.kernels
         attached.hook(self._reshard)
         if parent is not None:
@@ -413,13 +445,3 @@ class StreamCheckpointer:
             self._dense.end()
         if hasattr(self, "_cadence"):
             self._cadence.end()
-
-
-def _marker_id(marker: MarkerId | str | tuple[int, int] | None) -> MarkerId | None:
-    if isinstance(marker, str):
-        return MarkerId.parse(marker)
-    if isinstance(marker, tuple) and len(marker) == 2 and all(type(number) is int for number in marker):
-        return MarkerId(*marker)
-    if marker is not None and not isinstance(marker, MarkerId):
-        raise ConfigError(f"{marker!r} is not a marker", hint='write it as GENERATION:MARKER, for example "2:17"')
-    return marker

@@ -13,7 +13,7 @@ TORCH_HINT = (
 
 
 def printable(text: str) -> str:
-    """``text`` without what a terminal obeys: a log or a broker may have been written by anybody."""
+    """``text`` without control characters of a terminal: any program may have written a log or a broker's answer."""
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode("ascii") for sign in text)
 
 
@@ -66,6 +66,10 @@ class UnsupportedError(StreamCkptError):
 
 class SchemaMismatchError(StreamCkptError):
     """The log describes other tables than this model: use the right log, or the right model."""
+
+
+class ChangesError(ConfigError):
+    """The changes that were declared contradict each other, or do not fit marker and model: correct them."""
 
 
 class ColumnResplitError(SchemaMismatchError):

@@ -57,7 +57,9 @@ def arm(spec: str, report: Path | None = None) -> None:
     for part in filter(None, spec.split(";")):
         match = _FUSE.fullmatch(part)
         if match is None:
-            raise ConfigError(f"'{part}' is no failpoint", hint="write NAME=ACTION@NTH; ACTION is kill, stop or raise")
+            raise ConfigError(
+                f"'{part}' is not a failpoint", hint="write NAME=ACTION@NTH; ACTION is kill, stop or raise"
+            )
         fuses[match[1]] = _Fuse(match[2], int(match[3] or 1))
     _armed.clear()
     _armed.update(fuses)

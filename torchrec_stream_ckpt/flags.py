@@ -63,7 +63,7 @@ def whole(minimum: int) -> Callable[[str], int]:
         except ValueError:
             raise argparse.ArgumentTypeError(f"'{text}' is not a whole number") from None
         if value < minimum:
-            raise argparse.ArgumentTypeError(f"{value} is below {minimum}")
+            raise argparse.ArgumentTypeError(f"{value} is too small: pass at least {minimum}")
         return value
 
     return parse
@@ -88,7 +88,7 @@ def steps_or_auto(text: str) -> int | str:
 def marker(text: str) -> str:
     """An argparse type: ``latest``, ``none`` or ``GENERATION:MARKER``."""
     if text not in ("latest", "none") and not re.fullmatch(r"\d{1,9}:\d{1,18}", text):
-        raise argparse.ArgumentTypeError(f"'{text}' is none of latest, none, GENERATION:MARKER (for example 2:17)")
+        raise argparse.ArgumentTypeError(f"'{text}' is not latest, none or GENERATION:MARKER (for example 2:17)")
     return text
 
 

@@ -26,6 +26,7 @@ Store, below its URL (``<job>`` is the job's id in 32 hex digits)::
     outer/<job>/g00000001-m00000004-e00000002                   the outer tier has marker 4, and gets every second one
     verdicts/<job>/g00000001-m00000007-1a2b3c4d.json            rows that are not as they were in the tables
     garbage/<job>/t0001771234567890-1a2b3c4d.json               what was not needed at a time, in milliseconds
+    readings/<job>/t0001771234567890-1a2b3c4d.json              what was read whole at a time
     scrub/<job>/service-00000042                                where the materializer's scrub stands: its 42nd place
     dense/<job>/g00000001-m00000007/NAME                        dense state of a marker
     records/<job>/0a1b2c3d-e0001-00000000000000000512-00000000000000001024-1a2b3c4d   second copy of control records: of
@@ -71,6 +72,7 @@ VERDICTS_DIR = "verdicts"
 GARBAGE_DIR = "garbage"
 DAMAGED_DIR = "damaged"
 SCRUB_DIR = "scrub"
+READINGS_DIR = "readings"
 RECORDS_DIR = "records"
 PLACES_DIR = "places"
 TEMPORARY_PREFIX = ".put-"
@@ -96,6 +98,7 @@ _ATTEMPT = re.compile(rf"{PINS_DIR}/{_JOB}/{_MARKER}-([0-9a-f]{{16}})")
 _REACHED = re.compile(rf"{OUTER_DIR}/{_JOB}/{_MARKER}-e([0-9]{{8,20}})")
 _VERDICT = re.compile(rf"{VERDICTS_DIR}/{_JOB}/{_MARKER}-([0-9a-f]{{8}})\.json")
 _GARBAGE = re.compile(rf"{GARBAGE_DIR}/{_JOB}/t([0-9]{{16}})-([0-9a-f]{{8}})\.json")
+_READING = re.compile(rf"{READINGS_DIR}/{_JOB}/t([0-9]{{16}})-([0-9a-f]{{8}})\.json")
 _SCRUB_PLACE = re.compile(rf"{SCRUB_DIR}/{_JOB}/(service|command)-([0-9]{{8,20}})")
 _COPY = re.compile(rf"{RECORDS_DIR}/{_JOB}/([0-9a-f]{{8}})-e([0-9]{{4,9}})-([0-9]{{20}})-([0-9]{{20}})-([0-9a-f]{{8}})")
 _DENSE_FILE = re.compile(rf"{DENSE_DIR}/{_JOB}/{_MARKER}/([^/]+)")
@@ -327,6 +330,16 @@ def garbage_name(job: bytes, time_ms: int, crc: int) -> str:
 def probe_name(job: bytes, probe: str) -> str:
     """Name of what is put, and deleted at once, to learn the store's own time; ``probe`` has 16 hex digits."""
     return f"{GARBAGE_DIR}/{job.hex()}/now-{probe}"
+
+
+def reading_name(job: bytes, time_ms: int, crc: int) -> str:
+    """Name of what was read whole at a time, by its content's checksum."""
+    return f"{READINGS_DIR}/{job.hex()}/t{time_ms:016d}-{crc:08x}.json"
+
+
+def is_reading(name: str) -> bool:
+    """Whether :func:`reading_name` made it."""
+    return _READING.fullmatch(name) is not None
 
 
 def is_garbage_list(name: str) -> bool:

@@ -39,10 +39,10 @@ METRICS: Mapping[str, Metric] = {
     "fold_bytes_read": Metric(f"{_PREFIX}_folds_read_bytes_total", "Bytes read for bases and spans.", "counter"),
     "fold_bytes": Metric(f"{_PREFIX}_folds_written_bytes_total", "Bytes of bases and spans written.", "counter"),
     "dense_bytes": Metric(f"{_PREFIX}_dense_written_bytes_total", "Bytes of dense state copied.", "counter"),
-    "repairs": Metric(f"{_PREFIX}_repairs_total", "Damaged objects of the store that were written anew.", "counter"),
+    "repairs": Metric(f"{_PREFIX}_repairs_total", "Damaged objects of the store that were repaired.", "counter"),
     "scrubbed_bytes": Metric(f"{_PREFIX}_scrubbed_bytes_total", "Bytes of the store read by the scrub.", "counter"),
     "scrub_damaged": Metric(f"{_PREFIX}_scrub_damaged_total", "Damaged objects that the scrub has found.", "counter"),
-    "scrub_repaired": Metric(f"{_PREFIX}_scrub_repaired_total", "Of these, written anew.", "counter"),
+    "scrub_repaired": Metric(f"{_PREFIX}_scrub_repaired_total", "Of these, repaired.", "counter"),
     "scrub_oldest_s": Metric(
         f"{_PREFIX}_scrub_oldest_seconds",
         "Since the last scrub began that has read all; 0: another one scrubs, or none.",

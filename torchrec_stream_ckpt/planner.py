@@ -72,7 +72,7 @@ def planner_constraints(
 
 def _widths(schema: Schema, shards: Iterable[TableShard]) -> dict[str, tuple[int, ...]]:
     """Table -> widths of its column shards, from the left to the right."""
-    splits: dict[str, set[tuple[int, int]]] = {table.name: set() for table in schema.tables}
+    splits: dict[str, set[tuple[int, int]]] = {table.name: set() for _, table in schema.live}
     for shard in shards:
         splits[schema.tables[shard.table].name].add((shard.col0, shard.cols))
     return {name: tuple(cols for _, cols in sorted(split)) for name, split in splits.items()}
@@ -81,7 +81,7 @@ def _widths(schema: Schema, shards: Iterable[TableShard]) -> dict[str, tuple[int
 def _by_name(schema: Schema) -> dict[str, list[TableSpec]]:
     """The planner knows a table by its own name, in whatever module it is."""
     tables: dict[str, list[TableSpec]] = {}
-    for table in schema.tables:
+    for _, table in schema.live:
         tables.setdefault(table.name.rpartition(".")[2], []).append(table)
     return tables
 

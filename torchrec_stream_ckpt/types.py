@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchrec_stream_ckpt.errors import ConfigError
 
@@ -22,6 +22,17 @@ class MarkerId(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.generation}:{self.marker}"
+
+    @classmethod
+    def of(cls, marker: MarkerId | str | tuple[int, int] | None) -> MarkerId | None:
+        """A marker however a user names it; None stays None."""
+        if isinstance(marker, str):
+            return cls.parse(marker)
+        if isinstance(marker, tuple) and len(marker) == 2 and all(type(number) is int for number in marker):
+            return cls(*marker)
+        if marker is not None:
+            raise ConfigError(f"{marker!r} is not a marker", hint='write it as GENERATION:MARKER, for example "2:17"')
+        return None
 
     @classmethod
     def parse(cls, text: str) -> MarkerId:
@@ -61,6 +72,15 @@ class TableSpec:
     def has_row_state(self) -> bool:
         """Whether some state holds one value a row, and so depends on the column split."""
         return any(state.per_row for state in self.states)
+
+    @property
+    def dropped(self) -> bool:
+        """Whether it is a tombstone: it keeps the index of a table that the model has no longer."""
+        return not self.name
+
+
+TOMBSTONE = TableSpec(name="", rows=0, dim=0, dtype="", optimizer="", states=())
+"""What stands in a schema at the index of a table that was dropped, so that the indices of all others stay."""
 
 
 class RowRange(NamedTuple):
@@ -162,7 +182,11 @@ class Restored:
     """Where the rows came from: ``head 1:40``, ``store 1:40 + log``, ``log``; with two tiers, after the name of one:
     ``inner: log``, ``inner + outer: log``, ``outer: store 1:40 + log``."""
     proved: float = 0.0
-    """Share of all rows that were compared with what markers proved of them; weights and states count apart."""
+    """Share of all rows that were compared with what markers proved of them; weights and states count apart. Rows of
+    tables that have changed are not compared, and do not count."""
+    evolved: Any = None
+    """The ``EvolutionReport`` of a model that has changed: what was kept, and what stayed as the model had made it; its
+    ``lines()`` are for people. None: the model is that of the marker."""
 
     @property
     def id(self) -> MarkerId:

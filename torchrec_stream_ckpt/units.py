@@ -65,10 +65,10 @@ def parse_duration(text: float | str) -> float:
     if isinstance(text, str):
         match = _DURATION.fullmatch(text.strip())
         if match is None:
-            raise ConfigError(f"'{text}' is no duration", hint="write a number and s, min, h, d or w, such as 24h")
+            raise ConfigError(f"'{text}' is not a duration", hint="write a number and s, min, h, d or w, such as 24h")
         return float(match[1]) * _SECONDS[match[2] or "s"]
     if isinstance(text, bool) or not math.isfinite(text) or text < 0:
-        raise ConfigError(f"{text!r} is no duration", hint="give seconds, or text such as 24h")
+        raise ConfigError(f"{text!r} is not a duration", hint="give seconds, or text such as 24h")
     return float(text)
 
 

@@ -65,7 +65,7 @@ def parse_uri(uri: str) -> FileUri | KafkaUri:
     scheme, separator, rest = uri.partition("://")
     shown = without_login(uri)
     if not separator or scheme not in ("file", "kafka"):
-        raise ConfigError(f"'{shown}' is not a log that we know", hint=_URI_HINT)
+        raise ConfigError(f"'{shown}' is not a known kind of log", hint=_URI_HINT)
     if scheme == "file":
         if not rest:
             raise ConfigError(f"'{shown}' names no directory", hint=_URI_HINT)

@@ -243,31 +243,31 @@ def _with(table: Table, place: Place) -> tuple[Model, Plan]:
 
 
 @pytest.mark.parametrize(
-    ("job", "kind"),
+    ("job", "words"),
     [
-        pytest.param(_without("t_dp"), "SchemaMismatchError: dense state: only the marker has", id="gone"),
+        pytest.param(_without("t_dp"), "dense 'part0.embedding_bags.t_dp.weight': only the marker has it", id="gone"),
         pytest.param(
             _with(Table("t_dp", 90, 4, ("d",)), Place("dp")),
-            "SchemaMismatchError: dense state 'model.part0.embedding_bags.t_dp.weight': the marker has ((70, 4), "
-            "torch.float32), this job has ((90, 4), torch.float32)",
+            "dense 'part0.embedding_bags.t_dp.weight': 90 x 4 float32 here, 70 x 4 float32 in the marker",
             id="more rows",
         ),
         pytest.param(
             _with(Table("t_dp", 70, 8, ("d",)), Place("dp")),
-            "SchemaMismatchError: dense state 'model.heads.0_d.weight': ",  # its layer differs too
+            "dense 'part0.embedding_bags.t_dp.weight': 70 x 8 float32 here, 70 x 4 float32 in the marker",
             id="wider",
         ),
-        pytest.param(_with(TABLES[-1], Place("rw")), "SchemaMismatchError: ", id="sharded"),
+        pytest.param(_with(TABLES[-1], Place("rw")), "a table cannot change between", id="sharded"),
     ],
 )
 def test_a_replicated_table_that_is_gone_or_another_one_is_refused_with_its_name_before_anything_is_written(
-    whole: Path, tmp_path: Path, pool: Pool, job: tuple[Model, Plan], kind: str
+    whole: Path, tmp_path: Path, pool: Pool, job: tuple[Model, Plan], words: str
 ) -> None:
     copy = shutil.copytree(whole, tmp_path / "log")
     described, plan = job
     for said, untouched in pool.run(2, _refused, _settings(copy), plan, str(NEWEST), described):
-        assert said.startswith(kind)
-        assert "t_dp" in said or "heads.0_d" in kind
+        assert said.startswith("SchemaMismatchError: ")
+        assert words in said
+        assert "t_dp" in said
         assert untouched
 
 

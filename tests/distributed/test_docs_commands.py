@@ -38,10 +38,12 @@ NOT_RUN = {
     r"^stream-ckpt broker .*--secure": "tests/kafka/test_security.py starts it so",
     r"^stream-ckpt broker \w+ --dir my-broker$": "tests/kafka/test_broker.py, and the tutorial below",
     r"^stream-ckpt recover ": "a log that was lost: tests/unit/test_recover.py",
+    r"^stream-ckpt gc .*--give-up \d": "markers that are lost: tests/unit/test_giving_up.py",
     r"^stream-ckpt relay ": "a job of two tiers: tests/unit/test_tiers.py",
     r"^python benchmarks/|^make bench": "measures, for minutes to hours",
     r"^python -m (pytest|tests\.model_check)": "is a test itself",
     r"^python -m torchrec_stream_ckpt\.recipes\.files": "tests/unit/test_recipe_data.py, on each format of text",
+    r"^stream-ckpt evolve-plan ": "tests/unit/test_cli_evolve.py, on models that fit",
     r"^stream-ckpt import ": "tests/distributed/test_migration_doc.py runs it on a checkpoint that fits",
     r"^stream-ckpt export file://FOLDER": "the same",
     r"--standby 60": "tests/distributed/test_standby.py: it waits for a trainer that dies",
@@ -177,7 +179,7 @@ def test_the_tutorial_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.Monk
         line = text.replace("HOST:PORT", broker)
         if line.startswith("stream-ckpt broker start"):
             started = stream_ckpt(f"{line} --with-parent --json", {})
-            broker = json.loads(started.output)["bootstrap"]
+            broker = json.loads(started.stdout)["bootstrap"]
         elif line.startswith("stream-ckpt broker stop"):
             stream_ckpt(line, {})
         elif why_not(line):

@@ -148,6 +148,7 @@ def _handling(action: Callable[[], object], number: int, handler: Callable[[], o
         frame.f_trace_opcodes = True
         return step
 
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 traces bytecodes only if a frame asked for it before
     sys.settrace(enter)
     try:
         action()

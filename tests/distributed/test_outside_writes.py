@@ -385,5 +385,5 @@ def _more_tables(uri: str) -> str:
 @pytest.mark.pitfall(36)
 def test_tables_that_come_after_the_attach_are_refused_at_the_next_marker(tmp_path: Path) -> None:
     (said,) = ranks.run(1, _more_tables, f"file://{tmp_path}")
-    assert said.startswith("it came after the StreamCheckpointer: its tables are not captured")
+    assert said.startswith("it was added after the StreamCheckpointer was made: its tables are not captured")
     assert "module=late" in said

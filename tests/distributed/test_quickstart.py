@@ -55,7 +55,7 @@ def test_a_mistake_is_a_message_without_a_traceback(tmp_path: Path) -> None:
     assert "file://DIR" in told.stdout
     wrong = run_script(SCRIPT, "foo://bar")
     assert wrong.returncode == 1
-    assert "Error: 'foo://bar' is not a log" in wrong.stderr
+    assert "Error: 'foo://bar' is not a known kind of log" in wrong.stderr
     assert "Try: " in wrong.stderr
     assert "Traceback" not in wrong.stderr
 

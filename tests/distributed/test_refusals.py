@@ -143,11 +143,10 @@ def test_another_schema_is_refused_with_the_table_and_both_values(tmp_path: Path
     uri = f"file://{tmp_path}"
     ranks.run(2, _train, uri)
     said = ranks.run(2, _mismatches, uri)[0]
-    assert "optimizer is exact_rowwise_adagrad in the log and exact_adagrad" in said["optimizer"]
-    assert "dtype is float32 in the log and float16" in said["dtype"]
-    assert "rows is 211 in the log and 212" in said["rows"]
-    assert "dim is 16 in the log and 8" in said["dim"]
-    assert "table=ebc.t_user" in said["rows"]
-    assert "only the log has a sharded table of this name" in said["missing"]
-    assert "table=ebc.t_small" in said["data parallel"]
-    assert "Adam in the marker and Adagrad in this job" in said["dense optimizer"]
+    assert "table 'ebc.t_item': trained by exact_adagrad here, exact_rowwise_adagrad in the marker" in said["optimizer"]
+    assert "table 'ebc.t_user': weights of float16 here, float32 in the marker" in said["dtype"]
+    assert "table 'ebc.t_user': 212 rows here, 211 in the marker" in said["rows"]
+    assert "8 columns here, 16 in the marker" in said["dim"]
+    assert "only the marker has it" in said["missing"]
+    assert "ebc.t_small: sharded in the marker, data-parallel in this model" in said["data parallel"]
+    assert "Adagrad here, Adam in the marker" in said["dense optimizer"]

@@ -142,7 +142,7 @@ def _attach_fails(settings: StreamConfig, kind: type[Exception]) -> str:
     [
         ({"secret": "wrong"}, StoreUnavailableError, "the secret does not belong to the access key"),
         ({"key": "AKNOBODY"}, StoreUnavailableError, "the store does not know this access key"),
-        ({"config_kwargs": "{"}, ConfigError, "the store's option 'config_kwargs' is no JSON"),
+        ({"config_kwargs": "{"}, ConfigError, "the store's option 'config_kwargs' is not JSON"),
     ],
 )
 def test_a_store_that_lets_nobody_in_is_said_at_attach_on_all_ranks(

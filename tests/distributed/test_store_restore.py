@@ -19,7 +19,6 @@ from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.control.trim import trim_log
 from torchrec_stream_ckpt.layout import FOLDS_DIR
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize import compactor
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.gc import GcRules, collect
 from torchrec_stream_ckpt.materialize.retention import Retention
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.distributed
 
 STEPS = 12  # markers 1:1 to 1:5 at steps 3, 6, 9, 12, and one more by mark()
 NEVER, ALWAYS = Policy(rebase=0), Policy(rebase=1e-9)
-SPANS = Policy(rebase=0, compact="span16")
+SPANS = Policy(rebase=0, compact="span2")
 
 
 BUILDS: dict[str, dict[str, Any]] = {
@@ -136,10 +135,9 @@ SPLIT: dict[str, tuple[Spec, Spec]] = {
     ids=["rowwise-intervals", "rowwise-bases", "rowwise-spans", "sgd-spans"],
 )
 def test_branches_and_changed_plans_come_back_from_the_store(
-    optimizer: str, policy: Policy, histories: Histories, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    optimizer: str, policy: Policy, histories: Histories, tmp_path: Path
 ) -> None:
     """Generation 2 goes on from 1:2 on three ranks, generation 3 from 1:1 on one rank, 4 from 2:4 on three."""
-    monkeypatch.setattr(compactor, "SPAN", 2)
     history = histories(optimizer)
     copy = shutil.copytree(history.log, tmp_path / "log")
     stores.fold(copy, policy)

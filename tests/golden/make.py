@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from crc32c import crc32c
 
+from torchrec_stream_ckpt.format.changed import ClaimChanges
 from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark, Serve, TableScalars, Trim
 from torchrec_stream_ckpt.format.dense_files import DenseFile, listed
 from torchrec_stream_ckpt.format.folding import Folded, snapshot_of
@@ -29,11 +30,11 @@ from torchrec_stream_ckpt.format.record import meta_of
 from torchrec_stream_ckpt.format.referring import brief
 from torchrec_stream_ckpt.format.remarks import End, Note, Outcome
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout
-from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.format.schema import Schema, canonical
 from torchrec_stream_ckpt.format.serving import served_schema
 from torchrec_stream_ckpt.format.snapshot import Base
 from torchrec_stream_ckpt.layout import dense_name
-from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
+from torchrec_stream_ckpt.types import TOMBSTONE, MarkerId, RankEnd, StateSpec, TableShard, TableSpec
 
 HERE = Path(__file__).parent
 JOB = bytes.fromhex("000102030405060708090a0b0c0d0e0f")
@@ -45,6 +46,9 @@ ROWWISE = (StateSpec("momentum1", "float32", True),)
 USER = TableSpec("sparse.ebc.t_user", 4, 4, "float32", "exact_rowwise_adagrad", ROWWISE, 2)
 SCHEMA = Schema((ITEM, USER))
 SHARDS = (TableShard(0, 0, 6, 1, 1), TableShard(1, 0, 4, 0, 4))
+AGE = TableSpec("sparse.ebc.t_age", 3, 4, "float32", "exact_rowwise_adagrad", ROWWISE, 3)
+CHANGED = Schema((TOMBSTONE, replace(USER, name="sparse.ebc.t_member"), AGE))
+CHANGED_SHARDS = (TableShard(1, 0, 4, 0, 4), TableShard(2, 0, 3, 0, 4))
 STEP, MARKER = 100, 1
 PROOF = Proof.of(
     Window(65_000, 1_000),
@@ -129,6 +133,9 @@ def frames() -> dict[str, bytes]:
     control["serve"] = serve().to_frame()
     control["commit_listed"] = commit_listed(end).to_frame()
     control["claim_onward"] = claim_onward().to_frame()
+    control["claim_changed"] = claim_changed().to_frame()
+    changed = Header(Kind.HELLO, JOB, 3, schema_crc=CHANGED.crc, version=Hello(1, CHANGED, ()).version)
+    stream["hello_changed"] = bytes(json_frame(changed, Hello(1, CHANGED, CHANGED_SHARDS).to_json()))
     control |= {"end": end_record().to_frame(), "note": note().to_frame()}
     signed |= {"end_signed": KEY.sign(end_record()).to_frame(), "note_signed": KEY.sign(note()).to_frame()}
     (part,) = snapshot_of(folded(end), INCARNATION)
@@ -152,6 +159,15 @@ def claim_onward() -> Claim:
     """The job was restarted from its marker, and nothing else is new."""
     more = {"nonce": "60" * 16, "parent": MarkerId(1, MARKER), "swept": (), "time_s": 1_700_000_300.0}
     return brief(replace(claim(), generation=2, **more), {1: claim()})  # type: ignore[arg-type]
+
+
+def claim_changed() -> Claim:
+    """The model has changed: t_item is gone, t_user has another name, and t_age is new."""
+    more = {"nonce": "61" * 16, "parent": MarkerId(1, MARKER), "swept": (0, 2), "time_s": 1_700_000_600.0}
+    layout = RankShards.of([CHANGED_SHARDS])
+    said = canonical({"added": [AGE.name], "dropped": [ITEM.name], "renamed": {USER.name: "sparse.ebc.t_member"}})
+    changed = replace(claim(), generation=3, schema=CHANGED, layout=layout, changes=ClaimChanges.of(said), **more)  # type: ignore[arg-type]
+    return brief(changed, {1: claim()})
 
 
 def commit(end: RankEnd) -> Commit:
@@ -202,7 +218,7 @@ def bad_frames(good: bytes) -> dict[str, bytes]:
         "bad_magic": lambda frame: frame.__setitem__(slice(0, 4), b"LTX1"),
         "bad_header_crc": lambda frame: frame.__setitem__(40, frame[40] ^ 1),
         "bad_payload_crc": lambda frame: frame.__setitem__(HEADER_LEN, frame[HEADER_LEN] ^ 1),
-        "bad_newer_version": lambda frame: _put(frame, "H", 4, 3),
+        "bad_newer_version": lambda frame: _put(frame, "H", 4, 4),
         "bad_version_zero": lambda frame: _put(frame, "H", 4, 0),
         "bad_header_len": lambda frame: _put(frame, "H", 6, 192),
         "bad_kind": lambda frame: _put(frame, "B", 8, 99),

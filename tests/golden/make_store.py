@@ -27,6 +27,7 @@ from torchrec_stream_ckpt.format.manifest import (
     TableRows,
     Verdict,
 )
+from torchrec_stream_ckpt.format.reading import Reading, ReadUnit
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.format.schema import canonical
 from torchrec_stream_ckpt.format.segment import ENTRY, HEADER_LEN, SegmentId, SegmentKind, lay_out, parse_front
@@ -109,6 +110,7 @@ def objects() -> dict[str, bytes]:
             TIME_S, (INTERVAL_NAME,), {"0a1b2c3d time:[4026531834]": 86400.5}, MARKER, 60.0
         ).to_bytes(),
         "pin": Pin(TIME_S).to_bytes(),
+        "reading": Reading(TIME_S, {"store": 5.25}, (ReadUnit(FOLD_NAME.name, 0x1A2B3C4D, 4096),)).to_bytes(),
         "verdict": Verdict(make.JOB, MARKER, chain, (TableRows(2**53 - 1, 64, 128),), TIME_S).to_bytes(),
     }
 

@@ -12,10 +12,22 @@ import pytest
 
 from tests.golden import make, make_store
 from torchrec_stream_ckpt import layout
-from torchrec_stream_ckpt.format import control, dense_files, frame, manifest, remarks, schema, segment, snapshot
+from torchrec_stream_ckpt.format import (
+    changed,
+    control,
+    dense_files,
+    frame,
+    manifest,
+    remarks,
+    schema,
+    segment,
+    snapshot,
+)
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Proof, ReplicatedProof
+from torchrec_stream_ckpt.format.reading import Reading, ReadUnit
 from torchrec_stream_ckpt.format.scrub_place import MAX_DAMAGED, ScrubPlace
 from torchrec_stream_ckpt.materialize.fold import SEGMENT_BYTES
+from torchrec_stream_ckpt.materialize.read_back import COUNTS_FOR_S
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
 from torchrec_stream_ckpt.uris import KafkaUri
 
@@ -76,6 +88,7 @@ def test_kinds_and_dtypes_are_those_of_the_code() -> None:
         ("BASE", snapshot.Base),
         ("schema", schema.Schema),
         ("table", TableSpec),
+        ("changes", changed.ClaimChanges),
         ("state", StateSpec),
         ("shard", TableShard),
         ("scalars", control.TableScalars),
@@ -154,6 +167,7 @@ def test_names_of_a_store_are_those_that_the_code_makes() -> None:
         layout.probe_name(make.JOB, "5f" * 8),
         layout.damaged_name("NAME"),
         layout.scrub_place_name(make.JOB, "command", 42),
+        layout.reading_name(make.JOB, 5, 0x1A),
         layout.worker_name(make.JOB, "5f" * 8, 42),
         layout.dense_file_name(make.JOB, marker, "NAME"),
         layout.CopyName(make.JOB, "0a1b2c3d", 2, 128, 4096, 0x1A).name,
@@ -185,6 +199,12 @@ def test_names_of_a_store_are_those_that_the_code_makes() -> None:
             name = name.replace(short, long)
         documented.append(name)
     assert documented == made
+
+
+def test_the_fields_of_what_was_read_are_documented() -> None:
+    assert [row[0] for row in cells("What was read")] == [each.name for each in fields(Reading)]
+    assert [row[0] for row in cells("Unit of a reading")] == [each.name for each in fields(ReadUnit)]
+    assert f"at most {COUNTS_FOR_S / 86400:.0f} days" in section("Unit of a reading")
 
 
 def test_the_fields_of_where_a_scrub_stands_are_documented() -> None:

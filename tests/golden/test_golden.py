@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from tests.golden import make, make_store
 from torchrec_stream_ckpt.errors import CorruptionError, ServingStreamError
+from torchrec_stream_ckpt.format.changed import TableChange, changes_of
 from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, parse_control
 from torchrec_stream_ckpt.format.folding import lineage_of
 from torchrec_stream_ckpt.format.frame import Kind, parse_header, payload_of
@@ -20,6 +22,7 @@ from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
 from torchrec_stream_ckpt.format.snapshot import Base, Snapshot, unpack
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.log.stream import read_mark, read_stream
+from torchrec_stream_ckpt.types import TOMBSTONE
 
 GOOD = (
     "hello",
@@ -29,6 +32,8 @@ GOOD = (
     "mark",
     "claim",
     "claim_onward",
+    "claim_changed",
+    "hello_changed",
     "commit",
     "trim",
     "serve",
@@ -117,6 +122,27 @@ def test_a_golden_claim_leaves_to_its_parents_what_is_the_same() -> None:
     assert b'"same_layout":%d' % first.layout.crc in golden("claim_onward")
 
 
+def test_a_golden_claim_of_a_changed_model_is_of_version_3_and_says_what_became_of_each_table() -> None:
+    lineage = Lineage.of(parse_control(golden(name)) for name in ("claim", "claim_changed"))
+    first, second = lineage.claims.values()
+    assert (parse_header(golden("claim_changed")).version, parse_header(golden("hello_changed")).version) == (3, 3)
+    assert list(changes_of(first.schema, second.schema)) == [
+        (TableChange.DROPPED, make.ITEM, TOMBSTONE),
+        (TableChange.RENAMED, make.USER, second.schema.tables[1]),
+        (TableChange.ADDED, TOMBSTONE, make.AGE),
+    ]
+    assert [table.id for table in second.schema.tables] == [None, 2, 3]
+    assert second.schema.index() == {"sparse.ebc.t_member": 1, "sparse.ebc.t_age": 2}
+    assert [index for index, _ in second.schema.live] == [1, 2]
+    assert second.changes == make.claim_changed().changes
+    assert hashlib.sha256(second.changes.text.encode()).hexdigest() == second.changes.digest
+    assert [record.to_frame() for record in lineage.records()] == [golden("claim"), golden("claim_changed")]
+    hello = Hello.from_json(payload_of(parse_header(golden("hello_changed")), golden("hello_changed")), 3)
+    assert hello.schema.is_same(second.schema)
+    with pytest.raises(CorruptionError, match="not sorted by name"):
+        Hello.from_json(hello.to_json(), 2)
+
+
 def test_golden_signatures_are_those_that_any_hmac_gives() -> None:
     for name in ("claim", "commit", "trim", "end", "note"):
         unsigned = bytes(payload_of(parse_header(golden(name)), golden(name))).rstrip(b" ")
@@ -187,7 +213,7 @@ BAD = {
     "bad_magic": "not a frame of torchrec_stream_ckpt",
     "bad_header_crc": "header checksum does not match",
     "bad_payload_crc": "payload checksum does not match",
-    "bad_newer_version": "frame has format version 3, this program reads up to 2",
+    "bad_newer_version": "frame has format version 4, this program reads up to 3",
     "bad_version_zero": UNKNOWN,
     "bad_header_len": UNKNOWN,
     "bad_kind": UNKNOWN,

@@ -7,8 +7,12 @@ import os
 import pytest
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def no_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that write much and ask nothing of the disk: what a sync costs says more of the machine."""
+    """Nothing here waits for a disk: a process that lives on reads what it wrote, synced or not.
+
+    Which calls sync what, and when, is shown by tests that put their own in these places; what outlives a loss of power
+    is shown in ``tests/faults/power.py``.
+    """
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     monkeypatch.setattr(os, "fdatasync", lambda fd: None)

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.materializer import start, wait
 from tests.synthetic import Job
-from tests.unit.folded_job import check_folded, command, events_of, folded_job, has, lose_frames, materialize, store_of
-from tests.unit.test_scrub import harm
+from tests.unit.folded_job import command, folded_job, materialize, store_of
 from torchrec_stream_ckpt.cli import materialize as verb
 from torchrec_stream_ckpt.cli.events import line
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import StoreUnavailableError, StreamCkptError
-from torchrec_stream_ckpt.layout import SCRUB_DIR
 from torchrec_stream_ckpt.materialize import background_scrub
 from torchrec_stream_ckpt.materialize.background_scrub import BackgroundScrub
 from torchrec_stream_ckpt.materialize.materialize_service import MaterializeService
@@ -39,70 +35,15 @@ def job(tmp_path: Path) -> Job:
     return job
 
 
-@pytest.fixture
-def serving(job: Job) -> Iterator[Callable[..., Path]]:
-    """Starts services that scrub; returns the file that takes what they print."""
-    started = []
-
-    def serve(*more: str) -> Path:
-        output = job.root.parent / f"output-{len(started)}"
-        output.touch()
-        arguments = [f"file://{job.root}", "--store", str(store_of(job)), "--poll-s", "0.02", "--json", *more]
-        started.append(start(arguments, output))
-        serve.process = started[-1]  # type: ignore[attr-defined]
-        return output
-
-    yield serve
-    for process in started:
-        process.kill()
-        process.join()
-
-
-def interval(job: Job, marker: int = 2) -> Path:
-    (path,) = store_of(job).glob(f"segments/*/g00000001-r00000-m{marker:08d}-p000.seg")
-    return path
-
-
-def test_a_service_mends_what_nobody_reads_and_folds_on(job: Job, serving: Callable[..., Path]) -> None:
-    whole = harm(interval(job))
-    output = serving("--scrub-bytes-per-s", "50MB")
-    wait("the pass", has(output, "scrubbed", damaged=0), output)
-    name = str(interval(job).relative_to(store_of(job)))
-    (repaired,) = [each for each in events_of(output) if each["event"] == "repaired"]
-    assert (repaired["name"], repaired["source"], repaired["aside"]) == (name, "the log", f"damaged/{name}")
-    assert interval(job).read_bytes() == whole
-    job.touch(2)
-    job.commit()
-    wait("a marker", has(output, "marker", marker="1:5"), output)
-    check_folded(job, [1, 2, 3, 4, 5])
-    serving.process.terminate()  # type: ignore[attr-defined]
-    wait("the end", has(output, "stop"), output)
-    assert len(list(store_of(job).glob(f"{SCRUB_DIR}/*/service-*"))) == 1
-    again = serving("--scrub-bytes-per-s", "50MB")
-    wait("its first round", has(again, "start"), again)
-    time.sleep(0.5)
-    assert not has(again, "scrubbed")(), "a pass begins an hour after the one before"
-
-
-def test_what_cannot_be_mended_is_said_and_folding_goes_on(job: Job, serving: Callable[..., Path]) -> None:
-    job.touch(2)
-    lose_frames(job)
-    job.root.joinpath("data").mkdir(exist_ok=True)
-    harm(interval(job))
-    output = serving("--scrub-bytes-per-s", "50MB")
-    wait("the pass", has(output, "scrubbed", damaged=1), output)
-    (damaged,) = [each for each in events_of(output) if each["event"] == "damaged"]
-    assert damaged["name"] == str(interval(job).relative_to(store_of(job)))
-    assert damaged["lost"]
-    assert serving.process.is_alive()  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--scrub-bytes-per-s", "0"], "'0' is not a rate"),
         (["--scrub-bytes-per-s", "-20MB"], "'-20MB' is not a rate"),
-        (["--scrub-bytes-per-s", "20MB", "--once"], "with --once nothing is waited for"),
+        (
+            ["--scrub-bytes-per-s", "20MB", "--once"],
+            "--scrub-bytes-per-s scrubs while the command waits, and --once does not wait",
+        ),
     ],
 )
 def test_wrong_rates_are_refused_before_anything_is_opened(job: Job, options: list[str], said: str) -> None:

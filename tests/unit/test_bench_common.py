@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.forks import run_script
-
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
@@ -100,14 +98,6 @@ def test_chunks_of_the_thesis_design_come_together_again(monkeypatch: pytest.Mon
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return load("device", monkeypatch)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without CUDA")
-@pytest.mark.parametrize("case", ["marker", "scale", "step_time"])
-def test_a_case_on_a_gpu_that_is_not_there_says_so(case: str) -> None:
-    done = run_script(BENCHMARKS / case / "run.py", "--device", "cuda")
-    assert done.returncode == 2
-    assert "argument --device: torch finds no CUDA device here" in done.stderr
 
 
 def test_more_ranks_than_gpus_are_refused(device: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

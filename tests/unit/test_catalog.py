@@ -266,7 +266,7 @@ def test_a_manifest_or_fold_under_another_name_is_refused(shelf: Shelf) -> None:
     shelf.folds("-1:3")
     data = bytes(shelf.objects.read(shelf.fold_name("-1:3").name))
     shelf.objects.put(shelf.fold_name("-2:3").name, [data])
-    with pytest.raises(CorruptionError, match="fold is another one than its name says"):
+    with pytest.raises(CorruptionError, match="fold is not the one that its name says"):
         shelf.cover("2:3")
 
 

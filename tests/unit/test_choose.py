@@ -28,7 +28,8 @@ from torchrec_stream_ckpt.restore.plan import plan_reads
 from torchrec_stream_ckpt.restore.verdicts import Verifier
 from torchrec_stream_ckpt.restore.verify import verify_marker
 from torchrec_stream_ckpt.route import job as route_job
-from torchrec_stream_ckpt.route.find import find, locate
+from torchrec_stream_ckpt.route.find import find
+from torchrec_stream_ckpt.route.locate import locate
 from torchrec_stream_ckpt.route.route import Route, Shards
 from torchrec_stream_ckpt.route.tiers import TierState
 from torchrec_stream_ckpt.store.api import open_store
@@ -149,7 +150,7 @@ def test_a_spare_knows_the_shards_of_a_generation_whose_rows_a_store_gave(tmp_pa
         objects = open_store(str(job.root))
         choice = choose(job.log, lineage, DenseFolder(job.root), None, objects)
         assert choice is not None
-        assert choice.held is not None
+        assert choice.pieces
         assert not choice.shards
         known = choice.all_shards()
         assert list(known[1]) == [tuple(stream.shards) for stream in job.streams]

@@ -45,14 +45,14 @@ def run(*arguments: str) -> str:
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     assert done.exit_code == 0, done.output
-    return done.output
+    return done.stdout if "--json" in arguments else done.output
 
 
 def damaged(*arguments: str) -> str:
     """The same of a job that has all rows, and damage in its store."""
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 1, done.output
-    return done.output
+    return done.stdout if "--json" in arguments else done.output
 
 
 def gc(history: History, *arguments: str) -> list[dict[str, Any]]:
@@ -135,10 +135,10 @@ def test_a_pin_that_comes_too_late_says_so_and_is_not_there(history: History, mo
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (("--keep-all-for", "soon"), ConfigError, "'soon' is no duration"),
+        (("--keep-all-for", "soon"), ConfigError, "'soon' is not a duration"),
         (("--then-every", "0"), ConfigError, "then_every must be at least 1"),
         (("--newest", "0"), ConfigError, "newest must be at least 1"),
-        (("--newest", "1", "--grace", "-1h"), ConfigError, "'-1h' is no duration"),
+        (("--newest", "1", "--grace", "-1h"), ConfigError, "'-1h' is not a duration"),
         (("--newest", "1", "--job", "7", "--no-log"), ConfigError, "'7' is not a job's id"),
         (
             ("--newest", "1", "--job", "00" * 16, "--no-log"),

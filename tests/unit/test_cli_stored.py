@@ -26,7 +26,10 @@ def opened(root: Path, store: str | None, kept_at: str) -> tuple[AbstractContext
 
 def test_a_place_of_pickles_that_the_log_alone_names_is_not_opened(tmp_path: Path) -> None:
     job, made = opened(tmp_path / "log", None, f"file://{tmp_path / 'planted'}")
-    with job as open_, pytest.raises(ConfigError, match=r"lies in file://.*planted, and nobody vouches for that"):
+    with (
+        job as open_,
+        pytest.raises(ConfigError, match=r"lies in file://.*planted, and no commit key vouches for that"),
+    ):
         open_.dense_folder(made)
 
 

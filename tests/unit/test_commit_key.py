@@ -78,10 +78,10 @@ def test_a_key_reads_from_bytes_and_from_hex_digits(tmp_path: Path, data: bytes)
         (KEY[:31], 0o600, "shorter than 32 bytes"),
         (KEY.hex()[:62].encode(), 0o600, "shorter than 32 bytes"),
         (b"", 0o600, "shorter than 32 bytes"),
-        (KEY, 0o640, "others than its owner"),
-        (KEY, 0o604, "others than its owner"),
-        (KEY, 0o620, "others than its owner"),
-        (KEY * 200, 0o600, "no small plain file"),
+        (KEY, 0o640, "users other than its owner"),
+        (KEY, 0o604, "users other than its owner"),
+        (KEY, 0o620, "users other than its owner"),
+        (KEY * 200, 0o600, "not a small plain file"),
     ],
 )
 def test_a_key_file_that_is_weak_or_open_to_others_is_refused(
@@ -96,7 +96,7 @@ def test_a_key_file_that_is_missing_or_a_pipe_is_refused_at_once(tmp_path: Path)
     with pytest.raises(ConfigError, match="No such file"):
         CommitKey.load(tmp_path / "none")
     os.mkfifo(tmp_path / "pipe", 0o600)
-    with pytest.raises(ConfigError, match="no small plain file"):
+    with pytest.raises(ConfigError, match="not a small plain file"):
         CommitKey.load(tmp_path / "pipe")
 
 

@@ -190,7 +190,8 @@ def test_a_table_that_has_another_id_now_is_not_compared_with_the_proof_of_the_o
     job = Job([tuple(grid([], []))])
     job.mark(POSITIONS)
     job.mark(1)
-    path = Path((MarkerId(1, 1), MarkerId(2, 2)), ((), ()), {1: (7, 5), 2: (7, TABLES[1].id)})  # b was another table
+    ids = {1: (7, 5), 2: (7, TABLES[1].id)}  # b was another table
+    path = Path((MarkerId(1, 1), MarkerId(2, 2)), ((), ()), ids, {1: (2, 2), 2: (2, 2)})
     marks = Marks()
     marks.add(0, 0, job.ranks[0], job.marks[0][0])
     check = Check(SCHEMA, path, marks, Circle(agree([marks.windows()], 0)), dict.fromkeys(job.ranks[0], np.zeros(8)))
@@ -237,7 +238,7 @@ def test_a_proof_with_more_or_fewer_digests_than_blocks_is_refused(change: int) 
 def test_many_blocks_that_differ_are_counted_and_their_tables_sent_again_whole() -> None:
     big = Schema((TableSpec("t", 64 * 1500, 1, "float32", "sgd", (), id=1),))
     shard = TableShard(0, 0, 64 * 1500, 0, 1)
-    path, marks = Path((MarkerId(1, 1),), ((),), {1: (1,)}), Marks()
+    path, marks = Path((MarkerId(1, 1),), ((),), {1: (1,)}, {1: (1,)}), Marks()
     marks.add(0, 0, (shard,), Proof.of(Window(0, POSITIONS), np.ones(1500, np.uint64)))
     circle = Circle(agree([marks.windows()], 0))
     check = Check(big, path, marks, circle, {shard: np.zeros(1500, np.int32)})

@@ -61,7 +61,7 @@ def test_times_must_be_positive(name: str, value: float) -> None:
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ({"uri": "data/log"}, "is not a log that we know"),
+        ({"uri": "data/log"}, "is not a known kind of log"),
         ({"uri": FILE, "store": "kafka://host:1/job"}, "is not a store"),
         ({"uri": FILE, "store": "s3://user:secret@bucket"}, "must not hold a password"),
         ({"uri": FILE, "drain_every": "often"}, "drain_every must be a positive whole number or 'auto', it is 'often'"),
@@ -85,7 +85,7 @@ def test_settings_are_given_by_name_only() -> None:
 
 
 def test_config_errors_are_value_errors() -> None:
-    with pytest.raises(ValueError, match="is not a log"):
+    with pytest.raises(ValueError, match="is not a known kind of log"):
         StreamConfig(uri="")
 
 

@@ -247,7 +247,7 @@ def test_a_commit_has_its_dense_files_or_a_list_of_them() -> None:
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400, "1" * 5000])
 def test_numbers_beyond_reason_are_refused(number: str) -> None:
     data = GOOD["CLAIM"].replace(b'"time_s":1.5', f'"time_s":{number}'.encode())
-    with pytest.raises(CorruptionError, match="CLAIM is no JSON"):
+    with pytest.raises(CorruptionError, match="CLAIM is not JSON"):
         READERS["CLAIM"](data)
 
 

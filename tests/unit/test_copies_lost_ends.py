@@ -150,7 +150,7 @@ def test_rows_of_a_generation_that_the_control_log_does_not_know_are_its_lost_en
         open_store(str(root)).delete(name.name)
     entries = offsets(root)
     os.truncate(root / "control.log", entries[2])
-    with pytest.raises(CorruptionError, match=r"rows of generation 2, and control\.log ends at generation 1"):
+    with pytest.raises(CorruptionError, match=r"rows of generation 2, but control\.log ends at generation 1"):
         check(root)
 
 
@@ -160,7 +160,7 @@ def test_a_log_that_went_on_after_it_lost_its_end_is_not_joined(root: Path) -> N
     FileLog(root).append_control(claim(3, nonce="another", incarnation="x").to_frame())
     with pytest.raises(CorruptionError, match="lost the end"):
         trainer(root).check_copy()
-    with pytest.raises(ConfigError, match="goes on otherwise than its second copy"):
+    with pytest.raises(ConfigError, match="differs from its second copy"):
         recover(root)
     (root / "control.log").unlink()
     assert recover(root)["offered"][-1] == "2:3"

@@ -94,7 +94,7 @@ def test_the_command_fails_when_the_newest_marker_cannot_be_restored(tmp_path: P
     log = FileLog(tmp_path)
     incarnation = log.prepare(1)
     log.append_control(claim(1, incarnation=incarnation.id, time_s=time.time() + 3600).to_frame())
-    before = json.loads(CliRunner().invoke(app, ["doctor", f"file://{tmp_path}", "--json"]).output)
+    before = json.loads(CliRunner().invoke(app, ["doctor", f"file://{tmp_path}", "--json"]).stdout)
     verdicts = {finding["check"]: finding["verdict"] for finding in before}
     assert verdicts["newest marker"] == "warning"  # none yet
     assert verdicts["clock"] == "warning"

@@ -59,7 +59,7 @@ def test_the_chosen_pass_fires_and_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("spec", ["nonsense", "name=explode", "name=kill@0", "name=kill@x", "=kill"])
 def test_a_spec_that_says_nothing_is_refused(spec: str) -> None:
-    with pytest.raises(ConfigError, match="is no failpoint"):
+    with pytest.raises(ConfigError, match="is not a failpoint"):
         arm(spec)
 
 
@@ -87,10 +87,11 @@ def test_trainers_trims_and_materializers_are_killed_at_every_point() -> None:
         test_copies_kills,
         test_gc_kills,
         test_head_kills,
+        test_scrub_kills,
         test_snapshots_kills,
         test_tiers_kills,
     )
-    from tests.unit import test_repairs, test_scrub, test_store_walk, test_trim
+    from tests.unit import test_repairs, test_store_walk, test_trim
 
     names = compiled_in()
     in_units = (
@@ -101,7 +102,7 @@ def test_trainers_trims_and_materializers_are_killed_at_every_point() -> None:
         test_head_kills,
         test_tiers_kills,
         test_repairs,
-        test_scrub,
+        test_scrub_kills,
         test_store_walk,
     )
     killed = {*kills.POINTS, *materializer.POINTS, *(point for each in in_units for point in each.POINTS)}

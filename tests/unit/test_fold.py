@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from tests import stores, synthetic
-from tests.synthetic import PLAIN, ROWWISE, SCHEMA, Image, Job, image_of_store, images_of_chain
+from tests.synthetic import PLAIN, ROWWISE, SCHEMA, Image, Job, image_of_store, images_of_all
+from tests.unit.folded_job import made_once
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import RowLayout, RowsView
@@ -26,8 +27,6 @@ from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.types import MarkerId
-
-pytestmark = pytest.mark.usefixtures("no_syncs")
 
 NEVER = Policy(rebase=0)
 
@@ -54,10 +53,10 @@ def check(job: Job, policy: Policy = NEVER, objects: Objects | None = None) -> O
         objects = open_store(str(job.root.parent / "store"))
         fold(job, objects, policy)
     lineage = lineage_of(job)
-    done: dict[MarkerId, bool] = {}
-    for leaf in {commit.generation: commit.id for commit in lineage.commits.values()}.values():
-        for commit, image in images_of_chain(job.log, lineage, leaf):
-            done[commit.id] = image_of_store(objects, lineage, commit.id) == image
+    done = {
+        commit.id: image_of_store(objects, lineage, commit.id) == image
+        for commit, image in images_of_all(job.log, lineage)
+    }
     assert done == dict.fromkeys(lineage.commits, True)
     return objects
 
@@ -205,8 +204,8 @@ def test_an_interval_without_rows_has_a_segment_without_chunks(job: Job) -> None
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_two_materializers_write_the_same_bytes_side_by_side_or_not(job: Job) -> None:
-    history(job)
+def test_two_materializers_write_the_same_bytes_side_by_side_or_not(tmp_path: Path) -> None:
+    job = history(tmp_path / "log")
     policy = Policy(rebase=0.5, compact="span16")
     first = stores.contents(_folded(job, "first", policy))
     assert stores.contents(_folded(job, "second", policy)) == first
@@ -219,8 +218,8 @@ def test_two_materializers_write_the_same_bytes_side_by_side_or_not(job: Job) ->
     assert stores.contents(shared) == first
 
 
-def test_whoever_finds_all_ranks_there_puts_the_manifest(job: Job) -> None:
-    history(job)
+def test_whoever_finds_all_ranks_there_puts_the_manifest(tmp_path: Path) -> None:
+    job = history(tmp_path / "log")
     objects = open_store(str(job.root.parent / "store"))
     lineage = lineage_of(job)
     with ThreadPoolExecutor(2) as pool:
@@ -241,8 +240,8 @@ def test_whoever_finds_all_ranks_there_puts_the_manifest(job: Job) -> None:
     check(job, objects=objects)
 
 
-def test_a_manifest_is_there_only_behind_everything_else(job: Job) -> None:
-    history(job)
+def test_a_manifest_is_there_only_behind_everything_else(tmp_path: Path) -> None:
+    job = history(tmp_path / "log")
 
     class Watched:
         """Remembers the order of puts."""
@@ -267,8 +266,10 @@ def test_a_manifest_is_there_only_behind_everything_else(job: Job) -> None:
         assert names <= set(watched.puts[:place])
 
 
-def history(job: Job) -> None:
+@made_once
+def history(root: Path) -> Job:
     """Forty markers: restarts, a branch, ranks, columns, a sweep."""
+    job = Job(root, seed=3)
     job.begin()
     parents: list[MarkerId] = []
     for number in range(40):
@@ -280,6 +281,7 @@ def history(job: Job) -> None:
             job.begin(parents[-4], world=1, swept=[ROWWISE], splits=[2, 2, 4])
         if number == 25:
             job.begin(parents[-1], world=2)
+    return job
 
 
 def _folded(job: Job, name: str, policy: Policy) -> Objects:

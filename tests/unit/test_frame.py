@@ -133,7 +133,7 @@ def test_a_newer_version_is_named_whatever_follows_it() -> None:
     frame = bytearray(small_frame())
     frame[4:6] = (7).to_bytes(2, "little")
     frame[6:] = bytes(len(frame) - 6)
-    with pytest.raises(CorruptionError, match="format version 7, this program reads up to 2") as refused:
+    with pytest.raises(CorruptionError, match="format version 7, this program reads up to 3") as refused:
         parse_header(frame)
     assert refused.value.hint == "upgrade torchrec_stream_ckpt on the reading side"
 

@@ -24,9 +24,10 @@ from torchrec_stream_ckpt.errors import (
 from torchrec_stream_ckpt.failpoints import arm
 from torchrec_stream_ckpt.layout import dense_file_name, manifest_name
 from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.materialize.gc import GcRules, collect, plan_gc, take_stock
+from torchrec_stream_ckpt.materialize.gc import GcRules, collect, plan_gc
 from torchrec_stream_ckpt.materialize.materializer import Materializer
 from torchrec_stream_ckpt.materialize.retention import Retention
+from torchrec_stream_ckpt.materialize.stock import take_stock
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.types import MarkerId
@@ -278,7 +279,8 @@ def test_a_store_that_may_not_be_written_is_named(tmp_path: Path, pool: Executor
     before = stores.contents(history.objects)
     with pytest.raises(StoreUnavailableError, match="cannot write it"):
         gc(history, rules(newest=1), pool)
-    assert stores.contents(history.objects) == before
+    after = stores.contents(history.objects)
+    assert {name: data for name, data in after.items() if not name.startswith("readings/")} == before
 
 
 def test_a_damaged_manifest_is_named_and_nothing_goes(tmp_path: Path, pool: Executor) -> None:
@@ -340,11 +342,11 @@ def test_a_run_that_reads_no_clock_of_an_earlier_one_says_that_nothing_gets_olde
     assert (bool(first.later), first.stands_still) == (True, "")
     again = gc(history, rules(3600.0, newest=1), pool, host="boot 2", now_s=2e6)
     assert not again.now
-    assert again.stands_still.startswith("no earlier run has read a clock that this one reads")
+    assert again.stands_still.startswith("no earlier run has read this run's clock")
     assert "run gc on one host that is not booted in between" in again.describe()
     job, given = history.lineage.job, rules(3600.0, newest=1)
     blind = collect(history.objects, None, job, given, pool, dict)
-    assert "no clock is shown here that nobody sets" in blind.describe()
+    assert "this place has no clock that is never set" in blind.describe()
     done = gc(history, rules(3600.0, newest=1), pool, host="boot 2", now_s=2e6 + 3600.0)
     assert done.now
     assert done.stands_still == ""

@@ -26,8 +26,6 @@ from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.types import MarkerId
 
-pytestmark = pytest.mark.usefixtures("no_syncs")
-
 NEWEST = MarkerId(1, 6)
 BASE = "-m00000006-from-root"
 
@@ -119,7 +117,7 @@ def test_gc_never_deletes_what_a_damaged_base_was_made_of(history: History, pool
     assert [each for each in (*done.damaged, *done.not_whole) if BASE in each]
     assert name in done.describe()
     if name.endswith(".seg"):
-        assert "let stream-ckpt materialize mend it" in done.describe()
+        assert "let stream-ckpt materialize repair it" in done.describe()
     assert not [entry for entry in done.now if entry.name.startswith(("segments/", "folds/"))
                 and "m00000005-from-root" in entry.name], "the base before it is needed again"  # fmt: skip
 

@@ -32,7 +32,7 @@ from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.gc import GcRules, collect
 from torchrec_stream_ckpt.materialize.materializer import Materializer
 from torchrec_stream_ckpt.materialize.retention import Retention
-from torchrec_stream_ckpt.route.held import hold, warm
+from torchrec_stream_ckpt.route.locate import locate, warm
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.reader import read_chunks
@@ -179,13 +179,11 @@ def test_what_is_behind_it_comes_from_the_store(warmed: Warm) -> None:
         state = head.state
     warmed.job.touch()
     third = warmed.job.commit()
-    held = hold(Catalog.load(warmed.objects, JOB), warmed.lineage, third.id, head=state)
-    assert held is not None
-    assert (held.reach, held.pieces, held.head) == (MarkerId(1, 2), (), state)
+    route = locate(warmed.lineage, third.id, Catalog.load(warmed.objects, JOB), head=state)
+    assert (route.stored, route.pieces, route.head) == (MarkerId(1, 2), (), state)
     warmed.follow()
-    held = hold(Catalog.load(warmed.objects, JOB), warmed.lineage, third.id, head=state)
-    assert held is not None
-    assert (held.reach, len(held.pieces), held.head) == (third.id, 1, state)
+    route = locate(warmed.lineage, third.id, Catalog.load(warmed.objects, JOB), head=state)
+    assert (route.stored, len(route.pieces), route.head) == (third.id, 1, state)
 
 
 def left_behind(tmp_path: Path, pool: ThreadPoolExecutor) -> Warm:
@@ -220,10 +218,9 @@ def test_one_that_gc_has_left_behind_is_not_used(tmp_path: Path, pool: ThreadPoo
             warmed.job.log, lineage, open_dense(str(tmp_path)), None, warmed.objects, lambda job: head.state
         )
     assert choice is not None
-    assert choice.held is not None
-    assert (choice.held.reach, choice.held.head, choice.commit.id) == (newest, None, newest)
+    assert (choice.stored, choice.head, choice.commit.id) == (newest, None, newest)
     image = Image(SCHEMA)
-    picked = [each for piece in choice.held.pieces for each in piece.opened]
+    picked = [each for piece in choice.pieces for each in piece.opened]
     for each, entry, data in read_chunks(warmed.objects, picked, pool):
         image.put(entry.table, entry.col0, decode_chunk(entry, data, SCHEMA, each.ref.name))
     assert image == image_of_log(FileLog(tmp_path / "truth"), lineage, newest)
@@ -237,9 +234,8 @@ def test_one_that_leads_as_far_as_the_store_is_used(tmp_path: Path, pool: Thread
     fourth = warmed.job.commit()
     with contextlib.closing(whole(warmed.head())) as head:
         for commit in (fourth, warmed.lineage.commits[MarkerId(1, 3)]):
-            held = hold(Catalog.load(warmed.objects, JOB), warmed.lineage, commit.id, head=head.state)
-            assert held is not None
-            assert (held.reach, held.head) == (MarkerId(1, 3), head.state)
+            route = locate(warmed.lineage, commit.id, Catalog.load(warmed.objects, JOB), head=head.state)
+            assert (route.stored, route.head) == (MarkerId(1, 3), head.state)
 
 
 def test_one_that_gc_has_left_behind_is_built_anew(

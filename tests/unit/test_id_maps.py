@@ -15,7 +15,7 @@ from torchrec.modules.mc_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_stream_ckpt.adapter import IdMap
+from torchrec_stream_ckpt.adapter import CollisionMap
 from torchrec_stream_ckpt.commit.id_maps import merge_pieces, read_pieces
 from torchrec_stream_ckpt.errors import SchemaMismatchError
 
@@ -31,8 +31,8 @@ def shards(count: int, policy: Callable[[], MCHEvictionPolicy] = LFU_EvictionPol
     return [whole.rebuild_with_output_id_range((bounds[rank], bounds[rank + 1]), bounds) for rank in range(count)]
 
 
-def maps(modules: list[MCHManagedCollisionModule]) -> list[IdMap]:
-    return [IdMap("t", module, len(modules), rank) for rank, module in enumerate(modules)]
+def maps(modules: list[MCHManagedCollisionModule]) -> list[CollisionMap]:
+    return [CollisionMap("t", module, len(modules), rank) for rank, module in enumerate(modules)]
 
 
 def profile(module: MCHManagedCollisionModule, step: int, rank: int, ranks: int) -> None:
@@ -52,7 +52,7 @@ def train(modules: list[MCHManagedCollisionModule], steps: int, *, evict: bool =
 
 def move(sources: list[MCHManagedCollisionModule], target: MCHManagedCollisionModule) -> None:
     here = maps([target])
-    (state,) = merge_pieces(here, read_pieces(maps(sources)))
+    (state,) = merge_pieces(here, read_pieces(maps(sources)), {each.table: each.table for each in here})
     here[0].write(state)
 
 

@@ -87,8 +87,10 @@ CASES: dict[str, tuple[Callable[[Job], None], Callable[[Job], None]]] = {
 
 GIVEN_UP = ("freezing", "sending a cut", "ending a cut", "giving a cut up")
 """Where ``Cuts`` gives the cut up, whatever was raised."""
-AT_EACH = ("an update", "a lookup")
-"""What no other test interrupts at each bytecode unless it may be slow."""
+EVERY = 17
+"""One of how many bytecodes of an event is interrupted, unless the test may be slow."""
+OFTENER = {"an update": 5, "a lookup": 5}
+"""The same of what runs in every step."""
 
 
 def _interrupted_at(name: str, every: int) -> int:
@@ -114,12 +116,14 @@ def _interrupted_at(name: str, every: int) -> int:
         job.end()
 
 
+# Python 3.12 traces the end of a generator, too: what is raised there goes nowhere.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_an_exception_at_any_bytecode_loses_no_row(name: str) -> None:
-    assert _interrupted_at(name, 1 if name in AT_EACH else 17) > 5
+    assert _interrupted_at(name, OFTENER.get(name, EVERY)) > 5
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in CASES if name not in AT_EACH])
+@pytest.mark.parametrize("name", CASES)
 def test_an_exception_at_each_bytecode_loses_no_row(name: str) -> None:
     assert _interrupted_at(name, 1) > 100

@@ -219,9 +219,9 @@ def test_notes_too_deep_or_of_other_fields_are_refused(field: str, depth: int) -
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "notes is no JSON"),
-        (b"\xff", "notes is no JSON"),
-        (b"[]", "notes is no JSON object"),
+        (b"", "notes is not JSON"),
+        (b"\xff", "notes is not JSON"),
+        (b"[]", "notes is not a JSON object"),
         (b'{"mark":{},"shards":[]}', "MARK has fields"),
         (b'{"mark":[],"shards":[]}', "notes.mark is"),
         (b'{"mark":{"num_bytes":0,"rows":0,"scalars":[]}}', "notes has fields"),

@@ -67,7 +67,7 @@ def test_a_frame_that_is_missing_is_a_gap(job: Job) -> None:
     newest_bytes(job, drop, rank=1)
     status, _, said = materialize(job)
     assert status == 1
-    assert re.search(r"found seq \d+ behind|ends inside a frame|no longer has", said), said
+    assert re.search(r"found seq \d+ after|ends inside a frame|no longer has", said), said
     assert "Try: " in said
     check_folded(job, [1, 2, 3])
 

@@ -25,8 +25,6 @@ from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.folder import FolderObjects
 from torchrec_stream_ckpt.types import MarkerId
 
-pytestmark = pytest.mark.usefixtures("no_syncs")
-
 BASES = ("--rebase", "0.3")
 
 

@@ -10,7 +10,6 @@ from tests import synthetic
 from tests.synthetic import ROWWISE, Job
 from tests.unit.test_fold import check, fold, history, lineage_of
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
-from torchrec_stream_ckpt.materialize import compactor
 from torchrec_stream_ckpt.materialize import fold as fold_module
 from torchrec_stream_ckpt.materialize import merge as merge_module
 from torchrec_stream_ckpt.materialize.compactor import Policy, spans
@@ -18,13 +17,11 @@ from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.types import MarkerId
 
-pytestmark = pytest.mark.usefixtures("no_syncs")
-
 POLICIES = {
     "bases": Policy(rebase=1e-9),
     "some bases": Policy(rebase=0.7),
     "spans": Policy(rebase=0, compact="span16"),
-    "both": Policy(rebase=2.0, compact="span16"),
+    "both": Policy(rebase=2.0, compact="span4"),
 }
 
 
@@ -36,24 +33,22 @@ def job(tmp_path: Path) -> Job:
 @pytest.mark.parametrize("part_bytes", [2000, 2**20], ids=["small parts", "one part"])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_every_marker_is_the_same_over_bases_and_spans(
-    job: Job, policy: Policy, part_bytes: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, policy: Policy, part_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (fold_module, merge_module):
         monkeypatch.setattr(module, "SEGMENT_BYTES", part_bytes)
-    history(job)
-    catalog = Catalog.load(check(job, policy), synthetic.JOB)
+    catalog = Catalog.load(check(history(tmp_path / "log"), policy), synthetic.JOB)
     starts = {start for start, _ in catalog.folds}
     assert (None in starts) == (policy.rebase > 0)
-    assert bool(starts - {None}) == (policy.compact == "span16")
+    assert bool(starts - {None}) == (policy.radix > 0)
 
 
-def test_long_spans_stand_on_short_ones(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compactor, "SPAN", 4)
+def test_long_spans_stand_on_short_ones(job: Job) -> None:
     job.begin(world=1)
     for _ in range(17):
         job.touch(1)
         job.commit()
-    catalog, lineage = Catalog.load(check(job, Policy(rebase=0, compact="span16")), synthetic.JOB), lineage_of(job)
+    catalog, lineage = Catalog.load(check(job, Policy(rebase=0, compact="span4")), synthetic.JOB), lineage_of(job)
     ends = {(start.marker if start else None, end.marker) for start, end in catalog.folds}
     assert ends == {(1, 5), (5, 9), (9, 13), (13, 17), (1, 17)}
     cover = catalog.cover(lineage.chain(MarkerId(1, 17)))
@@ -102,7 +97,7 @@ def test_row_wise_state_under_two_column_splits_without_a_sweep_is_refused(job: 
 
 @pytest.mark.parametrize(("place", "wanted"), [(0, []), (1, []), (16, [16]), (32, [16]), (256, [16, 256]), (257, [])])
 def test_where_spans_end(place: int, wanted: list[int]) -> None:
-    assert list(spans(place)) == wanted
+    assert list(spans(place, 16)) == wanted
 
 
 def test_a_policy_that_makes_no_sense_is_refused() -> None:

@@ -20,7 +20,7 @@ from torchrec_stream_ckpt.interchange.rows import TableReader, open_rows
 from torchrec_stream_ckpt.layout import dense_name, manifest_name, parse_store_segment
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.restore.verify import verify_marker
-from torchrec_stream_ckpt.route.held import hold
+from torchrec_stream_ckpt.route.locate import locate
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
@@ -195,12 +195,11 @@ def test_only_what_leads_around_damage_is_looked_at(job: Job, monkeypatch: pytes
     catalog = Catalog.load(objects, JOB)
     known = {str(newest.relative_to(job.root)): CorruptionError("a bit")} if at == -10 else {}
     monkeypatch.setattr(FolderObjects, "read", reading)
-    held = hold(catalog, lineage, marker, damaged=known)
-    assert held is not None
-    assert held.reach == marker
-    needed = {picked.ref.name for piece in held.pieces for picked in piece.opened}
+    route = locate(lineage, marker, catalog, damaged=known)
+    assert route.stored == marker
+    needed = {picked.ref.name for piece in route.pieces for picked in piece.opened}
     assert str(older.relative_to(job.root)) in needed
-    first = min(piece.end for piece in held.pieces)
+    first = min(piece.end for piece in route.pieces)
     assert {found.marker for name in names if (found := parse_store_segment(name))} <= {
         each for each in lineage.commits if each >= first
     }

@@ -24,7 +24,7 @@ from torchrec_stream_ckpt.layout import StoreSegment
 from torchrec_stream_ckpt.store import reader
 from torchrec_stream_ckpt.store.api import Entry, Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog, Picked
-from torchrec_stream_ckpt.store.reader import load_front, load_fronts, load_held, read_chunks
+from torchrec_stream_ckpt.store.reader import load_front, load_fronts, load_told, open_pieces, read_chunks
 from torchrec_stream_ckpt.types import MarkerId
 
 SCHEMA = Schema((table("t", 1000, 4),))
@@ -230,22 +230,24 @@ def test_another_segment_than_the_manifest_says_is_refused(objects: Counted) -> 
         replace(ref, **{name: getattr(ref, name) + 64}) for name in ("num_bytes", "front_bytes", "header_crc", "rows")
     ]
     for other in others:
-        with pytest.raises(CorruptionError, match="segment is another one than its manifest says"):
+        with pytest.raises(CorruptionError, match="segment is not the one that its manifest names"):
             load_front(objects, other, JOB)
-    with pytest.raises(CorruptionError, match="segment is another one than its manifest says"):
+    with pytest.raises(CorruptionError, match="segment is not the one that its manifest names"):
         load_front(objects, ref, OTHER_JOB)
     with pytest.raises(CorruptionError, match="segment ends inside its directory"):
         load_front(objects, replace(ref, front_bytes=ref.front_bytes - 64), JOB)
 
 
-def test_what_is_held_has_all_pieces_and_the_notes_at_its_reach(tmp_path: Path, pool: Executor) -> None:
+def test_open_pieces_have_all_segments_and_what_was_said_at_their_end(tmp_path: Path, pool: Executor) -> None:
     history = History(tmp_path)
     history.generation(1, [1, 2, 3])
     fold(tmp_path)
     catalog = Catalog.load(history.objects, JOB)
     cover = catalog.cover(history.lineage.chain(MarkerId(1, 2)))
-    held = load_held(history.objects, catalog, cover, pool)
-    assert (held.reach, len(held.pieces), len(held.shards)) == (MarkerId(1, 2), 2, 1)
-    assert [picked.front.rows for piece in held.pieces for picked in piece.opened] == [14, 3]
-    assert [len(shards) for shards in held.shards] == [2]
-    assert all(piece.generation == 1 for piece in held.pieces)
+    pieces = open_pieces(history.objects, cover, JOB, pool)
+    assert [piece.end for piece in pieces] == [MarkerId(1, 1), MarkerId(1, 2)]
+    assert [picked.front.rows for piece in pieces for picked in piece.opened] == [14, 3]
+    assert all(piece.generation == 1 for piece in pieces)
+    told = load_told(catalog, pieces, pool)
+    assert told.keys() == {MarkerId(1, 1), MarkerId(1, 2)}
+    assert [len(each.shards) for each in told[MarkerId(1, 2)]] == [2]

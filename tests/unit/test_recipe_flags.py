@@ -43,7 +43,7 @@ WRONG = [
     ([*CRITEO, "--ids_per_lookup", "3"], "--ids_per_lookup is of made clicks: leave it out with --data"),
     ([*CRITEO, "--num_embeddings_per_feature", "1,2"], "--num_embeddings_per_feature needs 26 numbers, not 2"),
     (["--num_embeddings", "5", "--num_embeddings_per_feature", "5"], "not both"),
-    (["--batch_size", "0"], "0 is below 1"),
+    (["--batch_size", "0"], "0 is too small: pass at least 1"),
     (["--batch_size", "many"], "'many' is not a whole number"),
     (["--epochs", "1.5"], "'1.5' is not a whole number"),
     (["--learning_rate", "nan"], "nan is not above zero"),
@@ -74,8 +74,8 @@ WRONG = [
     (["--store_options", "x"], "--store_options needs --stream_ckpt"),
     ([*STREAM, "--store_options", "x"], "--store_options needs --store s3://"),
     ([*STREAM, "--store", "s3://x", "--store_options", "no.txt"], "--store_options no.txt: no such file"),
-    ([*STREAM, "--restore", "newest"], "'newest' is none of latest, none, GENERATION:MARKER"),
-    ([*STREAM, "--restore", "1:"], "'1:' is none of"),
+    ([*STREAM, "--restore", "newest"], "'newest' is not latest, none or GENERATION:MARKER"),
+    ([*STREAM, "--restore", "1:"], "'1:' is not latest, none or GENERATION:MARKER"),
     ([*STREAM, "--marker_every_s", "0"], "0 is not above zero"),
 ]
 
@@ -101,7 +101,7 @@ def test_a_mistake_is_one_line_and_what_to_try_said_once_on_each_node(
         with pytest.raises(SystemExit):
             recipe.parse_args(["--epochs", "0"])
     assert capsys.readouterr().err == (
-        "train_dlrm.py: error: argument --epochs: 0 is below 1\nTry: train_dlrm.py --help\n"
+        "train_dlrm.py: error: argument --epochs: 0 is too small: pass at least 1\nTry: train_dlrm.py --help\n"
     )
 
 

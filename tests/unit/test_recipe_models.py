@@ -27,7 +27,7 @@ RECIPES = (*OF_RATINGS, *OF_CLICKS)
         (["--restore", "latest"], "--restore needs --stream_ckpt URI"),
         (["--stream_ckpt", "ckpt"], "neither file://DIR nor kafka://BROKERS/JOB"),
         (["--stream_ckpt", "kafka://h:1/j"], "needs --store URL"),
-        (["--batch_size", "0"], "0 is below 1"),
+        (["--batch_size", "0"], "0 is too small: pass at least 1"),
         (["--embedding_dim", "18"], "--embedding_dim 18 is not a multiple of 4"),
         (["--sharding", "grid"], "invalid choice: 'grid'"),
         (["--learning_rate", "-1"], "-1 is not above zero"),
@@ -193,7 +193,7 @@ def test_a_proof_needs_a_recipe_and_something_to_restore(capsys: pytest.CaptureF
         (["--recipe", str(tmp_path / "mine.py")], "it has no parse_args() and build()"),
         (["--recipe", "train_pnn"], "give --stream_ckpt URI, and --restore latest or GENERATION:MARKER"),
         (["--recipe", "train_pnn", "--stream_ckpt", "file://x", "--restore", "none"], "give --stream_ckpt URI"),
-        (["--recipe", "train_pnn", "--batch_size", "0"], "0 is below 1"),
+        (["--recipe", "train_pnn", "--batch_size", "0"], "0 is too small: pass at least 1"),
         (["--recipe", "train_pnn", *TWO_TIERS], "a proof is of one tier: give --stream_ckpt once"),
     ):
         with pytest.raises(SystemExit) as error:

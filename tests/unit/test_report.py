@@ -133,7 +133,6 @@ def test_a_job_without_a_marker_says_so(tmp_path: Path, browser: Browser) -> Non
     assert "first generation 1 began" in seen.text
 
 
-@pytest.mark.usefixtures("no_syncs")
 def test_thousands_of_markers_are_drawn_together(tmp_path: Path, browser: Browser) -> None:
     job = PaperJob(tmp_path / "log", tables(*(f"sparse.ebc.table_{number:02}" for number in range(30))))
     parent = None

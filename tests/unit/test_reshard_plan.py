@@ -16,7 +16,7 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.restore.plan import RestorePlan, check_schema, plan_restore
 from torchrec_stream_ckpt.restore.reshard import Move, intersect
-from torchrec_stream_ckpt.route.find import locate
+from torchrec_stream_ckpt.route.locate import locate
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
 
 PLAIN = table("a_plain", 13, 6)

@@ -136,14 +136,14 @@ def test_durations_are_numbers_with_a_unit(text: float | str, seconds: float) ->
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"keep_all_for": "soon"}, "'soon' is no duration"),
-        ({"keep_all_for": "-3h"}, "'-3h' is no duration"),
-        ({"keep_all_for": -1.0}, "-1.0 is no duration"),
-        ({"keep_all_for": float("nan")}, "nan is no duration"),
+        ({"keep_all_for": "soon"}, "'soon' is not a duration"),
+        ({"keep_all_for": "-3h"}, "'-3h' is not a duration"),
+        ({"keep_all_for": -1.0}, "-1.0 is not a duration"),
+        ({"keep_all_for": float("nan")}, "nan is not a duration"),
         ({"then_every": 0}, "then_every must be at least 1, it is 0"),
         ({"then_every": "0"}, "then_every must be at least 1, it is 0"),
         ({"then_every": "0h"}, "then_every must not be no time at all"),
-        ({"then_every": "now and then"}, "'now and then' is no duration"),
+        ({"then_every": "now and then"}, "'now and then' is not a duration"),
         ({"newest": 0}, "newest must be at least 1, it is 0"),
     ],
 )

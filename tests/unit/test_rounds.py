@@ -108,6 +108,16 @@ def test_a_step_of_the_trainers_clock_ages_no_marker_by_more_than_a_wait(step_s:
         assert age_s <= 600.0 * (10 - marker.marker) + 600.0
 
 
+@pytest.mark.parametrize("step_s", [86400.0, 0.0])
+def test_the_only_wait_of_a_generation_ages_nothing_for_it_may_be_a_step_of_the_clock(step_s: float) -> None:
+    lineage = Lineage()
+    for number in (1, 2, 3):
+        lineage.apply(builders.claim(number))
+        lineage.apply(builders.commit(number, 1, time_s=1e6))
+        lineage.apply(builders.commit(number, 2, time_s=1e6 + 600.0 + step_s))
+    assert set(ages(lineage, 7.0).values()) == {7.0}
+
+
 CLOCKS = st.dictionaries(st.sampled_from("abc"), st.floats(0, 1e6), max_size=3)
 
 

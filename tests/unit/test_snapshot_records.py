@@ -94,7 +94,7 @@ def part_of(body: bytes) -> Snapshot:
         ({"parts": 257}, "part 0 of 257, 12 bytes: too much"),
         ({"part": 1}, "part 1 of 1, 12 bytes: too much"),
         ({"num_bytes": 2**30 + 1}, "too much"),
-        ({"piece": "no base64!"}, "is no base64"),
+        ({"piece": "no base64!"}, "is not base64"),
         ({"piece": "AAAA" * 240_000}, "piece has 720000 bytes"),
         ({"piece": ""}, "piece has 0 bytes"),
         ({"digest": "00"}, r"SNAPSHOT\.digest is '00'"),

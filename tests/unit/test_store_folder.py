@@ -161,7 +161,7 @@ def test_links_are_no_objects(store: FolderObjects, tmp_path: Path) -> None:
     assert store.size("a/link") is None
     with pytest.raises(CorruptionError, match="is a link to another place"):
         store.read("a/link")
-    with pytest.raises(CorruptionError, match="is no plain file"):
+    with pytest.raises(CorruptionError, match="is not a plain file"):
         store.read("a/pipe")
 
 

@@ -17,7 +17,7 @@ WAITS: dict[str, Any] = {"default": None, "own": {"config_kwargs": '{"read_timeo
 
 
 def test_a_protocol_that_nobody_knows_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="'nosuch://' is no protocol that fsspec knows"):
+    with pytest.raises(ConfigError, match="'nosuch://' is not a protocol that fsspec knows"):
         open_store("nosuch://bucket/x")
 
 

@@ -6,6 +6,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,16 @@ from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, St
 from torchrec_stream_ckpt.failpoints import arm
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.gc import GcRules, collect
+from torchrec_stream_ckpt.materialize.giving_up import WaysBack, lost_markers
 from torchrec_stream_ckpt.materialize.interval_folder import IntervalFolder
 from torchrec_stream_ckpt.materialize.materializer import Materializer
 from torchrec_stream_ckpt.materialize.progress import Progress
+from torchrec_stream_ckpt.materialize.read_back import ReadBack
 from torchrec_stream_ckpt.materialize.repairer import Repairer
 from torchrec_stream_ckpt.materialize.retention import Retention
 from torchrec_stream_ckpt.materialize.scrub_mender import ScrubMender
 from torchrec_stream_ckpt.materialize.scrubber import Damage, Scrubber
+from torchrec_stream_ckpt.materialize.stock import take_stock
 from torchrec_stream_ckpt.materialize.synced import check_synced
 from torchrec_stream_ckpt.route.holdings import Holdings
 from torchrec_stream_ckpt.store.catalog import Catalog, Piece
@@ -32,14 +36,13 @@ from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.pins import pin, unpin
 from torchrec_stream_ckpt.types import MarkerId
 
-pytestmark = pytest.mark.usefixtures("no_syncs")
-
 HOUR, DAY = 3600.0, 86400.0
 GRACE = 12 * HOUR
 STEPS = 300
 LONG_STEPS = 10_000
 POINTS = ["gc.dropped", "gc.merged", "gc.listed", "gc.deleted", "gc.tidied", "pin.attempted", "pin.put"]
 POINTS += ["materialize.manifest", "materialize.manifest_put", "repair.aside", "scrub.read", "scrub.place"]
+POINTS += ["read_back.saved"]
 POLICIES = [Policy(rebase=0), Policy(rebase=1e-9), Policy(rebase=0, compact="span16"), Policy()]
 
 
@@ -80,6 +83,7 @@ class Walk(History):
         steps: dict[Callable[[], None], int] = {
             self.train: 5, self.branch: 2, self.fold: 6, self.gc: 7, self.pin: 2, self.unpin: 1, self.trim: 1,
             self.destroy: 1, self.scrub: 3, self.skew: 1, self.begin_read: 3, self.end_read: 3, self.wait: 3,
+            self.give_up: 1,
         }  # fmt: skip
         (step,) = self.random.choices(list(steps), list(steps.values()))
         arm(f"{self.random.choice(POINTS)}=raise@{self.random.randint(1, 3)}" if self.random.random() < 0.3 else "")
@@ -153,9 +157,29 @@ class Walk(History):
         if not self._offered():
             return
         holdings = Holdings.load(self.store, self.lineage)
-        synced = self._refusing(lambda: check_synced(holdings, None, self._pool, whole=True))
+        whole, (host, booted_s) = self.random.random() < 0.3, self.random.choice(sorted(self._hosts.items()))
+        read_back = ReadBack(self.store, self.lineage.job, self._pool, {host: self.now_s + booted_s})  # type: ignore[arg-type]
+        synced = self._refusing(
+            lambda: check_synced(holdings, None, self._pool, whole=whole, read_back=None if whole else read_back)
+        )
+        read_back.save()
         if synced is not None:
             trim_log(self.log, Control(self.log), synced.upto, "file:///store", others=synced.others)
+
+    def give_up(self) -> None:
+        """Give up what nothing brings back: that is what the walk has destroyed, and what stands on it."""
+        if not self._offered():
+            return
+        lineage, rules, before = self.lineage, GcRules(give_up={}, grace_s=GRACE), self._offered()
+        stock = self._refusing(lambda: take_stock(self.store, lineage, lineage.job))  # type: ignore[arg-type]
+        if stock is not None:
+            ways = WaysBack(stock, self.log, lambda _: [open_dense(str(self.root))], self._pool)
+            rules = replace(rules, give_up=lost_markers(stock, ways))
+        assert not rules.give_up or self._destroyed
+        host, booted_s = self.random.choice(sorted(self._hosts.items()))
+        clocks = {host: self.now_s + booted_s}
+        self._refusing(lambda: collect(self.store, lineage, lineage.job, rules, self._pool, lambda: clocks))  # type: ignore[arg-type]
+        assert before - self._offered() <= (rules.give_up or {}).keys() - self._pinned
 
     def destroy(self) -> None:
         """Flip a bit of an object, or lose it."""

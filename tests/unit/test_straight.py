@@ -15,11 +15,11 @@ from torchrec_stream_ckpt.format.rows import RowLayout
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import Chunk, SegmentId, SegmentKind, lay_out, parse_front
 from torchrec_stream_ckpt.restore.from_store import apply_store
-from torchrec_stream_ckpt.restore.plan import RestorePlan, StoreRead
+from torchrec_stream_ckpt.restore.plan import RestorePlan
 from torchrec_stream_ckpt.restore.reshard import intersect
 from torchrec_stream_ckpt.restore.straight import read_runs
 from torchrec_stream_ckpt.restore.target import Target
-from torchrec_stream_ckpt.store.catalog import Picked
+from torchrec_stream_ckpt.store.catalog import Picked, Piece
 from torchrec_stream_ckpt.store.folder import FolderObjects
 from torchrec_stream_ckpt.types import MarkerId, StateSpec, TableShard
 
@@ -73,14 +73,15 @@ class Base:
             tuple(self.shards),
             (),
             frozenset(),
-            (StoreRead(picked, moves, True, MarkerId(1, 1)),),
+            (Piece(None, MarkerId(1, 1), (ref,), 0, (picked,)),),
+            moves,
         )
 
     def read(self) -> tuple[int, list[np.void]]:
         """What was read straight, and the chunks that are left."""
         plan = self.plan()
         rows, rest = read_runs(plan, self.objects, self.targets)
-        return rows, [entry for read in rest for entry in read.picked.entries]
+        return rows, [entry for piece in rest for picked in piece.opened for entry in picked.entries]
 
 
 def test_runs_land_in_place_and_are_whole(tmp_path: Path) -> None:
@@ -121,7 +122,7 @@ def test_what_was_read_straight_is_not_read_again_with_the_rest_of_its_segment(t
     ((weights, sums),) = base.planes.values()
     assert torch.equal(weights[there], torch.from_numpy(base.weights[there]))
     assert torch.equal(sums[there], torch.from_numpy(base.sums[there]))
-    assert objects.num_bytes == plan.stored[0].picked.front.directory["num_bytes"][0]
+    assert objects.num_bytes == plan.stored[0].opened[0].front.directory["num_bytes"][0]
 
 
 def test_columns_of_a_wider_table_are_left(tmp_path: Path) -> None:

@@ -92,8 +92,8 @@ def test_a_missing_frame_is_found(log: FileLog, stream: Stream, missing: int) ->
         read(log, frames, stream.end(0, 0))
     found = refused.value
     if missing < 4:
-        assert f"found seq {missing + 1} behind" in found.message
-        assert f"expected seq {missing} behind" in found.message
+        assert f"found seq {missing + 1} after" in found.message
+        assert f"expected seq {missing} after" in found.message
     else:
         assert found.message == "4 of 5 frames lead to this marker"
     assert found.where["rank"] == "0"
@@ -103,7 +103,7 @@ def test_a_missing_frame_is_found(log: FileLog, stream: Stream, missing: int) ->
 
 def test_swapped_frames_are_found(log: FileLog, stream: Stream) -> None:
     hello, first, second, *rest = stream.frames
-    with pytest.raises(CorruptionError, match=r"found seq 2 behind .* expected seq 1 behind"):
+    with pytest.raises(CorruptionError, match=r"found seq 2 after .* expected seq 1 after"):
         read(log, [hello, second, first, *rest], stream.end(0, 0))
 
 
@@ -116,7 +116,7 @@ def test_another_frame_under_a_known_seq_is_passed_over(log: FileLog, stream: St
 def test_another_frame_in_the_place_of_the_next_one_is_found(log: FileLog, stream: Stream) -> None:
     twin = Stream()
     twin.rows([3], 99.0)
-    with pytest.raises(CorruptionError, match="found seq 1 behind"):
+    with pytest.raises(CorruptionError, match="found seq 1 after"):
         read(log, [stream.frames[0], twin.frames[1], *stream.frames[1:]], stream.end(0, 0))
 
 
@@ -124,7 +124,7 @@ def test_a_frame_of_another_timeline_breaks_the_chain(log: FileLog, stream: Stre
     twin = Stream()
     twin.rows([3], 99.0)
     twin.rows([4], 98.0)
-    with pytest.raises(CorruptionError, match="found seq 2 behind"):
+    with pytest.raises(CorruptionError, match="found seq 2 after"):
         read(log, [*stream.frames[:2], twin.frames[2], *stream.frames[3:]], stream.end(0, 0))
 
 
@@ -216,7 +216,7 @@ def test_a_record_in_the_place_of_a_frame_is_named_where_the_frame_is_missing(st
     records = [*stream.frames[:missing], b"hello world", *stream.frames[missing + 1 :]]
     with pytest.raises(CorruptionError, match=f"offset {missing}: frame of 11 bytes") as refused:
         read_records(records, stream.end(0, 0))
-    assert (f"expected seq {missing} behind" in refused.value.message) == (missing < 4)
+    assert (f"expected seq {missing} after" in refused.value.message) == (missing < 4)
 
 
 def test_a_frame_of_another_job_is_passed_over(log: FileLog, stream: Stream) -> None:
@@ -358,7 +358,7 @@ def test_what_is_missing_behind_a_marker_is_found(
 ) -> None:
     stream, first, second = two
     frames = stream.frames[:missing] + stream.frames[missing + 1 :]
-    expected = rf"found seq {missing + 1} behind" if missing < 5 else "5 of 6 frames lead to this marker"
+    expected = rf"found seq {missing + 1} after" if missing < 5 else "5 of 6 frames lead to this marker"
     with pytest.raises(CorruptionError, match=expected):
         behind(log, frames, second, first)
 
@@ -366,7 +366,7 @@ def test_what_is_missing_behind_a_marker_is_found(
 def test_the_first_frame_must_follow_on_the_mark(log: FileLog, two: tuple[Stream, RankEnd, RankEnd]) -> None:
     stream, first, second = two
     other = replace(first, chain=first.chain ^ 1)
-    with pytest.raises(CorruptionError, match=rf"found seq 3 behind {first.chain:08x}, expected seq 3"):
+    with pytest.raises(CorruptionError, match=rf"found seq 3 after {first.chain:08x}, expected seq 3"):
         behind(log, stream.frames, second, other)
 
 
@@ -378,7 +378,7 @@ def test_a_marker_of_another_stream_is_no_place_to_begin(log: FileLog, two: tupl
         replace(first, frames=4),
         replace(first, end=first.end + len(stream.frames[3])),
     ):
-        with pytest.raises(CorruptionError, match=r"found seq \d behind"):
+        with pytest.raises(CorruptionError, match=r"found seq \d after"):
             list(read_stream(log, commit(1, 2, [second]), second, wrong))
 
 

@@ -28,7 +28,7 @@ from torchrec_stream_ckpt.restore.plan import plan_reads
 from torchrec_stream_ckpt.restore.reshard import Move, intersect
 from torchrec_stream_ckpt.restore.target import Scratch, Target
 from torchrec_stream_ckpt.restore.verify import verify_marker
-from torchrec_stream_ckpt.route.held import hold
+from torchrec_stream_ckpt.route.locate import locate
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.types import MarkerId, TableShard
@@ -336,9 +336,8 @@ def test_rows_are_read_around_damaged_folds(
     caplog.clear()
     assert restored(history, newest) == history.rows[newest]
     assert f"the store is read around {folds} damaged folds" in caplog.text
-    held = hold(Catalog.load(history.objects, JOB), history.lineage, newest)
-    assert held is not None
-    assert (held.reach, len(held.pieces)) == (newest, 2 if folds == 1 else 6)
+    route = locate(history.lineage, newest, Catalog.load(history.objects, JOB))
+    assert (route.stored, len(route.pieces)) == (newest, 2 if folds == 1 else 6)
 
 
 def test_where_a_damaged_fold_is_all_there_is_the_log_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -349,11 +348,11 @@ def test_where_a_damaged_fold_is_all_there_is_the_log_is_read(tmp_path: Path, ca
         (tmp_path / StoreSegment(JOB, MarkerId(1, marker), 0, 0).name).unlink()
     for marker in (2, 3):
         (tmp_path / FoldName(JOB, MarkerId(1, marker), None).segment_name(0)).unlink()
-    assert hold(Catalog.load(history.objects, JOB), history.lineage, newest) is None
+    assert locate(history.lineage, newest, Catalog.load(history.objects, JOB)).stored is None
     assert "the store cannot serve marker 1:3, the log is read" in caplog.text
     choice = choose(history.log, history.lineage, open_dense(str(tmp_path)), newest, history.objects)
     assert choice is not None
-    assert choice.held is None
+    assert choice.stored is None
     assert choice.shards.keys() == {1}
 
 

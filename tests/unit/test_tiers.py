@@ -39,8 +39,6 @@ from torchrec_stream_ckpt.tiers.relay import Relay
 from torchrec_stream_ckpt.tiers.relay_service import state_of
 from torchrec_stream_ckpt.types import MarkerId
 
-pytestmark = pytest.mark.usefixtures("no_syncs")
-
 
 @pytest.fixture
 def job(tmp_path: Path) -> TieredJob:
@@ -66,7 +64,7 @@ def find(job: TieredJob, marker: str = "") -> Route:
 
 def image(job: TieredJob, found: Route) -> Image:
     """What a restore would write."""
-    return image_of_log(found.place.source(job.tiers).log, found.lineage, found.marker)  # type: ignore[arg-type]
+    return image_of_log(found.place.log(job.tiers), found.lineage, found.marker)  # type: ignore[arg-type]
 
 
 def where(found: Route) -> str:

@@ -26,8 +26,6 @@ from torchrec_stream_ckpt.store.reached import Reached, note_reached
 from torchrec_stream_ckpt.tiers.relay import Relay
 from torchrec_stream_ckpt.types import MarkerId
 
-pytestmark = pytest.mark.usefixtures("no_syncs")
-
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Executor]:
@@ -145,6 +143,21 @@ def test_a_newest_marker_that_is_damaged_is_tried_once_and_said_once(job: Tiered
     assert passed == [MarkerId(1, 8)]
 
 
+def test_the_relay_passes_over_what_a_person_gave_up(job: TieredJob, pool: Executor) -> None:
+    stores.fold(job.tiers.folder)
+    lineage, objects = job.tiers.inner.control.refresh(), job.tiers.inner.objects
+    done = collect(objects, lineage, lineage.job, GcRules(give_up={MarkerId(1, 4): "it is lost"}, grace_s=0.0), pool)
+    assert done.dropping == ids(4)
+    passed: list[str] = []
+    one = Relay(job.tiers, pass_over=lambda commit, error: passed.append(f"{commit.id}: {error.message}"))
+    try:
+        list(one.catch_up())
+    finally:
+        one.close()
+    assert [said.rpartition(" on ")[0] for said in passed] == ["1:4: marker 1:4 was given up by hand"]
+    assert "1:4" not in outer(job)
+
+
 def test_the_command_names_what_it_passed_over_and_fails(job: TieredJob) -> None:
     flip(job, 4)
     done = CliRunner().invoke(app, ["relay", *job.settings.uris, "--once"])
@@ -206,6 +219,13 @@ def test_a_trim_up_to_a_marker_that_the_outer_tier_lacks_is_refused(job: TieredJ
     assert "--upto 1:2" in said
     assert relay(job.tiers)[-1] == "1:8"
     assert trim(job, "1:5")[0] == 0
+
+
+def test_a_trim_up_to_a_marker_that_does_not_exist_blames_no_tier(job: TieredJob) -> None:
+    stores.fold(job.tiers.folder)
+    for marker in ("1:99", "7:1"):
+        status, said = trim(job, marker)
+        assert (status, f"marker {marker} is not committed" in said) == (1, True), said
 
 
 def test_a_trim_of_an_inner_log_of_which_no_relay_has_said_anything_is_refused(job: TieredJob) -> None:

@@ -53,7 +53,7 @@ def test_a_dense_file_is_a_plain_name_with_a_digest_each_once(files: tuple[Dense
 @pytest.mark.parametrize("field", ["store", "dense"])
 @pytest.mark.parametrize("place", ["a\0b", "file:///x\n", "\x1b[2J", "\ud800", "x" * 4097])
 def test_a_place_with_control_characters_or_without_end_is_refused(field: str, place: str) -> None:
-    with pytest.raises(CorruptionError, match=rf"COMMIT\.{field} is no path"):
+    with pytest.raises(CorruptionError, match=rf"COMMIT\.{field} is not a path"):
         parse_control(commit(1, 1, **{field: place}).to_frame())
 
 

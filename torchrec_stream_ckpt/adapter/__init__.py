@@ -88,7 +88,7 @@ in 1.2.
 """
 
 from torchrec_stream_ckpt.adapter.claimed import check_free, claim
-from torchrec_stream_ckpt.adapter.collision import COUNTERS, NO_ID, IdMap, id_maps
+from torchrec_stream_ckpt.adapter.collision import COUNTERS, NO_ID, CollisionMap, id_maps
 from torchrec_stream_ckpt.adapter.dense import (
     ReplicatedTables,
     check_dense,
@@ -113,9 +113,9 @@ from torchrec_stream_ckpt.adapter.wrappers import (
 __all__ = [
     "COUNTERS",
     "NO_ID",
+    "CollisionMap",
     "FusedKernel",
     "FusedUpdate",
-    "IdMap",
     "Key",
     "LocalShard",
     "Lookup",

@@ -40,7 +40,7 @@ COUNTERS = (
 """The order of the field ``counters``; the last one is a capacity, -1 before the first batch."""
 
 
-class IdMap:
+class CollisionMap:
     """The id map of one table shard: rows [row0, row0+rows) of ``table``.
 
     Its state is a dict of 1-D int64 tensors:
@@ -145,7 +145,7 @@ def holds_id_maps(module: nn.Module) -> bool:
     return type(module) is ShardedManagedCollisionCollection
 
 
-def id_maps(dmp: DistributedModelParallel) -> list[IdMap]:
+def id_maps(dmp: DistributedModelParallel) -> list[CollisionMap]:
     """The id maps of this rank, in a fixed order.
 
     Raises:
@@ -163,7 +163,7 @@ def id_maps(dmp: DistributedModelParallel) -> list[IdMap]:
     return maps
 
 
-def _id_map(path: str, table: str, module: Any, env: Any) -> IdMap:
+def _id_map(path: str, table: str, module: Any, env: Any) -> CollisionMap:
     if type(module) is not MCHManagedCollisionModule:
         raise UnsupportedError(
             f"the id map of {type(module).__name__} is not captured",
@@ -179,4 +179,4 @@ def _id_map(path: str, table: str, module: Any, env: Any) -> IdMap:
             module=path,
             table=table,
         )
-    return IdMap(f"{path}.{table}", module, env.world_size, env.rank)
+    return CollisionMap(f"{path}.{table}", module, env.world_size, env.rank)

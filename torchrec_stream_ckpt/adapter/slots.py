@@ -39,7 +39,7 @@ class CacheSlots:
         """
         if lookup != self._given:
             raise UnsupportedError(
-                "between a lookup and its update another batch was looked up: the update would write to slots of the "
+                "another batch was looked up between a lookup and its update: the update would write to slots of the "
                 "UVM cache that may hold other rows by now",
                 hint="look up after the update of the batch before (no TrainPipelineSemiSync, no evaluation in "
                 "between), or ask for compute_kernel='fused_uvm'",

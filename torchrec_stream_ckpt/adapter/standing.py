@@ -68,7 +68,7 @@ class Standing:
         for path, kernel in _kernels(self._dmp):
             if id(kernel) not in self._kernels:
                 raise UnsupportedError(
-                    "it came after the StreamCheckpointer: its tables are not captured",
+                    "it was added after the StreamCheckpointer was made: its tables are not captured",
                     hint="make the StreamCheckpointer once the model is whole; close() before you add tables",
                     module=path,
                 )

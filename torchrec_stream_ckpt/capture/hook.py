@@ -79,6 +79,10 @@ class Capture:
             )
         ]
 
+    def number(self, schema: Schema) -> None:
+        """Frames call the tables as ``schema`` does, which has the same ones; before a generation is opened."""
+        self._index = self._sender.tables = schema.index()
+
     def begin(self) -> None:
         """What the tables hold now is what a base, or the parent marker, will say: send only what changes from here."""
         for kernel, mask in zip(self._kernels, self._masks, strict=True):
@@ -237,7 +241,7 @@ class Capture:
     def _unseen_update(self, position: int) -> None:
         """An update has run that no hook has seen before: any row of its kernel may have changed."""
         self.frozen.give_up(
-            "rows were updated by a lookup that was not seen: one from before the attach, or a compiled one"
+            "rows were updated by a lookup that was not seen: one made before the attach, or a compiled one"
         )
         self._masks[position].mark_rows(None)
         log.warning(

@@ -132,7 +132,7 @@ class _ShardCopy:
                 ours, theirs = (each[place * size : (place + 1) * size].tobytes() for each in (copy[local], values))
                 said = f"the stream has {_show(ours, section.dtype)}, the table {_show(theirs, section.dtype)}"
                 return Difference(table, name, said, row, None if section.per_row else self.shard.col0 + place)
-        raise AssertionError("compare() saw a difference, and no byte differs")
+        raise AssertionError("compare() reports a difference, but no byte differs")
 
 
 class Oracle:
@@ -146,6 +146,10 @@ class Oracle:
         self._scalars: tuple[TableScalars, ...] = ()
         self._unreadable: Difference | None = None
         """A frame that said what this rank cannot have sent: the copies are not to be trusted since."""
+
+    def number(self, schema: Schema) -> None:
+        """Frames call the tables as ``schema`` does, which has the same ones; before :meth:`begin`."""
+        self._schema = schema
 
     def begin(self, swept: Collection[int]) -> None:
         """The stream goes on from what the tables hold now; nothing has arrived of the tables in ``swept``.
@@ -254,8 +258,8 @@ def mismatch(
     total = f"; rows of shards that differ in all: {rows.total()} ({tables})" if rows else ""
     return CaptureMismatchError(
         f"the stream does not say what the tables hold: {first.said}{total}",
-        hint="look for what writes this table past torch (.data, NumPy, a collective: they need mark_all()), then "
-        "restart from the last committed marker; if nothing of yours writes it, report this",
+        hint="find the code that writes this table past torch (.data, NumPy, a collective: they need mark_all()), then "
+        "restart from the last committed marker; if your code does not write it, report this",
         table=first.table,
         row=first.row,
         state=first.state,

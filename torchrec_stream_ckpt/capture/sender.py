@@ -40,12 +40,13 @@ class Sender:
 
     Args:
         kernels: All of this rank.
-        tables: Name -> id of each table of the job.
+        tables: Name -> index of each table of the job.
     """
 
     def __init__(self, kernels: Sequence[FusedKernel], tables: Mapping[str, int]) -> None:
         self._kernels = kernels
-        self._tables = tables
+        self.tables = tables
+        """To be set anew before :meth:`open`, where a lineage has the tables in another order."""
         self.stagers: list[list[RowStager]] = []
         """By kernel and shard, once a generation is open."""
         self.ring: FrameRing | None = None
@@ -58,7 +59,7 @@ class Sender:
         """Start a generation: frames carry ``identity``."""
         self.ring, self.submit = ring, submit
         self.stagers = [
-            [RowStager(shard, self._tables[shard.table.name], identity) for shard in kernel.shards]
+            [RowStager(shard, self.tables[shard.table.name], identity) for shard in kernel.shards]
             for kernel in self._kernels
         ]
 

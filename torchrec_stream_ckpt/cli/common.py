@@ -37,8 +37,8 @@ def open_job(job: Job, *, warn: bool = True) -> Iterator[Job]:
             lineage = job.control.refresh()  # a CLAIM is durable before the first row
             if not (lineage.claims or lineage.unsigned):
                 raise CorruptionError(
-                    f"{rows.what} rows, and {rows.control}, which says whose they are, is gone or empty",
-                    hint=f"let it be put back: stream-ckpt recover {job.uri} --store {job.store or 'URL'}",
+                    f"{rows.what} rows, but {rows.control}, which says which job wrote them, is gone or empty",
+                    hint=f"put it back: stream-ckpt recover {job.uri} --store {job.store or 'URL'}",
                     path=rows.place,
                 )
         if job.log.incarnation() is None:

@@ -13,7 +13,7 @@ from torchrec_stream_ckpt.cli.common import console, plain, print_json, progress
 from torchrec_stream_ckpt.cli.names import short_names
 from torchrec_stream_ckpt.cli.options import Globs, JobOptions, Json
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.interchange.diff import DenseDiff, TableDiff, diff_dense, diff_tables
+from torchrec_stream_ckpt.interchange.diff import DenseDiff, TableDiff, diff_dense, diff_tables, pairs
 from torchrec_stream_ckpt.interchange.export import chosen_tables
 from torchrec_stream_ckpt.interchange.rows import open_rows, rows_sent, table_bytes
 from torchrec_stream_ckpt.route.job import Job
@@ -38,14 +38,15 @@ def diff_markers(
     """
     with options.open() as job:
         pair = (job.find(first), job.find(second))
-        schema = job.lineage.claims[pair[1].generation].schema
-        chosen = chosen_tables(schema, tables or ["*"])
+        before, schema = (job.lineage.claims[each.generation].schema for each in pair)
         folder = scratch or Path(tempfile.gettempdir())
         if sent:
-            counts = _sent(job, pair, chosen, folder)
+            counts = _sent(job, pair, chosen_tables(schema, tables or ["*"]), folder)
             _print_sent(options.uri, pair, counts, json=json)
             return
-        total = 2 * sum(table_bytes(schema.tables[index]) for index in chosen)
+        chosen = pairs(before, schema, tables or ["*"])
+        both = [other for one, other in chosen if one is not None and other is not None]
+        total = 2 * sum(table_bytes(schema.tables[index]) for index in both)
         with progress_bar(quiet=json) as progress:
             task = progress.add_task(f"{pair[0].id} and {pair[1].id}", total=total)
             with (
@@ -93,18 +94,18 @@ def _print(pair: tuple[Commit, Commit], found: list[TableDiff], dense: DenseDiff
     out.print(
         f"rows that differ between markers {pair[0].id} (step {pair[0].step}) and {pair[1].id} (step {pair[1].step})"
     )
-    names = short_names(out, [each.table for each in found])
-    shown = table("table", "rows", "changed", "weights", "states")
+    names, noted = short_names(out, [each.table for each in found]), any(each.note for each in found)
+    shown = table("table", "rows", "changed", "weights", "states", *(["changes of the model"] * noted))
     for name, each in zip(names, found, strict=True):
         states = ", ".join(
             f"{plain(state)} {'under two column splits' if rows is None else f'{rows:,}'}"
             for state, rows in each.states.items()
         )
-        cells = (f"{each.rows:,}", f"{each.changed:,}", f"{each.weights:,}")
-        shown.add_row(name, *cells, states or "-")
+        cells = (f"{rows:,}" if rows is not None else "-" for rows in (each.rows, each.changed, each.weights))
+        shown.add_row(name, *cells, states or "-", *([plain(each.note) or "-"] * noted))
     out.print(shown)
     if dense is None:
-        out.print("dense state differs; without torch it cannot be said in what")
+        out.print("dense state differs; install torch to see which entries")
         return
     out.print(f"dense state: {len(dense.changed)} entries differ, {dense.same} do not")
     for name in dense.changed:

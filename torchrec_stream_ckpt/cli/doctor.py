@@ -81,7 +81,7 @@ def _strays(newest: Commit) -> Finding:
         if others
         else f"nothing among the frames of {newest.id}",
         well=not others,
-        hint="let only this job write to the topics; readers pass others over, and stream-ckpt verify names them",
+        hint="let only this job write to the topics; readers skip other records, and stream-ckpt verify names them",
     )
 
 
@@ -92,9 +92,7 @@ def _second_copy(job: Job) -> Finding:
         now = job.log.incarnation()
         copied = Copied.load(objects, job.lineage.job, copied_log(now.id if now is not None else ""))
     except StreamCkptError as error:
-        return Finding(
-            check, f"it cannot be looked at: {error.headline}", Severity.WARNING, error.hint or "see the store"
-        )
+        return Finding(check, f"it cannot be read: {error.headline}", Severity.WARNING, error.hint or "see the store")
     if (lost := job.lost_tail()) is not None:
         return Finding(check, lost.headline, Severity.BAD, lost.hint)
     start = max(0, copied.last)
@@ -103,7 +101,7 @@ def _second_copy(job: Job) -> Finding:
         check,
         f"{len(copied.names)} objects in {objects.url}, {missing} records are not there",
         well=missing <= _MAY_LACK,
-        hint="a trainer makes up for it at its next marker, or its log says why it cannot",
+        hint="a trainer writes them at its next marker, or its log says why it cannot",
     )
 
 
@@ -116,7 +114,7 @@ def _clock(job: Job) -> Finding:
         "clock",
         "no record is from the future" if ahead <= 1 else f"the log has records {ahead:.0f} s from the future",
         well=ahead <= 1,
-        hint="set the clocks of trainer and reader by NTP: ages are wrong, and nothing else",
+        hint="set the clocks of trainer and reader by NTP: only the ages shown are wrong",
     )
 
 

@@ -100,7 +100,7 @@ def _marker(fields: Mapping[str, Any]) -> str:
 
 def _repaired(fields: Mapping[str, Any]) -> str:
     kept = f"\n  What was there is kept as {fields['aside']}." if fields["aside"] else ""
-    return f"{fields['name']} was damaged ({fields['reason']}); it was written anew from {fields['source']}{kept}"
+    return f"{fields['name']} was damaged ({fields['reason']}); it was repaired from {fields['source']}{kept}"
 
 
 def _damaged(fields: Mapping[str, Any]) -> str:

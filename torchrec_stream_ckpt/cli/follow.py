@@ -39,6 +39,10 @@ def follow_stream(
     outage_s: Annotated[
         float, typer.Option(min=0.0, help="Give up when log or store has not answered for this many seconds.")
     ] = 300.0,
+    at_change: Annotated[
+        Literal["load", "stop"],
+        typer.Option(help="Where the job goes on with a changed model: load the new tables, or stop with an error."),
+    ] = "load",
     serve: Annotated[
         str | None,
         typer.Option(
@@ -63,7 +67,7 @@ def follow_stream(
     if serve is not None and mode != "markers":
         raise ConfigError("a serving stream is made of markers", hint="leave out --mode")
     if serve is not None and str(parse_uri(serve)) == str(parse_uri(options.uri)):
-        raise ConfigError("the trainer's own log cannot be served to", hint="give --serve another URI")
+        raise ConfigError("the trainer's own log cannot take a serving stream", hint="give --serve another URI")
     follower = follow(
         options.uri,
         store=options.store,
@@ -71,6 +75,7 @@ def follow_stream(
         tables=tables or ("*",),
         poll_s=poll_s,
         outage_s=outage_s,
+        at_change=at_change,
         scratch=scratch,
         store_options=options.store_options,
         kafka_options=options.kafka_options,

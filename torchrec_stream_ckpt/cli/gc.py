@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import typer
@@ -13,17 +13,25 @@ import typer
 from torchrec_stream_ckpt.cli.common import parse_job, print_json
 from torchrec_stream_ckpt.cli.options import Access, Json, StoreNamed, is_verbose
 from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.materialize.gc import GcRules, collect, plan_gc, take_stock
+from torchrec_stream_ckpt.materialize.gc import GcRules, collect, plan_gc
 from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
+from torchrec_stream_ckpt.materialize.giving_up import WaysBack, check_given_up, lost_markers
 from torchrec_stream_ckpt.materialize.retention import Retention
 from torchrec_stream_ckpt.materialize.rounds import read_clocks
+from torchrec_stream_ckpt.materialize.stock import Stock, take_stock
+from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.store.api import Entry, Objects
+from torchrec_stream_ckpt.store.dense import DenseStore, dense_in
 from torchrec_stream_ckpt.store.jobs import some_jobs_in
+from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.units import parse_duration, size
 from torchrec_stream_ckpt.uris import check_store_url
 
 _THREADS = 8
+_LOST = "lost"
+"""What ``--give-up`` takes in place of names."""
 
 
 def collect_garbage(
@@ -35,7 +43,7 @@ def collect_garbage(
     ] = None,
     no_log: Annotated[
         bool,
-        typer.Option("--no-log", help="The log is gone, and no trainer runs on this job: believe the store alone."),
+        typer.Option("--no-log", help="The log is gone, and no trainer runs on this job: use the store alone."),
     ] = False,
     job: Annotated[str | None, typer.Option(help="Only this job of the store.", metavar="HEX")] = None,
     keep_all_for: Annotated[
@@ -51,20 +59,37 @@ def collect_garbage(
     grace: Annotated[
         str, typer.Option(help="Delete what has not been needed for this time: longer than a restore.", metavar="TIME")
     ] = "1h",
+    give_up: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--give-up",
+            help="Give up this marker, GENERATION:MARKER, which nothing can bring back; lost: all such markers.",
+            metavar="MARKER",
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="With --give-up: give up also what can be restored. This is final.")
+    ] = False,
     compact: Annotated[
-        bool, typer.Option("--compact", help="Merge what lies between kept markers, so that more can go.")
+        bool, typer.Option("--compact", help="Merge what lies between kept markers, so that more can be deleted.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would go, and change nothing; -v or --json: each object.")
+        bool,
+        typer.Option("--dry-run", help="Say what would be deleted, and change nothing; -v or --json: each object."),
     ] = False,
     json: Json = False,
 ) -> None:
     """Give up the markers that no option keeps, and delete what is no longer needed, in this store alone.
 
-    Pinned markers (stream-ckpt pin) are kept. What is found not to be needed is deleted by a run that comes after the
-    grace period: run it regularly. Without --keep-all-for, --then-every or --newest, nothing is deleted.
+    Pinned markers (stream-ckpt pin) are kept. One run lists the objects that are not needed; a run after the grace
+    period deletes them, so run gc regularly. Without --keep-all-for, --then-every, --newest or --give-up, nothing is
+    deleted.
 
-    URI is needed: only the log knows on which marker a generation stands that has begun and has no marker.
+    The rules never give up a marker that cannot be restored and is newer than the ones that --newest keeps: it may be
+    repaired. If it cannot be, name it with --give-up, once for each marker. --give-up lost reads what restores of all
+    markers would read, and gives up those that nothing can bring back. --dry-run says which.
+
+    gc needs URI: a generation may have begun and have no marker. Only the log knows the marker that it stands on.
     """
     _check_log(uri, no_log=no_log)
     rules = GcRules(
@@ -72,9 +97,17 @@ def collect_garbage(
         grace_s=parse_duration(grace),
         compact=compact,
     )
-    with access.open_objects(store) as objects, _lineage(uri, access) as lineage:
-        plans = [_run(objects, lineage, each, rules, dry_run=dry_run) for each in _jobs(objects, lineage, job)]
-    idle = rules.retention.keeps_all
+    named = _named(give_up or (), force=force)
+    with access.open_objects(store) as objects, _opened(uri, access) as opened:
+        lineage = opened.lineage if opened is not None else None
+        jobs = _jobs(objects, lineage, job)
+        if named and len(jobs) > 1:
+            raise ConfigError("--give-up is for one job, the store holds several", hint="name it: --job HEX")
+        if named:
+            stock = take_stock(objects, lineage, jobs[0])
+            rules = replace(rules, give_up=_given_up(stock, named, opened, access, force=force))
+        plans = [_run(objects, lineage, each, rules, dry_run=dry_run) for each in jobs]
+    idle = rules.keeps_all
     if json:
         print_json([_record(plan) | {"dry_run": dry_run or idle} for plan in plans])
         return
@@ -97,19 +130,47 @@ def _check_log(uri: str | None, *, no_log: bool) -> None:
 
 
 def _run(objects: Objects, lineage: Lineage | None, job: bytes, rules: GcRules, *, dry_run: bool) -> GcPlan:
-    if dry_run or rules.retention.keeps_all:
+    if dry_run or rules.keeps_all:
         return plan_gc(take_stock(objects, lineage, job), rules, read_clocks(objects, job, probe=False))
     with ThreadPoolExecutor(_THREADS) as pool:
         return collect(objects, lineage, job, rules, pool)
 
 
 @contextlib.contextmanager
-def _lineage(uri: str | None, access: Access) -> Iterator[Lineage | None]:
+def _opened(uri: str | None, access: Access) -> Iterator[Job | None]:
     if uri is None:
         yield None
         return
     with access.open_job(uri) as job:
-        yield job.lineage
+        yield job
+
+
+def _named(texts: Sequence[str], *, force: bool) -> list[MarkerId | str]:
+    """The markers of ``--give-up``, and the word for all that are lost."""
+    if force and not texts:
+        raise ConfigError("--force is for markers that are named", hint="name them: --give-up MARKER, or omit --force")
+    return [text if text == _LOST else MarkerId.parse(text) for text in texts]
+
+
+def _given_up(
+    stock: Stock, named: Sequence[MarkerId | str], job: Job | None, access: Access, *, force: bool
+) -> Mapping[MarkerId, str]:
+    """What is given up by hand, and why."""
+    markers = [each for each in named if isinstance(each, MarkerId)]
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(_THREADS))
+        kept = stack.enter_context(access.kept_dense(job.uri)) if job is not None else None
+        here = dense_in(stock.holdings.catalog.objects)
+
+        def places(commit: Commit) -> Iterator[DenseStore]:
+            yield here
+            if kept is not None:
+                with contextlib.suppress(ConfigError):  # nothing says where the trainer has put it
+                    yield kept(commit)
+
+        ways = WaysBack(stock, job.log if job is not None else None, places, pool)
+        found = check_given_up(stock, markers, ways, force=force)
+        return found | (lost_markers(stock, ways) if _LOST in named else {})
 
 
 def _jobs(objects: Objects, lineage: Lineage | None, job: str | None) -> list[bytes]:
@@ -130,6 +191,7 @@ def _record(plan: GcPlan) -> dict[str, Any]:
         "kept": [str(marker) for marker in plan.kept],
         "dropped": [str(marker) for marker in plan.dropping],
         "dropped_before": plan.dropped,
+        "by_hand": list(plan.by_hand),
         "merged": [
             {"from": str(span.start or ""), "to": str(span.end), "bytes": span.num_bytes} for span in plan.spans
         ],
@@ -152,7 +214,7 @@ def _done(plan: GcPlan) -> str:
         f"  {len(plan.now)} objects were deleted ({size(plan.num_bytes)}), {len(plan.spans)} spans merged",
     ]
     if plan.later:
-        lines.append(f"  {len(plan.later)} objects ({size(_bytes(plan.later))}) go once the grace period is over")
+        lines.append(f"  {len(plan.later)} objects ({size(_bytes(plan.later))}) are deleted after the grace period")
     return "\n".join([*lines, *plan.remarks()])
 
 

@@ -11,7 +11,8 @@ from rich.tree import Tree
 
 from torchrec_stream_ckpt.cli.common import check_named_store, console, plain, print_json_rows, table
 from torchrec_stream_ckpt.cli.options import JobOptions, Json
-from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.control import Claim, Commit
+from torchrec_stream_ckpt.format.lineage import changed_tables
 from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.route.survey import Survey
 from torchrec_stream_ckpt.types import MarkerId
@@ -105,7 +106,7 @@ def _why_not(row: dict[str, Any], no: str) -> str:
 def _print_newest(job: Job) -> None:
     """What the list of markers does not show of the newest generation."""
     if job.lineage.unsigned:
-        console().print(f"{job.lineage.unsigned} records are not signed with the commit key, and count for nothing")
+        console().print(f"{job.lineage.unsigned} records are not signed with the commit key, and do not count")
     newest, marker = job.lineage.newest_generation, job.lineage.commits.newest
     if not newest or (marker is not None and marker.generation == newest):
         return
@@ -113,6 +114,11 @@ def _print_newest(job: Job) -> None:
         console().print(f"generation {newest} has committed no marker")
     else:
         console().print(f"generation {newest} is a fence: an operator has ended the trainer of the one before")
+
+
+def _origin(claim: Claim) -> str:
+    origin = claim.changes.origin if claim.changes is not None else None
+    return f"its rows are from marker {origin.rpartition(' ')[2]} of another job" if origin else "no table"
 
 
 def _print_tree(job: Job, rows: dict[str, dict[str, Any]]) -> None:
@@ -123,6 +129,10 @@ def _print_tree(job: Job, rows: dict[str, dict[str, Any]]) -> None:
     for generation, claim in sorted(job.lineage.claims.items()):
         ranks = f"{claim.world} ranks" if claim.world else "a fence"
         branch = markers.get(claim.parent, roots).add(f"generation {generation} ({ranks}, {age(claim.time_s)} ago)")
+        if changed := changed_tables(job.lineage, claim):
+            branch.add(f"the model changed: {plain('; '.join(changed))}")
+        elif claim.changes is not None:
+            branch.add(f"the model changed: {plain(_origin(claim))}")
         for marker in made.get(generation, ()):
             row = rows.get(str(marker))
             if row is None:

@@ -54,15 +54,16 @@ Rebase = Annotated[
     ),
 ]
 Compact = Annotated[
-    Literal["none", "span16"],
+    Literal["none", "span2", "span4", "span8", "span16"],
     typer.Option(
-        help="span16: write the newest rows of every 16 markers a second time, for old markers on slow disks."
+        help="span4: write the newest rows of every 4 markers a second time, of every 4 of these again, and so on: any "
+        "marker is read in fewer pieces and rows. span2, span8, span16: likewise."
     ),
 ]
 Lease = Annotated[
     float,
     typer.Option(
-        min=0.1, max=DAY_S, help="Several may run: one that was not heard of for this many seconds is taken for dead."
+        min=0.1, max=DAY_S, help="Several may run: one without a sign of life for this many seconds counts as dead."
     ),
 ]
 PassOverLost = Annotated[
@@ -79,7 +80,7 @@ Head = Annotated[
 ScrubRate = Annotated[
     str | None,
     typer.Option(
-        help="While there is nothing to fold, read this much of the store a second, and mend what is damaged: all of "
+        help="While there is nothing to fold, read this much of the store a second, and repair what is damaged: all of "
         "it once in (bytes of the store / SIZE) seconds, or once an hour if that is longer (default: off).",
         metavar="SIZE",
     ),
@@ -188,7 +189,10 @@ def materialize_log(
     policy = Policy(rebase=rebase, compact=compact)
     rate = parse_rate(scrub_bytes_per_s) if scrub_bytes_per_s is not None else None
     if rate is not None and once:
-        raise ConfigError("with --once nothing is waited for", hint="omit --scrub-bytes-per-s; run stream-ckpt scrub")
+        raise ConfigError(
+            "--scrub-bytes-per-s scrubs while the command waits, and --once does not wait",
+            hint="omit --scrub-bytes-per-s; run stream-ckpt scrub",
+        )
     with contextlib.ExitStack() as closing:
         job = access.job(uri, dense)
         closing.callback(job.close)

@@ -22,8 +22,10 @@ import typer
 from torchrec_stream_ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torchrec_stream_ckpt.format.control import Commit
     from torchrec_stream_ckpt.route.job import Job
     from torchrec_stream_ckpt.store.api import Objects
+    from torchrec_stream_ckpt.store.dense import DenseStore
 
 Uri = Annotated[str, typer.Argument(help="file://DIR or kafka://HOST:PORT/JOB", metavar="URI")]
 Store = Annotated[
@@ -52,7 +54,7 @@ class Access:
     ] = None
     commit_key_file: Annotated[
         Path | None,
-        typer.Option(help="The job's commit key: what is not signed with it counts for nothing.", metavar="FILE"),
+        typer.Option(help="The job's commit key: records that are not signed with it do not count.", metavar="FILE"),
     ] = None
 
     def job(self, uri: str, store: str | None = None, *, glance: bool = False) -> Job:
@@ -82,6 +84,26 @@ class Access:
         from torchrec_stream_ckpt.store.api import open_store
 
         return contextlib.closing(open_store(url, options_of(url, self.store_options)))
+
+    @contextlib.contextmanager
+    def kept_dense(self, uri: str) -> Iterator[Callable[[Commit], DenseStore]]:
+        """Where the trainer has put the dense state of a marker, whatever store was named."""
+        from torchrec_stream_ckpt.route.job import kept_store, options_of
+        from torchrec_stream_ckpt.store.dense import open_dense
+
+        opened: dict[str, DenseStore] = {}
+
+        def dense_of(commit: Commit) -> DenseStore:
+            url = kept_store(uri, commit)
+            if url not in opened:
+                opened[url] = open_dense(url, options_of(url, self.store_options))
+            return opened[url]
+
+        try:
+            yield dense_of
+        finally:
+            for dense in opened.values():
+                dense.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

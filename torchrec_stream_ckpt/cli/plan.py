@@ -115,7 +115,7 @@ def number(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 < value < float("inf"):
-        raise ConfigError(f"{text!r} is no positive number", hint="write it as 40000000 or 4e7")
+        raise ConfigError(f"{text!r} is not a positive number", hint="write it as 40000000 or 4e7")
     return value
 
 
@@ -130,7 +130,7 @@ def _deployment(
     if log not in LOGS:
         raise ConfigError(f"--log is {log!r}", hint="use kafka or file")
     if then_every is not None and then_every.isdigit():
-        raise ConfigError("--then-every wants a time here, not a count", hint="write --then-every 1d")
+        raise ConfigError("--then-every must be a time here, not a count", hint="write --then-every 1d")
     keep_all_s = None if keep_all_for == "ever" else parse_duration(keep_all_for)
     return Deployment(
         log="kafka" if log == "kafka" else "file",

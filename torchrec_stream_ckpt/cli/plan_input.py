@@ -137,11 +137,13 @@ def workload_of_job(job: Job, asked: Asked) -> Workload:
     first, last = commits[0], commits[-1]
     seconds = last.time_s - first.time_s
     if seconds <= 0 or last.step <= first.step:
-        raise ConfigError(f"markers {first.id} and {last.id} are no time apart", hint="let the job run on", uri=job.uri)
+        raise ConfigError(
+            f"markers {first.id} and {last.id} have the same time", hint="let the job run on", uri=job.uri
+        )
     sent = last.rows - first.rows
     steps_per_s = _or(asked.steps_per_s, (last.step - first.step) / seconds)
     schema = job.lineage.claims[last.generation].schema
-    tables = [PlannedTable(spec) for spec in schema.tables]
+    tables = [PlannedTable(spec) for _, spec in schema.live]
     drain_s = asked.drain_every / _positive("--steps-per-second", steps_per_s)
     return Workload(
         tables=tuple(spread(tables, max(sent, 1) / seconds, drain_s, asked.rates.growth)),
@@ -183,7 +185,7 @@ def _read_tables(path: Path, dtype: str, optimizer: str) -> list[PlannedTable]:
             f"cannot read the tables: {error.strerror}", hint="--tables wants a number or a JSON file", path=path
         ) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"this is no JSON: {error}", hint=f"write it as {EXAMPLE}", path=path) from None
+        raise ConfigError(f"this is not JSON: {error}", hint=f"write it as {EXAMPLE}", path=path) from None
     if not isinstance(raw, list) or not raw or not all(isinstance(entry, dict) for entry in raw):
         raise ConfigError("a list of tables is expected", hint=f"write it as {EXAMPLE}", path=path)
     found = []
@@ -260,7 +262,7 @@ def _value(name: str, text: str) -> float:
     may_be_zero = "bytes_per_s" not in name and name.endswith(("_s", "_per_row", "_per_byte", "_per_id"))
     if value < 0 or value == float("inf") or (value == 0 and not may_be_zero):
         form = "2GB or 2e9" if "bytes" in name and "per_byte" not in name else "a number, such as 2e-9"
-        raise ConfigError(f"--assume {name}={text!r} is no value for it", hint=f"write {form}")
+        raise ConfigError(f"--assume {name}={text!r} is not a value for it", hint=f"write {form}")
     return value
 
 

@@ -15,7 +15,9 @@ from torchrec_stream_ckpt.interchange.recover import recover
 
 def recover_log(
     options: StoredJobOptions,
-    job: Annotated[str | None, typer.Option(help="Whose, if the store holds several jobs.", metavar="HEX")] = None,
+    job: Annotated[
+        str | None, typer.Option(help="The job's id, if the store holds several jobs.", metavar="HEX")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Put back what a log has lost: its control records, the end of them, its identity; or all of it.

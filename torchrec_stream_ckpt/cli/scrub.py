@@ -1,10 +1,9 @@
-"""``stream-ckpt scrub``: read everything that a store holds, and mend what is damaged."""
+"""``stream-ckpt scrub``: read everything that a store holds, and repair what is damaged."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -14,7 +13,6 @@ import typer
 from torchrec_stream_ckpt.cli.common import check_named_store, parse_job, print_json, progress_bar, stopping
 from torchrec_stream_ckpt.cli.options import Access, Json, Store
 from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError, StreamCkptError, printable
-from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.scrub_place import ScrubPlace
 from torchrec_stream_ckpt.materialize.allowance import Allowance
@@ -23,11 +21,10 @@ from torchrec_stream_ckpt.materialize.progress import Progress
 from torchrec_stream_ckpt.materialize.repairer import Repairer
 from torchrec_stream_ckpt.materialize.scrub_mender import ScrubMender
 from torchrec_stream_ckpt.materialize.scrubber import Damage, Scrubber
-from torchrec_stream_ckpt.route.job import Job, kept_store, options_of
+from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.service import Stopped
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import DenseStore, open_dense
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.jobs import has_job, some_jobs_in
 from torchrec_stream_ckpt.units import parse_rate, size
@@ -50,20 +47,24 @@ def scrub_store(
         str | None, typer.Option(help="Read at most this much a second: 20MB (default: no limit).", metavar="SIZE")
     ] = None,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Write what is damaged anew, from whatever else has what was in it.")
+        bool, typer.Option("--repair", help="Repair damaged objects from other places that have the same data.")
     ] = False,
-    anew: Annotated[bool, typer.Option("--anew", help="Begin at the beginning, wherever a scrub was ended.")] = False,
+    anew: Annotated[
+        bool, typer.Option("--anew", help="Begin at the beginning, even if an earlier scrub was ended early.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Read everything that the store holds of a job, and compare all checksums and digests.
 
-    That is each generation's CLAIM, the dense state of each marker, what says that a marker was given up, each base and
+    It reads each generation's CLAIM, the dense state of each marker, the records of markers given up, each base and
     span, each manifest and interval, in the order of their names. It does not read the log (stream-ckpt verify --log
-    does). It may be ended or killed at any time: the next one goes on where it was, within some seconds. With
-    --bytes-per-s R it takes the bytes of the store / R seconds. Of each damaged object there is one line with its
-    marker, its table and its path. --repair keeps the damaged bytes below damaged/, and writes the object anew: a base
-    or a span from other pieces of the store, an interval or a manifest from the log, dense state from the place where
-    the trainer put it. Nothing is ever deleted. Exit status 1 if anything is damaged and was not mended, or if it was
+    does). You may end or kill it at any time: the next scrub goes on from there, to within some seconds. With
+    --bytes-per-s R it takes the bytes of the store / R seconds. It prints one line for each damaged object, with its
+    marker, table and path.
+
+    --repair keeps the damaged bytes below damaged/, and writes the object again. A base or a span is written from
+    other pieces of the store, an interval or a manifest from the log, dense state from the place where the trainer put
+    it. Nothing is ever deleted. Exit status 1 means that a damaged object was not repaired, or that the scrub was
     ended early.
     """
     rate = parse_rate(bytes_per_s) if bytes_per_s is not None else None
@@ -132,13 +133,13 @@ class _Result:
         lines = [
             f"job {self.job.hex()} in {self.store}: {'' if self.place.ended else 'ended early; so far '}{read} read"
         ]
-        mended = len(self.damage) - self.left
         if self.damage:
-            lines.append(f"  {len(self.damage)} were damaged, {mended} of them written anew, {self.left} are left")
+            done = len(self.damage) - self.left
+            lines.append(f"  {len(self.damage)} were damaged, {done} of them repaired, {self.left} are left")
         else:
             lines.append("  nothing is damaged" if self.place.ended else "  nothing was damaged")
         if self.left and not repaired:
-            lines.append("  to mend them: the same command with --repair")
+            lines.append("  to repair them: the same command with --repair")
         if not self.place.ended:
             lines.append("  the same command goes on from here")
         return "\n".join(lines)
@@ -164,7 +165,7 @@ def _line(damage: Damage) -> str:
     place = f"{damage.name} ({', '.join(of)})" if of else damage.name
     became = ""
     if damage.repair is not None:
-        became = f"; written anew from {damage.repair.source}"
+        became = f"; repaired from {damage.repair.source}"
     elif damage.lost:
         became = f"; lost: {damage.lost}"
     return printable(f"{damage.state}: {place}: {damage.reason}{became}")
@@ -243,26 +244,8 @@ def _scrub_job(run: _Run, job: Job, access: Access, uri: str, named: str | None)
         )
     if not run.repair:
         return run.scrub(objects, job.lineage, None)
-    with ThreadPoolExecutor(_THREADS) as pool, _dense_of(access, uri) as dense_of:
+    with ThreadPoolExecutor(_THREADS) as pool, access.kept_dense(uri) as dense_of:
         progress = Progress(run.going_on)
         intervals = IntervalFolder(job.log, objects, lambda _: True, progress)
         repairer = Repairer(objects, pool, intervals, progress, lambda _: None)
         return run.scrub(objects, job.lineage, ScrubMender(objects, repairer, dense_of, progress))
-
-
-@contextlib.contextmanager
-def _dense_of(access: Access, uri: str) -> Iterator[Callable[[Commit], DenseStore]]:
-    """Where the trainer has put the dense state of a marker, whatever store was named."""
-    opened: dict[str, DenseStore] = {}
-
-    def dense_of(commit: Commit) -> DenseStore:
-        url = kept_store(uri, commit)
-        if url not in opened:
-            opened[url] = open_dense(url, options_of(url, access.store_options))
-        return opened[url]
-
-    try:
-        yield dense_of
-    finally:
-        for dense in opened.values():
-            dense.close()

@@ -11,6 +11,7 @@ from torchrec_stream_ckpt.cli.options import Json, MarkerOptions
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense_files import DenseFile
+from torchrec_stream_ckpt.format.lineage import changed_tables
 from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.route.survey import Survey
 from torchrec_stream_ckpt.units import age, clock, size
@@ -41,13 +42,29 @@ def _record(job: Job, commit: Commit) -> dict[str, Any]:
         "trimmed": _trimmed(job, commit),
         **_standing(job, commit),
         "incarnation": claim.incarnation,
-        "tables": [
-            asdict(table) | {"base_generation": bases[index]} for index, table in enumerate(claim.schema.tables)
-        ],
+        "changes": _changes(job, commit),
+        "tables": [asdict(table) | {"base_generation": bases[index]} for index, table in claim.schema.live],
         "ranks": [asdict(end) for end in commit.ranks],
         "dense": job.dense_of(commit).place(commit),
         "dense_files": [asdict(file) for file in _dense_files(job, commit)],
     }
+
+
+def _changes(job: Job, commit: Commit) -> list[dict[str, Any]]:
+    """How the model has changed on the way to a marker, a generation each."""
+    claims = [job.lineage.claims[each.generation] for each in job.lineage.path(commit.id)]
+    return [
+        {
+            "generation": claim.generation,
+            "parent": str(claim.parent) if claim.parent is not None else None,
+            "tables": changed_tables(job.lineage, claim),
+            "digest": claim.changes.digest if claim.changes is not None else None,
+            "declared": claim.changes.text if claim.changes is not None else None,
+            "origin": claim.changes.origin if claim.changes is not None else None,
+        }
+        for claim in claims
+        if claim.changes is not None or changed_tables(job.lineage, claim)
+    ]
 
 
 def _dense_files(job: Job, commit: Commit) -> tuple[DenseFile, ...]:
@@ -104,6 +121,9 @@ def _print(job: Job, commit: Commit) -> None:
     for trimmed in record["trimmed"]:
         what = f"log up to marker {trimmed['up_to']}: trimmed {age(trimmed['time_s'])} ago, in the store"
         out.print(f"{what} {plain(trimmed['store'])}", soft_wrap=True)
+    for each in record["changes"]:
+        said = f"generation {each['generation']} changed the model of {each['parent'] or each['origin'] or 'no marker'}"
+        out.print(f"{said}: {plain('; '.join(each['tables']) or 'no table')}", soft_wrap=True)
     names = short_names(out, [table["name"] for table in record["tables"]])
     tables = table("table", "rows", "dim", "dtype", "optimizer", "states", "sent whole in generation")
     for name, each in zip(names, record["tables"], strict=True):

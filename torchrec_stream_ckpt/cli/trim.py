@@ -19,9 +19,12 @@ from torchrec_stream_ckpt.errors import (
     CorruptionError,
     LogUnavailableError,
     MarkerNotFoundError,
+    StoreUnavailableError,
     StreamCkptError,
     UnsupportedError,
 )
+from torchrec_stream_ckpt.materialize.read_back import ReadBack
+from torchrec_stream_ckpt.materialize.rounds import read_clocks
 from torchrec_stream_ckpt.materialize.synced import Synced, check_synced, given_up
 from torchrec_stream_ckpt.route.holdings import Holdings
 from torchrec_stream_ckpt.route.job import Job
@@ -45,30 +48,32 @@ def trim_job(
             metavar="MARKER",
         ),
     ] = "latest",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Look, say what would go, and change nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted, and change nothing.")] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Before that, read every byte that the store holds of these markers.")
     ] = False,
     json: Json = False,
 ) -> None:
-    """Delete log data up to a marker, once the store is seen to hold all that anybody may want of it.
+    """Delete log data up to a marker, after a check that the store holds all that a restore may need.
 
-    Trainers may run meanwhile. Of every committed marker that was not given up, the store must have what the log would
-    no longer have; otherwise nothing is deleted, and the first marker that would be lost is named.
+    The trim first reads the store's copy of these rows, whole, unless gc or another trim did so within a week.
+    Trainers may run meanwhile. The store must have this data for every committed marker that was not given up.
+    Otherwise nothing is deleted, and an error names the first marker that would be lost.
     """
     with options.open(warn=False) as job, options.objects() as objects:
         with closing(job.copying(objects)) as copying:
             copying.check_copy()  # the store may know markers that the log has lost
-            synced, gone = _check(job, objects, upto, verify=verify)
+            synced, gone, num_bytes = _check(job, objects, upto, verify=verify, dry_run=dry_run)
             done = trim_log(
                 job.log, copying, synced.upto, objects.url, others=synced.others, given_up=gone, dry_run=dry_run
             )
         shortened, problem = _shorten(job) if not dry_run else (None, None)
     if problem is not None:
-        typer.echo(f"the control partition stays as long as it is: {problem}", err=True)
+        typer.echo(f"the control partition is not shortened: {problem}", err=True)
     if json:
         record = {"dry_run": dry_run, "upto": str(synced.upto.id), "markers": [str(each) for each in done.trim.markers]}
         seen = {"checked": synced.markers, "segments": synced.segments, "segment_bytes": synced.segment_bytes}
+        seen["read_bytes"] = num_bytes
         control = {
             "given_up": len(done.trim.given_up or ()),
             "control_base": shortened.base if shortened is not None else None,
@@ -76,7 +81,8 @@ def trim_job(
         }
         print_json({"uri": options.uri, "store": objects.url, **record, **seen, "freed": asdict(done.freed), **control})
         return
-    how = "read whole" if verify else "there, their directories read"
+    new = f"{size(num_bytes)} read whole, for the log is to lose their rows" if num_bytes else "none of it new"
+    how = "read whole" if verify else f"there; {new}"
     typer.echo(f"{synced.markers} markers, {synced.segments} segments ({size(synced.segment_bytes)}): {how}")
     typer.echo(f"{'would delete' if dry_run else 'deleted'} {done.describe()}")
 
@@ -89,8 +95,8 @@ def _shorten(job: Job) -> tuple[Shortened | None, StreamCkptError | None]:
         return None, error
 
 
-def _check(job: Job, objects: Objects, upto: str, *, verify: bool) -> tuple[Synced, list[MarkerId]]:
-    """What may go, and the markers that need not be known any more."""
+def _check(job: Job, objects: Objects, upto: str, *, verify: bool, dry_run: bool) -> tuple[Synced, list[MarkerId], int]:
+    """What may go, the markers that need not be known any more, and how many bytes were read to know it."""
     if not job.lineage.commits or not check_store(objects):
         raise MarkerNotFoundError(
             "the store holds no marker of this job",
@@ -98,16 +104,31 @@ def _check(job: Job, objects: Objects, upto: str, *, verify: bool) -> tuple[Sync
             store=objects.url,
         )
     holdings = Holdings.load(objects, job.lineage)
-    marker = _not_awaited(job, holdings, MarkerId.parse(upto) if upto != "latest" else None)
+    named = job.lineage.find(MarkerId.parse(upto)).id if upto != "latest" else None
+    if named is not None:
+        holdings.catalog.check_offered(named)
+    marker = _not_awaited(job, holdings, named)
     with ThreadPoolExecutor(_READERS) as pool:
-        synced = check_synced(holdings, marker, pool, whole=verify)
+        clocks = read_clocks(objects, job.lineage.job, probe=not dry_run)
+        read_back = ReadBack(objects, job.lineage.job, pool, clocks)
+        synced = check_synced(holdings, marker, pool, whole=verify, read_back=None if verify else read_back)
+        if not dry_run:
+            _remember(read_back)
     if verify:
         dense = dense_in(objects)
         for each in sorted((holdings.catalog.markers - holdings.catalog.dropped) & job.lineage.commits.keys()):
             if each <= synced.upto.id:
                 dense.verify(job.lineage.find(each))
                 dense.release()
-    return synced, given_up(holdings)
+    return synced, given_up(holdings), read_back.num_bytes
+
+
+def _remember(read_back: ReadBack) -> None:
+    """The next trim or gc reads it again otherwise."""
+    try:
+        read_back.save()
+    except StoreUnavailableError as error:
+        typer.echo(f"Warning: what was read is not remembered: {error.headline}", err=True)
 
 
 def _not_awaited(job: Job, holdings: Holdings, marker: MarkerId | None) -> MarkerId | None:
@@ -129,7 +150,7 @@ def _not_awaited(job: Job, holdings: Holdings, marker: MarkerId | None) -> Marke
     until = f"has this generation up to marker {copied}" if copied.marker else "has no marker of this generation"
     instead = f", or trim up to another marker: --upto {there}" if there is not None else ""
     raise ConfigError(
-        f"the outer tier {until}: log data that it is still to get would be lost for it",
+        f"the outer tier {until}: it would lose log data that was not copied to it",
         hint=f"let stream-ckpt relay INNER OUTER --once finish first{instead}; a job that goes on without its outer "
         "tier deletes relay.lock and outer/ in the log's folder",
         marker=marker,

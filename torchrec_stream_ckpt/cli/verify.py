@@ -36,7 +36,7 @@ def verify_markers(
     ] = False,
     verdict: Annotated[
         bool,
-        typer.Option("--verdict", help="Leave such rows in the store, so that a running trainer sends them again."),
+        typer.Option("--verdict", help="Record such rows in the store, so that a running trainer sends them again."),
     ] = False,
     json: Json = False,
 ) -> None:

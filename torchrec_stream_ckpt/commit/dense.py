@@ -24,19 +24,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from itertools import starmap
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_stream_ckpt.adapter import (
+    CollisionMap,
     FusedKernel,
     check_dense,
     check_wrappers,
@@ -49,24 +49,24 @@ from torchrec_stream_ckpt.adapter import (
 )
 from torchrec_stream_ckpt.commit import optimizer_state, tree
 from torchrec_stream_ckpt.commit.data_parallel import at_rest, check_fully_sharded, check_replicas
-from torchrec_stream_ckpt.commit.dcp import (
-    Entries,
-    blob,
-    come_together,
-    empty_blob,
-    flat,
-    json_blob,
-    load_here,
-    read_json,
-    save_together,
-    unblob,
-)
+from torchrec_stream_ckpt.commit.dcp import blob, come_together, flat, json_blob, load_here, save_together
 from torchrec_stream_ckpt.commit.hyperparameters import fused_values, given, set_fused_values, told
 from torchrec_stream_ckpt.commit.id_maps import PREFIX, State, empty_pieces, merge_pieces, read_pieces
-from torchrec_stream_ckpt.commit.optimizer_state import OptimizerState, empty_like
+from torchrec_stream_ckpt.commit.match import (
+    PER_RANK,
+    Match,
+    check_entries,
+    check_names,
+    check_stateful,
+    dense_entry,
+    optimizer_entry,
+)
+from torchrec_stream_ckpt.commit.optimizer_state import OptimizerState
 from torchrec_stream_ckpt.commit.random_state import random_state, seed_new_rank, set_random_state
 from torchrec_stream_ckpt.commit.replicas import CopyMemory, listing, owners
-from torchrec_stream_ckpt.errors import ConfigError, SchemaMismatchError, UnsupportedError
+from torchrec_stream_ckpt.commit.saved_dense import SavedDense
+from torchrec_stream_ckpt.errors import ConfigError, UnsupportedError
+from torchrec_stream_ckpt.evolve.model_schema import DenseEntry, DenseOptimizer
 from torchrec_stream_ckpt.log.worker import Worker
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -193,7 +193,30 @@ class DenseState:
         self.saver.close()
         del self._group
 
-    def check(self, path: Path, world: int) -> None:
+    def described(self) -> tuple[tuple[DenseEntry, ...], tuple[DenseOptimizer, ...], tuple[str, ...]]:
+        """Parameters and buffers, dense optimizers, and names of the user's objects, for a :class:`ModelSchema`."""
+        stateful = (*self._shared, *(f"{PER_RANK}{name}" for name in self._per_rank))
+        return tuple(starmap(dense_entry, self._view().state_dict().items())), self.optimizers_named, stateful
+
+    @property
+    def optimizers_named(self) -> tuple[DenseOptimizer, ...]:
+        """The dense optimizers: their classes, and the names of their parameters."""
+        names = _names(self._view())
+        return tuple(
+            optimizer_entry(key, type(each).__name__, optimizer_state.named_groups(each, names))
+            for key, each in self._optimizers.items()
+        )
+
+    def saved(self, path: Path, world: int) -> SavedDense:
+        """The dense state of a marker; its digests were compared. Local."""
+        return SavedDense(path, world, self._rank)
+
+    @property
+    def collisions(self) -> frozenset[str]:
+        """Fused tables with an id map of managed collision on this rank."""
+        return frozenset(each.table for each in self._id_maps)
+
+    def check(self, path: Path, world: int, match: Match | None = None) -> None:
         """Refuse a marker that does not fit this job, before anything is written. Local.
 
         Compared are id maps, the parameters of the model by name, shape and dtype, and the names of the user's
@@ -202,48 +225,43 @@ class DenseState:
         Args:
             path: Of its dense files.
             world: How many ranks wrote it.
+            match: What of it a changed model takes; None: all, by the same names.
 
         Raises:
             SchemaMismatchError: names the entry, or the table and the rows there and here.
             ConfigError: a per-rank object cannot take the changed number of ranks.
         """
-        reader = FileSystemReader(path)
-        entries = reader.read_metadata().state_dict_metadata
-        self._read_id_maps(reader)
-        if "shared.imported" in entries:
-            _check_entries(self._imported(), entries)
-            return
-        self._check_world(world)
-        _check_stateful(entries, "shared", self._shared)
-        _check_stateful(entries, f"rank{self._source(world)}", self._per_rank)
-        _check_entries(self._model(self._view()), entries)
+        saved = SavedDense(path, world, self._rank)
+        self._read_id_maps(saved, match)
+        self._check_world(saved, match)
+        if match is None:
+            self._check_whole(saved)
 
-    def _check_world(self, world: int) -> None:
-        if self._per_rank and world != dist.get_world_size():
+    def _check_whole(self, saved: SavedDense) -> None:
+        if saved.imported:
+            check_entries(self._imported(), saved.entries)
+            return
+        check_stateful(saved.stateful("shared"), self._shared)
+        check_stateful(saved.stateful("per_rank"), self._per_rank)
+        check_entries(_model(self._view()), saved.entries)
+
+    def _check_world(self, saved: SavedDense, match: Match | None) -> None:
+        per_rank = self._per_rank if match is None else match.per_rank
+        if per_rank and not saved.imported and saved.world != dist.get_world_size():
             raise ConfigError(
-                f"{', '.join(self._per_rank)}: saved for each of {world} ranks, this job has {dist.get_world_size()}",
+                f"{', '.join(per_rank)}: saved for each of {saved.world} ranks, this job has {dist.get_world_size()}",
                 hint="declare it shared, if the state of rank 0 can serve all ranks",
             )
-
-    def _source(self, world: int) -> int:
-        """The rank of the marker whose part this rank takes."""
-        return self._rank if self._rank < world else 0
-
-    @staticmethod
-    def _model(view: nn.Module) -> dict[str, Any]:
-        """The parameters, by their entries."""
-        parameters = dict(view.named_parameters())
-        return {f"model.{name}": value for name, value in view.state_dict().items() if name in parameters}
 
     def _imported(self) -> dict[str, Any]:
         """What an imported marker has of the model."""
         return {f"model.{name}": value for name, value in self._view().state_dict().items()}
 
-    def load(self, path: Path, world: int) -> Callable[[], None]:
+    def load(self, path: Path, world: int, match: Match | None = None) -> Callable[[], None]:
         """Load model and optimizers of a marker that ``world`` ranks wrote; its digests were compared. Local.
 
         Random state and buffers come back on ranks that existed then; a new rank takes the buffers of rank 0
-        and random state derived from the job's seed and its rank.
+        and random state derived from the job's seed and its rank. With ``match``, what it does not name stays as it is.
 
         Returns:
             Loads the rest, to be called once: the user's objects, whose code may change anything, then random state.
@@ -252,70 +270,77 @@ class DenseState:
             SchemaMismatchError: the dense model or an optimizer differs; names the entry and both values.
             ConfigError: a per-rank object cannot take the changed number of ranks.
         """
-        reader = FileSystemReader(path)
-        entries = reader.read_metadata().state_dict_metadata
-        if "shared.imported" in entries:
-            self._load_imported(reader, entries)
+        saved = SavedDense(path, world, self._rank)
+        if match is None:
+            self._check_whole(saved)
+        if saved.imported:
+            self._load_imported(saved, match)
             return lambda: None
-        self._check_world(world)
-        source = self._source(world)
-        blobs = self._load_blobs(reader, entries, source)
+        self._check_world(saved, match)
+        whole, match = match is None, match or self._all()
+        blobs = saved.blobs(match.shared, match.per_rank)
         view = self._view()
-        parameters, model = dict(view.named_parameters()), self._model(view)
-        _check_entries(model, entries)
+        names, parameters = _names(view), dict(view.named_parameters())
         check_wrappers(self._optimizer, blobs["wrappers"])
-        saved, fused = self._read_optimizers(reader, entries, source, parameters)
-        optimizer_state.check(self._optimizers, saved, _names(view))
-        load_here(model, reader)
-        for id_map, state in zip(self._id_maps, self._read_id_maps(reader), strict=True):
-            id_map.write(state)
-        view.load_state_dict({**_below("model", model), **blobs["buffers"]})
+        states, fused = saved.optimizers(match.there(parameters), whole=whole)
+        if whole:
+            check_names(view.state_dict().keys() - parameters.keys(), saved.buffers.keys())
+            optimizer_state.check(self._optimizers, states, names)
+        else:
+            states = optimizer_state.matched(self._optimizers, states, match.states, match.groups, names)
+        self._load_model(saved, view, match, buffers=saved.buffers)
         for key, optimizer in self._optimizers.items():
-            optimizer_state.put_back(optimizer, parameters, saved[key])
+            fresh = parameters.keys() - match.states[key].keys()
+            optimizer_state.put_back(optimizer, parameters, states[key], fresh)
         load_wrapper_states(self._optimizer, blobs["wrappers"])
-        set_fused_values(self.kernels, fused)
+        set_fused_values(self.kernels, [match.by_table(values) for values in fused])
         if different := told(self._given, given(self.kernels, self._optimizers)):
             log.warning("hyperparameters are those of the marker, not those that the code gives: %s", different)
         return lambda: self._load_rest(blobs, known=self._rank < world)
 
-    def _read_optimizers(
-        self, reader: FileSystemReader, entries: Entries, source: int, parameters: Mapping[str, nn.Parameter]
-    ) -> tuple[dict[str, OptimizerState], list[Any]]:
-        """The dense optimizers in the marker, and the fused hyperparameters of all ranks that wrote it."""
-        name = f"rank{source}.optimizers"
-        if name not in entries:
-            return _read_older(reader, entries, parameters), []
-        hyper = [entry for entry in entries if entry.startswith("rank") and entry.endswith(".fused")]
-        blobs = load_here({entry: empty_blob(entries, entry) for entry in (name, *hyper)}, reader)
-        saved = read_json(blobs[name])
-        tensors = load_here(optimizer_state.find_tensors(saved, entries, parameters), reader)
-        fused = [tree.decode(read_json(blobs[entry]), tensors.__getitem__) for entry in hyper]
-        return optimizer_state.read(saved, tensors, parameters), fused
+    def _all(self) -> Match:
+        """All of a marker, by the same names."""
+        names = {name: name for name in self._view().state_dict()}
+        states = {key: {name: (key, name) for name in names} for key in self._optimizers}
+        return Match(names, states, self._shared, self._per_rank)
+
+    def _load_model(self, saved: SavedDense, view: nn.Module, match: Match, buffers: Mapping[str, Any]) -> None:
+        """Parameters, id maps and buffers; what is not matched is copied onto itself."""
+        live = view.state_dict()
+        of_files = {name for name in match.entries if match.entries[name] not in buffers}
+        room = {f"model.{match.entries[name]}": live[name] for name in of_files}
+        load_here(room, saved.reader)
+        maps, states = self._read_id_maps(saved, match)
+        for id_map, state in zip(maps, states, strict=True):
+            id_map.write(state)
+        found = {name: room[f"model.{match.entries[name]}"] for name in of_files}
+        view.load_state_dict({**live, **found, **match.here(buffers)})
 
     def _load_rest(self, blobs: dict[str, Any], *, known: bool) -> None:
         """The user's objects, then random state, of which their code may have drawn."""
-        for name, item in self._shared.items():
-            item.load_state_dict(blobs["shared"][name])
-        for name, item in self._per_rank.items():
-            item.load_state_dict(blobs["per_rank"][name])
+        for name, state in blobs["shared"].items():
+            self._shared[name].load_state_dict(state)
+        for name, state in blobs["per_rank"].items():
+            self._per_rank[name].load_state_dict(state)
         if known:
             set_random_state(blobs["random"], blobs["seed"], self._rank)
         else:
             seed_new_rank(blobs["seed"], self._rank)
 
-    def _load_imported(self, reader: FileSystemReader, entries: Mapping[str, Any]) -> None:
+    def _load_imported(self, saved: SavedDense, match: Match | None) -> None:
         """A marker that ``stream-ckpt import`` has made: what it does not hold stays as the job has made it."""
+        whole, match = match is None, match or self._all()
         view = self._view()
         parameters, names = dict(view.named_parameters()), _names(view)
-        model = self._imported()
-        _check_entries(model, entries)
-        imported = _older_states(reader, entries, parameters).get("imported", {})
-        view.load_state_dict(_below("model", load_here(model, reader)))
-        for optimizer in self._optimizers.values():
+        imported = saved.older_states(match.there(parameters), whole=whole).get("imported", {})
+        self._load_model(saved, view, match, buffers={})
+        for key, optimizer in self._optimizers.items():
             groups = optimizer_state.named_groups(optimizer, names)
+            kept = match.states.get(key, {})
             mine = {name for group in groups for name in group["params"]}
-            state = {name: values for name, values in imported.items() if name in mine}
-            optimizer_state.put_back(optimizer, parameters, OptimizerState(type(optimizer).__name__, groups, state))
+            state = {name: imported[there] for name, (_, there) in kept.items() if name in mine and there in imported}
+            there = OptimizerState(type(optimizer).__name__, groups, state)
+            optimizer_state.put_back(optimizer, parameters, there, parameters.keys() - kept.keys())
         log.warning(
             "the marker was imported: random state, stateful objects, param groups, learning rates and the kernels' "
             "iterations stay as this job has made them"
@@ -325,29 +350,17 @@ class DenseState:
         at_rest(self._dmp)
         return dense_view(self._dmp)
 
-    def _read_id_maps(self, reader: FileSystemReader) -> list[State]:
-        if not self._id_maps:
-            return []
-        pieces = empty_pieces(reader.read_metadata().state_dict_metadata, self._id_maps)
-        load_here(flat(PREFIX, pieces), reader)
-        return merge_pieces(self._id_maps, pieces)
-
-    def _load_blobs(self, reader: FileSystemReader, entries: Mapping[str, Any], source: int) -> dict[str, Any]:
-        _check_stateful(entries, "shared", self._shared)
-        _check_stateful(entries, f"rank{source}", self._per_rank)
-        wanted = {"seed": "shared.seed", "random": f"rank{source}.random", "buffers": f"rank{source}.buffers"}
-        if "shared.wrappers" in entries:
-            wanted["wrappers"] = "shared.wrappers"
-        shared = {name: f"shared.stateful.{name}" for name in self._shared}
-        own = {name: f"rank{source}.stateful.{name}" for name in self._per_rank}
-        names = (*wanted.values(), *shared.values(), *own.values())
-        loaded = load_here({name: empty_blob(entries, name) for name in names}, reader)
-        return {
-            "wrappers": [],
-            **{name: unblob(loaded[entry]) for name, entry in wanted.items()},
-            "shared": {name: unblob(loaded[entry]) for name, entry in shared.items()},
-            "per_rank": {name: unblob(loaded[entry]) for name, entry in own.items()},
-        }
+    def _read_id_maps(self, saved: SavedDense, match: Match | None) -> tuple[list[CollisionMap], list[State]]:
+        """The live maps that come from a marker, and their state there."""
+        come = {each.table: each.table for each in self._id_maps}
+        if match is not None and match.id_maps is not None:
+            come = {table: match.id_maps[table] for table in come if table in match.id_maps}
+        maps = [each for each in self._id_maps if each.table in come]
+        if not maps:
+            return [], []
+        pieces = empty_pieces(saved.entries, maps, come)
+        load_here(flat(PREFIX, pieces), saved.reader)
+        return maps, merge_pieces(maps, pieces, come)
 
 
 def _split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -356,77 +369,14 @@ def _split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str,
     return {name: value for name, value in state.items() if name not in apart}, apart
 
 
+def _model(view: nn.Module) -> dict[str, Any]:
+    """The parameters, by their entries."""
+    parameters = dict(view.named_parameters())
+    return {f"model.{name}": value for name, value in view.state_dict().items() if name in parameters}
+
+
 def _names(view: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in view.named_parameters()}
-
-
-def _below(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name.removeprefix(f"{prefix}."): value for name, value in state.items()}
-
-
-def _check_stateful(entries: Mapping[str, Any], owner: str, here: Mapping[str, Stateful]) -> None:
-    """The job must hand over the very objects whose state the marker holds."""
-    prefix = f"{owner}.stateful."
-    saved = {entry.removeprefix(prefix) for entry in entries if entry.startswith(prefix)}
-    for name in sorted(saved ^ here.keys()):
-        side = "the marker" if name in saved else "this job"
-        raise SchemaMismatchError(
-            f"only {side} has the state of '{name}'",
-            hint="hand over the same stateful objects as the job that wrote the marker",
-        )
-
-
-def _read_older(
-    reader: FileSystemReader, entries: Entries, parameters: Mapping[str, nn.Parameter]
-) -> dict[str, OptimizerState]:
-    """The dense optimizers in a marker that has no JSON of them."""
-    name = "shared.optimizers"
-    loaded = load_here({name: empty_blob(entries, name)}, reader)
-    states = _older_states(reader, entries, parameters)
-    return {
-        key: OptimizerState(saved["class"], saved["param_groups"], states.get(key, {}))
-        for key, saved in unblob(loaded[name]).items()
-    }
-
-
-def _older_states(
-    reader: FileSystemReader, entries: Entries, parameters: Mapping[str, nn.Parameter]
-) -> dict[str, dict[str, dict[str, Any]]]:
-    """All below ``optim``: {optimizer: {parameter: {state: value}}}."""
-    room: dict[str, Any] = {}
-    for entry, saved in entries.items():
-        if entry.startswith("optim."):
-            name, _, _ = entry.split(".", 2)[2].rpartition(".")
-            if name not in parameters:
-                raise SchemaMismatchError(f"dense state: only the marker has '{entry}'")
-            tensor = isinstance(saved, TensorStorageMetadata)
-            room[entry] = empty_like(saved, parameters[name]) if tensor else None  # a plain value replaces None
-    states: dict[str, dict[str, dict[str, Any]]] = {}
-    for entry, value in load_here(room, reader).items():
-        _, key, path = entry.split(".", 2)
-        name, _, state = path.rpartition(".")
-        states.setdefault(key, {}).setdefault(name, {})[state] = value
-    return states
-
-
-_NAMED = 8
-"""Entries that an error lists at most."""
-
-
-def _check_entries(wanted: Mapping[str, Any], entries: Entries) -> None:
-    """Compare names, shapes and dtypes of the model before anything is written, for an error with both sides."""
-    saved_names = {key for key in entries if key.startswith("model.")}
-    for side, names in (("the marker", saved_names - wanted.keys()), ("this job", wanted.keys() - saved_names)):
-        if names:
-            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-            said = ", ".join(f"'{name}'" for name in sorted(names)[:_NAMED])
-            raise SchemaMismatchError(f"dense state: only {side} has {said}{more}")
-    for name, value in wanted.items():
-        saved = entries[name]
-        if isinstance(value, torch.Tensor) and isinstance(saved, TensorStorageMetadata):
-            here, there = (tuple(value.shape), value.dtype), (tuple(saved.size), saved.properties.dtype)
-            if here != there:
-                raise SchemaMismatchError(f"dense state '{name}': the marker has {there}, this job has {here}")
 
 
 def _blob_of(name: str, item: Stateful) -> torch.Tensor:

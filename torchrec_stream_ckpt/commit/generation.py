@@ -21,8 +21,9 @@ from torchrec_stream_ckpt.errors import (
     MarkerNotFoundError,
     StreamLostError,
 )
+from torchrec_stream_ckpt.format.changed import ClaimChanges, check_follows
 from torchrec_stream_ckpt.format.control import Claim
-from torchrec_stream_ckpt.format.frame import Header, Kind
+from torchrec_stream_ckpt.format.frame import VERSION, Header, Kind
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.referring import brief
@@ -137,16 +138,16 @@ def check_claimed(
             return
 
 
-def newest_held(log_: Log, control: Control, generation: int) -> MarkerId | None:
-    """(rank 0) The newest marker up to ``generation`` of which the log still holds all that is needed of it.
+def newest_held(log_: Log, control: Control, claim: Claim) -> MarkerId | None:
+    """(rank 0) The newest marker of a generation, or that leads to it, of which the log still holds all that it needs.
 
     Raises:
         LogUnavailableError: the log does not answer.
     """
     lineage = control.refresh()
-    for marker in reversed(lineage.commits):
-        if marker.generation > generation:
-            continue
+    own = [marker for marker in lineage.commits if marker.generation == claim.generation]
+    older = lineage.leading_to(claim.parent) if claim.parent is not None else []
+    for marker in reversed(older + own):
         try:
             log_.check_there(
                 [span for each in lineage.path(marker) for span in lineage.spans(each.generation, each.ranks)]
@@ -157,6 +158,24 @@ def newest_held(log_: Log, control: Control, generation: int) -> MarkerId | None
             log.warning("the log does not hold marker %s any more: %s", marker, error.headline)
         else:
             return marker
+    return None
+
+
+def changes_since(lineage: Lineage, claim: Claim, parent: MarkerId | None) -> ClaimChanges | None:
+    """What the newest change of the model was told between ``parent`` and a generation that it leads to.
+
+    Args:
+        lineage: The log's.
+        claim: Of the generation.
+        parent: A marker of it, or one that leads to it; None: since its first one.
+
+    Returns:
+        None where the model is that of ``parent``.
+    """
+    while parent is None or claim.generation > parent.generation:
+        if claim.changes is not None or claim.parent is None:
+            return claim.changes
+        claim = lineage.claims[claim.parent.generation]
     return None
 
 
@@ -186,6 +205,7 @@ def claim_generation(
     swept: tuple[int, ...],
     *,
     layout: RankShards | None,
+    changes: ClaimChanges | None = None,
     least: int = 1,
     twin: Claim | None = None,
     nonce: str | None = None,
@@ -199,11 +219,12 @@ def claim_generation(
         dense: Where the dense state of the log's markers goes.
         objects: The store in which that is.
         config: Of this log.
-        schema: The job's tables.
+        schema: The job's tables, by their index on the lineage. With ``changes``, those that go on have their ids.
         world: Ranks.
         parent: The marker that the generation stands on.
         swept: Tables that it sends whole.
         layout: Which shards each rank holds; None where they are too many for a CLAIM.
+        changes: What the restore was told of a changed model; None: the tables are those of the parent.
         least: Take no lower number.
         twin: What was claimed on the outer tier: this log gets the same.
         nonce: Of the CLAIM, for a caller that tries again what may have landed; None: a new one.
@@ -213,7 +234,8 @@ def claim_generation(
         FencedError: another trainer was first.
         LogUnavailableError: the log does not answer.
         ConfigError: the store's folder cannot be made, or no number is left.
-        CorruptionError: a piece of the log is lost.
+        CorruptionError: a piece of the log is lost; or the tables are not those of the parent, and not all that differ
+            are swept.
         MarkerNotFoundError: the parent was given up since it was restored.
         StoreUnavailableError: the store cannot be written.
     """
@@ -228,11 +250,11 @@ def claim_generation(
         log.warning("this log holds markers and fresh=True is set: the job starts from nothing")
     if lineage.claims and lineage.claims[lineage.newest_generation].mac and not control.signs:
         log.warning(
-            "this log was written with a commit key, this job has none: who has the key ignores what it commits"
+            "this log was written with a commit key, this job has none: readers with the key ignore its markers"
         )
     if lineage.next_generation > MAX_GENERATION:
         raise ConfigError(
-            f"generation {lineage.newest_generation} of this log was the last one that there can be",
+            f"generation {lineage.newest_generation} of this log was the last one possible",
             hint="begin a new job",
         )
     # A function of the log, so that two trainers that race for a new one name the same job.
@@ -249,15 +271,26 @@ def claim_generation(
         world=world,
         partitions=incarnation.partitions,
         incarnation=incarnation.id,
-        schema=twin.schema if twin is not None else schema.named(before, job, generation),
+        schema=twin.schema if twin is not None else _with_ids(schema, before, changes, job, generation),
         swept=swept,
         time_s=twin.time_s if twin is not None else time.time(),
         layout=layout,
+        changes=twin.changes if twin is not None else changes,
     )
+    if before is not None:
+        check_follows(before, claim.schema, swept, generation)
     claim = brief(claim, lineage.claims)
     dense.prepare(claim.job)
     control.claim(claim)
     return claim
+
+
+def _with_ids(
+    schema: Schema, before: Schema | None, changes: ClaimChanges | None, job: bytes, generation: int
+) -> Schema:
+    if before is not None and changes is not None:
+        return schema.renewed(before, job, generation)
+    return schema.named(before, job, generation)
 
 
 def check_newest(lineage: Lineage, nonces: Container[str | None]) -> None:
@@ -292,8 +325,17 @@ def nobodys(lineage: Lineage, generation: int, nonce: str, time_s: float, **more
         more: Its other fields that are not as those of the newest CLAIM.
     """
     newest = lineage.claims[lineage.newest_generation]
-    fields: dict[str, Any] = {"generation": generation, "nonce": nonce, "time_s": time_s, **more}
-    fields |= {"parent": lineage.newest.id if lineage.newest is not None else None, "world": 0, "swept": (), "mac": ""}
+    parent = lineage.newest.id if lineage.newest is not None else None
+    schema = lineage.claims[parent.generation].schema if parent is not None else newest.schema
+    fields: dict[str, Any] = {"generation": generation, "nonce": nonce, "time_s": time_s, "schema": schema, **more}
+    fields |= {
+        "parent": parent,
+        "world": 0,
+        "swept": (),
+        "changes": None,
+        "mac": "",
+        "version": min(newest.version, VERSION),
+    }
     return brief(replace(newest, layout=None, **fields), lineage.claims)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchrec_stream_ckpt.adapter import COUNTERS, NO_ID, IdMap
+from torchrec_stream_ckpt.adapter import COUNTERS, NO_ID, CollisionMap
 from torchrec_stream_ckpt.errors import SchemaMismatchError
 
 PREFIX = "collision"
@@ -22,7 +22,7 @@ Pieces = dict[str, dict[str, State]]
 """{table: {first row: {field: tensor}}}"""
 
 
-def read_pieces(maps: Iterable[IdMap]) -> Pieces:
+def read_pieces(maps: Iterable[CollisionMap]) -> Pieces:
     """The state of this rank's maps, live."""
     pieces: Pieces = {}
     for each in maps:
@@ -30,8 +30,13 @@ def read_pieces(maps: Iterable[IdMap]) -> Pieces:
     return pieces
 
 
-def empty_pieces(entries: Mapping[str, Any], maps: Iterable[IdMap]) -> Pieces:
+def empty_pieces(entries: Mapping[str, Any], maps: Iterable[CollisionMap], names: Mapping[str, str]) -> Pieces:
     """Empty tensors for those pieces of a marker that make up this rank's maps.
+
+    Args:
+        entries: Of the marker.
+        maps: Those that come from it.
+        names: Their tables, with the names in the marker.
 
     Raises:
         SchemaMismatchError: they cannot be put together from whole pieces; names the table and both row ranges.
@@ -42,10 +47,10 @@ def empty_pieces(entries: Mapping[str, Any], maps: Iterable[IdMap]) -> Pieces:
             table, row0, field = name.removeprefix(f"{PREFIX}.").rsplit(".", 2)
             tensor = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
             saved.setdefault(table, {}).setdefault(int(row0), {})[field] = tensor
-    return {each.table: _whole(each, saved.get(each.table, {})) for each in maps}
+    return {names[each.table]: _whole(each, saved.get(names[each.table], {})) for each in maps}
 
 
-def _whole(here: IdMap, saved: Mapping[int, State]) -> dict[str, State]:
+def _whole(here: CollisionMap, saved: Mapping[int, State]) -> dict[str, State]:
     """The saved pieces, in the order of their rows, whose union is exactly the shard ``here``."""
     ranges = [(row0, row0 + saved[row0]["map_rows"].numel()) for row0 in sorted(saved)]
     first, last = here.row0, here.row0 + here.rows
@@ -72,16 +77,16 @@ def _policy(fields: Iterable[str]) -> str:
     return ", ".join(sorted(field for field in fields if field.startswith("map_")))
 
 
-def merge_pieces(maps: Iterable[IdMap], pieces: Pieces) -> list[State]:
+def merge_pieces(maps: Iterable[CollisionMap], pieces: Pieces, names: Mapping[str, str]) -> list[State]:
     """The state of each map, from the pieces that :func:`empty_pieces` asked for.
 
     Raises:
         SchemaMismatchError: raw ids would be looked up on another rank, or the pieces differ in a counter.
     """
-    return [_merge(each, list(pieces[each.table].values())) for each in maps]
+    return [_merge(each, list(pieces[names[each.table]].values())) for each in maps]
 
 
-def _merge(here: IdMap, pieces: Sequence[State]) -> State:
+def _merge(here: CollisionMap, pieces: Sequence[State]) -> State:
     merged = {field: torch.cat([piece[field] for piece in pieces]) for field in pieces[0]}
     merged["counters"] = _agreed_counters(here, pieces)
     ids = torch.cat([merged["map_raw_ids"], merged["history_ids"]])
@@ -97,7 +102,7 @@ def _merge(here: IdMap, pieces: Sequence[State]) -> State:
     return {field: values[order] if field.startswith("map_") else values for field, values in merged.items()}
 
 
-def _agreed_counters(here: IdMap, pieces: Sequence[State]) -> torch.Tensor:
+def _agreed_counters(here: CollisionMap, pieces: Sequence[State]) -> torch.Tensor:
     """The counters that all pieces have, and a history as large as theirs together."""
     *counters, capacities = torch.stack([piece["counters"] for piece in pieces], dim=1)
     for name, values in zip(COUNTERS, (*counters, capacities < 0), strict=True):

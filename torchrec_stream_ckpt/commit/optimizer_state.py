@@ -7,7 +7,7 @@ is JSON (``tree.py``) of each rank, for ranks may differ in it: LBFGS keeps the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,17 +174,23 @@ def _own_state(optimizer: torch.optim.Optimizer, title: str) -> Any:
 
 
 def find_tensors(
-    tree: Mapping[str, Any], entries: Entries, parameters: Mapping[str, nn.Parameter]
+    tree: Mapping[str, Any], entries: Entries, parameters: Mapping[str, nn.Parameter], *, whole: bool
 ) -> dict[str, torch.Tensor]:
     """Room for the tensors of a tree, by entry.
 
+    Args:
+        tree: Of the marker.
+        entries: Of the marker.
+        parameters: Of this job, by their names in the marker.
+        whole: Whether this job has to have all parameters of the tree.
+
     Raises:
-        SchemaMismatchError: they belong to parameters that this job lacks.
+        SchemaMismatchError: it does not.
     """
     room = {}
     for entry in sorted(_mentioned(tree["optimizers"])):
         name = tree["parameters"].get(entry, "")
-        if name and name not in parameters:
+        if whole and name and name not in parameters:
             raise SchemaMismatchError(f"dense state: only the marker has '{entry}'")
         saved = entries.get(entry)
         if not isinstance(saved, TensorStorageMetadata):
@@ -249,12 +255,87 @@ def check(optimizers: Optimizers, saved: Mapping[str, OptimizerState], names: Ma
             raise SchemaMismatchError(f"dense {key}: its parameter groups are {there!r:.200}, here {here!r:.200}")
 
 
-def put_back(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], saved: OptimizerState) -> None:
-    """In place: wrappers and schedules hold on to the optimizer's own state and groups."""
+def matched(
+    optimizers: Optimizers,
+    saved: Mapping[str, OptimizerState],
+    states: Mapping[str, Mapping[str, tuple[str, str]]],
+    groups: Mapping[str, Sequence[int | None]],
+    names: Mapping[int, str],
+) -> dict[str, OptimizerState]:
+    """What of a marker's optimizers goes on in a changed model, by the names of this one.
+
+    Args:
+        optimizers: The live ones.
+        saved: What the marker has.
+        states: Optimizer -> parameter whose state goes on -> optimizer and parameter in the marker.
+        groups: Optimizer -> for each of its param groups the one of the marker whose settings it takes; None: its own.
+        names: Of the live parameters, by identity.
+
+    Raises:
+        SchemaMismatchError: an optimizer keeps state for all its parameters together, and not all of them go on.
+    """
+    return {
+        key: _matched(key, optimizer, saved, states.get(key, {}), groups[key], names)
+        for key, optimizer in optimizers.items()
+    }
+
+
+def _matched(
+    key: str,
+    optimizer: torch.optim.Optimizer,
+    saved: Mapping[str, OptimizerState],
+    states: Mapping[str, tuple[str, str]],
+    groups: Sequence[int | None],
+    names: Mapping[int, str],
+) -> OptimizerState:
+    here, there = named_groups(optimizer, names), saved.get(key)
+    found = [
+        {**(there.groups[place] if there is not None and place is not None else group), "params": group["params"]}
+        for place, group in zip(groups, here, strict=True)
+    ]
+    state = {
+        name: saved[old].state[parameter] for name, (old, parameter) in states.items() if parameter in saved[old].state
+    }
+    result = OptimizerState(type(optimizer).__name__, found, state)
+    for old in {old for old, _ in states.values()}:
+        together = saved[old].own is not None or bool(saved[old].other)
+        all_here = [name for group in here for name in group["params"]]
+        same = old == key and list(groups) == list(range(len(saved[old].groups)))
+        same = same and [states.get(name) for name in all_here] == [
+            (key, name) for group in saved[old].groups for name in group["params"]
+        ]
+        if together and not same:
+            raise SchemaMismatchError(
+                f"dense {key}: {saved[old].kind} keeps state for all its parameters together, which has no parts",
+                hint="declare the state of each of its parameters fresh: "
+                'DenseChanges(optimizer={NAME: "fresh"}), or keep its parameters as they were',
+            )
+        if together:
+            result.other, result.own = saved[old].other, saved[old].own
+    return result
+
+
+def put_back(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    saved: OptimizerState,
+    fresh: Collection[str] = (),
+) -> None:
+    """In place: wrappers and schedules hold on to the optimizer's own state and groups.
+
+    Args:
+        optimizer: The live one.
+        parameters: Of the model.
+        saved: What it takes, by the names of the model.
+        fresh: Parameters that keep the state which the optimizer has for them.
+    """
     before = {id(parameter): values for parameter, values in optimizer.state.items()}
     if saved.own is not None:
         _load_own(optimizer, saved.own)
     optimizer.state.clear()
+    for name in fresh:
+        if id(parameters[name]) in before:
+            optimizer.state[parameters[name]] = before[id(parameters[name])]
     counted_there = {
         name for group in saved.groups if group.get("fused") or group.get("capturable") for name in group["params"]
     }

@@ -43,11 +43,11 @@ def check_whole(
     lineage = control.refresh()
     if rows is not None and rows.generation >= lineage.next_generation:
         raise CorruptionError(
-            f"{rows.what} rows, and {rows.control}, which says whose they are, is gone or empty"
+            f"{rows.what} rows, but {rows.control}, which says which job wrote them, is gone or empty"
             if not lineage.claims
-            else f"{rows.what} rows of generation {rows.generation}, and {rows.control} ends at generation "
+            else f"{rows.what} rows of generation {rows.generation}, but {rows.control} ends at generation "
             f"{lineage.newest_generation}: its end was lost",
-            hint=f"bring {rows.control} back from a copy, or let it be put back: {_command(uri, objects)}; "
+            hint=f"bring {rows.control} back from a copy, or put it back: {_command(uri, objects)}; "
             "to begin anew, name another log",
             path=rows.place,
         )

@@ -69,7 +69,7 @@ class Control:
         self._folded = Folded()
         self._last = -1
         self._next = 0
-        """Where reading goes on: behind the last record."""
+        """Where reading goes on: after the last record."""
         self._lock = threading.Lock()
         self.copies = self._copies(*copies) if copies is not None else None
 
@@ -334,7 +334,7 @@ def _hint(uri: FileUri | KafkaUri, copies: tuple[Objects, str] | None) -> str:
         else "URL"
     )
     return (
-        f"bring the control partition back from a copy; or {uri.aside}, and let it be put back from its second copy: "
-        f"stream-ckpt recover {uri} --store {store}; where the log's rows are gone, too, into a new log: "
+        f"bring the control partition back from a copy; or {uri.aside}, and put it back from its second copy: "
+        f"stream-ckpt recover {uri} --store {store}; if the log's rows are gone too, into a new log: "
         f"stream-ckpt recover NEW_URI --store {store}"
     )

@@ -88,13 +88,13 @@ def _write(log: Log, control: Control) -> _Standing:
         raise LogUnavailableError("the log is gone", hint="bring it back")
     if _essence(folded) != _essence(again):
         hint = "test the machine's memory"
-        raise CorruptionError("the control partition was read twice and said two things", hint=hint)
+        raise CorruptionError("the control partition was read twice with two results", hint=hint)
     parts = snapshot_of(folded, now.id)
     for part in parts:
         failpoint("snapshot.append")
         control.append(part)
     if _read_back(control, parts[0]) != body_of(again.lineage):
-        raise CorruptionError("a control snapshot was read back and is another one than was written")
+        raise CorruptionError("a control snapshot was read back and differs from what was written")
     return _Standing.of(parts)
 
 
@@ -108,7 +108,7 @@ def _read_back(control: Control, written: Snapshot) -> bytes:
         part = control.records.snapshot_part(record) if is_snapshot(record) else None
         if part is not None and part.key == written.key and (whole := parts.add(part)) is not None:
             return unpack(whole)
-    raise CorruptionError("a control snapshot was appended, and is not there whole")
+    raise CorruptionError("a control snapshot was appended, but part of it is missing")
 
 
 def _look(control: Control) -> tuple[list[_Standing], int]:

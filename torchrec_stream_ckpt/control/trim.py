@@ -73,7 +73,7 @@ def trim_log(
         CommitUnknownError: whether the record is there is unknown. Nothing was deleted. Run it again.
     """
     if not store_url or not store_url.isprintable() or len(store_url) > MAX_PLACE_CHARS:
-        raise ConfigError(f"{store_url!r:.80} is no URL of a store", hint="use file://DIR or s3://BUCKET/PREFIX")
+        raise ConfigError(f"{store_url!r:.80} is not the URL of a store", hint="use file://DIR or s3://BUCKET/PREFIX")
     control.check_copy()  # a generation whose COMMITs are lost would be taken for a dead one
     lineage = control.refresh()
     trim = _giving_up(lineage, _trim_of(lineage, [marker, *others], store_url), given_up)

@@ -17,6 +17,7 @@ from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
     LogUnavailableError,
+    SchemaMismatchError,
     StoreUnavailableError,
     StreamCkptError,
     StreamLostError,
@@ -25,6 +26,7 @@ from torchrec_stream_ckpt.errors import (
 from torchrec_stream_ckpt.follower.source import FollowedJob, handed_out
 from torchrec_stream_ckpt.follower.tail import Tail
 from torchrec_stream_ckpt.follower.updates import Changed, Update, UpdateKind
+from torchrec_stream_ckpt.format.changed import in_words
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
@@ -35,6 +37,7 @@ from torchrec_stream_ckpt.types import MarkerId, TableSpec
 log = logging.getLogger(__name__)
 
 FollowMode = Literal["markers", "rows"]
+AtChange = Literal["load", "stop"]
 RATE_S = 10.0
 """Seconds over which rates are taken."""
 
@@ -55,7 +58,7 @@ class FollowStats:
     markers: int = 0
     """Updates of kind LOAD and MARKER."""
     reloads: int = 0
-    """LOADs behind the first one."""
+    """LOADs after the first one."""
     rollbacks: int = 0
     outages: int = 0
     """Times that log or store did not answer."""
@@ -112,9 +115,13 @@ class Outages:
 class Follower:
     """Follows one job's stream; see :func:`follow`. For one thread, but for :meth:`stop` and ``stats``."""
 
-    def __init__(self, source: FollowedJob, mode: FollowMode, poll_s: float, outage_s: float) -> None:
+    def __init__(
+        self, source: FollowedJob, mode: FollowMode, poll_s: float, outage_s: float, at_change: AtChange = "load"
+    ) -> None:
         self._source = source
-        self._mode = mode
+        self._at_change = at_change
+        self.mode = mode
+        """``markers`` or ``rows``, as given to :func:`follow`."""
         self._poll_s = poll_s
         self.outage_s = outage_s
         """How long log and store may not answer."""
@@ -134,11 +141,6 @@ class Follower:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    @property
-    def mode(self) -> FollowMode:
-        """``markers`` or ``rows``, as given to :func:`follow`."""
-        return self._mode
 
     @property
     def marker(self) -> MarkerId | None:
@@ -171,7 +173,8 @@ class Follower:
             once: Once something has come, end when all that is there then has come.
 
         Raises:
-            SchemaMismatchError: a new generation has other tables.
+            SchemaMismatchError: a new generation has other tables, and does not stand on the one that was followed;
+                or the model has changed, and ``at_change`` is ``stop``.
             CorruptionError: what is needed is damaged or missing, in the log and in the store; or the log was deleted
                 and made again, or is another job's now.
             LogUnavailableError, StoreUnavailableError: there was no answer for ``outage_s``; with a timeout of 0 at
@@ -211,19 +214,20 @@ class Follower:
             self.stats.newest = newest.id
             if self._at is None or newest.id != self._at.id:
                 yield from self._move(lineage, newest)
-        if self._mode == "rows" and self._at is not None:
+        if self.mode == "rows" and self._at is not None:
             yield from self._follow_rows(lineage, self._at)
 
     def _move(self, lineage: Lineage, target: Commit) -> Iterator[Update]:
         """From where the replica stands to a marker."""
         schema = lineage.claims[target.generation].schema
-        if self._schema is None:
-            self._source.check_wanted(schema)
-        else:
-            check_schema(self._schema, handed_out(schema))
+        changed = self._check_tables(lineage, target.id, schema)
         why = "the first marker"
         if self._at is not None:
-            if self._at.id in {commit.id for commit in lineage.chain(target.id)}:
+            if changed:
+                if self._tail is not None:
+                    yield from self._take_back(lineage, self._at)
+                why = f"the model has changed at generation {target.generation}: {changed}"
+            elif self._at.id in {commit.id for commit in lineage.chain(target.id)}:
                 if (yield from self._reach(lineage, self._at, target, schema)):
                     return
                 why = yield from self._go_on(lineage, self._at.id, target, schema)
@@ -234,6 +238,34 @@ class Follower:
             log.warning("all rows are loaded again: %s", why)
         with self._source.whole(lineage, target) as changes:
             yield self._update(UpdateKind.LOAD, target, schema, changes, why)
+
+    def _check_tables(self, lineage: Lineage, target: MarkerId, schema: Schema) -> str:
+        """How the tables of a marker differ from those that the replica has, in words; empty: they do not.
+
+        Raises:
+            ConfigError: none of them is wanted.
+            SchemaMismatchError: they differ, and are not those of a model that has changed along one lineage; or the
+                follower was told to stop there.
+        """
+        if self._at is None or self._schema is None:
+            self._source.check_wanted(schema)
+            return ""
+        at = self._at.id
+        roots = [lineage.way(each)[0].generation for each in (at, target)]
+        if roots[0] != roots[1] and lineage.claims[roots[1]].changes is None:
+            check_schema(self._schema, handed_out(schema))
+            return ""
+        changed = "; ".join(in_words(lineage.claims[at.generation].schema, schema))
+        if changed and self._at_change == "stop":
+            raise SchemaMismatchError(
+                f"the model has changed after marker {at}: {changed}",
+                hint="follow again with at_change='load', on a command line --at-change load; the replica's model must "
+                "have the tables of the new one",
+                marker=target,
+            )
+        if changed:
+            self._source.check_wanted(schema)
+        return changed
 
     def _go_on(self, lineage: Lineage, start: MarkerId, target: Commit, schema: Schema) -> Generator[Update, None, str]:
         """What was sent between two markers: from the log, else from a store. Returns why not, empty when it did."""
@@ -312,7 +344,7 @@ class Follower:
             table: rows for table, rows in self._tail.provisional().items() if self._source.wants(schema.tables[table])
         }
         if ids:
-            why = f"rows behind marker {at.id} are taken back: no marker will have them"
+            why = f"rows after marker {at.id} are undone: no marker will have them"
             log.warning("%s", why)
             with self._source.some(lineage, at, ids) as changes:
                 yield self._update(UpdateKind.ROLLBACK, at, schema, changes, why)
@@ -370,6 +402,7 @@ def follow(
     states: bool = False,
     poll_s: float = 0.5,
     outage_s: float = 300.0,
+    at_change: AtChange = "load",
     scratch: Path | str | None = None,
     store_options: Options = None,
     kafka_options: Options = None,
@@ -380,12 +413,14 @@ def follow(
     Args:
         uri: ``file://DIR`` or ``kafka://HOST:PORT/JOB``. The log need not be there yet.
         store: The job's store, as of ``StreamConfig``. None: where the job says that it keeps it.
-        mode: ``markers``: behind each update the tables are those of a committed marker, bit for bit. ``rows``: rows
+        mode: ``markers``: after each update the tables are those of a committed marker, bit for bit. ``rows``: rows
             as they come, also those that no marker has yet and that may never be in one (read uncommitted).
         tables: Globs of the tables that are wanted, such as ``sparse.ebc.t_*``.
         states: Hand out optimizer states, too.
         poll_s: Seconds between two looks at the log.
         outage_s: How long log or store may not answer before :meth:`Follower.updates` raises.
+        at_change: What to do where the job goes on with a changed model: ``load`` every row of the new tables at the
+            first marker of its generation, or ``stop`` with :class:`SchemaMismatchError`.
         scratch: A folder for what only the log has, while it is handed out; default: that of the system.
         store_options: As of ``StreamConfig``.
         kafka_options: As of ``StreamConfig``.
@@ -396,7 +431,9 @@ def follow(
     """
     if mode not in ("markers", "rows"):
         raise ConfigError(f"mode must be 'markers' or 'rows', it is {mode!r}")
+    if at_change not in ("load", "stop"):
+        raise ConfigError(f"at_change must be 'load' or 'stop', it is {at_change!r}")
     if not poll_s > 0 or not outage_s >= 0:
         raise ConfigError("poll_s must be positive, and outage_s not negative")
     source = FollowedJob(uri, store, store_options, kafka_options, commit_key_file, tables, scratch, states=states)
-    return Follower(source, mode, poll_s, outage_s)
+    return Follower(source, mode, poll_s, outage_s, at_change)

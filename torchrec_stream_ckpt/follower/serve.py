@@ -16,10 +16,11 @@ import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
 from torchrec_stream_ckpt.follower.updates import Update, UpdateKind
+from torchrec_stream_ckpt.format.changed import ClaimChanges, changes_of
 from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, Serve
-from torchrec_stream_ckpt.format.frame import Header, Kind, json_frame
+from torchrec_stream_ckpt.format.frame import NEWEST_VERSION, VERSION, Header, Kind, json_frame
 from torchrec_stream_ckpt.format.rows import Array, RowLayout
-from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.format.schema import Schema, canonical
 from torchrec_stream_ckpt.format.serving import Encoding, encode, rows_frame, served_schema, to_float32
 from torchrec_stream_ckpt.log.api import DataWriter
 from torchrec_stream_ckpt.options import Options
@@ -111,7 +112,9 @@ class ServingWriter:
                 "a trainer writes to this log: a serving stream needs one of its own",
                 hint="give another URI to serve to",
             )
-        self._schema = served_schema(update.schema, self._encoding)
+        before, self._schema = self._schema, served_schema(update.schema, self._encoding)
+        changed = self._open is not None and bool(changes_of(before, self._schema))
+        served = ClaimChanges.of(canonical({"served": update.origin}), (update.commit.job, update.marker))
         claim = Serve(
             job=lineage.job if lineage.claims else uuid.uuid5(uuid.NAMESPACE_OID, incarnation.id).bytes,
             generation=lineage.next_generation,
@@ -124,6 +127,8 @@ class ServingWriter:
             schema=self._schema,
             swept=tuple(range(len(self._schema.tables))),
             time_s=time.time(),
+            changes=served if changed else None,
+            version=NEWEST_VERSION if changed else VERSION,
         )
         self._job.control.claim(claim)
         if self._open is not None:

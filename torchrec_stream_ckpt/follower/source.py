@@ -20,8 +20,8 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.serving import decode, decoded_table, is_served
 from torchrec_stream_ckpt.interchange.rows import MarkerRows, TableReader, TableWindow, open_rows
 from torchrec_stream_ckpt.options import Options
-from torchrec_stream_ckpt.route.held import load_catalog
 from torchrec_stream_ckpt.route.job import Job
+from torchrec_stream_ckpt.route.locate import load_catalog
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.types import MarkerId, TableSpec
 from torchrec_stream_ckpt.uris import check_store_url
@@ -112,16 +112,14 @@ class FollowedJob:
 
     def check_wanted(self, schema: Schema) -> None:
         """Raises ConfigError if none of the tables is wanted."""
-        if not any(self.wants(table) for table in schema.tables):
-            raise ConfigError(
-                "no table has such a name", hint=f"the job has {', '.join(table.name for table in schema.tables)}"
-            )
+        if not self._wanted(schema):
+            raise ConfigError("no table has such a name", hint=f"the job has {', '.join(schema.index())}")
 
     def wants(self, table: TableSpec) -> bool:
         return any(fnmatch.fnmatchcase(table.name, glob) for glob in self._globs)
 
     def _wanted(self, schema: Schema) -> list[int]:
-        return [index for index, table in enumerate(schema.tables) if self.wants(table)]
+        return [index for index, table in schema.live if self.wants(table)]
 
     def objects(self, commit: Commit) -> Objects | None:
         """The store that may hold a marker's rows; None if no setting and no COMMIT says where it is."""

@@ -25,7 +25,7 @@ from torchrec_stream_ckpt.follower.updates import Changed, Update
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.interchange.dense_state import DenseTensors, read_dense
 from torchrec_stream_ckpt.interchange.names import TorchRecName
-from torchrec_stream_ckpt.restore.target import Plane
+from torchrec_stream_ckpt.restore.planes import Plane
 from torchrec_stream_ckpt.types import MarkerId, TableSpec
 
 _JOIN_S = 30.0
@@ -118,6 +118,8 @@ class FollowedTables:
         self._gate = Gate()
         self._tensors: dict[str, torch.Tensor] = {}
         self._planes: dict[str, Plane] = {}
+        self._schema: Schema | None = None
+        """What the tensors are for."""
         self._newest: Update | None = None
         self._half = False
         """An update was not applied to its end."""
@@ -225,10 +227,13 @@ class FollowedTables:
     # Writing.
 
     def _apply(self, update: Update) -> None:
-        if not self._planes:
-            self._allocate(update.schema)
+        others = self._others(update.schema)
         with self._gate.writing(), torch.no_grad():
             self._half = True
+            if others is not None:
+                self._tensors = others
+                self._planes = {name: Plane(tensor) for name, tensor in others.items()}
+                self._schema = update.schema
             for changed in update.changes():
                 self._put(changed)
             self._newest = update
@@ -247,16 +252,18 @@ class FollowedTables:
         if len(local):
             plane.put(local, np.ascontiguousarray(weights), changed.col0)
 
-    def _allocate(self, schema: Schema) -> None:
-        named = {table.name: table for table in schema.tables if self._follower.wants(table)}
-        if self._into is None:
-            for name, table in named.items():
-                shape = (self.rows_of(table)[1], table.dim)
-                self._tensors[name] = torch.empty(shape, dtype=_dtype(table), device=self._device)
-        else:
+    def _others(self, schema: Schema) -> dict[str, torch.Tensor] | None:
+        """Tensors for the first tables, and for those of a model that has changed; None: those that are there fit."""
+        named = {table.name: table for _, table in schema.live if self._follower.wants(table)}
+        if self._schema is not None and named.items() <= {each.name: each for _, each in self._schema.live}.items():
+            return None if named.keys() == self._planes.keys() else {name: self._tensors[name] for name in named}
+        if self._into is not None:
             self._check_given(self._into, named)
-            self._tensors = self._into
-        self._planes = {name: Plane(tensor) for name, tensor in self._tensors.items()}
+            return dict(self._into)
+        shapes = {name: (self.rows_of(table)[1], table.dim) for name, table in named.items()}
+        return {
+            name: torch.empty(shapes[name], dtype=_dtype(table), device=self._device) for name, table in named.items()
+        }
 
     def _check_given(self, given: Mapping[str, torch.Tensor], named: Mapping[str, TableSpec]) -> None:
         unknown = sorted(given.keys() ^ named.keys())

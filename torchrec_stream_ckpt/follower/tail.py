@@ -113,7 +113,7 @@ class Tail:
         if end < reach or (end == reach and any(stream.has_read for stream in streams.values())):
             raise StreamLostError(
                 f"the log ends at offset {end}, and was read up to {reach}: its tail was lost",
-                hint="the rows that were there are no more; follow on, or load the replica anew",
+                hint="the rows that were there are lost; follow on, or load the replica anew",
                 generation=self._claim.generation,
                 partition=partition,
             )
@@ -185,7 +185,7 @@ class Tail:
             raise _OutOfOrderError("frame of another schema", **header.place())
         if header.seq != seq or header.chain != chain:
             raise _OutOfOrderError(
-                f"found seq {header.seq} behind {header.chain:08x}, expected seq {seq} behind {chain:08x}",
+                f"found seq {header.seq} after {header.chain:08x}, expected seq {seq} after {chain:08x}",
                 **header.place(),
             )
 

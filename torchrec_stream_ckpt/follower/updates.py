@@ -24,9 +24,10 @@ class UpdateKind(StrEnum):
     """What an update makes of the tables."""
 
     LOAD = "load"
-    """Every row of a marker: the first one, or again because what lies between is gone or on an abandoned branch."""
+    """Every row of a marker: the first one, or again because what lies between is gone or on an abandoned branch, or
+    the model has changed: the update's schema has other tables then."""
     MARKER = "marker"
-    """What changed since the marker before: behind it the tables are those of the marker, bit for bit."""
+    """What changed since the marker before: after it the tables are those of the marker, bit for bit."""
     ROWS = "rows"
     """(``rows`` mode) Rows that no marker has yet. Some of them, or none, may never be in one."""
     ROLLBACK = "rollback"
@@ -54,7 +55,7 @@ class Update:
 
     kind: UpdateKind
     commit: Commit
-    """The newest marker that is wholly applied behind this update."""
+    """The newest marker that is wholly applied after this update."""
     schema: Schema
     why: str
     """LOAD, ROLLBACK: the reason, for people; else empty."""
@@ -79,5 +80,5 @@ class Update:
 
     @property
     def is_provisional(self) -> bool:
-        """Whether behind this update the tables hold rows that no marker has."""
+        """Whether after this update the tables hold rows that no marker has."""
         return self.kind is UpdateKind.ROWS

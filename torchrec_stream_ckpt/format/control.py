@@ -12,9 +12,10 @@ from sys import intern
 from typing import Any, ClassVar, TypeAlias
 
 from torchrec_stream_ckpt.errors import CorruptionError, ServingStreamError
+from torchrec_stream_ckpt.format.changed import ClaimChanges
 from torchrec_stream_ckpt.format.dense_files import DenseFile, DenseList, check_files
 from torchrec_stream_ckpt.format.fields import Fields
-from torchrec_stream_ckpt.format.frame import VERSION, Buffer, Header, Kind, parse_header, payload_of
+from torchrec_stream_ckpt.format.frame import NEWEST_VERSION, VERSION, Buffer, Header, Kind, parse_header, payload_of
 from torchrec_stream_ckpt.format.proof import Proof
 from torchrec_stream_ckpt.format.rank_ends import RankEnds
 from torchrec_stream_ckpt.format.rank_shards import RankShards
@@ -34,6 +35,11 @@ class Hello:
     world: int
     schema: Schema
     shards: tuple[TableShard, ...]
+
+    @property
+    def version(self) -> int:
+        """Format version of the frame that it takes."""
+        return VERSION if self.schema.is_sorted else NEWEST_VERSION
 
     def to_json(self) -> bytes:
         return canonical(plain(self))
@@ -120,6 +126,8 @@ class Claim(Record):
     """The record leaves the schema to the CLAIM of its parent's generation, which has this checksum."""
     same_layout: int | None = None
     """The record leaves the layout to the CLAIM of its parent's generation, which has this checksum."""
+    changes: ClaimChanges | None = None
+    """What the restore was told of a changed model; None where all is as it was."""
     version: int = field(default=VERSION, compare=False)
     """Format version of the frame that it came in: so its bytes can be made again."""
 
@@ -158,6 +166,7 @@ class Claim(Record):
             layout=RankShards.from_text(layout) if layout is not None else None,
             same_schema=raw.optional("same_schema", int),
             same_layout=raw.optional("same_layout", int),
+            changes=raw.changed("changes"),
             version=header.version,
         )
         claim._check()
@@ -170,7 +179,7 @@ class Claim(Record):
         if self.same_layout is not None and self.layout is not None:
             raise CorruptionError("CLAIM has both layout and same_layout")
         if self.parent is None and (self.same_schema, self.same_layout) != (None, None):
-            raise CorruptionError("CLAIM has no parent, and leaves its schema or layout to the CLAIM of one")
+            raise CorruptionError("CLAIM has no parent, but takes its schema or layout from a parent's CLAIM")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -399,7 +408,7 @@ def _parse_control(frame: Buffer, *, serving: bool) -> ControlRecord:
 
 def _check_place(what: str, place: str) -> None:
     if len(place) > MAX_PLACE_CHARS or not place.isprintable():
-        raise CorruptionError(f"{what} is no path: {place!r:.80}")
+        raise CorruptionError(f"{what} is not a path: {place!r:.80}")
 
 
 def _check_places(commit: Commit) -> None:

@@ -108,9 +108,9 @@ def check_files(files: Sequence[DenseFile], what: str) -> None:
         raise CorruptionError(f"{what} names a file twice")
     for file in files:
         if not isinstance(file.name, str) or not _FILE_NAME.fullmatch(file.name) or file.name in (".", "..", LIST_NAME):
-            raise CorruptionError(f"{what}: {file.name!r:.80} is no name of a file")
+            raise CorruptionError(f"{what}: {file.name!r:.80} is not a file name")
         if not isinstance(file.sha256, str) or not _SHA256.fullmatch(file.sha256):
-            raise CorruptionError(f"{what}: {file.sha256!r:.80} is no SHA-256")
+            raise CorruptionError(f"{what}: {file.sha256!r:.80} is not a SHA-256")
 
 
 def altered(where: str, found: int, file: DenseFile) -> str:

@@ -11,13 +11,14 @@ from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
+from torchrec_stream_ckpt.format.changed import ClaimChanges
 from torchrec_stream_ckpt.format.dense_files import DenseList
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES, VERSION, Buffer
 from torchrec_stream_ckpt.format.proof import MAX_ID, Proof, ReplicatedProof
 from torchrec_stream_ckpt.format.rank_ends import RankEnds
 from torchrec_stream_ckpt.format.record import Meta, meta_of
-from torchrec_stream_ckpt.format.schema import OPTIONAL, Schema
-from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableSpec
+from torchrec_stream_ckpt.format.schema import OPTIONAL, SINCE_3, Schema
+from torchrec_stream_ckpt.types import TOMBSTONE, MarkerId, RankEnd, StateSpec, TableSpec
 
 T = TypeVar("T")
 
@@ -29,7 +30,7 @@ class Fields:
         data: The payload.
         what: Its kind, for messages.
         kind: The dataclass whose fields it must have, no more and no less. Optional ones may be missing.
-        version: Of the frame: a payload of version 1 has no optional field.
+        version: Of the frame: a payload of version 1 has no optional field, one of version 2 none of a change.
         same: What the header says of fields that stand in both.
     """
 
@@ -39,9 +40,9 @@ class Fields:
         try:
             self._raw = _DECODER.decode(bytes(data).decode("ascii"))
         except (ValueError, RecursionError) as error:
-            raise CorruptionError(f"{what} is no JSON: {error}") from None
+            raise CorruptionError(f"{what} is not JSON: {error}") from None
         if not isinstance(self._raw, dict):
-            raise CorruptionError(f"{what} is no JSON object")
+            raise CorruptionError(f"{what} is not a JSON object")
         _exactly(self._raw, _names(kind), what, self._optional)
         for name, value in same.items():
             if _typed(self._raw[name], type(value), f"{what}.{name}") != value:
@@ -49,7 +50,9 @@ class Fields:
 
     @property
     def _optional(self) -> set[str]:
-        return OPTIONAL if self._version > 1 else set()
+        if self._version > 2:
+            return OPTIONAL
+        return OPTIONAL - SINCE_3 if self._version > 1 else set()
 
     def take(self, name: str, kind: type[T]) -> T:
         return _typed(self._raw[name], kind, f"{self._what}.{name}")
@@ -117,6 +120,17 @@ class Fields:
         """Metadata as :meth:`meta`; None where it is left out."""
         return self.meta(name) if name in self._raw else None
 
+    def changed(self, name: str) -> ClaimChanges | None:
+        """What a CLAIM says of a change of the model; None where it is left out."""
+        if name not in self._raw:
+            return None
+        what = f"{self._what}.{name}"
+        raw = self.take(name, dict)
+        _exactly(raw, _names(ClaimChanges), what, SINCE_3)
+        changed = ClaimChanges(**{key: _typed(value, str, f"{what}.{key}") for key, value in raw.items()})
+        changed.check(what)
+        return changed
+
     def optional_markers(self, name: str) -> tuple[MarkerId, ...] | None:
         """Markers; None where they are left out."""
         return self.markers(name) if name in self._raw else None
@@ -127,8 +141,8 @@ class Fields:
         _exactly(raw, {"tables"}, what)
         optional = self._optional
         schema = Schema(tuple(_table(item, what, optional) for item in _typed(raw["tables"], list, what)))
-        names, ids = [table.name for table in schema.tables], [table.id for table in schema.tables]
-        if names != sorted(set(names)):
+        names, ids = [table.name for _, table in schema.live], [table.id for _, table in schema.live]
+        if len(set(names)) < len(names) or (self._version < 3 and not schema.is_sorted):
             raise CorruptionError(f"{what}: tables are not sorted by name, each once")
         if any(ids) and (None in ids or len(set(ids)) < len(ids)):
             raise CorruptionError(f"{what}: tables have no id of their own")
@@ -193,14 +207,21 @@ def _record(item: object, kind: type[T], what: str, **given: object) -> T:
     return kind(**{name: _typed(raw[name], hint, f"{what}.{name}") for name, hint in hints.items()}, **given)
 
 
+_DROPPED = {"name": "", "rows": 0, "dim": 0, "dtype": "", "optimizer": "", "states": []}
+
+
 def _table(item: object, what: str, optional: set[str]) -> TableSpec:
     raw = dict(_typed(item, dict, what))
+    if raw == _DROPPED:
+        return TOMBSTONE
     states = _typed(raw.pop("states", None), list, what)
     id_ = _typed(raw.pop("id"), int, f"{what}.id") if "id" in raw and "id" in optional else None
     if id_ is not None and id_ >= MAX_ID:
         raise CorruptionError(f"{what}.id is {id_}, expected a number below {MAX_ID}")
     given = tuple(_record(state, StateSpec, what) for state in states)
     table = _record(raw, TableSpec, what, states=given, id=id_)
+    if table.dropped:
+        raise CorruptionError(f"{what}: a table has no name")
     if not {table.dtype, *(state.dtype for state in table.states)} <= DTYPE_BYTES.keys():
         raise CorruptionError(f"{what}: table {table.name} has an unknown dtype")
     return table

@@ -19,7 +19,9 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 MAGIC = b"TRSC"
 VERSION = 2
-"""What is written. Every version up to this one is read."""
+"""What is written, but for frames of a schema that was changed. Every version up to :data:`NEWEST_VERSION` is read."""
+NEWEST_VERSION = 3
+"""Of a HELLO, CLAIM or SERVE that says what no version 2 can: a changed schema."""
 HEADER_LEN = 128
 ALIGNMENT = 64
 MAX_FRAME_BYTES = 1_000_000  # one Kafka record under the default broker limit, header included
@@ -48,6 +50,8 @@ class Kind(IntEnum):
 
 _SINCE = {Kind.IDS: 2, Kind.END: 2, Kind.NOTE: 2, Kind.SNAPSHOT: 2, Kind.BASE: 2}
 """The version from which on a kind exists; 1 for the others."""
+_OF_NEWEST = frozenset({Kind.HELLO, Kind.CLAIM, Kind.SERVE})
+"""Kinds that there are of version 3."""
 
 DATA_KINDS = frozenset({Kind.HELLO, Kind.ROWS, Kind.MARK, Kind.IDS})
 """What a data partition holds; all others are control records."""
@@ -206,9 +210,9 @@ def parse_header(data: Buffer) -> Header:
         raise CorruptionError(
             "not a frame of torchrec_stream_ckpt", hint="check that this log or topic belongs to the job"
         )
-    if version > VERSION:
+    if version > NEWEST_VERSION:
         raise CorruptionError(
-            f"frame has format version {version}, this program reads up to {VERSION}",
+            f"frame has format version {version}, this program reads up to {NEWEST_VERSION}",
             hint="upgrade torchrec_stream_ckpt on the reading side",
         )
     (crc,) = _CRC.unpack_from(data, _HEADER.size)
@@ -217,7 +221,8 @@ def parse_header(data: Buffer) -> Header:
     generation, table, seq, step, marker, rows, col0, cols, schema_crc, dtypes, *tail = rest
     offsets, (payload_len, raw_len, payload_crc, chain, reserved) = tail[:8], tail[8:]
     known = version >= 1 and header_len == HEADER_LEN and not flags and codec == CODEC_NONE and not reserved
-    if not known or kind not in Kind._value2member_map_ or version < _SINCE.get(Kind(kind), 1):
+    known = known and kind in Kind._value2member_map_ and (version <= VERSION or kind in _OF_NEWEST)
+    if not known or version < _SINCE.get(Kind(kind), 1):
         raise CorruptionError("header has an unknown version, kind, flag or codec")
     if count > MAX_SECTIONS or payload_len % ALIGNMENT or raw_len != payload_len:
         raise CorruptionError("header has impossible lengths")

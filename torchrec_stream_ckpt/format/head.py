@@ -101,7 +101,7 @@ class HeadState:
         try:
             commit = parse_control(base64.b64decode(fields.take("commit", str), validate=True))
         except binascii.Error as error:
-            raise CorruptionError(f"HEAD.commit is no base64: {error}") from None
+            raise CorruptionError(f"HEAD.commit is not base64: {error}") from None
         if not isinstance(commit, Commit):
             raise CorruptionError("HEAD does not hold a COMMIT")
         return cls(

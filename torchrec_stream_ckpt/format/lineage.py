@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
+from torchrec_stream_ckpt.format.changed import ClaimChanges, in_words
 from torchrec_stream_ckpt.format.commits import Commits, Place
 from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord, Trim
 from torchrec_stream_ckpt.format.packed_commit import PackedCommit
@@ -174,6 +175,11 @@ class Lineage:
             way.append(parent)
         return way[::-1]
 
+    def changes_made(self, marker: MarkerId) -> list[ClaimChanges]:
+        """What the changed generations on the path to ``marker`` were told, the newest first."""
+        claims = [self.claims[each.generation] for each in reversed(self.way(marker))]
+        return [claim.changes for claim in claims if claim.changes is not None]
+
     def previous(self, marker: MarkerId) -> MarkerId | None:
         """The committed marker before ``marker`` in its generation; None at the first one."""
         same = _of_generation(self, marker.generation)
@@ -324,6 +330,12 @@ def knows(lineage: Lineage, record: ControlRecord) -> bool:
     if isinstance(record, Snapshot):
         return True
     return record.id in lineage.commits and set(record.meta) <= set(lineage.meta(record.id))
+
+
+def changed_tables(lineage: Lineage, claim: Claim) -> list[str]:
+    """What became of the tables of a generation's parent, a table a line; nothing where they are the same."""
+    parent = lineage.claims.get(claim.parent.generation) if claim.parent is not None else None
+    return in_words(parent.schema, claim.schema) if parent is not None else []
 
 
 def towards(lineage: Lineage, marker: MarkerId, since: MarkerId | None = None) -> Lineage:

@@ -52,9 +52,11 @@ class CommitKey:
         except OSError as error:
             raise ConfigError(f"cannot read the commit key: {error.strerror}", hint=_MAKE_HINT, path=place) from None
         if data is None or len(data) > _MAX_FILE_BYTES:
-            raise ConfigError("the commit key is no small plain file", hint=_MAKE_HINT, path=place)
+            raise ConfigError("the commit key is not a small plain file", hint=_MAKE_HINT, path=place)
         if status.st_mode & 0o077:
-            raise ConfigError("others than its owner may open the commit key", hint=f"chmod 600 {place}", path=place)
+            raise ConfigError(
+                "users other than its owner may open the commit key", hint=f"chmod 600 {place}", path=place
+            )
         text = data.strip()
         if re.fullmatch(rb"(?:[0-9a-fA-F]{2})+", text):
             data = bytes.fromhex(text.decode("ascii"))

@@ -33,7 +33,9 @@ _LATEST_S = 2.0**36
 """Some year that ``time`` can print."""
 _JOB = re.compile(r"[0-9a-f]{32}")
 RETENTION = "retention"
-"""Why a marker was given up by a rule: only then a pin overrides it."""
+"""Why a marker was given up by a rule: a pin overrides that."""
+BY_HAND = "hand"
+"""Why a marker was given up that a person has named: a pin overrides that, too."""
 _LOST_ROWS = "the loss of its rows"
 
 
@@ -60,6 +62,16 @@ class Manifest:
     """The marker before in its generation, where its interval begins; None at the generation's first one."""
     segments: tuple[tuple[SegmentRef, ...], ...]
     """By rank, each in the order of the stream: a row's newest version is in the last segment that has it."""
+
+    @property
+    def refs(self) -> tuple[SegmentRef, ...]:
+        """All of them."""
+        return tuple(ref for of_rank in self.segments for ref in of_rank)
+
+    @property
+    def last(self) -> tuple[SegmentRef, ...]:
+        """The last one of each rank, which has the rank's notes."""
+        return tuple(of_rank[-1] for of_rank in self.segments)
 
     def to_bytes(self) -> bytes:
         body = {
@@ -132,7 +144,7 @@ class Dropped:
     time_s: float
     """When, Unix time."""
     reason: str = RETENTION
-    """By what; :attr:`lost` and pins ask for it."""
+    """By what; :attr:`lost` and :attr:`of_choice` ask for it."""
 
     @classmethod
     def of_lost(cls, commit: Commit, previous: MarkerId | None) -> Dropped:
@@ -143,6 +155,11 @@ class Dropped:
     def lost(self) -> bool:
         """Whether its rows were lost, so that whatever stands on it is lost as well unless they came after all."""
         return self.reason == _LOST_ROWS
+
+    @property
+    def of_choice(self) -> bool:
+        """Whether a rule or a person gave it up, which a pin overrides, and not the loss of what it needs."""
+        return self.reason in (RETENTION, BY_HAND)
 
     @property
     def day(self) -> str:
@@ -255,7 +272,7 @@ class Verdict:
         body = _unwrap(data, "verdict", where, {"job", "marker", "chain", "rows", "time_s"})
         marker = _marker(body["marker"], where)
         if marker is None:
-            raise CorruptionError("verdict is of no marker", name=where)
+            raise CorruptionError("verdict names no marker", name=where)
         rows = tuple(_table_rows(item, where) for item in _list(body["rows"], where))
         return cls(_job(body["job"], where), marker, _chain(body, "verdict", where), rows, _time(body, where))
 

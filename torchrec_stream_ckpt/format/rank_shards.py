@@ -143,7 +143,7 @@ def _unpacked(packed: bytes) -> bytes:
     if len(plain) > _MAX_BYTES:
         raise CorruptionError(f"CLAIM.layout unpacks to more than {_MAX_BYTES} bytes")
     if not unpacker.eof or unpacker.unused_data:
-        raise CorruptionError("CLAIM.layout is cut short, or goes on")
+        raise CorruptionError("CLAIM.layout is cut short, or too long")
     return plain
 
 

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.changed import check_follows
 from torchrec_stream_ckpt.format.control import Claim
-from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
+from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES, NEWEST_VERSION, VERSION
 from torchrec_stream_ckpt.format.schema import canonical
 
 _ROOM = MAX_FRAME_BYTES - 1024
@@ -33,7 +34,15 @@ def brief(claim: Claim, claims: Mapping[int, Claim]) -> Claim:
         same_schema=claim.schema.crc if schema else None,
         same_layout=claim.layout.crc if layout and claim.layout is not None else None,
     )
-    return made if layout else _fitting(made)
+    return _versioned(made if layout else _fitting(made))
+
+
+def _versioned(claim: Claim) -> Claim:
+    """In a frame of the version that can say what it says."""
+    sorted_ = claim.same_schema is not None or claim.schema.is_sorted
+    if claim.version == VERSION and not (sorted_ and claim.changes is None):
+        return replace(claim, version=NEWEST_VERSION)
+    return claim
 
 
 def _fitting(claim: Claim) -> Claim:
@@ -47,7 +56,7 @@ def alone(claim: Claim) -> Claim:
     """The CLAIM for a log that may lack its parent's CLAIM; not signed where it was another record."""
     if claim.same_schema is None and claim.same_layout is None:
         return claim
-    return _fitting(replace(claim, same_schema=None, same_layout=None, mac=""))
+    return _versioned(_fitting(replace(claim, same_schema=None, same_layout=None, mac="")))
 
 
 def resolved(claim: Claim, claims: Mapping[int, Claim]) -> Claim:
@@ -58,7 +67,8 @@ def resolved(claim: Claim, claims: Mapping[int, Claim]) -> Claim:
         claims: The log's, by generation; those before it have what they leave to others.
 
     Raises:
-        CorruptionError: that is not there, or another one; names both generations.
+        CorruptionError: that is not there, or another one; or an index means another table than there, and the record
+            does not say so. Names both generations.
     """
     if claim.same_schema is not None:
         schema = _parent(claim, claims, "schema").schema
@@ -70,6 +80,10 @@ def resolved(claim: Claim, claims: Mapping[int, Claim]) -> Claim:
             raise _refused(claim, "layout", "does not have one")
         _check_crc(claim, "layout", claim.same_layout, layout.crc)
         claim = replace(claim, layout=layout)
+    before = claims.get(claim.parent.generation) if claim.parent is not None else None
+    # The CLAIM of a fence has no rows, and older ones took the tables of another generation than their parent's.
+    if before is not None and claim.world and claim.same_schema is None:
+        check_follows(before.schema, claim.schema, claim.swept, claim.generation)
     if claim.layout is not None:
         if len(claim.layout) != claim.world:
             raise CorruptionError(
@@ -97,7 +111,7 @@ def _check_crc(claim: Claim, what: str, said: int, found: int) -> None:
 def _refused(claim: Claim, what: str, why: str) -> CorruptionError:
     parent = claim.parent.generation if claim.parent is not None else None
     return CorruptionError(
-        f"the CLAIM of generation {claim.generation} leaves its {what} to that of generation {parent}, which {why}",
+        f"the CLAIM of generation {claim.generation} takes its {what} from generation {parent}, which {why}",
         hint="bring the control partition back from a copy, or from its second copy: stream-ckpt recover",
         generation=claim.generation,
         parent=claim.parent,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import count
@@ -17,7 +18,9 @@ from crc32c import crc32c
 from torchrec_stream_ckpt.format.proof import MAX_ID
 from torchrec_stream_ckpt.types import TableShard, TableSpec
 
-OPTIONAL = {"proof", "id", "meta", "given_up", "dense_list", "layout", "same_schema", "same_layout"}
+SINCE_3 = {"changes", "text", "origin"}
+"""Optional fields that no payload of version 2 has."""
+OPTIONAL = {"proof", "id", "meta", "given_up", "dense_list", "layout", "same_schema", "same_layout", *SINCE_3}
 """Fields that are left out where they have no value. No payload of version 1 has one."""
 
 
@@ -36,12 +39,29 @@ def canonical(value: object) -> bytes:
 
 @dataclass(frozen=True)
 class Schema:
-    """All tables of a job, sorted by name; a table's index here is its id in frames."""
+    """All tables of a job; a table's index here is its id in frames.
+
+    Those of a first generation are sorted by name. An index stays with its table along a lineage: a dropped table
+    leaves a tombstone there, an added one comes after the last.
+    """
 
     tables: tuple[TableSpec, ...]
+    """By index, tombstones included."""
+
+    @cached_property
+    def live(self) -> tuple[tuple[int, TableSpec], ...]:
+        """Index and table of all that the model has: without tombstones."""
+        return tuple((position, table) for position, table in enumerate(self.tables) if not table.dropped)
 
     def index(self) -> dict[str, int]:
-        return {table.name: position for position, table in enumerate(self.tables)}
+        """Index by name, of the tables that the model has."""
+        return {table.name: position for position, table in self.live}
+
+    @cached_property
+    def is_sorted(self) -> bool:
+        """Whether all tables are there, sorted by name: all that a payload of version 2 can say."""
+        names = [table.name for table in self.tables]
+        return all(names) and names == sorted(names)
 
     def holds(self, shard: TableShard) -> bool:
         """Whether ``shard`` lies inside a table of this schema."""
@@ -68,18 +88,34 @@ class Schema:
         """The same tables, each with its stable id: that of the parent's table of its name, or a new one.
 
         Args:
-            parent: The schema that the generation stands on; None: all tables are new.
+            parent: The schema that the generation stands on, which has the same tables; None: all are new.
             job: Of the log.
             generation: The one that is about to be claimed.
         """
-        known = {table.name: table for table in parent.tables} if parent is not None else {}
-        taken = {table.id for table in known.values()}
+        known = {table.name: table.id for _, table in parent.live} if parent is not None else {}
+        before = [(table.name in known, known.get(table.name)) for table in self.tables]
+        return self._with_ids(before, set(known.values()), job, generation)
+
+    def renewed(self, parent: Schema, job: bytes, generation: int) -> Schema:
+        """The same tables after a change of the model: one that has an id goes on, each other one gets a new id.
+
+        Args:
+            parent: The schema that the generation stands on.
+            job: Of the log.
+            generation: The one that is about to be claimed.
+        """
+        taken = {table.id for table in parent.tables}
+        return self._with_ids([(False, table.id) for table in self.tables], taken, job, generation)
+
+    def _with_ids(
+        self, before: Iterable[tuple[bool, int | None]], taken: set[int | None], job: bytes, generation: int
+    ) -> Schema:
+        """Each table with its id, if it has one, or a new one; a table of version 1, known without an id, gets the same
+        one in whatever generation comes next."""
         tables = []
-        for table in self.tables:
-            before = known.get(table.name)
-            id_ = before.id if before is not None else None
-            if id_ is None:  # a table of version 1 gets the same id in whatever generation comes next
-                id_ = _new_id(job, 0 if before is not None else generation, table.name, taken)
+        for table, (known, id_) in zip(self.tables, before, strict=True):
+            if id_ is None and not table.dropped:
+                id_ = _new_id(job, 0 if known else generation, table.name, taken)
             taken.add(id_)
             tables.append(replace(table, id=id_))
         return Schema(tuple(tables))

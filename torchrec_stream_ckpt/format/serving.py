@@ -24,10 +24,11 @@ _LEVELS = np.float32(255)
 
 
 def served_schema(schema: Schema, encoding: Encoding) -> Schema:
-    """The tables of a trainer as a serving stream of them has them."""
+    """The tables of a trainer as a serving stream of them has them: those that there are, sorted by name."""
     states, dtype = (_SCALE_AND_BIAS, "uint8") if encoding == "int8" else ((), "bfloat16")
     optimizer = f"{_PREFIX}{encoding}"
-    return Schema(tuple(replace(each, dtype=dtype, optimizer=optimizer, states=states) for each in schema.tables))
+    tables = sorted((table for _, table in schema.live), key=lambda table: table.name)
+    return Schema(tuple(replace(each, dtype=dtype, optimizer=optimizer, states=states) for each in tables))
 
 
 def is_served(table: TableSpec) -> bool:

@@ -105,7 +105,7 @@ class Snapshot(Record):
         try:
             length = len(base64.b64decode(made.piece, validate=True))
         except ValueError:  # binascii.Error, or what is not ASCII
-            raise CorruptionError("SNAPSHOT.piece is no base64") from None
+            raise CorruptionError("SNAPSHOT.piece is not base64") from None
         if not 0 < length <= PIECE_BYTES:
             raise CorruptionError(f"SNAPSHOT.piece has {length} bytes")
         return made

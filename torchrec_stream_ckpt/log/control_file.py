@@ -249,7 +249,7 @@ def _check_head(path: Path, record: bytes, *, headless: bool) -> None:
     """Garbage at the very beginning may have been a BASE: then no offset is what it seems."""
     if headless and parse_header(record).kind is Kind.SNAPSHOT:
         raise CorruptionError(
-            "the control log begins with what is not a record, and holds snapshots: nobody can tell where it begins",
+            "the control log begins with bytes that are not a record, and holds snapshots: its first offset is lost",
             hint="bring it back from its second copy, or from a copy of the log",
             path=path,
         )

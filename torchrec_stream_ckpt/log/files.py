@@ -189,7 +189,7 @@ def _check_new(root: Path) -> None:
     if lost and not (root / IDENTITY_FILE).exists():  # no other process has made the log meanwhile
         raise CorruptionError(
             f"the file log has lost its identity, and holds {lost}",
-            hint="bring the file back from a copy of the log, or let it be written again: stream-ckpt recover "
+            hint="bring the file back from a copy of the log, or write it again: stream-ckpt recover "
             f"file://{root} --store URL",
             path=root / IDENTITY_FILE,
         )

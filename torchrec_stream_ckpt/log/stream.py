@@ -42,7 +42,7 @@ class Strays:
         if self.count and (job, partition) not in _told:
             _told.add((job, partition))
             log.warning(
-                "partition %d of the log holds %s. They are passed over, nothing is missing; see who else writes there",
+                "partition %d of the log holds %s. They are skipped, nothing is missing; find what writes there",
                 partition,
                 self,
             )
@@ -97,7 +97,7 @@ def read_stream(
         if header.seq < first or (header.seq < seq and seen[header.seq - first] == header.header_crc):
             continue
         if header.seq != seq or header.chain != chain:
-            why = f"found seq {header.seq} behind {header.chain:08x}, expected seq {seq} behind {chain:08x}"
+            why = f"found seq {header.seq} after {header.chain:08x}, expected seq {seq} after {chain:08x}"
             misfit = misfit or (why, seq, offset)
             strays.add(offset, why)
             continue

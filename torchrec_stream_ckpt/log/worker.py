@@ -19,7 +19,7 @@ class Worker:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, call: Callable[..., T], *args: Any) -> Future[T]:
-        """Have ``call(*args)`` run behind all that was submitted before; returns its future."""
+        """Run ``call(*args)`` after all that was submitted before; returns its future."""
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()
 
@@ -35,7 +35,7 @@ class Worker:
         return future
 
     def close(self) -> None:
-        """Let the thread end behind what was submitted. Does not wait."""
+        """Let the thread end after what was submitted. Does not wait."""
         self._calls.put(None)
 
     def _run(self) -> None:

@@ -151,9 +151,10 @@ def _intervals(lineage: Lineage, chosen: Sequence[Commit]) -> dict[MarkerId, Tra
 
 def _heat(lineage: Lineage, chosen: Sequence[Commit], counted_rows: int) -> dict[str, Heat]:
     generations = {commit.generation for commit in chosen}
-    tables = {
-        table.name: table for generation in sorted(generations) for table in lineage.claims[generation].schema.tables
-    }
+    tables: dict[str, TableSpec] = {}
+    for table in (table for each in sorted(generations) for _, table in lineage.claims[each].schema.live):
+        if table.name not in tables or tables[table.name].rows < table.rows:  # a table may grow or shrink
+            tables[table.name] = table
     stride = max(1, -(-sum(table.rows for table in tables.values()) // counted_rows))
     return {name: Heat(table, stride, np.zeros(-(-table.rows // stride), np.uint32)) for name, table in tables.items()}
 

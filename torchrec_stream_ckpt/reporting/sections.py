@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.lineage import Lineage, changed_tables
 from torchrec_stream_ckpt.reporting.history import Heat, History, Traffic
 from torchrec_stream_ckpt.reporting.now import Look
 from torchrec_stream_ckpt.reporting.stalls import Stalls
@@ -172,10 +172,11 @@ def _generations(whole: Lineage, ends: dict[int, tuple[int, int, int]]) -> str:
             f"{ends[generation][2]:,}",
             f"{ends[generation][0]:,} to {ends[generation][1]:,}",
             time.strftime("%Y-%m-%d %H:%M", time.gmtime(claim.time_s)),
+            "; ".join(changed_tables(whole, claim)) or "-",
         )
         for generation, claim in sorted(whole.claims.items(), reverse=True)
     ]
-    head = ("generation", "parent", "ranks", "markers", "steps", "began (UTC)")
+    head = ("generation", "parent", "ranks", "markers", "steps", "began (UTC)", "changes of the model")
     return details(f"As a table: {len(rows):,} generations", table(head, rows[:200]))
 
 
@@ -269,7 +270,7 @@ def _missing(intervals: Sequence[Traffic]) -> str:
     reasons = "; ".join(list(why)[:3])
     return (
         f'<p class="none">The frames of {gone:,} markers are not in the log: {text_of(reasons)}. '
-        "What they were in all, their COMMITs say.</p>"
+        "Their totals come from their COMMITs.</p>"
     )
 
 

@@ -20,6 +20,7 @@ from torchrec_stream_ckpt.restore.plan import RestorePlan
 from torchrec_stream_ckpt.restore.proofs import Met
 from torchrec_stream_ckpt.restore.reshard import Move, intersect
 from torchrec_stream_ckpt.restore.target import Target
+from torchrec_stream_ckpt.restore.views import View
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.head import Head, SliceArrays
 from torchrec_stream_ckpt.types import TableShard
@@ -41,6 +42,9 @@ def apply_rows(
     met: Met | None = None,
 ) -> int:
     """Write every row that the plan names into the live tables, and set the kernels' own state.
+
+    Where the model has changed, :func:`set_scalars` sets the kernels' own state afterwards: a rank that takes no row of
+    a table hears of it from others.
 
     The tables are half written when this raises: such a job must not train on.
 
@@ -74,13 +78,14 @@ def apply_rows(
         applied += apply_store(plan, objects, targets)
     rows, found = apply_log(plan, log, targets, met)
     applied += rows
-    scalars += found
+    met.scalars = [*scalars, *found]
     for shard, target in targets.items():
         if plan.live is None:  # else every row was there before
             target.finish(plan.schema.tables[shard.table].name)
     for kernel in kernels:
         kernel.finish_write()
-    _set_scalars(plan, kernels, scalars)
+    if plan.views is None:
+        set_scalars(plan, kernels, met.scalars)
     return applied
 
 
@@ -90,27 +95,57 @@ def _concerns(record: TableScalars, targets: Sequence[TableShard]) -> bool:
 
 
 def _targets(plan: RestorePlan, kernels: list[FusedKernel], met: Met) -> dict[TableShard, Target]:
-    index = plan.schema.index()
     moves: dict[TableShard, list[Move]] = {}
     for move in plan.moves:
         moves.setdefault(move.target, []).append(move)
-    targets = {}
+    index, wanted, targets = plan.index, set(plan.targets), {}
     for kernel in kernels:
         for shard, weights, states in zip(kernel.shards, kernel.weights(), kernel.states(), strict=True):
-            key = shard.table_shard(index)
-            if key in plan.targets:
-                sent = met.begin(key, plan.based_on)
-                merged = key.table in plan.merged
-                targets[key] = Target(key, weights, states, moves.get(key, ()), merged=merged, sent=sent)
+            live = shard.table_shard(index)
+            view = plan.views.changed.get(live) if plan.views is not None else None
+            key = view.shard if view is not None else live
+            if key not in wanted or (view is None and not plan.is_same(live.table)):
+                continue
+            into, merged = moves.get(key, ()), key.table in plan.merged
+            if view is not None:  # its rows are not compared with proofs: it has other blocks than the marker's
+                targets[key] = _viewed(view, weights, states, into, merged=merged)
+            else:
+                targets[key] = Target(key, weights, states, into, merged=merged, sent=met.begin(key, plan.based_on))
     return targets
 
 
-def _set_scalars(plan: RestorePlan, kernels: list[FusedKernel], records: Sequence[TableScalars]) -> None:
-    """Give each kernel the state of those whose rows it has got."""
-    index = plan.schema.index()
+def _viewed(
+    view: View, weights: torch.Tensor, states: Sequence[torch.Tensor], moves: Sequence[Move], *, merged: bool
+) -> Target:
+    """The part of a live shard that comes from the marker: of its first columns, and of its first rows or by a map."""
+    rows = slice(None) if view.numbers is not None else slice(view.shard.rows)
+    cols = slice(view.shard.cols)
+    kept = [states[position] if position is not None else None for position in view.states]
+    parts = [None if state is None else state[rows, cols] if state.dim() == 2 else state[rows] for state in kept]
+    numbers, dtype = view.numbers, view.dtype
+    return Target(view.shard, weights[rows, cols], parts, moves, merged=merged, numbers=numbers, dtype=dtype)
+
+
+def set_scalars(plan: RestorePlan, kernels: list[FusedKernel], records: Sequence[TableScalars]) -> None:
+    """Give each kernel the state of those whose rows it has got.
+
+    Where the model has changed: that of its tables whose optimizer is the marker's. A kernel without such a table
+    takes that of all tables with its optimizer, if they agree; so it does not depend on the plan what it takes.
+
+    Args:
+        plan: What was written.
+        kernels: The live ones.
+        records: What the marker's ranks said; where the model has changed, all of it.
+
+    Raises:
+        SchemaMismatchError: the plan puts tables with different states into one kernel.
+    """
+    index = plan.index
     for kernel in kernels:
         names = ", ".join(shard.table.name for shard in kernel.held)
-        sources = [record for shard in kernel.held for record in _sources(shard.table_shard(index), records)]
+        sources = [record for shard in kernel.held for record in _sources(shard.table_shard(index), records, plan)]
+        if not sources:
+            sources = _likewise(kernel, records, plan)
         if not sources:
             continue
         rate, next_rate = _agreed(
@@ -125,11 +160,30 @@ def _set_scalars(plan: RestorePlan, kernels: list[FusedKernel], records: Sequenc
         )
 
 
-def _sources(shard: TableShard, records: Sequence[TableScalars]) -> list[TableScalars]:
+def _sources(shard: TableShard, records: Sequence[TableScalars], plan: RestorePlan) -> list[TableScalars]:
     """What was recorded for this very shard; where the marker has no such one, for all shards of the table."""
+    if plan.views is not None and not plan.views.outcomes[shard.table].keeps_iteration:
+        return []
     of_table = [record for record in records if record.table == shard.table]
+    if not plan.is_same(shard.table):
+        return of_table
     same = [r for r in of_table if TableShard(r.table, r.row0, r.rows, r.col0, r.cols) == shard]
     return same or of_table
+
+
+def _likewise(kernel: FusedKernel, records: Sequence[TableScalars], plan: RestorePlan) -> list[TableScalars]:
+    """(a changed model) What kept tables with the optimizer of a kernel's tables say, if they all say the same."""
+    if plan.views is None:
+        return []
+    optimizers = {(shard.table.optimizer, shard.table.states) for shard in kernel.held}
+    kept = {
+        outcome.source
+        for outcome in plan.views.outcomes.values()
+        if outcome.keeps_iteration and outcome.spec and {(outcome.spec.optimizer, outcome.spec.states)} == optimizers
+    }
+    found = [record for record in records if record.table in kept]
+    said = {(each.iteration, each.max_counter, each.learning_rate, each.next_learning_rate) for each in found}
+    return found if len(said) == 1 else []
 
 
 def _agreed(what: str, tables: str, values: Iterable[T]) -> T:

@@ -152,11 +152,11 @@ class Check:
                     yield place, said
 
     def _expect(self, place: int, said: Said) -> None:
-        ids = self._path.ids[self._path.chain[place].generation]
-        tables = [(id_, 1 + len(table.states)) for id_, table in zip(ids, self._tables, strict=True)]
+        generation = self._path.chain[place].generation  # its tables may have had other states
+        tables = list(zip(self._path.ids[generation], self._path.sections[generation], strict=True))
         for source, blocks, digests in digests_of(said, tables):
             check = self.tables.get(source.table)
-            if check is None or not len(blocks):
+            if check is None or not len(blocks) or tables[source.table][0] != self._path.id(source.table):
                 continue
             for shard in self._shards[source.table]:
                 self._take(check, place, source, shard, blocks, digests)

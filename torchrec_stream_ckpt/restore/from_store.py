@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 
 import torch
 
@@ -101,27 +101,19 @@ def _write(
     mine: dict[TableShard, list[_Window]] = {}
     for window in windows:
         mine.setdefault(window.target, []).append(window)
-    within = cache(partial(_within, mine))  # most pieces have the same moves
-    grouped = cache(by_slice)
-    reads = []
-    for read in plan.stored:
-        parts = within(read.moves)
-        picked = pick(read.picked, parts)
-        if len(picked.chunks):
-            reads.append(replace(read, picked=picked, moves=parts))
-    base = [read for read in reads if read.is_base]
-    reads = [*base, *(read for read in reversed(reads) if not read.is_base)]
-    straight = {read.picked.ref.name for read in base}
-    places = {read.picked.ref.name: plan.path.place(read.end) for read in reads}
-    moves = {read.picked.ref.name: grouped(read.moves) for read in reads}
+    moves = by_slice(_within(mine, plan.cold))
+    reads = [piece.only(lambda picked: pick(picked, moves)) for piece in plan.stored]
+    base = [picked for piece in reads if piece.start is None for picked in piece.opened]
+    newer = [(picked, plan.path.place(piece.end)) for piece in reads if piece.start for picked in piece.opened]
+    places = {picked.ref.name: place for picked, place in newer}
     scratch, rows = Scratch(), 0
-    for picked, entry, data in read_chunks(objects, [read.picked for read in reads], readers, ahead):
+    ordered = [*base, *(picked for picked, _ in reversed(newer))]
+    for picked, entry, data in read_chunks(objects, ordered, readers, ahead):
         chunk = decode_chunk(entry, data, plan.schema, picked.ref.name)
-        for move in moves[picked.ref.name].get((entry.table, entry.col0, entry.cols), ()):
+        place = places.get(picked.ref.name)
+        for move in moves.get((entry.table, entry.col0, entry.cols), ()):
             target = targets[move.target]
-            name = picked.ref.name
-            straight_on = name in straight
-            rows += target.put_sorted(move, chunk) if straight_on else target.fill(move, chunk, scratch, places[name])
+            rows += target.put_sorted(move, chunk) if place is None else target.fill(move, chunk, scratch, place)
         failpoint("restore.chunk")
     return rows
 

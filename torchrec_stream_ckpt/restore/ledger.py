@@ -6,7 +6,7 @@ sent again. Where markers branch, the changes of a branch are taken back before 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchrec_stream_ckpt.format.changed import goes_on
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Digests, Ints, Window, row_keys
 from torchrec_stream_ckpt.format.rows import RowsView
@@ -269,7 +270,7 @@ class Ledger:
         self._numbers = {marker: number for number, marker in enumerate(lineage.commits)}
         self._markers = list(lineage.commits)
         self._windows: dict[MarkerId, Window] = {}
-        self._names: dict[tuple[int, int, int, int], UnprovedBlock] = {}
+        self._names: dict[tuple[str, int, int, int, int], UnprovedBlock] = {}
         self._proving: tuple[MarkerId, Path, Circle] | None = None
         """A marker that blocks do not fit, and what leads to it."""
         self._schema = Schema(())
@@ -280,19 +281,26 @@ class Ledger:
         """A generation that stands on no other one: nothing is known of its tables."""
         self.journal = Journal(self._memory_bytes // 2)
         self._schema, self._names, self._proving = schema, {}, None
-        cells = [spec.rows * (1 + len(spec.states)) for spec in schema.tables]
-        half = self._memory_bytes // 2
-        self._tables = [
-            _Table(spec, half * each // max(1, sum(cells)), self.journal)
-            for spec, each in zip(schema.tables, cells, strict=True)
-        ]
+        self._tables = [self._new_table(spec, schema) for spec in schema.tables]
+
+    def _new_table(self, spec: TableSpec, schema: Schema) -> _Table:
+        """With its share of the memory."""
+        mine, *cells = (each.rows * (1 + len(each.states)) for each in (spec, *schema.tables))
+        return _Table(spec, self._memory_bytes // 2 * mine // max(1, sum(cells)), self.journal)
 
     def turn(self, schema: Schema) -> None:
-        """A generation that stands on the one before: it may hold the tables in other slices, and give them ids."""
+        """A generation that stands on the one before: it may hold the tables in other slices, give them ids, and have
+        others at their indices, of which nothing is known."""
         self.journal.did(partial(setattr, self, "_schema", self._schema))
-        self._schema = schema
+        self.journal.did(partial(setattr, self, "_tables", self._tables))
+        before, self._schema = self._schema.tables, schema
         for table in self._tables:
             table.settle()
+        kept = [index < len(before) and goes_on(before[index], spec) for index, spec in enumerate(schema.tables)]
+        self._tables = [
+            self._tables[index] if kept[index] else self._new_table(spec, schema)
+            for index, spec in enumerate(schema.tables)
+        ]
 
     def read_on(self) -> None:
         """The next interval, or piece of a store, begins."""
@@ -340,13 +348,13 @@ class Ledger:
         for index, table in enumerate(self._tables):
             bad = np.argwhere(table.bad)[: MAX_NAMED - len(blocks)].tolist()
             blocks += [self._name(index, block, section, int(table.place[block])) for block, section in bad]
-        tables = tuple(table.spec.name for table in self._tables if table.differing)
+        tables = tuple(spec.name for spec, table in self._named() if table.differing)
         count = sum(table.differing for table in self._tables)
         return Compared(checked, total, Unproved(count, tuple(blocks), tables))
 
     def _name(self, index: int, block: int, section: int, number: int) -> UnprovedBlock:
         """A block that does not fit the proof of a marker, in words: they are the same at all markers that hold it."""
-        key = (index, block, section, number)
+        key = (self._schema.tables[index].name, index, block, section, number)
         if key not in self._names:
             marker = self._markers[number]
             if self._proving is None or self._proving[0] != marker:
@@ -363,7 +371,11 @@ class Ledger:
     @property
     def uncompared(self) -> tuple[str, ...]:
         """Tables whose row-wise states came in other column slices than those of the newest generation."""
-        return tuple(table.spec.name for table in self._tables if table.resplit)
+        return tuple(spec.name for spec, table in self._named() if table.resplit)
+
+    def _named(self) -> Iterator[tuple[TableSpec, _Table]]:
+        """Each table as it is called now."""
+        return zip(self._schema.tables, self._tables, strict=True)
 
 
 def _expected(said: Iterable[Said], schema: Schema, window: Window) -> dict[int, tuple[Ints, Digests, set[Slice]]]:

@@ -10,7 +10,6 @@ from torchrec_stream_ckpt.format.interval import Interval
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import Incarnation, LogReader
 from torchrec_stream_ckpt.store.catalog import Picked
-from torchrec_stream_ckpt.store.reader import Held
 from torchrec_stream_ckpt.types import LogSpan
 
 
@@ -19,7 +18,7 @@ def located(
     log: LogReader,
     read: Iterable[Interval],
     schema: Schema,
-    held: Held | None = None,
+    segments: Iterable[Picked] = (),
 ) -> CorruptionError:
     """``error`` with the file, the offset and the table of its damage, as far as they can be told.
 
@@ -28,12 +27,10 @@ def located(
         log: What was read from.
         read: What was read there.
         schema: Of the tables.
-        held: What was read from the store.
+        segments: What was read of the store.
     """
     try:
-        found = (
-            in_segments(error, _segments(held), schema) if "name" in error.where else _in_log(error, log, read, schema)
-        )
+        found = in_segments(error, segments, schema) if "name" in error.where else _in_log(error, log, read, schema)
     except StreamCkptError:  # what is damaged may not be readable at all: the error says what it knows
         found = {}
     return type(error)(error.message, hint=error.hint, **{**error.where, **found})
@@ -47,8 +44,9 @@ def _in_log(error: CorruptionError, log: LogReader, read: Iterable[Interval], sc
             continue
         found: dict[str, object] = {}
         offset, header = _frame(error, log, LogSpan(commit.generation, end.partition, end.begin, end.end))
-        if header is not None and header.table < len(schema.tables) and header.rows:
-            found["table"] = schema.tables[header.table].name
+        tables = interval.claim.schema.tables  # those of the marker may be others
+        if header is not None and header.table < len(tables) and header.rows:
+            found["table"] = tables[header.table].name
         if offset is not None and "path" not in where:
             path, within = log.place(LogSpan(commit.generation, end.partition, offset, end.end))
             found |= {"path": path, "offset": str(within)}
@@ -67,11 +65,6 @@ def _frame(error: CorruptionError, log: LogReader, span: LogSpan) -> tuple[int |
             return offset, header
     named = error.where.get("offset")
     return (int(str(named)) if named is not None else None), None
-
-
-def _segments(held: Held | None) -> Iterator[Picked]:
-    for piece in held.pieces if held is not None else ():
-        yield from piece.opened
 
 
 def in_segments(error: CorruptionError, segments: Iterable[Picked], schema: Schema) -> dict[str, object]:

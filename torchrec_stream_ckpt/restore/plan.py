@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
 from torchrec_stream_ckpt.errors import ColumnResplitError, CorruptionError, SchemaMismatchError
+from torchrec_stream_ckpt.evolve.outcome import TableOutcome
+from torchrec_stream_ckpt.evolve.report import EvolutionReport
 from torchrec_stream_ckpt.format.control import TableScalars
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.interval import Interval
+from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import check_tables, slices_of
 from torchrec_stream_ckpt.restore.cover import covered_cells
-from torchrec_stream_ckpt.restore.reshard import Move, intersect
+from torchrec_stream_ckpt.restore.reshard import Columns, Move, intersect
+from torchrec_stream_ckpt.restore.views import Views
 from torchrec_stream_ckpt.route.path import Path
 from torchrec_stream_ckpt.route.route import Route, Shards
-from torchrec_stream_ckpt.store.catalog import Picked
-from torchrec_stream_ckpt.store.reader import Held
+from torchrec_stream_ckpt.store.catalog import Picked, Piece
 from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
 
 
@@ -31,18 +34,6 @@ class StreamRead:
     moves: tuple[Move, ...]
     shards: tuple[TableShard, ...] = ()
     """What the rank held."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoreRead:
-    """Read these chunks of a segment, and make these moves."""
-
-    picked: Picked
-    moves: tuple[Move, ...]
-    is_base: bool
-    """Of the oldest piece: written straight. Else a row is written if no newer piece has given it."""
-    end: MarkerId
-    """The marker that the piece leads to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +49,11 @@ class RestorePlan:
     reads: tuple[StreamRead, ...]
     merged: frozenset[int]
     """Tables whose row-wise state has no exact value under this plan's column split, and will be merged."""
-    stored: tuple[StoreRead, ...] = ()
-    """Oldest first."""
+    stored: tuple[Piece, ...] = ()
+    """Oldest first, with the chunks that are read: of a piece that holds every row they are written straight, of others
+    a row is written if no newer piece has given it."""
+    cold: tuple[Move, ...] = ()
+    """What is copied from there; their sources are column slices of whole tables."""
     reach: MarkerId | None = None
     """The marker up to which HEAD and the store serve; None: all comes from the log."""
     head: MarkerId | None = None
@@ -74,11 +68,24 @@ class RestorePlan:
     """The marker that HEAD or the base of the store gives; None: there is neither."""
     scalars: tuple[TableScalars, ...] = field(default=(), repr=False)
     """Of all ranks at the reach, if nothing comes after it."""
+    views: Views | None = field(default=None, repr=False)
+    """Which part of each live shard a target is, where the model has changed; None: the targets are the live shards."""
+    report: EvolutionReport | None = field(default=None, repr=False)
+    """What becomes of the marker in a model that has changed."""
+
+    @property
+    def index(self) -> dict[str, int]:
+        """The index of each live table, by its name."""
+        return (self.views.evolution.schema if self.views is not None else self.schema).index()
+
+    def is_same(self, table: int) -> bool:
+        """Whether a live table is one of the marker that goes on."""
+        return self.views is None or self.views.outcomes[table].goes_on
 
     @property
     def moves(self) -> list[Move]:
         """All of them once, in no order."""
-        return _distinct(self.warm, self.stored, self.reads)
+        return _distinct(self.warm, self.cold, self.reads)
 
     @property
     def source(self) -> str:
@@ -95,8 +102,9 @@ class RestorePlan:
         """The plan in words, one line a stream and a move."""
         lines = [f"marker {self.marker}, step {self.step}, written by {self.world} ranks", f"  source: {self.source}"]
         if self.reach != self.head:
-            num_bytes = sum(read.picked.num_bytes for read in self.stored)
-            lines.append(f"  the store up to marker {self.reach}: {len(self.stored)} segments, {num_bytes} bytes")
+            segments = [picked for piece in self.stored for picked in piece.opened]
+            num_bytes = sum(picked.num_bytes for picked in segments)
+            lines.append(f"  the store up to marker {self.reach}: {len(segments)} segments, {num_bytes} bytes")
         for read in self.reads:
             interval, end = read.interval, read.interval.end
             lines.append(
@@ -107,15 +115,16 @@ class RestorePlan:
                 table = self.schema.tables[move.source.table].name
                 rows, cols = (move.row0, move.row0 + move.rows), (move.col0, move.col0 + move.cols)
                 lines.append(f"    {table} rows [{rows[0]}, {rows[1]}) columns [{cols[0]}, {cols[1]})")
+        if self.report is not None:
+            lines += [f"  {line}" for line in self.report.lines()]
         for position in sorted(self.merged):
             lines.append(f"  merge the row-wise state of {self.schema.tables[position].name}: not bit-exact")
         return "\n".join(lines)
 
 
-def _distinct(warm: Sequence[Move], stored: Sequence[StoreRead], reads: Sequence[StreamRead]) -> list[Move]:
-    """Their moves, each once: most pieces of a store have the same ones."""
-    of_reads = (move for each in (stored, reads) for read in each for move in read.moves)
-    return list(dict.fromkeys((*warm, *of_reads)))
+def _distinct(warm: Sequence[Move], cold: Sequence[Move], reads: Sequence[StreamRead]) -> list[Move]:
+    """Their moves, each once."""
+    return list(dict.fromkeys((*warm, *cold, *(move for read in reads for move in read.moves))))
 
 
 def plan_restore(route: Route, schema: Schema, targets: Sequence[TableShard], *, merge: bool = False) -> RestorePlan:
@@ -128,7 +137,7 @@ def plan_restore(route: Route, schema: Schema, targets: Sequence[TableShard], *,
         merge: Allow a changed column split of a row-wise optimizer (``on_column_resplit="merge"``).
 
     Raises:
-        SchemaMismatchError: a table is missing or differs; names it and both values.
+        SchemaMismatchError: a table is missing or differs, or has another index; names it and both values.
         ColumnResplitError: row-wise state has no exact answer under the new columns.
         CorruptionError: the sources do not cover a target.
     """
@@ -137,15 +146,47 @@ def plan_restore(route: Route, schema: Schema, targets: Sequence[TableShard], *,
     return plan
 
 
+def plan_evolved(route: Route, views: Views, shards: Sequence[TableShard], *, merge: bool = False) -> RestorePlan:
+    """``plan_restore`` for a model that has changed: targets are the parts of its shards that come from the marker.
+
+    Args:
+        route: As there.
+        views: Of ``shards``.
+        shards: Of this rank, by the indices of the new schema.
+        merge: As there; columns are compared as far as they are kept.
+
+    Raises:
+        ColumnResplitError, CorruptionError: as there.
+    """
+    targets = [target for shard in shards if (target := views.target(shard)) is not None]
+    plan = plan_reads(route, route.schema, targets)
+    kept = {outcome.source: outcome for outcome in views.evolution.tables if outcome.source is not None}
+    merged = frozenset(
+        move.source.table for move in plan.moves if _is_resplit(move, kept[move.source.table], plan.schema)
+    )
+    plan = replace(plan, merged=merged, views=views)
+    _check_resplit(plan, merge=merge)
+    return plan
+
+
+def _is_resplit(move: Move, outcome: TableOutcome, schema: Schema) -> bool:
+    """Whether a state of one value a row that is kept comes from another column split, as far as columns are kept."""
+    states = schema.tables[move.source.table].states
+    kept = any(states[source].per_row for _, source in outcome.states if source is not None)
+    cols = min(move.source.col0 + move.source.cols, outcome.cols_kept) - move.source.col0
+    return kept and (move.source.col0, cols) != (move.target.col0, move.target.cols)
+
+
 def plan_reads(route: Route, schema: Schema, targets: Sequence[TableShard]) -> RestorePlan:
     """``plan_restore`` for one that only reads: whether states can be put together is not asked."""
     check_schema(route.schema, schema)
-    schema, held, bases = route.schema, route.held, route.bases  # the tables of the marker have their ids
-    stored = list(_store_reads(schema, held, targets, bases)) if held is not None else []
-    head = held.head if held is not None else None
+    _check_indices(route.schema, schema)
+    check_pieces(route.pieces, route.lineage)
+    schema, head, bases = route.schema, route.head, route.bases  # the tables of the marker have their ids
+    stored, cold = _store_reads(schema, route.pieces, targets, bases)
     warm = _head_moves(schema, head, targets, bases) if head is not None else ()
     reads = _stream_reads(route.intervals, route.shards, targets, bases)
-    moves = _distinct(warm, stored, reads)
+    moves = _distinct(warm, cold, reads)
     if route.since is None:
         _check_cover(schema, targets, moves)
     return RestorePlan(
@@ -156,38 +197,44 @@ def plan_reads(route: Route, schema: Schema, targets: Sequence[TableShard]) -> R
         tuple(targets),
         reads,
         _resplit_tables(schema, moves),
-        tuple(read for read in stored if len(read.picked.chunks)),
-        held.reach if held is not None else None,
+        stored,
+        cold,
+        route.stored,
         head.marker if head is not None else None,
         warm,
         live=route.since,
         path=route.path,
-        based_on=head.marker if head is not None else held.pieces[0].end if held is not None else None,
-        scalars=held.scalars if held is not None and held.reach == route.marker else (),
+        based_on=head.marker if head is not None else route.pieces[0].end if route.pieces else None,
+        scalars=tuple(each for notes in route.notes for each in notes.mark.scalars)
+        if route.stored == route.marker
+        else (),
     )
 
 
 def _store_reads(
-    schema: Schema, held: Held, targets: Sequence[TableShard], bases: Mapping[int, int]
-) -> Iterator[StoreRead]:
+    schema: Schema, pieces: Iterable[Piece], targets: Sequence[TableShard], bases: Mapping[int, int]
+) -> tuple[tuple[Piece, ...], tuple[Move, ...]]:
+    """(what is read of the pieces, where it goes)."""
     by_table = _by_table(targets)
+    moves: dict[Columns, list[Move]] = {}
+    """Of all slices that a piece has: most have the same ones."""
 
-    @cache  # most pieces have the same columns
-    def moves_of(slices: tuple[tuple[int, int, int], ...]) -> tuple[Move, ...]:
-        return tuple(
-            move
-            for table, col0, cols in slices
-            for target in by_table.get(table, ())
-            if (move := intersect(TableShard(table, 0, schema.tables[table].rows, col0, cols), target)) is not None
-        )
+    def moves_of(slice_: Columns) -> list[Move]:
+        if slice_ not in moves:
+            table, col0, cols = slice_
+            moves[slice_] = [
+                move
+                for target in by_table.get(table, ())
+                if (move := intersect(TableShard(table, 0, schema.tables[table].rows, col0, cols), target)) is not None
+            ]
+        return moves[slice_]
 
-    for number, piece in enumerate(held.pieces):
-        for picked in piece.opened:
-            check_tables(picked.front, schema, picked.ref.name)
-            slices = slices_of(picked.front.directory)
-            moves = moves_of(tuple(each for each in slices if piece.generation >= bases.get(each[0], 0)))
-            is_base = held.head is None and not number
-            yield StoreRead(pick(picked, moves), moves, is_base, piece.end)
+    def of_piece(piece: Piece, picked: Picked) -> Picked:
+        slices = slices_of(picked.front.directory)
+        return pick(picked, {each: moves_of(each) for each in slices if piece.generation >= bases.get(each[0], 0)})
+
+    read = [piece.only(partial(of_piece, piece)) for piece in pieces]
+    return tuple(piece for piece in read if piece.opened), tuple(move for each in moves.values() for move in each)
 
 
 def _head_moves(
@@ -201,14 +248,13 @@ def _head_moves(
     return tuple(move for source in sources for target in targets if (move := intersect(source, target)) is not None)
 
 
-def pick(picked: Picked, moves: Sequence[Move]) -> Picked:
-    """The chunks that may hold rows of one of the moves."""
+def pick(picked: Picked, moves: Mapping[Columns, Sequence[Move]]) -> Picked:
+    """The chunks that may hold rows of one of the moves, which are given by the slice that they come from."""
     directory = picked.front.directory
-    first, last, slices = directory["first"], directory["last"], slices_of(directory)
+    first, last = directory["first"], directory["last"]
     chosen = np.zeros(len(directory), np.bool_)
-    for move in moves:
-        source = move.source
-        if (place := slices.get((source.table, source.col0, source.cols))) is not None:
+    for slice_, place in slices_of(directory).items():
+        for move in moves.get(slice_, ()):
             chosen[place] |= (first[place] < move.row0 + move.rows) & (last[place] >= move.row0)
     return picked.only(chosen[picked.chunks])
 
@@ -247,19 +293,43 @@ def _by_table(targets: Sequence[TableShard]) -> dict[int, list[TableShard]]:
     return by_table
 
 
+def check_pieces(pieces: Iterable[Piece], lineage: Lineage) -> None:
+    """Each segment of open pieces must be of the tables of its own generation: an older one may have had others.
+
+    Raises:
+        CorruptionError: it is of others.
+    """
+    for piece in pieces:
+        for picked in piece.opened:
+            check_tables(picked.front, lineage.claims[piece.generation].schema, picked.ref.name)
+
+
+def _check_indices(saved: Schema, here: Schema) -> None:
+    """Shards name their tables by index: the same tables in another order would get each other's rows."""
+    there = saved.index()
+    for name, index in here.index().items():
+        if there[name] != index:
+            raise SchemaMismatchError(
+                f"the table has index {there[name]} in the log and {index} here: the model has changed before",
+                hint="put the tables into the order of the marker before this plan is made",
+                table=name,
+            )
+
+
 def check_schema(saved: Schema, here: Schema) -> None:
     """Compare the log's tables with the model's.
 
     Raises:
         SchemaMismatchError: names the first table that differs, the field, and both values.
     """
-    there_by_name = {table.name: table for table in saved.tables}
-    here_by_name = {table.name: table for table in here.tables}
+    there_by_name = {table.name: table for _, table in saved.live}
+    here_by_name = {table.name: table for _, table in here.live}
     for name in sorted(there_by_name.keys() ^ here_by_name.keys()):
         side = "the log" if name in there_by_name else "this model"
         raise SchemaMismatchError(
             f"only {side} has a sharded table of this name",
-            hint="a table cannot change between data-parallel and sharded, nor be renamed",
+            hint="declare what was renamed, added or dropped, in restore(changes=...); fresh=True needs another log; "
+            "a table cannot change between data-parallel and sharded",
             table=name,
         )
     for name, there in there_by_name.items():

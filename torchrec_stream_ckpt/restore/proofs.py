@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.control import Mark
+from torchrec_stream_ckpt.format.control import Mark, TableScalars
 from torchrec_stream_ckpt.format.frame import Header
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Digests, Ints, Proof, Window, positions
 from torchrec_stream_ckpt.route.path import Path
-from torchrec_stream_ckpt.store.reader import Held
+from torchrec_stream_ckpt.store.reader import Told
 from torchrec_stream_ckpt.types import MarkerId, TableShard
 
 Places = npt.NDArray[np.int32]
@@ -105,6 +105,8 @@ class Met:
         self.marks = Marks()
         self.sent: dict[TableShard, Places] = {}
         """For each shard of the reader."""
+        self.scalars: list[TableScalars] = []
+        """What the kernels' own state was at the last marker, as far as it was met."""
 
     def begin(self, shard: TableShard, marker: MarkerId | None) -> Places:
         """The blocks of a shard: as they are known, or all as of ``marker``; None: nothing has come."""
@@ -119,9 +121,9 @@ class Met:
         if place is not None:
             self.marks.add(place, header.rank, shards, mark.proof)
 
-    def held(self, held: Held) -> None:
+    def told(self, told: Told) -> None:
         """What a store or a HEAD says of markers on the path."""
-        for marker, notes in held.told:
+        for marker, notes in told.items():
             place = self.path.place(marker)
             if place < len(self.path.chain) and self.path.chain[place] == marker:
                 for rank, each in enumerate(notes):

@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 
 from torchrec_stream_ckpt.types import TableShard
 
+Columns = tuple[int, int, int]
+"""A slice of a table: (table, first column, columns)."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Move:
@@ -40,9 +43,9 @@ def intersect(source: TableShard, target: TableShard) -> Move | None:
     return Move(source, target, row0, rows, col0, cols) if rows > 0 and cols > 0 else None
 
 
-def by_slice(moves: Iterable[Move]) -> dict[tuple[int, int, int], list[Move]]:
-    """Moves by (table, first column, columns) of what they come from."""
-    found: dict[tuple[int, int, int], list[Move]] = {}
+def by_slice(moves: Iterable[Move]) -> dict[Columns, list[Move]]:
+    """Moves by the slice that they come from."""
+    found: dict[Columns, list[Move]] = {}
     for move in moves:
         found.setdefault((move.source.table, move.source.col0, move.source.cols), []).append(move)
     return found

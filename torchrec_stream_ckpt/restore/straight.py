@@ -6,9 +6,8 @@ and a second pass over memory, twice the time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,10 +17,11 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.frame import aligned
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import ChunkEntry, chunk_layout, entries_of
-from torchrec_stream_ckpt.restore.plan import RestorePlan, StoreRead
-from torchrec_stream_ckpt.restore.reshard import Move, by_slice
+from torchrec_stream_ckpt.restore.plan import RestorePlan
+from torchrec_stream_ckpt.restore.reshard import Columns, Move, by_slice
 from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.store.api import ReadsInto
+from torchrec_stream_ckpt.store.catalog import Picked, Piece
 from torchrec_stream_ckpt.types import TableShard
 
 THREADS_AT_LEAST = 4
@@ -30,7 +30,7 @@ THREADS_AT_LEAST = 4
 
 def read_runs(
     plan: RestorePlan, objects: ReadsInto, targets: Mapping[TableShard, Target]
-) -> tuple[int, tuple[StoreRead, ...]]:
+) -> tuple[int, tuple[Piece, ...]]:
     """Write what of the base can be read straight into the targets; before anything else of the store.
 
     Returns:
@@ -40,13 +40,14 @@ def read_runs(
         CorruptionError: the store is damaged.
     """
     runs: list[tuple[str, ChunkEntry, Move]] = []
-    rest = []
-    for read in plan.stored:
-        taken = list(_runs(read, targets)) if read.is_base else []
-        runs += [(read.picked.ref.name, entry, move) for _, entry, move in taken]
-        left = replace(read, picked=read.picked.only(~np.isin(read.picked.chunks, [number for number, _, _ in taken])))
-        if len(left.picked.chunks):
-            rest.append(left)
+    moves = by_slice(plan.cold)
+
+    def take(picked: Picked) -> Picked:
+        taken = list(_runs(picked, moves, targets))
+        runs.extend((picked.ref.name, entry, move) for _, entry, move in taken)
+        return picked.only(~np.isin(picked.chunks, [number for number, _, _ in taken]))
+
+    left = [piece.only(take) if piece.start is None else piece for piece in plan.stored]
 
     def copy(run: tuple[str, ChunkEntry, Move]) -> int:
         name, entry, move = run
@@ -54,13 +55,14 @@ def read_runs(
         return entry.rows
 
     with ThreadPoolExecutor(max(THREADS_AT_LEAST, torch.get_num_threads()), "stream-ckpt-restore") as pool:
-        return sum(pool.map(copy, runs)), tuple(rest)
+        return sum(pool.map(copy, runs)), tuple(piece for piece in left if piece.opened)
 
 
-def _runs(read: StoreRead, targets: Mapping[TableShard, Target]) -> Iterator[tuple[int, ChunkEntry, Move]]:
+def _runs(
+    picked: Picked, moves: Mapping[Columns, Sequence[Move]], targets: Mapping[TableShard, Target]
+) -> Iterator[tuple[int, ChunkEntry, Move]]:
     """(number in the directory, entry, move) of chunks whose rows lie side by side in one target as well."""
-    moves = by_slice(read.moves)
-    for number, entry in zip(read.picked.chunks.tolist(), entries_of(read.picked.entries), strict=True):
+    for number, entry in zip(picked.chunks.tolist(), entries_of(picked.entries), strict=True):
         if entry.last - entry.first + 1 != entry.rows:
             continue
         wanted = [

@@ -5,8 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
-from typing import Any
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +14,11 @@ import torch
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
 from torchrec_stream_ckpt.format.rows import Array, RowsView
+from torchrec_stream_ckpt.restore.planes import CastPlane, Ints, Places, Plane, RowPlane, Unwanted, whole_rows
 from torchrec_stream_ckpt.restore.proofs import NEVER, blocks_of
 from torchrec_stream_ckpt.restore.proofs import Places as Markers
 from torchrec_stream_ckpt.restore.reshard import Move
 from torchrec_stream_ckpt.types import TableShard
-
-Places = npt.NDArray[np.int64] | slice
-"""Rows of a shard, from its first one; a slice where they lie side by side."""
 
 
 class Scratch:
@@ -38,7 +35,7 @@ class Scratch:
         if buffer is None or len(buffer) < size:
             buffer = self._buffers[slot] = np.empty(2 * size, np.uint8)
         out = buffer[:size].view(source.dtype).reshape(len(index), *source.shape[1:])
-        np.take(_whole_rows(source), index, out=_whole_rows(out), mode="clip")
+        np.take(whole_rows(source), index, out=whole_rows(out), mode="clip")
         return out
 
 
@@ -47,29 +44,40 @@ class Target:
 
     Args:
         shard: Which one.
-        weights: Live, shape (rows, cols).
-        states: Live, shape (rows,) or (rows, cols).
+        weights: Live, shape (rows, cols); or ``Unwanted``.
+        states: Live, shape (rows,) or (rows, cols); None or ``Unwanted`` where what comes is not wanted.
         moves: All that will be made into it.
         merged: Whether states with one value a row are to be merged over column shards.
         sent: For each block with rows of the shard, the place of the newest marker that sent one; kept up to date;
             None: it is not asked for.
+        numbers: For each row of the shard its row in ``weights`` and ``states``, -1: it has none there and need not
+            come; None: they are the same.
+        dtype: Of the weights that come, where ``weights`` has another one.
     """
 
     def __init__(
         self,
         shard: TableShard,
-        weights: torch.Tensor,
-        states: tuple[torch.Tensor, ...],
+        weights: torch.Tensor | Unwanted,
+        states: Sequence[torch.Tensor | Unwanted | None],
         moves: Sequence[Move],
         *,
         merged: bool,
         sent: Markers | None = None,
+        numbers: Ints | None = None,
+        dtype: str | None = None,
     ) -> None:
         self._shard = shard
         self._first_block, last_block = blocks_of(shard)
         self._sent = sent if sent is not None else np.full(last_block - self._first_block, -1, np.int32)
-        self._weights = Plane(weights)
-        self._states = [Plane(state) for state in states]
+        plane = Plane if numbers is None else partial(RowPlane, rows=numbers)
+        self._weights: Plane | CastPlane | Unwanted
+        if isinstance(weights, Unwanted):
+            self._weights = weights
+        else:
+            self._weights = plane(weights) if dtype is None else CastPlane(plane(weights), dtype)
+        self._states = [plane(state) if isinstance(state, torch.Tensor) else state for state in states]
+        self._wanted = numbers >= 0 if numbers is not None else np.True_
         self._merged = merged
         self._cuts = sorted({edge for move in moves for edge in (move.col0, move.col0 + move.cols)})
         """Columns between two cuts always arrive together."""
@@ -123,14 +131,14 @@ class Target:
         shard = self._shard
         inside = move.row0 <= first and first + rows <= move.row0 + move.rows
         whole = move.same_columns and (move.col0, move.cols) == (shard.col0, shard.cols)
-        arrays = [plane.array for plane in (self._weights, *self._states)]
-        return inside and whole and not self._merged and all(a is not None and a.flags.c_contiguous for a in arrays)
+        planes = (self._weights, *self._states)
+        straight = all(plane is not None and plane.is_straight for plane in planes)
+        return inside and whole and not self._merged and straight
 
     def run(self, first: int, rows: int) -> list[memoryview]:
         """The memory of rows that :meth:`takes_run`: weights, then states. Safe from several threads."""
         begin = first - self._shard.row0
-        arrays = (plane.array for plane in (self._weights, *self._states))
-        return [a[begin : begin + rows].reshape(-1).view(np.uint8).data for a in arrays if a is not None]
+        return [plane.run(begin, rows) for plane in (self._weights, *self._states) if plane is not None]
 
     def note_run(self, move: Move, first: int, rows: int) -> None:
         """Rows have come by :meth:`run`."""
@@ -157,8 +165,12 @@ class Target:
             narrow = move
             if (self._cuts[cut], self._cuts[cut + 1] - self._cuts[cut]) != (move.col0, move.cols):
                 narrow = replace(move, col0=self._cuts[cut], cols=self._cuts[cut + 1] - self._cuts[cut])
-            states = [scratch.take(slot, state, fresh) for slot, state in enumerate(rows.states, 1)]
-            self._write(narrow, fresh_places, scratch.take(0, rows.weights, fresh), states)
+            planes, sections = (self._weights, *self._states), (rows.weights, *rows.states)
+            weights, *states = (
+                section if plane is None or isinstance(plane, Unwanted) else scratch.take(slot, section, fresh)
+                for slot, (plane, section) in enumerate(zip(planes, sections, strict=True))
+            )
+            self._write(narrow, fresh_places, weights, states)
             written = max(written, len(fresh))
         return written
 
@@ -178,6 +190,8 @@ class Target:
         columns = slice(there, there + move.cols)
         self._weights.put(places, weights[:, columns], here)
         for position, (target, source) in enumerate(zip(self._states, states, strict=True)):
+            if target is None:
+                continue
             if source.ndim == 2:
                 target.put(places, source[:, columns], here)
             elif self._merged:
@@ -186,66 +200,26 @@ class Target:
                 target.put(places, source)
 
     def finish(self, table: str) -> None:
-        """Check that every cell has come, then merge row-wise state where the plan says so.
+        """Check that every cell of a row that is wanted has come, then merge row-wise state where the plan says so.
 
         Row-wise Adagrad keeps, for each column shard, the sum over steps of the mean of g^2 over the
         shard's own columns. The mean of the sources, weighted by the columns that each of them gives, is
         what one shard would hold for the same gradients; a split copies the value (docs/guarantees.md).
         """
-        missing = int((~(self._arrived | self._newer).all(0)).sum())
+        missing = int((~(self._arrived | self._newer).all(0) & self._wanted).sum())
         if missing:
             shard = self._shard
             raise CorruptionError(
                 f"{missing} rows of this shard are nowhere", table=table, row0=shard.row0, col0=shard.col0
             )
         for position, target in enumerate(self._states):
-            if self._merged and target.tensor.dim() == 1:
+            if self._merged and isinstance(target, Plane) and target.tensor.dim() == 1:
                 # All sources have one column split: a generation that changed it has sent the table whole.
                 assert sum(cols for _, cols in self._pieces) == self._shard.cols
                 mean = np.zeros(self._shard.rows)
                 for (_, cols), piece in self._pieces.items():
                     mean += piece[position] * (cols / self._shard.cols)
-                target.tensor.copy_(torch.from_numpy(mean))
-
-
-class Plane:
-    """One live tensor, written by rows: on a CPU as strings of bytes, which is twice as fast as by numbers."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.array: Array | None = None
-        if not tensor.is_cuda:
-            plain = tensor.detach()
-            self.array = (plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain).numpy()
-
-    def put(self, places: Places, values: Array, col0: int = 0) -> None:
-        """Write rows, or of each the columns from ``col0`` on that ``values`` has."""
-        if self.array is not None:
-            part = self.array if values.ndim == 1 else self.array[:, col0 : col0 + values.shape[1]]
-            if isinstance(places, slice):
-                part[places] = values.view(part.dtype)
-            else:
-                _whole_rows(part)[places] = _whole_rows(values)
-            return
-        source = torch.from_numpy(np.array(values))
-        source = (source.view(torch.bfloat16) if self.tensor.dtype == torch.bfloat16 else source).to(self.tensor.device)
-        part_ = self.tensor if values.ndim == 1 else self.tensor[:, col0 : col0 + values.shape[1]]
-        if isinstance(places, slice):
-            part_[places] = source
-        else:
-            part_.index_copy_(0, torch.from_numpy(places).to(self.tensor.device), source)
-
-
-def _whole_rows(array: Array) -> npt.NDArray[Any]:
-    """Each row as one value; a view."""
-    if array.ndim == 1 or not len(array):
-        return array.reshape(len(array))
-    return array.view(_row_type(array.shape[1] * array.itemsize))[:, 0]
-
-
-@cache
-def _row_type(num_bytes: int) -> np.dtype[np.void]:
-    return np.dtype((np.void, num_bytes))
+                target.take(torch.from_numpy(mean))
 
 
 def _between(ids: npt.NDArray[np.int64], move: Move) -> tuple[int, int]:

@@ -38,9 +38,9 @@ class Told:
         """
         if marker not in self._kept:
             self._read.add(marker)
-            refs = [refs[-1] for refs in self._catalog.manifest(marker).segments]
             self._kept[marker] = tuple(
-                Notes.from_json((fronts.get(ref.name) or self._front(ref)).notes, ref.name) for ref in refs
+                Notes.from_json((fronts.get(ref.name) or self._front(ref)).notes, ref.name)
+                for ref in self._catalog.manifest(marker).last
             )
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)

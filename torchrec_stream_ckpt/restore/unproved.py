@@ -51,12 +51,12 @@ class Unproved:
     def rows(self, schema: Schema) -> tuple[RowRange, ...]:
         """All rows that have to be sent again."""
         if self.count > len(self.blocks):  # not all are named
-            return tuple(RowRange(table.name, 0, table.rows) for table in schema.tables if table.name in self.tables)
+            return tuple(RowRange(table.name, 0, table.rows) for _, table in schema.live if table.name in self.tables)
         return tuple(sorted({RowRange(block.table, block.begin, block.end) for block in self.blocks}))
 
     def table_rows(self, schema: Schema) -> list[TableRows]:
         """The same for a verdict."""
-        ids = {table.name: table.id for table in schema.tables}
+        ids = {table.name: table.id for _, table in schema.live}
         return [
             TableRows(id_, begin, end) for name, begin, end in self.rows(schema) if (id_ := ids.get(name)) is not None
         ]

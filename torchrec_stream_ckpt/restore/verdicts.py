@@ -30,8 +30,7 @@ from torchrec_stream_ckpt.restore.steps import Step, Steps
 from torchrec_stream_ckpt.restore.told import Told
 from torchrec_stream_ckpt.restore.unproved import Compared
 from torchrec_stream_ckpt.restore.verify import READERS, CompareDense, Verified, replicated_of
-from torchrec_stream_ckpt.route.find import locate
-from torchrec_stream_ckpt.route.held import load_catalog
+from torchrec_stream_ckpt.route.locate import load_catalog, locate
 from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog

@@ -3,7 +3,7 @@ they cover all tables, the dense files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -21,12 +21,12 @@ from torchrec_stream_ckpt.restore.plan import plan_reads
 from torchrec_stream_ckpt.restore.proofs import Met, Said
 from torchrec_stream_ckpt.restore.rowsums import RowSums
 from torchrec_stream_ckpt.restore.unproved import Compared, Unproved
-from torchrec_stream_ckpt.route.find import damage_of, locate
-from torchrec_stream_ckpt.route.held import load_catalog, lost, segment_of
+from torchrec_stream_ckpt.route.locate import damage_of, load_catalog, locate, lost
 from torchrec_stream_ckpt.route.route import Route, Shards
 from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.catalog import Piece
 from torchrec_stream_ckpt.store.dense import DenseStore
-from torchrec_stream_ckpt.store.reader import Held, read_chunks
+from torchrec_stream_ckpt.store.reader import read_chunks
 from torchrec_stream_ckpt.types import MarkerId, TableShard
 
 READERS = 4
@@ -107,7 +107,7 @@ def verify_marker(
             said = [error.headline for error in (first, *damaged.values()) if error is not None]
             return replace(found, read_around=tuple(said))
         except (CorruptionError, TrimmedError) as error:
-            name = segment_of(route.held, error)
+            name = route.segment_of(error)
             if name is None or isinstance(error, TrimmedError):
                 damage = next(iter(damaged.values()), None) or damage_of(catalog, lineage, marker)
                 raise error if damage is None or damage is error else lost(damage, marker, error) from None
@@ -123,22 +123,21 @@ def _verify(
     compare_dense: CompareDense | None,
 ) -> Verified:
     """Read all of one route."""
-    commit, schema, held, lineage = route.commit, route.schema, route.held, route.lineage
+    commit, schema, lineage = route.commit, route.schema, route.lineage
     route = route.complete(log)
     shards = route.shards
     # A plan for one process that holds every table whole reads every stream, and proves that they cover it.
-    whole = [TableShard(index, 0, table.rows, 0, table.dim) for index, table in enumerate(schema.tables)]
+    whole = [TableShard(index, 0, table.rows, 0, table.dim) for index, table in schema.live]
     plan = plan_reads(route, schema, whole)
     coverage = Coverage(schema, range(len(schema.tables)))
     bases = route.bases
     met = Met(route.path)
-    if held is not None:
-        met.held(held)
-    slices, own = _slices(shards, held, bases), route.own_shards
+    met.told(route.told)
+    slices, own = _slices(shards, route.pieces, bases), route.own_shards
     sums = RowSums(schema, met, slices, own)
     stored_rows = stored_bytes = 0
-    if held is not None and objects is not None:
-        stored_rows, stored_bytes = _read_store(objects, held, schema, bases, coverage, met, sums, progress)
+    if objects is not None:
+        stored_rows, stored_bytes = _read_store(objects, route.pieces, lineage, bases, coverage, met, sums, progress)
     read = frames = rows = num_bytes = 0
     for interval in route.intervals:
         ancestor, end = interval.commit, interval.end
@@ -146,7 +145,7 @@ def _verify(
         for header, frame in read_stream(log, ancestor, end, interval.after):
             payload = checked_payload(header, frame, ancestor, end)
             if header.kind is Kind.ROWS:
-                view = rows_of_frame(header, payload, schema)
+                view = rows_of_frame(header, payload, interval.claim.schema)
                 if ancestor.generation >= bases.get(header.table, 0):
                     coverage.add(header.table, header.col0, header.cols, view.ids)
                     place = met.path.place(MarkerId(header.generation, header.marker))
@@ -176,7 +175,7 @@ def _verify(
         commit.dense_count,
         commit.dense_bytes,
         route.reach,
-        sum(len(piece.opened) for piece in held.pieces) if held is not None else 0,
+        len(route.segments),
         stored_rows,
         stored_bytes,
         compared.share,
@@ -202,14 +201,14 @@ def _resplit(schema: Schema, slices: Mapping[int, set[tuple[int, int]]], own: Se
     )
 
 
-def _slices(shards: Shards, held: Held | None, bases: Mapping[int, int]) -> dict[int, set[tuple[int, int]]]:
+def _slices(shards: Shards, pieces: Iterable[Piece], bases: Mapping[int, int]) -> dict[int, set[tuple[int, int]]]:
     """By table, the column slices that its rows come in."""
     found: dict[int, set[tuple[int, int]]] = {}
     for generation, ranks in shards.items():
         for shard in (shard for each in ranks for shard in each):
             if generation >= bases.get(shard.table, 0):
                 found.setdefault(shard.table, set()).add((shard.col0, shard.cols))
-    for piece in held.pieces if held is not None else ():
+    for piece in pieces:
         for picked in piece.opened:
             for table, col0, cols in slices_of(picked.front.directory):
                 if piece.generation >= bases.get(table, 0):
@@ -219,8 +218,8 @@ def _slices(shards: Shards, held: Held | None, bases: Mapping[int, int]) -> dict
 
 def _read_store(
     objects: Objects,
-    held: Held,
-    schema: Schema,
+    pieces: Iterable[Piece],
+    lineage: Lineage,
     bases: Mapping[int, int],
     coverage: Coverage,
     met: Met,
@@ -230,7 +229,8 @@ def _read_store(
     """Read all chunks; returns (rows, bytes)."""
     rows = num_bytes = 0
     with ThreadPoolExecutor(READERS) as pool:
-        for piece in held.pieces:
+        for piece in pieces:
+            schema = lineage.claims[piece.generation].schema  # an older one may have had other tables
             for picked, entry, data in read_chunks(objects, piece.opened, pool):
                 view = decode_chunk(entry, data, schema, picked.ref.name)
                 if piece.generation >= bases.get(entry.table, 0):

@@ -1,13 +1,13 @@
-"""Where the bytes of a marker are, and whether it is whole: of one that is named, or of the newest that is.
+"""Which marker is read, and from where: the one that is named, or the newest that is whole.
 
-Everybody asks here. ``find`` chooses for a restore, for the planner and for a spare that begins. Whoever knows the
-marker (an export, ``verify``, a follower, a spare that goes on) asks :func:`locate` alone, and then the route.
+``find`` chooses for a restore, for the planner and for a spare that begins. Whoever knows the marker (an export,
+``verify``, a follower, a spare that goes on) asks ``locate`` alone, and then the route.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -27,10 +27,10 @@ from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.route.damaged import Damaged
-from torchrec_stream_ckpt.route.held import NONE, damaged_in, hold, load_all, load_catalog, of_head, warm
 from torchrec_stream_ckpt.route.job import Job
+from torchrec_stream_ckpt.route.locate import damage_of, load_catalog, locate, warm
 from torchrec_stream_ckpt.route.route import Route
-from torchrec_stream_ckpt.route.tiers import OUTER, Place, Source, Tiers, TierState
+from torchrec_stream_ckpt.route.tiers import OUTER, Place, Tiers, TierState
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.types import MarkerId
@@ -44,15 +44,26 @@ _ELSEWHERE = (CorruptionError, TrimmedError, MarkerNotFoundError, LogUnavailable
 
 OpenHead = Callable[[bytes], HeadState | None]
 """What the HEAD on this host holds of a job, if anything."""
+CheckDense = Callable[[Job, Commit], None]
+"""Compares the dense state of a marker, which lies in the store of this job; raises as :func:`verify_dense_state`."""
 
 
 def no_head(_: bytes) -> HeadState | None:
-    """For those who use none."""
+    """Return None: for readers that use no HEAD."""
     return None
 
 
+def verify_all(job: Job, commit: Commit) -> None:
+    """Compare every byte of a marker's dense state: for those who will load all of it."""
+    verify_dense_state(job.dense, commit)
+
+
 def find(
-    job: Job | Tiers, marker: MarkerId | None, head: OpenHead = no_head, damaged: Damaged | None = None
+    job: Job | Tiers,
+    marker: MarkerId | None,
+    head: OpenHead = no_head,
+    damaged: Damaged | None = None,
+    check_dense: CheckDense = verify_all,
 ) -> Route | None:
     """(rank 0) Find ``marker``, or the newest one that is whole as far as dense state, names and directories tell.
 
@@ -63,6 +74,7 @@ def find(
         marker: Which one; None for the newest.
         head: What HEAD holds.
         damaged: What was found out so far; what is passed over now is added.
+        check_dense: What is compared of the dense state before a marker is chosen.
 
     Returns:
         None when nothing was ever committed.
@@ -80,50 +92,49 @@ def find(
     for number in range(1, LOOKS + 1):
         state = TierState.read(job)
         if not state.outer.claims:
-            _see_nothing_is_lost(job, marker)
+            _see_nothing_is_lost(job.outer, marker)
             return None
-        for each in (job.outer, job.inner) if isinstance(job, Tiers) else (job,):
-            each.control.check_copy()
-        if isinstance(job, Tiers):
-            _say_what_is_lost(job, state)
-        look = Search(state, lambda place: place.source(job), head, damaged)
+        job.outer.control.check_copy()
+        if job.inner is not None:
+            job.inner.control.check_copy()
+            _say_what_is_lost(job.inner, job.outer, state)
+        look = Search(state, job, head, damaged, check_dense)
         try:
             route = look.choose(marker)
-            if number == LOOKS or damaged.passed == before or not look.is_stale(job):
+            if number == LOOKS or damaged.passed == before or not look.is_stale():
                 return route
         except (CorruptionError, TrimmedError, MarkerNotFoundError) as error:
-            if number == LOOKS or not look.is_stale(job):
+            if number == LOOKS or not look.is_stale():
                 raise
             log.info("markers were given up meanwhile, the job is looked at again: %s", error.headline)
         damaged.forget(before)
     raise AssertionError
 
 
-def _see_nothing_is_lost(job: Job | Tiers, marker: MarkerId | None) -> None:
+def _see_nothing_is_lost(outer: Job, marker: MarkerId | None) -> None:
     """No generation was ever claimed."""
-    outer = job.outer if isinstance(job, Tiers) else job
     check_whole(outer.log, outer.control, parse_uri(outer.uri), outer.objects)
     if marker is not None:
         raise MarkerNotFoundError("there is no log", hint="check the URI, or start the job first", uri=outer.uri)
 
 
-def _say_what_is_lost(tiers: Tiers, state: TierState) -> None:
+def _say_what_is_lost(inner: Job, outer: Job, state: TierState) -> None:
     """Never in silence: markers that only the inner tier had, or has and does not offer."""
     if not state.outer.commits:
         return
     if not state.inner.claims:
         log.warning(
             "the inner log %s is empty: markers that had not been copied to %s are lost, nobody can tell how many",
-            tiers.inner.uri,
-            tiers.outer.uri,
+            inner.uri,
+            outer.uri,
         )
     elif not state.owns(state.generation):
         log.warning(
             "the inner log %s was not written by generation %d, the newest one: it ran on another node, or its log is "
             "gone; what it had not copied to %s is not to be had here",
-            tiers.inner.uri,
+            inner.uri,
             state.generation,
-            tiers.outer.uri,
+            outer.uri,
         )
     if state.abandoned:
         first, last = state.abandoned[0], state.abandoned[-1]
@@ -141,54 +152,8 @@ def _gone(state: TierState) -> tuple[int, ...]:
     return tuple(len(said) for each in (state.inner, state.outer) for said in (each.trims, each.given_up))
 
 
-def locate(
-    lineage: Lineage,
-    marker: MarkerId,
-    catalog: Catalog | None = None,
-    *,
-    since: MarkerId | None = None,
-    head: HeadState | None = None,
-    damaged: Mapping[str, CorruptionError] = NONE,
-) -> Route:
-    """Where the bytes of ``marker`` are: what HEAD and the store give, and that the log has to give the rest.
-
-    Whether the log has it, :meth:`Route.check` says.
-
-    Args:
-        lineage: The control partition.
-        marker: A committed marker.
-        catalog: What the store holds; None for nothing.
-        since: A marker on the path that the reader has.
-        head: A HEAD on the path.
-        damaged: Segments of the store that are known to be damaged: they are read around.
-
-    Raises:
-        MarkerNotFoundError: ``marker`` was never committed, or given up.
-        StoreUnavailableError: it does not answer.
-    """
-    commit = lineage.find(marker)
-    if catalog is None:
-        return Route(lineage, commit, of_head(head) if head is not None else None, since)
-    catalog.check_offered(marker)
-    return Route(lineage, commit, hold(catalog, lineage, marker, since, head, damaged), since)
-
-
-def damage_of(
-    catalog: Catalog | None, lineage: Lineage, marker: MarkerId, damaged: Mapping[str, CorruptionError] = NONE
-) -> CorruptionError | None:
-    """Why the store does not serve a marker that it should, as far as directories tell and is known."""
-    if catalog is None:
-        return None
-    try:
-        held = load_all(catalog, lineage, marker)
-    except CorruptionError as error:
-        return error
-    name = damaged_in(damaged, held) if held is not None else None
-    return damaged[name] if name is not None else None
-
-
-def verify_dense_state(dense: DenseStore, commit: Commit) -> None:
-    """Compare the dense state of a marker with its digests.
+def verify_dense_state(dense: DenseStore, commit: Commit, check: Callable[[Commit], None] | None = None) -> None:
+    """Compare the dense state of a marker with its digests, or as ``check`` does.
 
     Raises:
         CorruptionError: a file is missing or altered.
@@ -196,7 +161,7 @@ def verify_dense_state(dense: DenseStore, commit: Commit) -> None:
         StoreUnavailableError: the store does not answer.
     """
     try:
-        dense.verify(commit)
+        (check or dense.verify)(commit)
     except MissingObjectError as error:
         if commit.store in ("", dense.url):
             raise
@@ -213,21 +178,23 @@ class Search:
 
     Args:
         state: What its logs say.
-        source: What a place is read from.
+        job: Its log, or both of its logs.
         head: What HEAD holds.
-        damaged: As of :func:`find`.
+        damaged, check_dense: As of :func:`find`.
     """
 
     def __init__(
         self,
         state: TierState,
-        source: Callable[[Place], Source],
+        job: Job | Tiers,
         head: OpenHead = no_head,
         damaged: Damaged | None = None,
+        check_dense: CheckDense = verify_all,
     ) -> None:
         self._state = state
-        self._source = source
+        self._job = job
         self._head = head
+        self._check_dense = check_dense
         self._damaged = Damaged() if damaged is None else damaged
         self._catalogs: dict[str, Catalog | None] = {}
         """Of the stores that were asked."""
@@ -246,15 +213,15 @@ class Search:
             raise damaged.exhausted()
         if commit is not None:
             raise MarkerNotFoundError(
-                "every committed marker was given up", hint="name another store", store=self._source(OUTER).dense.url
+                "every committed marker was given up", hint="name another store", store=OUTER.dense(self._job).url
             )
         return None
 
-    def is_stale(self, job: Job | Tiers) -> bool:
+    def is_stale(self) -> bool:
         """Whether anything was given up or trimmed since: what was not whole may be so elsewhere."""
         with suppress(StreamCkptError):  # what was found is what is said
             catalogs = (each for each in self._catalogs.values() if each is not None)
-            return _gone(TierState.read(job)) != self._gone or any(
+            return _gone(TierState.read(self._job)) != self._gone or any(
                 Catalog.load(each.objects, each.job).dropped != each.dropped for each in catalogs
             )
         return False
@@ -278,28 +245,26 @@ class Search:
 
     def _at(self, marker: MarkerId, place: Place) -> Route:
         """The marker from one place."""
-        lineage, source = self._state.lineage(place), self._source(place)
-        commit, catalog = lineage.find(marker), self._catalog(lineage, source, place)
+        lineage, data = self._state.lineage(place), place.log(self._job)
+        commit, catalog = lineage.find(marker), self._catalog(lineage, place)
         if catalog is not None and catalog.is_dropped(commit):
             catalog.check_offered(marker)
-        verify_dense_state(source.dense, commit)
+        self._check_dense(place.nearest(self._job), commit)
         head = warm(self._head(lineage.job), lineage, marker)
         route = locate(lineage, marker, catalog, head=head, damaged=self._damaged.segments)
         try:
-            route.check(source.log)
-            route.check_own(source.log)
-            return replace(route.complete(source.log), place=place, newest_generation=self._state.generation)
+            route.check(data)
+            route.check_own(data)
+            return replace(route.complete(data), place=place, newest_generation=self._state.generation)
         except (TrimmedError, CorruptionError) as error:
             damage = damage_of(catalog, lineage, marker, self._damaged.segments)
             raise damage or error from None  # that of the store comes first: without it the log would not be asked
 
-    def _catalog(self, lineage: Lineage, source: Source, place: Place) -> Catalog | None:
-        if source.objects is None:
-            return None
-        url = source.objects.url
-        if url not in self._catalogs:
-            self._catalogs[url] = load_catalog(source.objects, lineage)
-        catalog = self._catalogs[url]
+    def _catalog(self, lineage: Lineage, place: Place) -> Catalog | None:
+        objects = place.objects(self._job)
+        if objects.url not in self._catalogs:
+            self._catalogs[objects.url] = load_catalog(objects, lineage)
+        catalog = self._catalogs[objects.url]
         return catalog.upto(place.outer_upto) if catalog is not None and place.outer_upto else catalog
 
     def _pass_over(self, marker: MarkerId, failures: list[StreamCkptError]) -> None:

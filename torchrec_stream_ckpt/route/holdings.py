@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit
@@ -23,6 +23,9 @@ from torchrec_stream_ckpt.route.strides import Strides
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog, Piece
 from torchrec_stream_ckpt.types import MarkerId
+
+Step = tuple[MarkerId | None, MarkerId]
+"""(start, end) of a piece: a fold, or otherwise an interval. Of a marker with itself: what it needs besides rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class Holdings:
     """Length of each object, by name, as of one listing."""
     strides: Strides = field(init=False)
     _folders: dict[str, dict[str, int]] = field(default_factory=dict)
-    _damages: dict[tuple[MarkerId | None, MarkerId], str] = field(default_factory=dict)
+    _damages: dict[Step, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.strides = Strides(self.lineage, self.catalog)
@@ -97,22 +100,37 @@ class Holdings:
 
     def assuming(self, spans: Iterable[tuple[MarkerId | None, MarkerId]]) -> Holdings:
         """What the store holds once these folds are written."""
-        return Holdings(self.catalog.assuming(spans), self.lineage, self.sizes)
+        made = Holdings(self.catalog.assuming(spans), self.lineage, self.sizes)
+        made._damages.update(self._damages)
+        return made
+
+    def needed_by(self, marker: MarkerId) -> list[Step]:
+        """What a restore of a marker reads; raises as :meth:`look`."""
+        return [*((piece.start, piece.end) for piece in self.look(marker).pieces), (marker, marker)]
+
+    def apart_from(self, damaged: Mapping[Step, str]) -> Holdings:
+        """The same without folds that were found damaged; the way of a marker that needs a damaged interval has damage.
+
+        Args:
+            damaged: What was found, each with the reason.
+        """
+        folds, known = frozenset(damaged.keys() & self.catalog.folds), {**self._damages, **damaged}
+        made = Holdings(replace(self.catalog, folds=self.catalog.folds - folds), self.lineage, self.sizes)
+        made._damages.update({step: why for step, why in known.items() if step not in folds})
+        return made
 
     def damage(self, cover: Sequence[Piece]) -> str:
         """The first segment of a cover that is not there as it was written; empty when all are."""
         parts = [((piece.start, piece.end), piece.segments) for piece in cover]
         # Whatever piece leads there: the notes in the segments of its own interval say what each rank held.
-        parts += [((each, each), self._segments(each)) for each in (piece.end for piece in cover[-1:])]
+        ends = (piece.end for piece in cover[-1:])
+        parts += [((each, each), self.catalog.manifest(each).refs) for each in ends]
         for key, refs in parts:
             if key not in self._damages:
                 self._damages[key] = next(filter(None, map(self._wrong, refs)), "")
             if self._damages[key]:
                 return self._damages[key]
         return ""
-
-    def _segments(self, marker: MarkerId) -> tuple[SegmentRef, ...]:
-        return tuple(ref for refs in self.catalog.manifest(marker).segments for ref in refs)
 
     def _wrong(self, ref: SegmentRef) -> str:
         found = self.sizes.get(ref.name)

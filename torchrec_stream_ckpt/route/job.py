@@ -67,6 +67,16 @@ class Job:
         )
 
     @property
+    def outer(self) -> Job:
+        """The log that decides: this one. A job with two logs is opened as ``Tiers``, and read the same way."""
+        return self
+
+    @property
+    def inner(self) -> Job | None:
+        """The log near the trainer: there is none."""
+        return None
+
+    @property
     def lineage(self) -> Lineage:
         """The control partition as it was read last."""
         return self.control.lineage
@@ -119,7 +129,7 @@ class Job:
         """
         if commit.store and not self.store and not self.control.signs:
             raise ConfigError(
-                f"the log says that dense state, a pickle, lies in {commit.store}, and nobody vouches for that",
+                f"the log says that dense state, a pickle, lies in {commit.store}, and no commit key vouches for that",
                 hint="name the place yourself (store=URL, on the command line --store URL), or give the commit key",
                 marker=commit.id,
             )

@@ -24,6 +24,8 @@ class Path:
     """For each marker, where its ranks stand."""
     ids: Mapping[int, tuple[int | None, ...]] = field(default_factory=dict)
     """Generation -> ids of its tables, by their index."""
+    sections: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Generation -> how many sections its tables have, weights and states, by their index."""
 
     @classmethod
     def to(cls, lineage: Lineage, marker: MarkerId, since: MarkerId | None = None) -> Path:
@@ -33,13 +35,15 @@ class Path:
             commits = commits[[commit.id for commit in commits].index(since) + 1 :]
         chain = tuple(commit.id for commit in commits)
         ends = tuple(commit.ranks for commit in commits)
-        generations = {each.generation for each in chain}
-        return cls(chain, ends, {each: _ids(lineage.claims[each].schema) for each in generations})
+        schemas = {each.generation: lineage.claims[each.generation].schema for each in chain}
+        sections = {each: _sections(schema) for each, schema in schemas.items()}
+        return cls(chain, ends, {each: _ids(schema) for each, schema in schemas.items()}, sections)
 
     def then(self, since: MarkerId, tail: Path) -> Path:
         """The path up to ``since``, and what follows on it."""
         place = self.place(since) + 1
-        return Path(self.chain[:place] + tail.chain, self.ends[:place] + tail.ends, {**self.ids, **tail.ids})
+        ids, sections = {**self.ids, **tail.ids}, {**self.sections, **tail.sections}
+        return Path(self.chain[:place] + tail.chain, self.ends[:place] + tail.ends, ids, sections)
 
     def place(self, marker: MarkerId) -> int:
         """The place of ``marker``, or of the first one that holds what was sent for it."""
@@ -60,8 +64,13 @@ class Path:
     def same_table(self, table: int) -> npt.NDArray[np.bool_]:
         """One flag a place: whether the table of this index has the id that it has at the last marker."""
         last = self.id(table)
-        return np.array([last is not None and self.ids[each.generation][table] == last for each in self.chain])
+        same = {each: last is not None and ids[table : table + 1] == (last,) for each, ids in self.ids.items()}
+        return np.array([same[each.generation] for each in self.chain])
 
 
 def _ids(schema: Schema) -> tuple[int | None, ...]:
     return tuple(table.id for table in schema.tables)
+
+
+def _sections(schema: Schema) -> tuple[int, ...]:
+    return tuple(1 + len(table.states) for table in schema.tables)

@@ -8,16 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError, TrimmedError
+from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError, StreamCkptError, TrimmedError
 from torchrec_stream_ckpt.format.control import Claim, Commit
+from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.interval import Interval, generations, intervals, intervals_of
 from torchrec_stream_ckpt.format.lineage import Lineage, towards
+from torchrec_stream_ckpt.format.manifest import Notes
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import Incarnation, LogReader
 from torchrec_stream_ckpt.log.stream import held_by
 from torchrec_stream_ckpt.route.path import Path
 from torchrec_stream_ckpt.route.tiers import OUTER, Place
-from torchrec_stream_ckpt.store.reader import Held
+from torchrec_stream_ckpt.store.catalog import Picked, Piece
+from torchrec_stream_ckpt.store.reader import Told
 from torchrec_stream_ckpt.types import MarkerId, TableShard
 
 Shards = Mapping[int, Sequence[tuple[TableShard, ...]]]
@@ -32,10 +35,14 @@ class Route:
     """The control partition; of a route that :meth:`complete` has made, what leads to the marker."""
     commit: Commit
     """The marker's."""
-    held: Held | None = None
-    """What HEAD and the store give; None: nothing."""
     since: MarkerId | None = None
     """A marker on the path whose rows the reader has; None: it has none."""
+    head: HeadState | None = None
+    """The HEAD that gives the oldest rows; None: there is none to use."""
+    pieces: tuple[Piece, ...] = ()
+    """What the store gives, oldest first and open: without HEAD and ``since``, the first one holds every row."""
+    told: Told = field(default_factory=dict)
+    """What the ranks said at markers that HEAD and the store lead to, as far as it was read."""
     shards: Shards = field(default_factory=dict)
     """What each rank held, in every generation of which the log has to give something."""
     skipped: tuple[str, ...] = ()
@@ -43,7 +50,7 @@ class Route:
     place: Place = OUTER
     """Which of a job's logs give it."""
     newest_generation: int = 0
-    """The newest one that anybody had claimed when the marker was found."""
+    """The newest generation that was claimed when the marker was found."""
 
     @property
     def marker(self) -> MarkerId:
@@ -69,9 +76,26 @@ class Route:
         return Path.to(self.lineage, self.marker, self.since)
 
     @property
+    def stored(self) -> MarkerId | None:
+        """The marker up to which HEAD and the store give all rows; None: they give nothing."""
+        if self.pieces:
+            return self.pieces[-1].end
+        return self.head.marker if self.head is not None else None
+
+    @property
+    def notes(self) -> tuple[Notes, ...]:
+        """What each rank said there."""
+        return self.told[self.stored] if self.stored is not None else ()
+
+    @property
+    def segments(self) -> list[Picked]:
+        """What is read of the store."""
+        return [picked for piece in self.pieces for picked in piece.opened]
+
+    @property
     def reach(self) -> MarkerId | None:
         """The marker up to which the log need not give anything; None: it gives everything."""
-        return self.held.reach if self.held is not None else self.since
+        return self.stored or self.since
 
     @property
     def intervals(self) -> tuple[Interval, ...]:
@@ -81,7 +105,12 @@ class Route:
     @property
     def source(self) -> str:
         """``log``, ``store`` or ``store+log``."""
-        return source_of(self.marker, self.held.reach if self.held is not None else None)
+        return source_of(self.marker, self.stored)
+
+    def segment_of(self, error: StreamCkptError) -> str | None:
+        """The segment of the store that ``error`` is about, if it is one of these."""
+        said = str(error.where.get("name", error.where.get("path", "")))
+        return next((each.ref.name for each in self.segments if said.endswith(each.ref.name)), None)
 
     # Whether the log has it.
 
@@ -95,7 +124,8 @@ class Route:
             LogUnavailableError: the log does not answer.
         """
         self.check_trimmed(log)  # first: a log that was recovered is another one, too
-        self._check_incarnation(log)
+        walked = generations(self.lineage, self.marker, self.reach)
+        check_incarnation(log, self.lineage, self.marker, (commit.generation for commit, _ in walked))
 
     def check_trimmed(self, log: LogReader) -> None:
         """What was trimmed on purpose must still be there: a trim deletes only what it can. Raises as :meth:`check`."""
@@ -106,10 +136,6 @@ class Route:
     def wrote_to(self, now: Incarnation | None) -> bool:
         """Whether the marker's own generation wrote to this very log; an inner tier takes over markers that did not."""
         return now is not None and now.holds_rows_of(self.claim.incarnation)
-
-    def _check_incarnation(self, log: LogReader) -> None:
-        walked = generations(self.lineage, self.marker, self.reach)
-        check_incarnation(log, self.lineage, self.marker, (commit.generation for commit, _ in walked))
 
     def check_own(self, log: LogReader) -> None:
         """The streams of the marker's own generation must be there, as far as names and sizes tell.
@@ -145,26 +171,23 @@ class Route:
         found: dict[int, Sequence[tuple[TableShard, ...]]] = {}
         for commit, after in generations(self.lineage, self.marker, self.reach):
             claim = self.lineage.claims[commit.generation]
-            if self.held is not None and after is not None:
-                found[commit.generation] = _told(claim, self.held)
+            if self.stored is not None and after is not None:
+                found[commit.generation] = _layout(claim, self.notes)
             else:
                 found[commit.generation] = known.get(commit.generation) or _in_log(log, claim, commit)
         return replace(self, lineage=towards(self.lineage, self.marker, self.since), shards=found)
 
     def all_shards(self) -> Shards:
         """:attr:`shards`, and those of the marker's own generation if the store has given all of it."""
-        held, generation = self.held, self.commit.generation
-        if held is None or held.reach.generation != generation or generation in self.shards:
+        stored, generation = self.stored, self.commit.generation
+        if stored is None or stored.generation != generation or generation in self.shards:
             return self.shards
-        return {**self.shards, generation: _told(self.claim, held)}
+        return {**self.shards, generation: _layout(self.claim, self.notes)}
 
     @property
     def own_shards(self) -> list[TableShard]:
         """What the ranks of the marker held, as its generation's part of :attr:`shards` or else the store says."""
-        of_ranks = self.shards.get(self.commit.generation)
-        if of_ranks is None:
-            assert self.held is not None
-            of_ranks = self.held.shards
+        of_ranks = self.shards.get(self.commit.generation) or [each.shards for each in self.notes]
         return [shard for each in of_ranks for shard in each]
 
     def stay(self) -> Route:
@@ -233,11 +256,12 @@ def _in_log(log: LogReader, claim: Claim, commit: Commit) -> Sequence[tuple[Tabl
     return tuple(held_by(log, claim, commit, end) for end in commit.ranks)
 
 
-def _told(claim: Claim, held: Held) -> Sequence[tuple[TableShard, ...]]:
+def _layout(claim: Claim, notes: Sequence[Notes]) -> Sequence[tuple[TableShard, ...]]:
     """What the store says that the ranks held, if the CLAIM, or else the tables, agree: as of a HELLO."""
-    if claim.layout is not None and claim.layout[:] == held.shards:
+    held = tuple(each.shards for each in notes)
+    if claim.layout is not None and claim.layout[:] == held:
         return claim.layout
-    for rank, shards in enumerate(held.shards):
+    for rank, shards in enumerate(held):
         outside = next((shard for shard in shards if not claim.schema.holds(shard)), None)
         if claim.layout is not None or outside is not None:
             raise CorruptionError(
@@ -247,4 +271,4 @@ def _told(claim: Claim, held: Held) -> Sequence[tuple[TableShard, ...]]:
                 generation=claim.generation,
                 rank=rank,
             )
-    return held.shards
+    return held

@@ -20,6 +20,17 @@ class _WholeWay:
     strides: Mapping[MarkerId, MarkerId | None]
 
 
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Some markers that lie one after the other on the way to the newest one of a generation."""
+
+    generation: int
+    first: int
+    """Place on that way."""
+    stop: int
+    """The place after the last one."""
+
+
 class Strides:
     """``Catalog.strides`` of all markers of a job.
 
@@ -32,6 +43,7 @@ class Strides:
         self._lineage = lineage
         self._catalog = catalog
         self._ways: dict[int, _WholeWay] = {}
+        self._shared: dict[tuple[int, int], int] = {}
 
     def _way(self, marker: MarkerId) -> _WholeWay:
         if marker.generation not in self._ways:
@@ -45,6 +57,43 @@ class Strides:
         """``Lineage.chain``, without looking through all commits each time."""
         way = self._way(marker)
         return way.chain[: way.places[marker] + 1]
+
+    # Which markers' rows a piece holds.
+
+    def stretch(self, start: MarkerId | None, end: MarkerId) -> Stretch:
+        """The markers of (start, end]; all up to ``end`` where ``start`` does not lead there."""
+        places = self._way(end).places
+        first = places[start] + 1 if start is not None and start in places else 0
+        return Stretch(end.generation, first, places[end] + 1)
+
+    def interval(self, marker: MarkerId) -> Stretch:
+        """One marker alone."""
+        place = self._way(marker).places[marker]
+        return Stretch(marker.generation, place, place + 1)
+
+    def overlap(self, one: Stretch, other: Stretch) -> bool:
+        """Whether a marker lies in both."""
+        return max(one.first, other.first) < min(one.stop, other.stop, self._shared_by(one, other))
+
+    def covers(self, one: Stretch, other: Stretch) -> bool:
+        """Whether all markers of ``other`` lie in ``one``."""
+        return one.first <= other.first and other.stop <= min(one.stop, self._shared_by(one, other))
+
+    def _shared_by(self, one: Stretch, other: Stretch) -> int:
+        """How many markers the ways of two generations have in common, all at their beginning."""
+        if one.generation == other.generation:
+            return max(one.stop, other.stop)
+        key = (min(one.generation, other.generation), max(one.generation, other.generation))
+        if key not in self._shared:
+            ways = [self._ways[generation].chain for generation in key]
+            low, high = 0, min(map(len, ways))
+            while low < high:
+                middle = (low + high) // 2
+                low, high = (middle + 1, high) if ways[0][middle].id == ways[1][middle].id else (low, middle)
+            self._shared[key] = low
+        return self._shared[key]
+
+    # Where pieces lead.
 
     def start(self, marker: MarkerId) -> MarkerId | None:
         """Where the longest piece that ends at ``marker`` begins; pieces lead to it."""

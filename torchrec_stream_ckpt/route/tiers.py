@@ -12,7 +12,7 @@ A job with one log is read the same way: that log is the outer one, and there is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -45,13 +45,18 @@ class Tiers:
     @property
     def folder(self) -> Path:
         """Of the inner log."""
-        parsed = parse_uri(self.inner.uri)
-        assert isinstance(parsed, FileUri)
-        return parsed.directory
+        return folder_of(self.inner)
 
     def close(self) -> None:
         self.inner.close()
         self.outer.close()
+
+
+def folder_of(inner: Job) -> Path:
+    """Of an inner log, which is always one of files."""
+    parsed = parse_uri(inner.uri)
+    assert isinstance(parsed, FileUri)
+    return parsed.directory
 
 
 def open_tiers(config: StreamConfig) -> Tiers:
@@ -63,16 +68,6 @@ def open_tiers(config: StreamConfig) -> Tiers:
     except BaseException:
         inner.close()
         raise
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What one rank reads a marker from."""
-
-    log: LogReader
-    objects: Objects | None
-    """The store, if rows may come from there."""
-    dense: DenseStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +84,24 @@ class Place:
             return "outer"
         return "inner + outer" if self.outer_upto else "inner"
 
-    def source(self, job: Job | Tiers) -> Source:
-        """(each rank) What to read from."""
-        outer = job.outer if isinstance(job, Tiers) else job
-        if self.outer_alone or not isinstance(job, Tiers):
-            return Source(outer.log, outer.objects, outer.dense)
-        inner = job.inner
-        if self.outer_upto:
-            return Source(MixedLog(inner.log, outer.log, self.outer_upto), outer.objects, inner.dense)
-        return Source(inner.log, inner.objects, inner.dense)
+    # What each rank reads from.
+
+    def log(self, job: Job | Tiers) -> LogReader:
+        """Frames."""
+        nearest = self.nearest(job).log
+        return MixedLog(nearest, job.outer.log, self.outer_upto) if self.outer_upto else nearest
+
+    def objects(self, job: Job | Tiers) -> Objects:
+        """The store that rows may come from."""
+        return (job.outer if self.outer_upto else self.nearest(job)).objects
+
+    def dense(self, job: Job | Tiers) -> DenseStore:
+        """Dense state."""
+        return self.nearest(job).dense
+
+    def nearest(self, job: Job | Tiers) -> Job:
+        """What has the newest frames and the dense state."""
+        return job.outer if self.outer_alone or job.inner is None else job.inner
 
 
 OUTER = Place(outer_alone=True)
@@ -149,25 +153,14 @@ class TierState:
             ConfigError: they are logs of different jobs.
             CorruptionError: the outer log is empty, and the inner one is not.
         """
-        if not isinstance(job, Tiers):
-            outer, outer_id = _read(job)
-            return cls(outer, outer_id)
-        tiers = job
-        try:
-            inner, inner_id = _read(tiers.inner)
-        except CorruptionError as error:
-            raise CorruptionError(
-                f"the inner log cannot be read: {error.message}",
-                hint=f"move {tiers.folder} away: the outer tier serves all that was copied to it",
-                **error.where,
-            ) from None
-        outer, outer_id = _read(tiers.outer)
-        state = cls(outer, outer_id, inner, inner_id)
-        state.check(tiers)
+        inner = _read_inner(job.inner) if job.inner is not None else (Lineage(), "")
+        state = cls(*_read(job.outer), *inner)
+        if job.inner is not None:
+            state.check({"inner": job.inner.uri, "outer": job.outer.uri})
         return state
 
-    def check(self, tiers: Tiers) -> None:
-        where = {"inner": tiers.inner.uri, "outer": tiers.outer.uri}
+    def check(self, where: Mapping[str, str]) -> None:
+        """See that the logs with these URIs are of one job; raises as :meth:`read`."""
         if self.inner.claims and not self.outer.claims:
             raise CorruptionError(
                 f"the outer log is empty, and the inner one holds {len(self.inner.commits)} markers: the outer one was "
@@ -185,7 +178,7 @@ class TierState:
 
     @property
     def generation(self) -> int:
-        """The newest one that anybody has claimed."""
+        """The newest generation that is claimed, by any trainer."""
         return self.outer.newest_generation
 
     def owns(self, generation: int) -> bool:
@@ -273,6 +266,17 @@ class TierState:
                 if (reach := tuple(marker for marker in trim.markers if marker.generation in generations))
             ]
         return Lineage(claims, Commits(commits), Trims(trims))
+
+
+def _read_inner(job: Job) -> tuple[Lineage, str]:
+    try:
+        return _read(job)
+    except CorruptionError as error:
+        raise CorruptionError(
+            f"the inner log cannot be read: {error.message}",
+            hint=f"move {folder_of(job)} away: the outer tier serves all that was copied to it",
+            **error.where,
+        ) from None
 
 
 def _read(job: Job) -> tuple[Lineage, str]:

@@ -31,7 +31,7 @@ def optimizer_states(name: str) -> tuple[StateSpec, ...]:
     states = _OPTIMIZER_STATES.get(name.lower().removeprefix("exact_"))
     if states is None:
         raise ConfigError(
-            f"{name!r} is no optimizer that can be planned for", hint=f"use one of {', '.join(_OPTIMIZER_STATES)}"
+            f"{name!r} is not an optimizer that can be planned for", hint=f"use one of {', '.join(_OPTIMIZER_STATES)}"
         )
     return tuple(StateSpec(state, "float32", per_row) for state, per_row in states)
 

@@ -7,6 +7,7 @@ import logging
 from torchrec_stream_ckpt.commit.collective import Team
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.format.changed import ClaimChanges
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.schema import Schema
@@ -54,7 +55,13 @@ class Tiered:
         return self.logs.outer.control
 
     def claim(
-        self, schema: Schema, world: int, parent: MarkerId | None, swept: tuple[int, ...], layout: RankShards | None
+        self,
+        schema: Schema,
+        world: int,
+        parent: MarkerId | None,
+        swept: tuple[int, ...],
+        layout: RankShards | None,
+        changes: ClaimChanges | None = None,
     ) -> Claim:
         """(rank 0) Own the next generation on both tiers; the inner CLAIM.
 
@@ -63,7 +70,7 @@ class Tiered:
             LogUnavailableError, StoreUnavailableError: a tier does not answer.
         """
         self._let_go(self._config.commit_timeout_s)  # (reshard) what it has not copied of the parent is copied below
-        mine, _ = claim_both(self.logs, schema, world, parent, swept, self.seen, layout=layout)
+        mine, _ = claim_both(self.logs, schema, world, parent, swept, self.seen, layout=layout, changes=changes)
         self.seen = mine.generation
         return mine
 

@@ -45,7 +45,7 @@ class RelayLock:
             except OSError as error:
                 raise LogUnavailableError(
                     f"cannot lock the inner log: {error.strerror}",
-                    hint="run as the trainer's user: this file is its owner's alone",
+                    hint="run as the trainer's user: only its owner may open this file",
                     path=path,
                 ) from None
             undisturbed = os.pread(fd, 1000, 0).startswith(self._me.encode())

@@ -18,6 +18,7 @@ from typing import Any
 
 from torchrec_stream_ckpt.commit.generation import claim_generation
 from torchrec_stream_ckpt.errors import CorruptionError, FencedError, MarkerFailedError
+from torchrec_stream_ckpt.format.changed import ClaimChanges
 from torchrec_stream_ckpt.format.control import Claim, Commit, Trim
 from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.schema import Schema
@@ -40,6 +41,7 @@ def claim_both(
     seen: int | None = None,
     *,
     layout: RankShards | None,
+    changes: ClaimChanges | None = None,
 ) -> tuple[Claim, Claim]:
     """(rank 0) Own the next generation on both logs.
 
@@ -51,6 +53,7 @@ def claim_both(
         swept: Tables that it sends whole, if it does.
         seen: The newest generation when ``parent`` was chosen; None: whatever it was.
         layout: Which shards each rank holds; None where they are too many for a CLAIM.
+        changes: What the restore was told of a changed model; None: the tables are those of the parent.
 
     Returns:
         The inner and the outer CLAIM. Without a parent where one was asked for, all tables are ``swept``.
@@ -79,7 +82,7 @@ def claim_both(
             _adopt(tiers, state, parent)
         rest = (schema, world, parent, tuple(swept))
         least = state.inner.next_generation
-        theirs = _claim(outer, *rest, layout=layout, least=least)
+        theirs = _claim(outer, *rest, layout=layout, changes=changes, least=least)
         note_reached(inner.objects, theirs.job, Reached(MarkerId(theirs.generation, 0), tiers.every))
         mine = _claim(inner, *rest, layout=layout, twin=theirs)
     return mine, theirs
@@ -124,7 +127,7 @@ def _for_each_missing(state: TierState, parent: MarkerId, do: Callable[[Claim | 
             taken.add(claim.generation)
             newest = claim.generation
         elif claim.generation not in taken and (mine is None or mine.nonce != claim.nonce):
-            return f"the inner log knows generations behind {claim.generation}, and not that one"
+            return f"the inner log has generations newer than {claim.generation}, but not that one"
         if commit.id in state.inner.commits:
             continue
         if state.owns(claim.generation):
@@ -133,7 +136,7 @@ def _for_each_missing(state: TierState, parent: MarkerId, do: Callable[[Claim | 
                 return f"the inner log has lost marker {commit.id}"
             continue
         if claim.generation != newest or (last is not None and commit.id <= last.id):
-            return f"the inner log has gone on behind marker {commit.id}"
+            return f"the inner log has gone on after marker {commit.id}"
         do(commit)
     return ""
 

@@ -149,7 +149,7 @@ class Relay:
         self._forget()
 
     def _forget(self) -> None:
-        """What was sent behind the outer log's newest COMMIT counts as never sent."""
+        """Rows sent after the outer log's newest COMMIT count as never sent."""
         for writer in self._writers.values():
             writer.close()
         self._writers, self._sent, self._reached, self._generation = {}, {}, None, None

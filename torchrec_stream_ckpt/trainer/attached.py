@@ -21,7 +21,10 @@ from torchrec_stream_ckpt.capture.hook import Capture
 from torchrec_stream_ckpt.capture.oracle import Oracle
 from torchrec_stream_ckpt.capture.shards import check_rows_fit, local_shards, local_tables, merge_schema
 from torchrec_stream_ckpt.commit.collective import Team
+from torchrec_stream_ckpt.format.changed import same_tables
 from torchrec_stream_ckpt.format.rank_shards import RankShards
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.types import TableShard
 
 
 class Attached:
@@ -43,15 +46,38 @@ class Attached:
         self._paranoid = paranoid
         self.describe()
 
-    def describe(self) -> None:
-        """(all ranks) Learn which rows this rank holds, and the schema of all ranks."""
+    def describe(self, order: Schema | None = None) -> None:
+        """(all ranks) Learn which rows this rank holds, and the schema of all ranks.
+
+        Args:
+            order: A lineage's schema with the same tables, which numbers them; None: they are sorted by name.
+        """
         self.kernels = self._team.together(lambda: fused_kernels(self._dmp))
         self._team.together(lambda: check_rows_fit(self.kernels))
-        self.schema = merge_schema(self._team.gather(local_tables(self.kernels)))
-        self.shards = local_shards(self.kernels, self.schema)
+        found = merge_schema(self._team.gather(local_tables(self.kernels)))
+        same = same_tables(order, found) if order is not None else None
+        self._number(same if same is not None else found)
+
+    def _number(self, schema: Schema) -> None:
+        self.schema = schema
+        """The tables, by their index in frames."""
+        self.shards = self.shards_in(schema)
         shards = self._team.gather(self.shards)
         self.layout = RankShards.of(shards) if self._team.rank == 0 else None
         """(rank 0) Which shards each rank holds."""
+
+    def shards_in(self, schema: Schema) -> tuple[TableShard, ...]:
+        """What this rank holds, by the indices of a schema that has the model's tables."""
+        return local_shards(self.kernels, schema)
+
+    def adopt(self, schema: Schema) -> None:
+        """(all ranks) From here on tables have the indices of ``schema``, which has the same ones: a lineage numbers
+        them once, whatever they are called later. Before a generation is opened.
+        """
+        self._number(schema)
+        self.capture.number(schema)
+        if self.oracle is not None:
+            self.oracle.number(schema)
 
     def hook(self, reshard: Callable[[Callable[[], float]], float]) -> None:
         """(all ranks) Hook the kernels as they are now, and what changes rows beside them.
@@ -85,7 +111,7 @@ class Attached:
 
     @property
     def tables(self) -> range:
-        """The ids of all tables."""
+        """The indices of all tables, those of dropped ones too."""
         return range(len(self.schema.tables))
 
     def replicated(self) -> ReplicatedTables:

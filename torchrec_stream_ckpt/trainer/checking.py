@@ -11,12 +11,13 @@ import torch
 
 from torchrec_stream_ckpt.adapter import FusedKernel
 from torchrec_stream_ckpt.commit.collective import Team
-from torchrec_stream_ckpt.errors import StreamCkptError
+from torchrec_stream_ckpt.errors import CorruptionError, StreamCkptError, UnsupportedError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.proof import Digests, Ints
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.proving import digests
 from torchrec_stream_ckpt.restore.compare import Check, Tally, shared_blocks
+from torchrec_stream_ckpt.restore.plan import RestorePlan
 from torchrec_stream_ckpt.restore.proofs import Circle, Met, agree
 from torchrec_stream_ckpt.restore.replicated import compare_replicated
 from torchrec_stream_ckpt.restore.unproved import Compared, Unproved, name_blocks
@@ -142,3 +143,20 @@ def refuse_or_accept(unproved: Unproved | None, marker: MarkerId, *, accept: boo
         raise error
     if say:
         log.warning("accepted although unproved, and sent again in this generation: %s", error.headline)
+
+
+def check_cells(plan: RestorePlan, before: RestorePlan, error: CorruptionError) -> None:
+    """A damaged marker was written in part: a plan that leaves cells as they were must leave those of the new model.
+
+    Raises:
+        UnsupportedError: it would leave some of the damaged marker.
+    """
+    same = before.views is not None and before.marker.generation == plan.marker.generation
+    if plan.views is None or same or before.marker == plan.marker:
+        return
+    raise UnsupportedError(
+        f"marker {before.marker} is damaged, and rows of it stand where marker {plan.marker} leaves those of the new "
+        f"model: {error.headline}",
+        hint=f"start the job anew, and name the older marker with the same changes: '{plan.marker}'",
+        marker=before.marker,
+    )

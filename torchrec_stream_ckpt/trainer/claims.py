@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Sequence
 
-from torchrec_stream_ckpt.commit.generation import claim_generation, newest_held
+from torchrec_stream_ckpt.commit.generation import changes_since, claim_generation, newest_held
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import (
     CommitUnknownError,
@@ -17,6 +17,7 @@ from torchrec_stream_ckpt.errors import (
     StoreUnavailableError,
     StreamLostError,
 )
+from torchrec_stream_ckpt.format.changed import ClaimChanges
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.restore.plan import check_schema
 from torchrec_stream_ckpt.route.job import Tier
@@ -78,21 +79,31 @@ class Claims:
                 uri=self._tier.config.uris[0],
             )
 
-    def claim(self, parent: MarkerId | None, swept: Sequence[int]) -> Claim:
-        """Own the next generation, which stands on ``parent`` and sends the tables in ``swept`` whole."""
+    def claim(self, parent: MarkerId | None, swept: Sequence[int], changes: ClaimChanges | None = None) -> Claim:
+        """Own the next generation.
+
+        Args:
+            parent: The marker that it stands on.
+            swept: Tables that it sends whole.
+            changes: In what the model differs from that of ``parent``; None: in nothing.
+        """
         tier, attached = self._tier, self._attached
         schema, layout, whole = attached.schema, attached.layout, tuple(swept)
         if self._tiers is not None:
-            return self._tiers.claim(schema, self._world, parent, whole, layout)
+            return self._tiers.claim(schema, self._world, parent, whole, layout, changes)
         log_, control, dense, objects = tier.log, tier.control, tier.dense, tier.objects
         rest = (tier.config, schema, self._world, parent, whole)
         nonce, after = self.nonce, self.after
-        claim = claim_generation(log_, control, dense, objects, *rest, layout=layout, nonce=nonce, after=after)
+        claim = claim_generation(
+            log_, control, dense, objects, *rest, layout=layout, changes=changes, nonce=nonce, after=after
+        )
         self.nonce, self.after = uuid.uuid4().hex, None
         return claim
 
     def claim_after_loss(self, lost: Claim, why: StreamLostError) -> tuple[Claim, int] | tuple[()] | None:
-        """The next generation, on the newest marker that the log holds, and the step of that.
+        """The next generation, on the newest marker that led here and that the log holds, and the step of that.
+
+        If the model changed after that marker, the new CLAIM says so again.
 
         Args:
             lost: The generation of which the log has lost a stream.
@@ -114,12 +125,15 @@ class Claims:
             newest = lineage.newest_generation
             if newest != lost.generation and lineage.claims[newest].nonce != self.nonce:
                 raise FencedError(f"generation {newest} has taken over this job", hint="stop this one")
-            parent = newest_held(tier.log, tier.control, lost.generation)
-            mine = self.claim(parent, self._attached.tables)
+            parent = newest_held(tier.log, tier.control, lost)
+            mine = self.claim(parent, self._attached.tables, changes_since(lineage, lost, parent))
         except (LogUnavailableError, StoreUnavailableError, CommitUnknownError) as error:
             log.warning("no marker commits until the log answers: %s", error.headline)
             return ()
         log.warning(
-            "generation %d goes on from marker %s, every table is sent whole: %s", mine.generation, parent, why.headline
+            "generation %d goes on from %s, every table is sent whole: %s",
+            mine.generation,
+            f"marker {parent}" if parent is not None else "none, the log holds no whole marker",
+            why.headline,
         )
         return mine, tier.control.lineage.find(parent).step if parent is not None else 0

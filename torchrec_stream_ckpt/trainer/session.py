@@ -2,6 +2,7 @@
 
 Damage that is proved while rows are read leads to another place that has the same marker, and where no place is left,
 to an older marker: half written tables are no harm then, because a restore writes every cell of every table.
+One into a changed model does not: it ends there.
 """
 
 from __future__ import annotations
@@ -12,26 +13,46 @@ from functools import partial
 
 from torchrec_stream_ckpt.commit.collective import Team
 from torchrec_stream_ckpt.commit.dense import DenseState
+from torchrec_stream_ckpt.commit.saved_dense import SavedDense
 from torchrec_stream_ckpt.config import StreamConfig
-from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.errors import (
+    ColumnResplitError,
+    ConfigError,
+    CorruptionError,
+    SchemaMismatchError,
+)
+from torchrec_stream_ckpt.evolve.changes import Changes
+from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
 from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.format.changed import ClaimChanges, same_tables
 from torchrec_stream_ckpt.format.head import HeadState
-from torchrec_stream_ckpt.restore.apply import apply_rows
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.log.api import LogReader
+from torchrec_stream_ckpt.restore.apply import apply_rows, set_scalars
 from torchrec_stream_ckpt.restore.located import located
-from torchrec_stream_ckpt.restore.plan import RestorePlan, plan_restore
+from torchrec_stream_ckpt.restore.plan import RestorePlan, plan_evolved, plan_restore
 from torchrec_stream_ckpt.restore.proofs import Met
+from torchrec_stream_ckpt.restore.views import Views
 from torchrec_stream_ckpt.route.damaged import Damaged
 from torchrec_stream_ckpt.route.find import OpenHead, find, no_head
-from torchrec_stream_ckpt.route.held import segment_of
 from torchrec_stream_ckpt.route.job import Tier
 from torchrec_stream_ckpt.route.path import Path
 from torchrec_stream_ckpt.route.route import Route
-from torchrec_stream_ckpt.route.tiers import OUTER, Source
+from torchrec_stream_ckpt.route.tiers import OUTER
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.store.head import Head, HeadDamagedError, head_root
 from torchrec_stream_ckpt.tiers.job import Tiered
 from torchrec_stream_ckpt.trainer.attached import Attached
-from torchrec_stream_ckpt.trainer.checking import check_live, check_replicated, refuse_or_accept, say_unproved
-from torchrec_stream_ckpt.types import MarkerId, RowRange
+from torchrec_stream_ckpt.trainer.checking import (
+    check_cells,
+    check_live,
+    check_replicated,
+    refuse_or_accept,
+    say_unproved,
+)
+from torchrec_stream_ckpt.trainer.evolving import Evolved, check_plain, declared, evolved, model_schema
+from torchrec_stream_ckpt.types import MarkerId, RowRange, TableShard
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +65,16 @@ class Loaded:
     """Part of the cells that are as they were proved."""
     merged: tuple[int, ...]
     """Tables whose row-wise state was merged from other columns, ascending."""
+    swept: tuple[int, ...]
+    """Those that the next generation sends whole, ascending: merged ones, and what has changed."""
     proved_up_to: int
     """Where the window of the newest proof ends."""
     unproved: tuple[RowRange, ...]
     """What was accepted although it is not as it was proved."""
     source: str
     """What rows were read from, in words."""
+    record: ClaimChanges | None
+    """What the next CLAIM says of a model that has changed; None: it is that of the marker."""
 
     def say(self, plan: RestorePlan) -> None:
         """(rank 0) Log what was restored."""
@@ -64,6 +89,118 @@ class Loaded:
         if self.merged:
             names = ", ".join(plan.schema.tables[table].name for table in self.merged)
             log.info("row-wise state of %s is merged from other columns: it was not compared", names)
+
+
+class Finder:
+    """Finds a marker on all ranks alike, again and again while places with damage are passed over.
+
+    Args:
+        config: Of the nearest tier.
+        team: All ranks.
+        tier: What the job writes to.
+        tiers: Both tiers, if there are two.
+    """
+
+    def __init__(self, config: StreamConfig, team: Team, tier: Tier, tiers: Tiered | None) -> None:
+        self._config = config
+        self._team = team
+        self._tiers = tiers
+        self._job = tiers.logs if tiers is not None else tier
+        self.head: Head | None = None
+        """What rows are copied from; its writer waits until it is closed."""
+        self.use_head = True
+        """Whether a HEAD is looked for."""
+        self._damaged = Damaged(config.max_fallback)
+        self._place = OUTER
+        """Where the marker is read from that was found last."""
+
+    def begin(self) -> None:
+        """Forget which places were damaged: they may have been repaired."""
+        self.use_head, self._damaged = True, self._damaged.anew()
+
+    @property
+    def frames(self) -> LogReader:
+        """Frames of the marker that was found last."""
+        return self._place.log(self._job)
+
+    @property
+    def objects(self) -> Objects:
+        """The store that its rows may come from."""
+        return self._place.objects(self._job)
+
+    @property
+    def dense(self) -> DenseStore:
+        """Its dense state."""
+        return self._place.dense(self._job)
+
+    def find(self, marker: MarkerId | None) -> Route | None:
+        """(all ranks) The marker. After it, all ranks know where to read it from, and a HEAD that they use is open."""
+        route = self._look(marker, self._open_head if self.use_head else no_head)
+        if route is not None and route.head is not None:
+            route = self._everywhere(route, route.head)
+        if route is None or route.head is None:
+            self.close()
+        return route
+
+    def go_elsewhere(self, route: Route, error: CorruptionError, *, may_pass: bool) -> None:
+        """(all ranks) A marker is damaged where it was read: note it, so that the next look finds another place.
+
+        Args:
+            route: To the marker.
+            error: What is damaged.
+            may_pass: Whether an older marker will do.
+
+        Raises:
+            CorruptionError: no other place has it.
+        """
+        name = route.segment_of(error)
+        if name is not None and name not in self._damaged.segments:
+            log.warning(
+                "marker %s is restored without a damaged segment of the store: %s", route.marker, error.headline
+            )
+            self._damaged.segments[name] = error
+        elif may_pass or not route.place.outer_alone:
+            self._damaged.places[route.marker, route.place] = error
+        else:
+            raise error
+
+    def close(self) -> None:
+        """Let the writer of the HEAD go on."""
+        if self.head is not None:
+            self.head.close()
+            self.head = None
+
+    def _look(self, marker: MarkerId | None, head: OpenHead) -> Route | None:
+        route = self._team.on_rank0(lambda: find(self._job, marker, head, self._damaged))
+        self._place = route.place if route is not None else OUTER
+        if self._tiers is not None:
+            self._tiers.seen = route.newest_generation if route is not None else None
+        return route
+
+    def _everywhere(self, route: Route, head: HeadState) -> Route:
+        """``route`` if each host has what rank 0's HEAD holds, otherwise one that uses no HEAD."""
+        if all(self._team.gather(self._has_head(head))):
+            return route
+        if self._team.rank == 0:
+            log.info("HEAD is not used: not every host of this job has marker %s", head.marker)
+        cold = self._look(route.commit.id, no_head)
+        assert cold is not None
+        return replace(cold, skipped=route.skipped)
+
+    def _has_head(self, wanted: HeadState) -> bool:
+        """Whether this host holds what rank 0's does; it is open then."""
+        if self._team.rank:
+            self._open_head(wanted.job)
+        return self.head is not None and self.head.state.same_image(wanted)
+
+    def _open_head(self, job: bytes) -> HeadState | None:
+        self.close()
+        root = head_root(self._config.head)
+        self.head = Head.open(root, job) if root is not None else None
+        if self.head is None:
+            return None
+        self.head.verify = self._config.verify_head
+        return self.head.state
 
 
 class Session:
@@ -91,34 +228,41 @@ class Session:
         self._team = team
         self._tier = tier
         self._tiers = tiers
-        self._job = tiers.logs if tiers is not None else tier
         self._dense = dense
         self._attached = attached
-        self._head: Head | None = None
-        """What rows are copied from; its writer waits until it is closed."""
-        self._use_head = True
-        self._damaged = Damaged(config.max_fallback)
-        self._place = OUTER
-        """Where the marker is read from that was found last."""
+        self._finder = Finder(config, team, tier, tiers)
         self._met = Met(Path())
         """What the rows of the live tables came with."""
+        self._changes: Changes | None = None
+        """What the user has declared."""
+        self._named = False
+        """Whether the user has named the marker."""
+        self._evolved: Evolved | None = None
+        """What that makes of the marker that was planned last; None: it is of this model."""
         self.touched = False
         """Whether rows of the live tables have been written."""
 
-    def plan(self, marker: MarkerId | None) -> RestorePlan | None:
+    def schema(self) -> ModelSchema:
+        """(each rank) What the live model holds."""
+        return model_schema(self._attached.schema, self._dense)
+
+    def plan(self, marker: MarkerId | None, changes: Changes | None = None) -> RestorePlan | None:
         """What a restore would do on this rank, as far as names and directories tell; None: nothing was committed."""
-        self._begin()
+        self._begin(marker, changes)
         try:
-            route = self._find(marker)
+            route = self._finder.find(marker)
             return self._plan(route) if route is not None else None
         finally:
-            self._close_head()
+            self._finder.close()
 
-    def rows(self, marker: MarkerId | None, *, fall_back: bool = True) -> tuple[RestorePlan, Route, int] | None:
+    def rows(
+        self, marker: MarkerId | None, changes: Changes | None = None, *, fall_back: bool = True
+    ) -> tuple[RestorePlan, Route, int] | None:
         """Write all rows of ``marker``, or of the newest one that is whole; None when nothing was ever committed.
 
         Args:
             marker: Which one; None: the newest.
+            changes: In what this model differs from that of the marker, as the user declares it.
             fall_back: Whether damage in rows leads to an older marker, if none is named.
 
         Returns:
@@ -126,35 +270,43 @@ class Session:
 
         Raises:
             CorruptionError: the marker is damaged wherever it can be read from, or too many newer ones are.
+            SchemaMismatchError, ChangesError, UnsupportedError: it is not a marker of this model, as far as declared.
         """
-        self._begin()
+        self._begin(marker, changes)
+        written: tuple[RestorePlan, CorruptionError] | None = None
         try:
-            while (route := self._find(marker)) is not None:
+            while (route := self._finder.find(marker)) is not None:
+                plan = None
                 try:
                     plan = self._plan(route)
+                    if written is not None:
+                        check_cells(plan, *written)
                     failpoint("restore.planned")
                     self.touched = True
-                    return plan, route, self._team.together(partial(self._apply, plan, route))
+                    applied = self._team.together(partial(self._apply, plan, route))
+                    self._share_scalars(plan)
+                    return plan, route, applied
                 except HeadDamagedError as error:
                     log.warning("HEAD is damaged, all is restored without it: %s", error.headline)
-                    self._use_head = False
+                    self._finder.use_head = False
                 except CorruptionError as error:
-                    self._go_elsewhere(route, error, may_pass=marker is None and fall_back)
+                    self._finder.go_elsewhere(route, error, may_pass=marker is None and fall_back)
+                    written = (plan, error) if plan is not None else written
             return None
         finally:
-            self._close_head()
+            self._finder.close()
 
     def newest_rows(self) -> tuple[RestorePlan, Route, int] | None:
         """Write the newest marker into the live tables; None while nothing is committed. A spare calls it."""
         try:
             return self.rows(None, fall_back=False)
         finally:
-            self._source.dense.release()
+            self._finder.dense.release()
 
     def advance(self, route: Route) -> int:
         """(each rank) Write what was committed after the marker that the tables hold; returns the rows."""
         assert route.since is not None
-        plan = plan_restore(route, self._attached.schema, self._attached.shards)
+        plan = self._plain(route)
         self._met.path = self._met.path.then(route.since, plan.path)
         return apply_rows(self._tier.log, plan, self._attached.kernels, met=self._met)
 
@@ -165,8 +317,8 @@ class Session:
             CorruptionError: its dense state is damaged.
         """
         route = self._team.on_rank0(lambda: self._held(marker))
-        attached = self._attached
-        return self._team.together(lambda: plan_restore(route.stay(), attached.schema, attached.shards)), route
+        self._evolved = None
+        return self._team.together(lambda: self._plain(route.stay())), route
 
     def _held(self, marker: MarkerId) -> Route:
         """(rank 0) The marker that the live tables hold, its dense state compared."""
@@ -181,121 +333,116 @@ class Session:
         Raises:
             ProofMismatchError: (without ``accept_unproved``) rows are not as they were proved.
         """
-        team, attached = self._team, self._attached
-        checked = check_live(team, attached.kernels, plan.schema, attached.shards, self._met)
+        team, attached, new = self._team, self._attached, self._evolved
+        schema = new.schema if new is not None else plan.schema
+        checked = check_live(team, attached.kernels, schema, self._comparable(plan, schema), self._met)
         unproved = checked.compared.unproved
         if unproved is not None and team.rank == 0:
-            say_unproved(self._tier.objects, route.commit, unproved, plan.schema)
+            say_unproved(self._tier.objects, route.commit, unproved, schema)
         refuse_or_accept(unproved, plan.marker, accept=accept_unproved, say=team.rank == 0)
-        dense = self._source.dense
-        load_rest = team.together(lambda: self._dense.load(dense.local(route.commit), plan.world))
-        compared = check_replicated(team, attached.replicated().tensors(), self._met)
+        dense, match = self._finder.dense, new.match if new is not None else None
+        load_rest = team.together(lambda: self._dense.load(dense.local(route.commit), plan.world, match))
+        replicated = attached.replicated().tensors()
+        compared = check_replicated(team, match.replicated(replicated) if match is not None else replicated, self._met)
         refuse_or_accept(compared.unproved, plan.marker, accept=accept_unproved, say=team.rank == 0)
         merged = {table for tables in team.gather(plan.merged) for table in tables}
-        attached.begin(merged)
+        swept = merged | set(new.tables.swept) if new is not None else merged
+        self._adopt(schema)
+        attached.begin(swept)
         team.together(load_rest)  # what the user's objects change from here on is captured
         failpoint("restore.dense")
         dense.release()
         return Loaded(
             (checked.compared + compared).share,
             tuple(sorted(merged)),
+            tuple(sorted(swept)),
             checked.proved_up_to,
-            unproved.rows(plan.schema) if unproved is not None else (),
+            unproved.rows(schema) if unproved is not None else (),
             f"{route.place}: {plan.source}" if self._tiers is not None else plan.source,
+            new.record if new is not None else None,
         )
 
-    def _begin(self) -> None:
-        self._use_head, self._damaged = True, self._damaged.anew()
+    def _comparable(self, plan: RestorePlan, schema: Schema) -> tuple[TableShard, ...]:
+        """The live shards whose rows are those of the marker: proofs say nothing of those that were changed."""
+        return tuple(shard for shard in self._attached.shards_in(schema) if plan.is_same(shard.table))
 
-    @property
-    def _source(self) -> Source:
-        return self._place.source(self._job)
+    def _adopt(self, schema: Schema) -> None:
+        """(all ranks) The next generation stands on this one's: an index means one table for ever."""
+        own = schema if self._evolved is not None else same_tables(schema, self._attached.schema)
+        assert own is not None
+        if self._evolved is not None or own != self._attached.schema:
+            self._attached.adopt(own)
 
-    # Choosing.
+    def _share_scalars(self, plan: RestorePlan) -> None:
+        """(all ranks, of a changed model) A rank that reads nothing of a table hears what its kernel counts."""
+        if plan.views is not None:
+            said = self._team.gather(self._met.scalars)
+            records = list(dict.fromkeys(each for scalars in said for each in scalars))
+            self._team.together(lambda: set_scalars(plan, self._attached.kernels, records))
 
-    def _find(self, marker: MarkerId | None) -> Route | None:
-        """The marker. After it, all ranks know where to read it from, and a HEAD that they count on is open."""
-        route = self._look(marker, self._open_head if self._use_head else no_head)
-        if route is not None and route.held is not None and route.held.head is not None:
-            route = self._everywhere(route, route.held.head)
-        if route is None or route.held is None or route.held.head is None:
-            self._close_head()
-        return route
-
-    def _look(self, marker: MarkerId | None, head: OpenHead) -> Route | None:
-        route = self._team.on_rank0(lambda: find(self._job, marker, head, self._damaged))
-        self._place = route.place if route is not None else OUTER
-        if self._tiers is not None:
-            self._tiers.seen = route.newest_generation if route is not None else None
-        return route
+    def _begin(self, marker: MarkerId | None, changes: Changes | None) -> None:
+        given = self._team.together(lambda: declared(changes))
+        self._finder.begin()
+        self._changes, self._named = given, marker is not None
+        said = self._team.gather(given.digest if given is not None else None)
+        if len(set(said)) > 1:
+            raise ConfigError("ranks declare different changes", hint="give all ranks the same Changes")
 
     def _plan(self, route: Route) -> RestorePlan:
         merge = self._config.on_column_resplit == "merge"
+        self._evolved = self._team.together(lambda: self._evolve(route))
+        if self._evolved is None:
+            return self._team.together(lambda: self._plan_plain(route, merge=merge))
+        return self._team.together(partial(self._plan_evolved, route, self._evolved, merge=merge))
+
+    def _evolve(self, route: Route) -> Evolved | None:
+        if self._changes is None:
+            return None
+        saved = self._saved(route)
+        return evolved(route, self._attached.schema, self._dense, saved, self._changes, again=self._named)
+
+    def _saved(self, route: Route) -> SavedDense:
+        """The dense state of a marker."""
+        return self._dense.saved(self._finder.dense.local(route.commit), len(route.commit.ranks))
+
+    def _plan_plain(self, route: Route, *, merge: bool) -> RestorePlan:
         attached = self._attached
-        plan = self._team.together(lambda: plan_restore(route, attached.schema, attached.shards, merge=merge))
-        self._team.together(lambda: self._dense.check(self._source.dense.local(route.commit), plan.world))
+        try:
+            plan = self._plain(route, merge=merge)
+            self._dense.check(self._finder.dense.local(route.commit), plan.world)
+            saved = self._saved(route)
+            if not saved.imported and saved.optimizers_named != self._dense.optimizers_named:
+                check_plain(route, attached.schema, self._dense, saved)  # said before a row is written
+        except ColumnResplitError:
+            raise
+        except SchemaMismatchError:
+            if self._changes is None:
+                check_plain(route, attached.schema, self._dense, self._saved(route))  # says all that differs
+            raise
         return plan
 
+    def _plain(self, route: Route, *, merge: bool = False) -> RestorePlan:
+        """Of a marker whose tables are those of this model, in whatever order."""
+        attached = self._attached
+        same = same_tables(route.schema, attached.schema) or attached.schema
+        return plan_restore(route, same, attached.shards_in(same), merge=merge)
+
+    def _plan_evolved(self, route: Route, new: Evolved, *, merge: bool) -> RestorePlan:
+        shards = self._attached.shards_in(new.schema)
+        plan = plan_evolved(route, Views.make(new.tables, shards), shards, merge=merge)
+        self._dense.check(self._finder.dense.local(route.commit), plan.world, new.match)
+        return replace(plan, report=new.report)
+
     def _apply(self, plan: RestorePlan, route: Route) -> int:
-        source, held = self._source, route.held
+        data = self._finder.frames
         self._met = Met(plan.path)
         try:
-            if held is not None:
-                self._met.held(held)
-            return apply_rows(source.log, plan, self._attached.kernels, source.objects, self._head, self._met)
+            self._met.told(route.told)
+            return apply_rows(data, plan, self._attached.kernels, self._finder.objects, self._finder.head, self._met)
         except HeadDamagedError:
-            assert self._head is not None
-            self._head.drop()
+            assert self._finder.head is not None
+            self._finder.head.drop()
             raise
         except CorruptionError as error:
             read = [each.interval for each in plan.reads]
-            raise located(error, source.log, read, plan.schema, held) from None
-
-    def _go_elsewhere(self, route: Route, error: CorruptionError, *, may_pass: bool) -> None:
-        """(all ranks) A marker is damaged where it was read: note it, so that the next look finds another place.
-
-        Raises:
-            CorruptionError: no other place has it.
-        """
-        name = segment_of(route.held, error)
-        if name is not None and name not in self._damaged.segments:
-            log.warning(
-                "marker %s is restored without a damaged segment of the store: %s", route.marker, error.headline
-            )
-            self._damaged.segments[name] = error
-        elif may_pass or not route.place.outer_alone:
-            self._damaged.places[route.marker, route.place] = error
-        else:
-            raise error
-
-    # HEAD.
-
-    def _everywhere(self, route: Route, head: HeadState) -> Route:
-        """``route`` if each host has what rank 0's HEAD holds, otherwise one that uses no HEAD."""
-        if all(self._team.gather(self._has_head(head))):
-            return route
-        if self._team.rank == 0:
-            log.info("HEAD is not used: not every host of this job has marker %s", head.marker)
-        cold = self._look(route.commit.id, no_head)
-        assert cold is not None
-        return replace(cold, skipped=route.skipped)
-
-    def _has_head(self, wanted: HeadState) -> bool:
-        """Whether this host holds what rank 0's does; it is open then."""
-        if self._team.rank:
-            self._open_head(wanted.job)
-        return self._head is not None and self._head.state.same_image(wanted)
-
-    def _open_head(self, job: bytes) -> HeadState | None:
-        self._close_head()
-        root = head_root(self._config.head)
-        self._head = Head.open(root, job) if root is not None else None
-        if self._head is None:
-            return None
-        self._head.verify = self._config.verify_head
-        return self._head.state
-
-    def _close_head(self) -> None:
-        if self._head is not None:
-            self._head.close()
-            self._head = None
+            raise located(error, data, read, plan.schema, route.segments) from None

@@ -28,9 +28,10 @@ from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.restore.plan import RestorePlan
-from torchrec_stream_ckpt.route.find import locate
+from torchrec_stream_ckpt.route.locate import locate
 from torchrec_stream_ckpt.route.route import Route, Shards
 from torchrec_stream_ckpt.trainer.claims import Claims
+from torchrec_stream_ckpt.trainer.evolving import refuse_changed
 from torchrec_stream_ckpt.types import MarkerId
 
 log = logging.getLogger(__name__)
@@ -118,7 +119,8 @@ class Standby:
         Raises:
             FencedError: another trainer, or spare, was first.
             ColumnResplitError: this plan splits columns otherwise, and row-wise state would have to be merged.
-            CorruptionError, TrimmedError, SchemaMismatchError: as of a restore.
+            SchemaMismatchError: as of a restore; or the trainer was restored into a model that has changed since.
+            CorruptionError, TrimmedError: as of a restore.
         """
         why = ""
         while not why:
@@ -128,6 +130,8 @@ class Standby:
                 self._outlasting(self._follow)
             if not why:
                 time.sleep(self._takeover.poll_s)
+        if self._at is None:
+            self._outlasting(self._follow)  # a spare that is not of the trainer's model ends here, and fences nobody
         begin = time.monotonic()
         self.outlast(lambda: self._team.on_rank0(self._fence))
         self.outlast(self._follow)  # what was committed just before the fence
@@ -142,6 +146,7 @@ class Standby:
             return _Order("it was told to", self._at)
         try:
             lineage = self._refresh()
+            self._check_model(lineage)
             sign = self._signs(lineage)
         except LogUnavailableError as error:  # a spare that cannot reach the log can neither judge nor take over
             log.info("the log does not answer: %s", error.headline)
@@ -168,6 +173,7 @@ class Standby:
         The same CLAIM each time that it is tried: one that came late must not fence the spare itself.
         """
         lineage = self._refresh()
+        self._check_model(lineage)
         if lineage.claims and lineage.claims[lineage.newest_generation].world:
             self._claim = self._claim or fence_of(lineage, self._uri)
             self._control.claim(self._claim)
@@ -175,6 +181,11 @@ class Standby:
             check_newest(lineage, {self._claim.nonce})
         if lineage.claims:
             self._claims.after = lineage.claims[lineage.newest_generation].nonce
+
+    def _check_model(self, lineage: Lineage) -> None:
+        """(rank 0) The trainer must not have been restored into another model than that of the marker held here."""
+        if self._at is not None:
+            refuse_changed(lineage, lineage.newest_generation, self._at)
 
     def _check_alone(self) -> None:
         """(rank 0) While this spare waited, a trainer may have been started: that one must not be fenced."""
@@ -196,7 +207,7 @@ class Standby:
                 return action()
             except (CommitUnknownError, LogUnavailableError, StoreUnavailableError) as error:
                 if self._team.rank == 0 and error.headline != said:
-                    log.warning("the spare has fenced the trainer, and waits to take over: %s", error.headline)
+                    log.warning("the spare waits to take over: %s", error.headline)
                 said = error.headline
                 time.sleep(self._takeover.poll_s)
 
@@ -229,6 +240,7 @@ class Standby:
         newest = lineage.newest
         if self._at is None or newest is None or self._at not in lineage.leading_to(newest.id):
             return None
+        refuse_changed(lineage, newest.id.generation, self._at)
         route = locate(lineage, newest.id, since=self._at)
         route.check(self._log)
         route = route.complete(self._log, self._known)

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchrec_stream_ckpt.capture.oracle import Oracle
 from torchrec_stream_ckpt.capture.prover import Prover
@@ -144,10 +144,9 @@ def say_hello(parts: StreamParts, stream: Stream, step: int) -> None:
     attached, claim = parts.attached, stream.claim
     hello = parts.ring.acquire(extra=True, wait_s=JOIN_S)
     assert hello is not None
-    hello.put_json(
-        stream.generation.header(Kind.HELLO, step, marker=0),
-        Hello(parts.team.world, claim.schema, attached.shards).to_json(),
-    )
+    said = Hello(parts.team.world, claim.schema, attached.shards)
+    header = replace(stream.generation.header(Kind.HELLO, step, marker=0), version=said.version)
+    hello.put_json(header, said.to_json())
     stream.publisher.submit(hello)
     failpoint("hello.submitted")
     identity = StreamIdentity(claim.job, claim.generation, parts.team.rank, claim.schema.crc)

@@ -16,6 +16,7 @@ from torchrec_stream_ckpt.commit.pace import Pace
 from torchrec_stream_ckpt.commit.roll import Roll
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import MarkerFailedError, UnsupportedError
+from torchrec_stream_ckpt.format.changed import ClaimChanges
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.proof import Window
 from torchrec_stream_ckpt.format.schema import Schema
@@ -200,6 +201,7 @@ class Streaming:
         parent_bytes: int,
         proved_up_to: int,
         patience: Patience = at_once,
+        changes: ClaimChanges | None = None,
     ) -> None:
         """Open a generation on a marker that was restored.
 
@@ -210,11 +212,12 @@ class Streaming:
             parent_bytes: This rank's share of what a restore of the parent reads.
             proved_up_to: Where the window of its newest proof ends.
             patience: Claims the generation, once or until it is claimed.
+            changes: In what the model differs from the marker's; None: in nothing.
         """
         self._proved_up_to = proved_up_to
         self.steps = step
         self._next_marker = parent.marker + 1
-        self._open(parent, swept, parent_bytes, patience)
+        self._open(parent, swept, parent_bytes, patience, changes)
 
     def go_on_with(self, parent: MarkerId, swept: Sequence[int]) -> None:
         """Open a generation on a marker of the one before: what the tables hold now, other kernels hold."""
@@ -222,7 +225,12 @@ class Streaming:
         self._open(parent, swept, parent_bytes=None)
 
     def _open(
-        self, parent: MarkerId | None, swept: Sequence[int], parent_bytes: int | None, patience: Patience = at_once
+        self,
+        parent: MarkerId | None,
+        swept: Sequence[int],
+        parent_bytes: int | None,
+        patience: Patience = at_once,
+        changes: ClaimChanges | None = None,
     ) -> None:
         """Claim the next generation, and start this rank's stream in it.
 
@@ -230,9 +238,9 @@ class Streaming:
             parent: The marker that it stands on.
             swept: Tables that are sent whole.
             parent_bytes: As of ``go_on_from``; None: what this process has sent.
-            patience: As of ``go_on_from``.
+            patience, changes: As of ``go_on_from``.
         """
-        claim = patience(lambda: self._team.on_rank0(lambda: self.claims.claim(parent, swept)))
+        claim = patience(lambda: self._team.on_rank0(lambda: self.claims.claim(parent, swept, changes)))
         self._enter(claim, self.steps, parent_bytes)
 
     def _enter(self, claim: Claim, parent_step: int, parent_bytes: int | None) -> None:

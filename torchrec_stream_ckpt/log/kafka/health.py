@@ -83,7 +83,7 @@ def _retention(topic: str, settings: Mapping[str, str]) -> Iterator[Finding]:
             f"{topic}: {name}",
             settings[name],
             well=settings[name] == wanted,
-            hint=alter_command(topic, f"{name}={wanted}") + " (it eats rows that markers need)",
+            hint=alter_command(topic, f"{name}={wanted}") + " (it deletes rows that markers need)",
             otherwise=Severity.BAD,
         )
 

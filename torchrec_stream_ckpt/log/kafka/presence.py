@@ -39,7 +39,7 @@ class Presence:
             if span.begin < lows[span.partition]:
                 raise CorruptionError(
                     f"the log begins at offset {lows[span.partition]}, and rows from {span.begin} on are needed: "
-                    "a retention ate them, or somebody deleted them",
+                    "retention or a user deleted them",
                     hint=DESTROYED_HINT,
                     **self._where(span),
                 )
@@ -62,7 +62,7 @@ class Presence:
                 if not _has_checksum(frames[partition], mark.chain):
                     raise StreamLostError(
                         f"offset {mark.end - 1} does not hold the frame that was acknowledged there: "
-                        "the tail was lost, and somebody else has written after that",
+                        "the tail was lost, and another program has written after it",
                         hint=LOST_HINT,
                         topic=self._data_topic,
                         partition=partition,

@@ -151,7 +151,7 @@ def not_there(topic: str, partition: int, there: tuple[int, int], asked: tuple[i
     """The error for offsets that a partition does not have."""
     return CorruptionError(
         f"the log has offsets [{there[0]}, {there[1]}), not [{asked[0]}, {asked[1]}): "
-        "a retention ate them, or the topic was deleted and made again",
+        "retention deleted them, or the topic was deleted and made again",
         hint=DESTROYED_HINT,
         topic=topic,
         partition=partition,

@@ -15,7 +15,9 @@ from torchrec_stream_ckpt.uris import KafkaUri
 log = logging.getLogger(__name__)
 
 LOST_HINT = "see the brokers' logs: a disk or machine failed, or an unclean leader was elected"
-DESTROYED_HINT = "restore from another copy of the log, or begin a new job; see that nothing else sets its retention"
+DESTROYED_HINT = (
+    "restore from another copy of the log, or begin a new job; make sure that no other program sets its retention"
+)
 SECURITY_GRACE_S = 1.5
 _SECRET_WORDS = ("password", "secret", "token", "key.pem", "jaas", "oauthbearer.config", "credentials")
 
@@ -45,8 +47,8 @@ _MEANINGS = (
     ),
     ("_RESOLVE", 2, "the broker's name does not resolve", "check HOST in the URI"),
     ("refused", 2, "connection refused", "start the broker, or correct HOST:PORT in the URI"),
-    ("UNKNOWN_TOPIC", 1, "the topic is not there", "see whether somebody deleted it; a new job takes a new name"),
-    ("_UNKNOWN_PARTITION", 1, "the topic is not there", "see whether somebody deleted it; a new job takes a new name"),
+    ("UNKNOWN_TOPIC", 1, "the topic is not there", "check whether a user deleted it; a new job takes a new name"),
+    ("_UNKNOWN_PARTITION", 1, "the topic is not there", "check whether a user deleted it; a new job takes a new name"),
     (
         "AUTHORIZATION_FAILED",
         1,

@@ -72,9 +72,7 @@ def check_options(options: dict[str, str]) -> None:
     """
     for name in options:
         if name in _RESERVED:
-            raise ConfigError(
-                f"client option '{name}' is not yours to set: exactness rests on it", hint="do not set it"
-            )
+            raise ConfigError(f"client option '{name}' cannot be set: exactness rests on it", hint="do not set it")
         if name in ("bootstrap.servers", "metadata.broker.list"):
             raise ConfigError(f"client option '{name}' stands in the URI already", hint="write kafka://BROKERS/JOB")
     for name in _FILES:

@@ -1,0 +1,327 @@
+"""Restores into a changed model that are killed, fail or are refused, and every place that one reads from."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import ranks, stores, tiered, zoo
+from tests.distributed import test_managed_collision as collision
+from tests.evolving import Origin, State, Step, expected, restored
+from tests.laps import config, one
+from tests.model import differences
+from tests.ranks import RankFailed
+from tests.zoo import MARK, Marks, Model, Place, Plan, Table
+from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig, failpoints
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.errors import StreamCkptError
+from torchrec_stream_ckpt.evolve.changes import Changes, DenseChanges
+from torchrec_stream_ckpt.log.files import FileLog
+
+pytestmark = pytest.mark.distributed
+
+OLD = one("ebc", Table("t0", 60, 8, ("a",)), Table("t1", 40, 16, ("b",)), Table("t2", 20, 8, ("c",)))
+NEW = one("ebc", Table("t0", 97, 16, ("a",)), Table("u1", 40, 16, ("b",)), Table("n", 13, 8, ("d",)))
+STEP = Step(
+    NEW,
+    (1, 1, 1),
+    {"t0": Origin("t0", OLD.parts[0].tables[0], None), "u1": Origin("u1", OLD.parts[0].tables[1], None)},
+    Changes(renamed={"part0.t1": "part0.u1"}),
+    OLD,
+)
+CHANGES = Changes(
+    added=("part0.n",),
+    dropped=("part0.t2",),
+    renamed={"part0.t1": "part0.u1"},
+    rows={"part0.t0": 97},  # type: ignore[dict-item]
+    columns={"part0.t0": 16},
+    dense=DenseChanges(
+        fresh=("heads.0_d.bias", "heads.0_d.weight"),
+        dropped=("heads.0_c.bias", "heads.0_c.weight"),
+        reshaped=("heads.0_a.weight",),
+    ),
+)
+TWO = Plan(2, 1, (Place("rw"), Place("tw", (1,)), Place("tw", (0,))))
+THREE = Plan(3, 1, (Place("tw", (2,)), Place("rw"), Place("rw")))
+EVENTS = ("train", MARK, "train", MARK)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Marks]]:
+    directory = tmp_path_factory.mktemp("trained") / "log"
+    return directory, ranks.run(2, zoo.start, OLD, TWO, config(directory), EVENTS)
+
+
+def tree(directory: Path) -> dict[str, str]:
+    files = (path for path in sorted(directory.rglob("*")) if path.is_file())
+    return {path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def check(saved: list[Marks], said: list[Any], marker: str) -> None:
+    for rank, (before, after, *_) in enumerate(said):
+        there = saved[min(rank, len(saved) - 1)][marker]
+        assert differences({**expected(STEP, before, there), "rng": there["rng"]}, after, rng=rank < len(saved)) == []
+
+
+def broken(plan: Plan, settings: StreamConfig, fuse: str, where: int, report: Path) -> str:
+    """A restore in which one rank is killed, or fails."""
+    job = zoo.build(NEW, plan)
+    with zoo.attach(job, settings, paranoid=False) as checkpointer:
+        if dist.get_rank() == where:
+            failpoints.arm(fuse, report)
+        try:
+            checkpointer.restore(changes=CHANGES)
+            zoo.play(job, checkpointer, ("train", MARK))
+        except (OSError, StreamCkptError) as error:
+            return str(error)
+        finally:
+            failpoints.arm("")
+    return ""
+
+
+BEFORE_CLAIM = ("restore.planned", "restore.frame", "restore.rows", "restore.dense")
+
+
+@pytest.mark.parametrize(
+    ("point", "action", "where"),
+    [
+        ("restore.planned", "raise", 1),
+        ("restore.frame", "raise", 1),
+        ("restore.rows", "raise", 0),
+        ("restore.dense", "raise", 0),
+        ("restore.frame", "kill", 1),
+        ("restore.dense", "kill", 0),
+        ("claim.appended", "kill", 0),
+        ("hello.submitted", "kill", 1),
+        ("sweep.sent", "kill", 0),
+        ("sweep.sent", "kill", 1),
+    ],
+)
+def test_what_breaks_off_is_made_again_with_the_same_changes(
+    trained: tuple[Path, list[Marks]], point: str, action: str, where: int, tmp_path: Path
+) -> None:
+    directory = shutil.copytree(trained[0], tmp_path / "log")
+    settings, report, before = config(directory, sweep_bytes=2**10), tmp_path / "fired", tree(directory)
+    if action == "raise":
+        assert "" not in ranks.run(2, broken, TWO, settings, f"{point}=raise", where, report)
+    else:
+        with pytest.raises(RankFailed):
+            ranks.run(2, broken, TWO, settings, f"{point}=kill", where, report, timeout_s=60)
+    assert report.read_text().split() == [point]
+    if point in BEFORE_CLAIM:
+        assert tree(directory) == before, "nothing is written before all is loaded"
+    said = ranks.run(3, restored, NEW, THREE, settings, None, CHANGES, EVENTS)
+    check(trained[1], said, "1:2")
+    newest = max(said[0][2])
+    (state, _), *_ = ranks.run(1, zoo.resume, NEW, ALONE, settings, newest, ())
+    assert differences(said[0][2][newest], state) == []
+
+
+ALONE = Plan(1, 1, (Place("tw", (0,)),) * 3)
+
+
+def test_a_refused_change_leaves_the_log_as_it_was(trained: tuple[Path, list[Marks]], tmp_path: Path) -> None:
+    directory = shutil.copytree(trained[0], tmp_path / "log")
+    before = tree(directory)
+    for wrong, said in (
+        (replace(CHANGES, added=("part0.m",)), "this model has no such table"),
+        (replace(CHANGES, columns={}), "16 columns here, 8 in the marker"),
+        (replace(CHANGES, dense=DenseChanges()), "only this model has it"),
+    ):
+        with pytest.raises(RankFailed, match=said):
+            ranks.run(2, restored_with, wrong, config(directory))
+        assert tree(directory) == before
+
+
+def restored_with(changes: Changes, settings: StreamConfig) -> None:
+    with zoo.attach(zoo.build(NEW, TWO), settings, paranoid=False) as checkpointer:
+        checkpointer.restore(changes=changes)
+
+
+# Places that a marker comes from.
+
+
+def test_head_serves_a_changed_model(trained: tuple[Path, list[Marks]], tmp_path: Path) -> None:
+    directory, head = shutil.copytree(trained[0], tmp_path / "log"), tmp_path / "head"
+    stores.fold(directory, head=head)
+    stores.lose_rows(directory)
+    stores.lose_segments(directory)
+    said = ranks.run(3, restored, NEW, THREE, config(directory, head=str(head)), None, CHANGES, ())
+    assert {each[4].source for each in said} == {"head 1:2"}
+    check(trained[1], said, "1:2")
+
+
+def test_the_store_alone_serves_a_changed_model(trained: tuple[Path, list[Marks]], tmp_path: Path) -> None:
+    directory = shutil.copytree(trained[0], tmp_path / "log")
+    stores.fold(directory)
+    stores.lose_rows(directory)
+    for marker in ("1:1", "1:2"):
+        said = ranks.run(3, restored, NEW, THREE, config(directory), marker, CHANGES, ())
+        assert {each[4].source for each in said} == {f"store {marker}"}
+        check(trained[1], said, marker)
+
+
+def test_both_tiers_serve_markers_on_either_side_of_a_change(tmp_path: Path) -> None:
+    inner, outer = tmp_path / "inner", tmp_path / "outer"
+    settings = tiered.config(inner, outer, marker_every=None)
+    begun = ranks.run(2, zoo.start, OLD, TWO, settings, EVENTS)
+    said = ranks.run(3, restored, NEW, THREE, settings, None, CHANGES, EVENTS)
+    check(begun, said, "1:2")
+    newest = max(said[0][2])
+    for lost in (False, True):
+        if lost:
+            shutil.rmtree(inner)
+        (state, _), *_ = ranks.run(1, zoo.resume, NEW, ALONE, settings, newest, ())
+        assert differences(said[0][2][newest], state) == []
+    (state, _), *_ = ranks.run(2, zoo.resume, OLD, TWO, settings, "1:1", ())
+    assert differences(begun[0]["1:1"], state) == []
+    check(begun, ranks.run(2, restored, NEW, TWO, settings, "1:1", CHANGES, ()), "1:1")
+
+
+# What is the same, and what cannot be.
+
+
+def once(model: Model, plan: Plan, settings: StreamConfig, changes: Changes | None) -> tuple[State, Any]:
+    job = zoo.build(model, plan)
+    with zoo.attach(job, settings, paranoid=False) as checkpointer:
+        found = checkpointer.restore(changes=changes)
+        assert found is not None
+        state = zoo.truth(job)
+        zoo.play(job, checkpointer, (MARK,))
+        return state, found.evolved
+
+
+def test_no_change_is_a_plain_restore(trained: tuple[Path, list[Marks]], tmp_path: Path) -> None:
+    logs = [shutil.copytree(trained[0], tmp_path / name) for name in ("plain", "changes")]
+    states = [
+        ranks.run(2, once, OLD, TWO, config(log), changes)[0]
+        for log, changes in zip(logs, (None, Changes()), strict=True)
+    ]
+    assert differences(states[0][0], states[1][0]) == []
+    assert states[1][1] is None
+    claims = [Control(FileLog(log)).refresh().claims[2] for log in logs]
+    assert [(claim.schema, claim.swept, claim.changes, claim.version) for claim in claims] == [
+        (claims[0].schema, (), None, 2)
+    ] * 2
+
+
+def test_changes_that_were_made_last_are_not_made_twice(trained: tuple[Path, list[Marks]], tmp_path: Path) -> None:
+    settings = config(shutil.copytree(trained[0], tmp_path / "log"))
+    _, report = ranks.run(2, once, NEW, TWO, settings, CHANGES)[0]
+    assert report.digest == CHANGES.digest
+    assert any("part0.n" in line for line in report.lines())
+    state, again = ranks.run(2, once, NEW, TWO, settings, CHANGES)[0]
+    assert again is None
+    claims = Control(FileLog(tmp_path / "log")).refresh().claims
+    assert claims[2].changes is not None
+    assert (claims[2].changes.digest, claims[3].changes, claims[3].swept) == (CHANGES.digest, None, ())
+    assert claims[2].swept == (0, 2, 3)
+    assert state["step"] == 2
+
+
+def test_columns_of_halves_cannot_change(tmp_path: Path) -> None:
+    tables = OLD.parts[0].tables
+    wide = (replace(tables[0], dim=16), *tables[1:])
+    where = config(tmp_path)
+    ranks.run(2, zoo.start, one("ebc", *tables, optimizer="emainplace_rowwise_adagrad"), TWO, where, EVENTS)
+    changes = Changes(columns={"part0.t0": 16}, dense=DenseChanges(reshaped=("heads.0_a.weight",)))
+    model = one("ebc", *wide, optimizer="emainplace_rowwise_adagrad")
+    with pytest.raises(RankFailed, match="keeps weights on its left"):
+        ranks.run(2, once, model, TWO, where, changes)
+
+
+def test_another_column_split_of_a_changed_table_is_refused_as_in_a_plain_restore(tmp_path: Path) -> None:
+    where, table = config(tmp_path), Table("t", 30, 32, ("a",))
+    split, whole = (Plan(2, 1, (place,)) for place in (Place("cw", (0, 1)), Place("tw", (0,))))
+    ranks.run(2, zoo.start, one("ebc", table), split, where, EVENTS)
+    changes = Changes(rows={"part0.t": 41})  # type: ignore[dict-item]
+    with pytest.raises(RankFailed, match="row-wise optimizer state has no exact value"):
+        ranks.run(2, once, one("ebc", replace(table, rows=41)), whole, where, changes)
+    state, _ = ranks.run(2, once, one("ebc", replace(table, rows=41)), split, where, changes)[0]
+    assert state["model.part0.embedding_bags.t.weight"].shape == (41, 32)
+
+
+def grown_collision(uri: str) -> str:
+    tables = list(collision.TABLES)
+    collision.TABLES[0] = (*tables[0][:1], 32, *tables[0][2:])
+    job = collision.job()
+    with collision._attach(job, uri) as checkpointer:
+        try:
+            checkpointer.restore(changes=Changes(rows={"mc._embedding_module.one": 32}))  # type: ignore[dict-item]
+        except StreamCkptError as error:
+            return str(error)
+    return ""
+
+
+def test_rows_of_managed_collision_cannot_change(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}"
+    ranks.run(2, collision._train, uri, [3], 3, {})
+    for said in ranks.run(2, grown_collision, uri):
+        assert "rows of a table with managed collision belong to raw ids by its id map" in said
+        assert "table=mc._embedding_module.one" in said
+
+
+# The dense state.
+
+
+class Counter:
+    """An object of the user."""
+
+    def __init__(self) -> None:
+        self.value = torch.zeros(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def begin_with(model: Model, plan: Plan, settings: StreamConfig) -> State:
+    job, mine = zoo.build(model, plan), Counter()
+    mine.value += 5
+    with StreamCheckpointer(
+        job.dmp, job.optimizer, config=settings, stateful={"loader": job, "gone": mine, "kept": mine}
+    ) as checkpointer:
+        zoo.play(job, checkpointer, ("train", "train", MARK))
+    return job.marks["1:1"]
+
+
+def go_on_with(model: Model, plan: Plan, settings: StreamConfig, changes: Changes) -> tuple[State, State, float, float]:
+    job, kept, new = zoo.build(model, plan), Counter(), Counter()
+    new.value += 9
+    zoo.train(job)
+    before = zoo.truth(job)
+    with StreamCheckpointer(
+        job.dmp, job.optimizer, config=settings, stateful={"loader": job, "kept": kept, "new": new}
+    ) as checkpointer:
+        assert checkpointer.restore(changes=changes) is not None
+        return before, zoo.truth(job), float(kept.value), float(new.value)
+
+
+def test_dense_entries_are_renamed_by_pattern_and_begin_anew_and_objects_come_and_go(tmp_path: Path) -> None:
+    where = config(tmp_path)
+    old = one("ebc", Table("t", 30, 8, ("f1", "f2", "f3")))
+    new = one("ebc", Table("t", 30, 8, ("f1", "g2", "g3")))
+    plan = Plan(2, 1, (Place("rw"),))
+    saved = ranks.run(2, begin_with, old, plan, where)[0]
+    changes = Changes(
+        dense=DenseChanges(
+            renamed={r"heads\.0_f([23])\.(.+)": r"heads.0_g\1.\2"}, optimizer={"heads.0_f1.weight": "fresh"}
+        ),
+        stateful_added=("new",),
+        stateful_dropped=("gone",),
+    )
+    before, after, kept, fresh = ranks.run(2, go_on_with, new, plan, where, changes)[0]
+    assert (kept, fresh) == (5.0, 9.0)
+    for name, value in after.items():
+        there = name.replace("0_g", "0_f")
+        source = before if name.startswith("dense.heads.0_f1.weight.") else saved
+        assert differences({there: source[there]}, {there: value}) == [], name

@@ -1,0 +1,201 @@
+"""``stream-ckpt evolve-plan``: what it says of a marker in another model, and each line of its page."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.builders import claim, commit
+from tests.unit.test_evolve_messages import loaded
+from torchrec_stream_ckpt import Changes, ModelSchema
+from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.errors import ChangesError, ConfigError, SchemaMismatchError
+from torchrec_stream_ckpt.format.changed import ClaimChanges
+from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.types import MarkerId, StateSpec, TableSpec
+
+PAGE = (Path(__file__).parents[2] / "docs" / "evolve.md").read_text()
+SUM = StateSpec("sum", "float32", per_row=True)
+
+
+def spec(name: str, rows: int, dim: int = 64, id_: int | None = None) -> TableSpec:
+    return TableSpec(f"sparse.ebc.t_{name}", rows, dim, "float32", "exact_rowwise_adagrad", (SUM,), id_)
+
+
+SAVED = Schema(
+    (
+        spec("item", 100, id_=1),
+        spec("shop", 1000, id_=2),
+        spec("tag", 70, id_=3),
+        spec("user", 2_000_000, id_=4),
+        spec("zip", 9, id_=5),
+    )
+)
+MOMENTS = tuple(StateSpec(name, "float32", per_row=False) for name in ("exp_avg", "exp_avg_sq"))
+HERE = ModelSchema(
+    (
+        spec("city", 5000),
+        replace(spec("shop", 900), dtype="float16"),
+        spec("tag", 50),
+        replace(spec("user", 3_000_000), optimizer="adam", states=MOMENTS),
+        spec("product", 100, 128),
+    )
+)
+"""The model that the example of the page leads to."""
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """URI of a job with the marker 1:3; the working directory holds the schema of the new model."""
+    monkeypatch.chdir(tmp_path)
+    HERE.save(tmp_path / "model.json")
+    (tmp_path / "tag_ids.csv").write_text("old,new\n" + "".join(f"{69 - new},{new}\n" for new in range(40)))
+    return write(tmp_path / "log", [claim(1, schema=SAVED, swept=tuple(range(5))), commit(1, 3)])
+
+
+def write(folder: Path, records: list[Any]) -> str:
+    folder.mkdir()
+    log = FileLog(folder)
+    log.prepare(1)
+    for record in records:
+        log.append_control(record.to_frame())
+    log.close()
+    return f"file://{folder}"
+
+
+def run(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["evolve-plan", *arguments], env={"COLUMNS": "240"})
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def example() -> str:
+    """The file of declared tables on the page."""
+    return re.findall(r"```toml\n(.*?)```", PAGE, re.S)[0]  # type: ignore[no-any-return]
+
+
+def test_every_line_of_the_page_runs(job: str, tmp_path: Path) -> None:
+    (tmp_path / "changes.toml").write_text(example())
+    lines = re.findall(r"^    stream-ckpt evolve-plan (.*)$", PAGE, re.M)
+    assert len(lines) == 3
+    compare, save, plan = (shlex.split(line.replace("URI", job)) for line in lines)
+    with pytest.raises(SchemaMismatchError):
+        run(*compare)
+    run(*save)
+    assert [table.name for table in ModelSchema.load("marker.json").tables] == [table.name for table in SAVED.tables]
+    said = run(*plan)
+    for piece in (
+        "marker 1:3, step 30",
+        "was sparse.ebc.t_item, columns 64 -> 128",
+        "40 rows moved by id map, 70 -> 50",
+    ):
+        assert piece in said
+
+
+def test_what_is_refused_prints_what_accepts_it(job: str, tmp_path: Path) -> None:
+    with pytest.raises(SchemaMismatchError) as refused:
+        run(job, "--schema", "model.json")
+    accepting = loaded(str(refused.value), tmp_path)
+    assert accepting.dropped == ("sparse.ebc.t_item", "sparse.ebc.t_zip")
+    run(job, "--schema", "model.json", "--changes", "changes.toml")
+
+
+def test_json_counts_rows_and_bytes(job: str, tmp_path: Path) -> None:
+    (tmp_path / "changes.toml").write_text(example())
+    found = json.loads(run(job, "1:3", "--schema", "model.json", "--changes", "changes.toml", "--json"))
+    assert (found["marker"], found["already"], found["dense_compared"]) == ("1:3", False, False)
+    assert found["digest"] == Changes.load(tmp_path / "changes.toml").digest
+    parts = {part["name"].rpartition("_")[2]: part for part in found["parts"]}
+    user = parts["user"]
+    assert user["rows"] == {"kept": 2_000_000, "fresh": 1_000_000, "dropped": 0}
+    assert user["num_bytes"]["kept"] == 2_000_000 * 64 * 4
+    assert user["labels"] == {"weights": "exact", "exp_avg": "fresh", "exp_avg_sq": "fresh"}
+    assert parts["tag"]["rows"] == {"kept": 40, "fresh": 10, "dropped": 30}
+    assert parts["shop"]["labels"] == {"weights": "by rule", "sum": "exact"}
+    assert parts["zip"]["labels"] == {"weights": "dropped"}
+    assert (parts["product"]["saved_name"], parts["city"]["saved_name"]) == ("sparse.ebc.t_item", None)
+    assert {name: part["sent_whole"] for name, part in parts.items()} == {
+        **dict.fromkeys(("user", "tag", "shop", "product", "city"), True),
+        "zip": False,
+    }
+    size = sum(
+        table.rows
+        * (table.dim * DTYPE_BYTES[table.dtype] + sum(4 if s.per_row else 4 * table.dim for s in table.states))
+        for table in HERE.tables
+    )
+    assert sum(sum(part["num_bytes"][key] for key in ("kept", "fresh")) for part in parts.values()) == size
+
+
+def test_a_marker_of_the_same_model_goes_on(job: str) -> None:
+    run(job, "--save", "marker.json")
+    said = run(job, "--schema", "marker.json")
+    assert said.count("as it was") == 5
+    assert "sends 0 B whole" in said
+
+
+def test_a_marker_that_has_the_changes_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    changes = Changes(added=("sparse.ebc.t_city",))
+    (tmp_path / "changes.toml").write_text(changes.to_toml())
+    grown = Schema((*SAVED.tables, replace(spec("city", 5), id=9)))
+    ModelSchema(grown.tables).save("model.json")
+    uri = write(
+        tmp_path / "log",
+        [
+            claim(1, schema=SAVED, swept=tuple(range(5))),
+            commit(1, 3),
+            claim(
+                2,
+                schema=grown,
+                parent=MarkerId(1, 3),
+                swept=(5,),
+                changes=ClaimChanges.of(changes.canonical()),
+                version=3,
+            ),
+            commit(2, 4),
+        ],
+    )
+    said = run(uri, "--schema", "model.json", "--changes", "changes.toml")
+    assert "marker 2:4, step 40, which has the declared changes already" in said
+    before = json.loads(run(uri, "1:3", "--schema", "model.json", "--changes", "changes.toml", "--json"))
+    assert before["already"] is False
+    assert [part["name"] for part in before["parts"] if part["sent_whole"]] == ["sparse.ebc.t_city"]
+
+
+def test_mistakes_end_with_what_to_try(job: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no model to compare"):
+        run(job)
+    with pytest.raises(ConfigError, match="the schema cannot be read"):
+        run(job, "--schema", "nowhere.json")
+    (tmp_path / "changes.toml").write_text('added = ["sparse.ebc.t_cite"]')
+    with pytest.raises(ChangesError, match=r"near: 'sparse\.ebc\.t_city'") as refused:
+        run(job, "--schema", "model.json", "--changes", "changes.toml")
+    assert refused.value.hint
+
+
+def test_the_dense_part_of_the_page_parses(tmp_path: Path) -> None:
+    (tmp_path / "changes.toml").write_text(re.findall(r"```toml\n(.*?)```", PAGE, re.S)[1])
+    dense = Changes.load(tmp_path / "changes.toml").dense
+    assert dense.renamed == {r"over\.(\d+)\.(.+)": r"over.layers.\1.\2"}
+    assert dense.optimizer == {"optimizer0": "SGD", "over.layers.1.bias": "fresh"}
+
+
+def test_the_refusal_on_the_page_is_what_is_printed(tmp_path: Path) -> None:
+    (shown,) = re.findall(r"```text\nError: (.*?)```", PAGE, re.S)
+    saved = Schema((spec("user", 2_000_000, id_=4),))
+    uri = write(tmp_path / "log", [claim(1, schema=saved, swept=(0,)), commit(1, 1)])
+    ModelSchema((spec("city", 5000), spec("user", 3_000_000))).save(tmp_path / "model.json")
+    with pytest.raises(SchemaMismatchError) as refused:
+        run(uri, "--schema", str(tmp_path / "model.json"))
+    assert refused.value.headline == shown.rstrip("\n")

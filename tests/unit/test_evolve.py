@@ -1,0 +1,270 @@
+"""What becomes of a marker's tables in a model that differs: by what was declared, and by nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from torchrec_stream_ckpt.errors import ChangesError, SchemaMismatchError
+from torchrec_stream_ckpt.evolve.changes import Changes, RowChange
+from torchrec_stream_ckpt.evolve.outcome import Evolution
+from torchrec_stream_ckpt.evolve.resolve import resolve
+from torchrec_stream_ckpt.evolve.row_maps import IdMap, RowMap
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.types import TOMBSTONE, StateSpec, TableSpec
+
+SUM = StateSpec("sum", "float32", per_row=True)
+MOMENTS = tuple(StateSpec(name, "float32", per_row=False) for name in ("exp_avg", "exp_avg_sq"))
+
+
+def spec(name: str, rows: int = 10, dim: int = 4, id_: int | None = None) -> TableSpec:
+    return TableSpec(name, rows, dim, "float32", "exact_rowwise_adagrad", (SUM,), id_)
+
+
+def adam(table: TableSpec, optimizer: str = "adam") -> TableSpec:
+    return replace(table, optimizer=optimizer, states=MOMENTS)
+
+
+A, B, C = (spec(name, id_=number) for number, name in enumerate("abc", 11))
+SAVED = Schema((A, B, C))
+
+
+def here(*tables: TableSpec) -> Schema:
+    """A model's own schema knows no ids."""
+    return Schema(tuple(replace(table, id=None) for table in sorted(tables, key=lambda each: each.name)))
+
+
+def ids(evolution: Evolution) -> list[int | None]:
+    return [table.id for table in evolution.schema.tables]
+
+
+def test_an_unchanged_model_changes_nothing() -> None:
+    evolution = resolve(SAVED, here(A, B, C))
+    assert evolution.is_plain
+    assert evolution.schema.is_same(SAVED)
+    assert evolution.swept == ()
+    assert [(each.label, each.goes_on, each.rows_fresh) for each in evolution.tables] == [("exact", True, 0)] * 3
+
+
+def test_an_added_table_comes_last_and_is_sent_whole() -> None:
+    early = spec("aa")
+    evolution = resolve(SAVED, here(A, B, C, early), Changes(added=("aa",)))
+    assert [table.name for table in evolution.schema.tables] == ["a", "b", "c", "aa"]
+    assert ids(evolution) == [11, 12, 13, None]
+    assert evolution.swept == (3,)
+    assert not evolution.is_plain
+    added = evolution.of(3)
+    assert (added.source, added.weights_label, added.state_labels, added.rows_fresh) == (None, "fresh", ("fresh",), 10)
+    assert (added.bytes_kept, added.bytes_fresh, added.bytes_dropped) == (0, 10 * (16 + 4), 0)
+
+
+def test_a_dropped_table_leaves_a_tombstone_and_the_others_go_on() -> None:
+    evolution = resolve(SAVED, here(A, C), Changes(dropped=("b",)))
+    assert evolution.schema.tables == (A, TOMBSTONE, C)
+    assert evolution.swept == (1,)
+    gone = evolution.tables[-1]
+    assert (gone.is_dropped, gone.name, gone.index, gone.rows_dropped, gone.label) == (True, "b", 1, 10, "dropped")
+    assert gone.bytes_dropped == 10 * (16 + 4)
+
+
+def test_a_tombstone_of_before_stays_and_is_not_swept_again() -> None:
+    evolution = resolve(Schema((A, TOMBSTONE, C)), here(A, C, spec("b")), Changes(added=("b",)))
+    assert [table.name for table in evolution.schema.tables] == ["a", "", "c", "b"]
+    assert evolution.swept == (3,)
+    assert resolve(evolution.schema, here(A, B, C)).is_plain
+
+
+def test_a_renamed_table_goes_on_at_its_place() -> None:
+    evolution = resolve(SAVED, here(A, replace(B, name="z"), C), Changes(renamed={"b": "z"}))
+    assert [table.name for table in evolution.schema.tables] == ["a", "z", "c"]
+    assert ids(evolution) == [11, 12, 13]
+    assert evolution.swept == ()
+    assert not evolution.is_plain
+    assert (evolution.of(1).saved_name, evolution.of(1).goes_on, evolution.of(1).label) == ("b", True, "exact")
+
+
+def test_two_tables_swap_their_names() -> None:
+    evolution = resolve(SAVED, here(A, B, C), Changes(renamed={"a": "b", "b": "a"}))
+    assert [table.name for table in evolution.schema.tables] == ["b", "a", "c"]
+    assert ids(evolution) == [11, 12, 13]
+
+
+def test_a_table_may_begin_anew_under_its_name() -> None:
+    evolution = resolve(SAVED, here(A, B, C), Changes(dropped=("b",), added=("b",)))
+    assert [table.name for table in evolution.schema.tables] == ["a", "", "c", "b"]
+    assert evolution.swept == (1, 3)
+
+
+def test_a_grown_table_keeps_its_rows_and_begins_a_new_row_space() -> None:
+    evolution = resolve(SAVED, here(A, replace(B, rows=15), C), Changes(rows={"b": 15}))
+    grown = evolution.of(1)
+    assert ids(evolution) == [11, None, 13]
+    assert evolution.swept == (1,)
+    assert (grown.rows_kept.count, grown.rows_kept.is_identity, grown.rows_fresh, grown.rows_dropped) == (
+        10,
+        True,
+        5,
+        0,
+    )
+    assert (grown.label, grown.goes_on, grown.states) == ("exact", False, ((0, 0),))
+    assert (grown.bytes_kept, grown.bytes_fresh) == (10 * 20, 5 * 20)
+
+
+def test_a_shrunk_table_wants_leave_for_the_rows_that_go() -> None:
+    smaller = here(A, replace(B, rows=7), C)
+    with pytest.raises(ChangesError, match="rows: 'b': 3 rows would go, which may be trained"):
+        resolve(SAVED, smaller, Changes(rows={"b": 7}))
+    asked = []
+
+    def trained(source: int, kept: RowMap) -> int:
+        asked.append((source, kept.count))
+        return 2
+
+    with pytest.raises(ChangesError, match="3 rows would go, 2 of them trained; declare allow_dropped_rows"):
+        resolve(SAVED, smaller, Changes(rows={"b": 7}), trained_rows=trained)
+    assert asked == [(1, 7)]
+    assert resolve(SAVED, smaller, Changes(rows={"b": 7}), trained_rows=lambda *_: 0).of(1).rows_dropped == 3
+    allowed = Changes(rows={"b": RowChange(7, allow_dropped_rows=True)})
+    assert resolve(SAVED, smaller, allowed).of(1).rows_dropped == 3
+
+
+def test_an_id_map_moves_rows_and_says_which() -> None:
+    change = RowChange(10, IdMap([3, 1, 7], [0, 9, 2]), allow_dropped_rows=True)
+    moved = resolve(SAVED, here(A, B, C), Changes(rows={"b": change})).of(1)
+    assert not moved.goes_on
+    assert [each.tolist() for each in moved.rows_kept.pairs] == [[1, 3, 7], [9, 0, 2]]
+    assert (moved.rows_fresh, moved.rows_dropped) == (7, 7)
+
+
+def test_a_map_of_all_rows_to_other_ids_is_sent_whole() -> None:
+    turned = IdMap(np.arange(10), np.arange(10)[::-1])
+    evolution = resolve(SAVED, here(A, B, C), Changes(rows={"b": RowChange(10, turned)}))
+    assert (evolution.of(1).goes_on, evolution.swept, evolution.of(1).rows_fresh) == (False, (1,), 0)
+    assert ids(evolution) == [11, None, 13]
+
+
+def test_an_id_map_of_each_id_to_itself_moves_nothing() -> None:
+    same = IdMap(np.arange(10)[::-1], np.arange(10)[::-1])
+    evolution = resolve(SAVED, here(A, B, C), Changes(rows={"b": RowChange(10, same)}))
+    assert evolution.of(1).goes_on
+    assert evolution.schema.is_same(SAVED)
+
+
+def test_a_wider_table_keeps_its_columns_and_its_rowwise_state_by_rule() -> None:
+    wider = resolve(SAVED, here(A, replace(B, dim=8), C), Changes(columns={"b": 8})).of(1)
+    assert (wider.cols_kept, wider.weights_label, wider.state_labels, wider.label) == (
+        4,
+        "exact",
+        ("by rule",),
+        "by rule",
+    )
+    assert (wider.bytes_kept, wider.bytes_fresh, wider.bytes_dropped) == (10 * 20, 10 * 16, 0)
+
+
+def test_a_state_a_weight_of_a_narrower_table_is_exact() -> None:
+    narrow = here(A, adam(replace(B, dim=2)), C)
+    narrower = resolve(Schema((A, adam(B), C)), narrow, Changes(columns={"b": 2})).of(1)
+    assert (narrower.cols_kept, narrower.state_labels, narrower.label) == (2, ("exact", "exact"), "exact")
+    assert (narrower.bytes_kept, narrower.bytes_dropped) == (10 * 24, 10 * 24)
+
+
+def test_another_optimizer_keeps_states_of_the_same_name_and_shape() -> None:
+    lamb = resolve(Schema((adam(A),)), here(adam(A, "lamb")), Changes(optimizer={"a": "lamb"})).of(0)
+    assert (lamb.states, lamb.state_labels, lamb.keeps_iteration) == (((0, 0), (1, 1)), ("by rule", "by rule"), False)
+    fresh = resolve(Schema((A,)), here(adam(A)), Changes(optimizer={"a": "adam"})).of(0)
+    assert (fresh.states, fresh.weights_label, fresh.label) == (((0, None), (1, None)), "exact", "fresh")
+    assert (fresh.bytes_kept, fresh.bytes_fresh, fresh.bytes_dropped) == (10 * 16, 10 * 32, 10 * 4)
+
+
+def test_another_dtype_casts_by_rule() -> None:
+    half = resolve(SAVED, here(A, replace(B, dtype="float16"), C), Changes(dtype={"b": "float16"})).of(1)
+    assert (half.weights_label, half.state_labels, half.goes_on) == ("by rule", ("exact",), False)
+
+
+def test_a_table_may_change_in_all_ways_at_once() -> None:
+    new = adam(TableSpec("z", 12, 8, "float16", "", ()), "adam")
+    changes = Changes(
+        renamed={"b": "z"}, rows={"z": 12}, columns={"z": 8}, dtype={"z": "float16"}, optimizer={"z": "adam"}
+    )
+    outcome = resolve(SAVED, here(A, new, C), changes).of(1)
+    assert (outcome.saved_name, outcome.rows_kept.count, outcome.cols_kept, outcome.label) == ("b", 10, 4, "fresh")
+
+
+def test_what_was_not_declared_is_refused_all_at_once() -> None:
+    model = here(spec("new"), adam(B), replace(C, dim=8, rows=5))
+    with pytest.raises(SchemaMismatchError) as refused:
+        resolve(SAVED, model)
+    said = str(refused.value)
+    assert "table 'new': only this model has it (10 x 4 float32, exact_rowwise_adagrad)" in said
+    assert "table 'a': only the marker has it" in said
+    assert "table 'b': trained by adam here, exact_rowwise_adagrad in the marker" in said
+    assert "table 'c': 8 columns here, 4 in the marker" in said
+    assert "table 'c': 5 rows here, 10 in the marker; 5 rows would go, which may be trained" in said
+    assert "# 5 differences" in said
+
+
+def test_wrong_declarations_are_named_all_at_once() -> None:
+    wrong = Changes(
+        added=("a", "nowhere"),
+        dropped=("bb", "c"),
+        renamed={"c": "d", "a": "a"},
+        rows={"b": 11},
+        columns={"b": 4, "bb": 3},
+        optimizer={"b": "adam"},
+    )
+    with pytest.raises(ChangesError) as refused:
+        resolve(SAVED, here(A, B, C), wrong)
+    said = str(refused.value)
+    for part in (
+        "'a' is both added and a new name",
+        "added: 'nowhere': this model has no such table",
+        "dropped: 'bb': the marker has no such table (near: 'b')",
+        "'c' is both dropped and renamed",
+        "renamed: 'd': this model has no such table",
+        "renamed: 'a' has the same name",
+        "rows: 'b': 11 rows are declared, this model has 10",
+        "columns: 'b': it has 4 here and in the marker",
+        "columns: 'bb': this model has no such table (near: 'b')",
+        "optimizer: 'b': it has 'exact_rowwise_adagrad' here and in the marker",
+    ):
+        assert part in said, part
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (Changes(added=("a",)), "'a' is a table of the marker; to begin it anew, declare it dropped as well"),
+        (Changes(renamed={"a": "b"}), "'b' is another table of the marker; declare that one dropped or renamed"),
+        (Changes(renamed={"a": "b", "c": "b"}, dropped=("b",)), "more than one table becomes 'b'"),
+        (Changes(dropped=("b",), added=("b",), rows={"b": 10}), "rows: 'b' is an added table"),
+        (Changes(rows={"b": RowChange(10)}), "marker and model have 10 rows, and no ids are declared"),
+        (Changes(rows={"b": RowChange(10, IdMap([3, 12], [1, 2]))}), "1 old ids are beyond the 10 rows of the marker"),
+        (Changes(rows={"b": RowChange(10, IdMap([3, 4], [1, 10]))}), "1 new ids are beyond the 10 rows of this model"),
+        (Changes(rows={"b": RowChange(10, IdMap([3], [1]))}), "9 rows would go"),
+        (Changes(columns={"b": 5}), "columns: 'b': it has 4 here and in the marker"),
+        (Changes(dtype={"b": "float16"}), "dtype: 'b': it has 'float32' here and in the marker"),
+    ],
+)
+def test_a_contradiction_is_refused(changes: Changes, said: str) -> None:
+    with pytest.raises(ChangesError, match="the declared changes are wrong") as refused:
+        resolve(SAVED, here(A, B, C), changes)
+    assert said in refused.value.message
+
+
+def test_going_back_is_the_other_change() -> None:
+    there = resolve(SAVED, here(A, replace(B, name="z"), C, spec("d")), Changes(added=("d",), renamed={"b": "z"}))
+    back = resolve(there.schema, here(A, B, C), Changes(dropped=("d",), renamed={"z": "b"}))
+    assert [table.name for table in back.schema.tables] == ["a", "b", "c", ""]
+    assert back.schema.tables[:3] == SAVED.tables
+    assert back.swept == (3,)
+
+
+def test_other_states_of_the_same_optimizer_are_declared_as_the_optimizer() -> None:
+    counted = replace(B, states=(SUM, StateSpec("row_counter", "float32", per_row=True)))
+    with pytest.raises(SchemaMismatchError, match=r"'b': exact_rowwise_adagrad keeps sum \(float32 a row\), row"):
+        resolve(SAVED, here(A, counted, C))
+    outcome = resolve(SAVED, here(A, counted, C), Changes(optimizer={"b": "exact_rowwise_adagrad"})).of(1)
+    assert (outcome.states, outcome.state_labels) == (((0, 0), (1, None)), ("exact", "fresh"))
+    assert not outcome.goes_on

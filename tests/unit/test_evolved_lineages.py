@@ -1,0 +1,324 @@
+"""Along lineages whose tables change, every reader finds of every marker just what numpy says it holds."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests import stores
+from tests.builders import JOB
+from tests.evolved import EvolvingJob, TableTruth, random_job, random_schema, random_table
+from tests.unit.test_fold import lineage_of
+from torchrec_stream_ckpt import follow
+from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.errors import SchemaMismatchError
+from torchrec_stream_ckpt.follower.updates import UpdateKind
+from torchrec_stream_ckpt.format.proof import POSITIONS
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.interchange.dcp_fill import Region, fill
+from torchrec_stream_ckpt.interchange.rows import TableReader, open_rows
+from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.materialize.compactor import Policy
+from torchrec_stream_ckpt.materialize.gc import GcRules, collect
+from torchrec_stream_ckpt.materialize.head import HeadWriter
+from torchrec_stream_ckpt.materialize.materializer import Materializer
+from torchrec_stream_ckpt.materialize.retention import Retention
+from torchrec_stream_ckpt.restore.verdicts import Verifier
+from torchrec_stream_ckpt.restore.verify import verify_marker
+from torchrec_stream_ckpt.route import job as route_job
+from torchrec_stream_ckpt.route.locate import locate
+from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.store.head import Head
+from torchrec_stream_ckpt.types import TOMBSTONE, MarkerId, TableShard
+
+
+def check(job: EvolvingJob, marker: MarkerId, objects: Objects | None, scratch: Path) -> None:
+    """All tables of a marker, bit for bit."""
+    with open_rows(job.log, lineage_of(job), marker, objects, scratch) as rows:
+        assert rows.schema.is_same(job.schemas[marker.generation])
+        assert [index for index, _ in rows.schema.live] == sorted(job.truth[marker])
+        for index, truth in job.truth[marker].items():
+            reader = TableReader(rows, index)
+            window = reader.read(0, reader.spec.rows)
+            assert reader.spec == truth.spec
+            assert not reader.slices or list(reader.slices) == truth.slices
+            assert [each.tobytes() for each in (window.weights, *window.states)] == truth.bits()
+            some = reader.pick(np.arange(0, reader.spec.rows, 3))
+            assert some.weights.tobytes() == window.weights[::3].tobytes()
+            for picked, state, spec in zip(some.states, window.states, reader.spec.states, strict=True):
+                assert picked.tobytes() == (state[:, ::3] if spec.per_row else state[::3]).tobytes()
+
+
+def check_filled(job: EvolvingJob, marker: MarkerId) -> None:
+    """Weights of all tables of a marker, as a load through DCP fills tensors from the log."""
+    with contextlib.closing(route_job.Job.open(f"file://{job.root}")) as opened:
+        route = locate(lineage_of(job), marker).complete(opened.log)
+        regions = {}
+        for index, spec in route.schema.live:
+            regions[index] = Region(TableShard(index, 0, spec.rows, 0, spec.dim))
+            regions[index].add(None, torch.zeros(spec.rows, spec.dim, dtype=getattr(torch, spec.dtype)))
+        fill(route, opened, regions.values())
+    for index, truth in job.truth[marker].items():
+        (weights,) = regions[index].wanted[None]
+        assert weights.view(torch.uint8).numpy().tobytes() == truth.bits()[0]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_marker_is_there_from_the_log(tmp_path: Path, seed: int) -> None:
+    job = random_job(tmp_path / "log", seed)
+    for marker in job.truth:
+        check(job, marker, None, tmp_path)
+        check_filled(job, marker)
+
+
+POLICIES = {
+    "intervals": Policy(rebase=0),
+    "bases": Policy(rebase=1e-9),
+    "some bases": Policy(rebase=0.7),
+    "spans": Policy(rebase=0, compact="span2"),
+}
+
+
+def store_of(job: EvolvingJob) -> Objects:
+    return open_store(str(job.root.parent / "store"))
+
+
+def materialize(job: EvolvingJob, policy: Policy, head: Path | None = None) -> Objects:
+    """Everything that is committed goes into the store, and into a HEAD if there is a folder for one."""
+    objects = store_of(job)
+    with ThreadPoolExecutor(2) as pool:
+        warm = HeadWriter(head, objects, pool, wait_s=0.05) if head is not None else None
+        dense = open_dense(str(job.root))
+        list(
+            Materializer(FileLog(job.root), objects, lambda _: dense, pool, policy, head=warm).catch_up(lineage_of(job))
+        )
+    return objects
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("seed", range(6))
+def test_every_marker_is_there_from_the_store(tmp_path: Path, seed: int, policy: Policy) -> None:
+    job = random_job(tmp_path / "log", seed)
+    objects = materialize(job, policy)
+    stores.lose_rows(job.root)
+    for marker in job.truth:
+        check(job, marker, objects, tmp_path)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_marker_is_verified_and_proved(tmp_path: Path, seed: int, stored: bool) -> None:
+    job = random_job(tmp_path / "log", seed)
+    lineage, dense = lineage_of(job), open_dense(str(job.root))
+    objects = materialize(job, Policy(rebase=0.7, compact="span2")) if stored else None
+    if stored:
+        stores.lose_rows(job.root)
+    verifier = Verifier(job.log, lineage, objects=objects)
+    commits = list(lineage.commits.values())
+    verifier.read(commits)
+    for commit in commits:
+        found = verify_marker(job.log, lineage, dense, commit.id, objects=objects)
+        verdict = verifier.verdict(commit, dense)
+        assert verdict.damage == ()
+        assert verdict.verified is not None
+        for each in (found, verdict.verified):
+            assert each.unproved is None
+            assert each.proved == 1.0 or job.width < POSITIONS
+            assert each.proved > 0 or job.width == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_head_is_the_marker_and_begins_anew_at_a_change(tmp_path: Path, seed: int) -> None:
+    job = EvolvingJob(tmp_path / "log", seed=seed, schema=random_schema(np.random.default_rng(seed)))
+    job.first(job.schema)
+    for _ in range(3):
+        for _ in range(2):
+            (marker,) = job.markers(1)
+            materialize(job, POLICIES["some bases"], tmp_path / "head")
+            head = Head.open(tmp_path / "head", JOB, wait_s=0.05)
+            assert head is not None
+            with contextlib.closing(head):
+                assert head.state.marker == marker
+                check_head(job, marker, head)
+        job.change(marker)
+
+
+def check_head(job: EvolvingJob, marker: MarkerId, head: Head) -> None:
+    seen = set()
+    for each in head.state.slices:
+        arrays, truth = head.arrays(each, job.schemas[marker.generation]), job.truth[marker][each.table]
+        arrays.check(0, arrays.layout.blocks)
+        position, columns = truth.slices.index((each.col0, each.cols)), slice(each.col0, each.col0 + each.cols)
+        for found, whole in zip(arrays.arrays, truth.arrays, strict=True):
+            mine = whole[position] if found.ndim == 1 else whole[:, columns]
+            assert found.tobytes() == np.ascontiguousarray(mine).tobytes()
+        seen.add(each.table)
+    assert seen == job.truth[marker].keys()
+
+
+@pytest.mark.parametrize("newest", [1, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_gc_and_trim_leave_is_whole(tmp_path: Path, seed: int, newest: int) -> None:
+    job = random_job(tmp_path / "log", seed)
+    objects = materialize(job, POLICIES["some bases"])
+    rules = GcRules(retention=Retention(newest=newest), grace_s=0.0, compact=True)
+    for now_s in (1e6, 2e6):
+        with ThreadPoolExecutor(2) as pool:
+            collect(objects, lineage_of(job), JOB, rules, pool, lambda now_s=now_s: {"a host": now_s})
+    done = CliRunner().invoke(app, ["trim", f"file://{job.root}", "--store", str(tmp_path / "store")])
+    assert done.exit_code == 0, done.output
+    stores.lose_rows(job.root)
+    catalog = Catalog.load(objects, JOB)
+    left = catalog.markers - catalog.dropped
+    assert newest <= len(left) < len(job.truth)
+    for marker in left:
+        check(job, marker, objects, tmp_path)
+
+
+def test_a_scrub_of_a_job_that_changed_finds_nothing_and_mends_either_side_of_a_change(tmp_path: Path) -> None:
+    job = random_job(tmp_path / "log", 1)
+    objects = materialize(job, POLICIES["bases"])
+    scrub = ["scrub", f"file://{job.root}", "--store", str(tmp_path / "store")]
+    done = CliRunner().invoke(app, scrub)
+    assert done.exit_code == 0, done.output
+    newest = max(job.truth)
+    for marker in (MarkerId(1, 3), newest):  # of the old side, of the new side
+        flip(objects, tmp_path / "store", marker)
+    assert CliRunner().invoke(app, scrub).exit_code == 1
+    done = CliRunner().invoke(app, [*scrub, "--repair"])
+    assert done.exit_code == 0, done.output
+    stores.lose_rows(job.root)
+    for marker in job.truth:
+        check(job, marker, objects, tmp_path)
+
+
+def flip(objects: Objects, store: Path, marker: MarkerId) -> str:
+    """One bit of the rows of the base of a marker, or of its interval."""
+    catalog = Catalog.load(objects, JOB)
+    refs = catalog.fold(None, marker).segments if (None, marker) in catalog.folds else ()
+    ref = refs[0] if refs else catalog.manifest(marker).segments[0][0]
+    path = store / ref.name
+    data = bytearray(path.read_bytes())
+    data[ref.front_bytes + 70] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(data)
+    return ref.name
+
+
+@pytest.mark.parametrize("side", ["old", "new"])
+def test_a_base_that_is_damaged_on_either_side_of_a_change_is_read_around(tmp_path: Path, side: str) -> None:
+    job = random_job(tmp_path / "log", 2)
+    objects = materialize(job, POLICIES["bases"])
+    flip(objects, tmp_path / "store", MarkerId(1, 3) if side == "old" else max(job.truth))
+    for marker in job.truth:
+        check(job, marker, objects, tmp_path)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_follower_passes_to_the_new_tables_at_their_first_marker(tmp_path: Path, seed: int, stored: bool) -> None:
+    job = EvolvingJob(tmp_path / "log", seed=seed, schema=random_schema(np.random.default_rng(seed)))
+    job.first(job.schema)
+    store = str(tmp_path / "store") if stored else None
+    with follow(f"file://{job.root}", store=store, states=True, scratch=tmp_path) as follower:
+        held: dict[str, TableTruth] = {}
+        for number in range(10):
+            job.touch()
+            marker = job.commit().id
+            if stored:
+                materialize(job, POLICIES["some bases"])
+            for update in follower.updates(0):
+                if update.kind is UpdateKind.LOAD:
+                    held = {}
+                for truth in job.truth[update.marker].values():
+                    name, parts = truth.spec.name, len(truth.slices)
+                    if name not in held or held[name].slices != truth.slices:  # other slices: it was sent whole
+                        held[name] = TableTruth.of(truth.spec, parts)
+                assert {table.name: table for _, table in update.schema.live} == {
+                    name: each.spec for name, each in held.items()
+                }
+                for each in update.changes():
+                    held[each.table.name].put(each.col0, each.ids, (each.weights, *each.states))
+                assert (update.kind is UpdateKind.LOAD) == (number == 0 or "the model has changed" in update.why)
+            assert follower.marker == marker
+            assert {name: each.bits() for name, each in held.items()} == {
+                truth.spec.name: truth.bits() for truth in job.truth[marker].values()
+            }
+            if number % 3 == 2:
+                (job.go_on if number == 5 else job.change)(marker)
+
+
+def test_a_follower_stops_at_a_change_if_it_was_told_to(tmp_path: Path) -> None:
+    job = EvolvingJob(tmp_path / "log", schema=random_schema(np.random.default_rng(3)))
+    job.first(job.schema)
+    (marker,) = job.markers(1)
+    with follow(f"file://{job.root}", at_change="stop", scratch=tmp_path) as follower:
+        assert [update.kind for update in follower.updates(0)] == [UpdateKind.LOAD]
+        job.go_on(marker)
+        job.markers(1)
+        assert [update.kind for update in follower.updates(0)] == [UpdateKind.MARKER]
+        tables = job.schema.tables
+        schema = Schema((TOMBSTONE, *tables[1:])).renewed(job.schema, JOB, 3)
+        job.evolve(MarkerId(2, 1), schema, (0,))
+        job.markers(1)
+        with pytest.raises(SchemaMismatchError, match=f"after marker 2:1: {tables[0].name}: dropped") as told:
+            list(follower.updates(0))
+        assert told.value.where["marker"] == MarkerId(3, 1)
+        assert follower.marker == MarkerId(2, 1)
+
+
+def test_what_changed_is_told_by_list_show_diff_and_the_report(tmp_path: Path) -> None:
+    job = EvolvingJob(tmp_path / "log")
+    one, two, three = (random_table(np.random.default_rng(each), f"m.t_{each}") for each in (1, 2, 3))
+    first = Schema((one, two)).named(None, JOB, 1)
+    job.first(first)
+    (parent,) = job.markers(1)
+    tables = (replace(first.tables[0], rows=one.rows + 5, id=None), replace(first.tables[1], name="m.t_new"), three)
+    job.evolve(parent, Schema(tables).renewed(first, JOB, 2), (0, 2))
+    job.markers(1)
+    words = [f"m.t_1: rows {one.rows} -> {one.rows + 5}", "m.t_2: renamed m.t_new", "m.t_3: added"]
+    uri = f"file://{job.root}"
+    run = CliRunner()
+    assert f"the model changed: {'; '.join(words)}" in " ".join(
+        run.invoke(app, ["list", uri, "--tree"]).stdout.replace("│", "").split()
+    )
+    said = " ".join(run.invoke(app, ["show", uri, "2:1"]).stdout.split())
+    assert f"generation 2 changed the model of 1:1: {'; '.join(words)}" in said
+    (shown,) = json.loads(run.invoke(app, ["show", uri, "2:1", "--json"]).stdout)["changes"]
+    assert (shown["generation"], shown["parent"], shown["tables"]) == (2, "1:1", words)
+    assert shown["digest"] == hashlib.sha256(shown["declared"].encode()).hexdigest()
+    found = json.loads(run.invoke(app, ["diff", uri, "1:1", "2:1", "--json", "--scratch", str(tmp_path)]).stdout)
+    assert {each["table"]: each["note"] for each in found["tables"]} == {
+        "m.t_1": f"another table: rows {one.rows} -> {one.rows + 5}",
+        "m.t_new": "m.t_2 was renamed",
+        "m.t_3": "only the second marker has it",
+    }
+    page = tmp_path / "report.html"
+    assert run.invoke(app, ["report", uri, "--out", str(page)]).exit_code == 0
+    assert "m.t_2: renamed m.t_new" in page.read_text()
+
+
+def test_a_plan_for_a_job_that_dropped_a_table_counts_those_that_it_has(tmp_path: Path) -> None:
+    job = EvolvingJob(tmp_path / "log", schema=random_schema(np.random.default_rng(3)))
+    job.first(job.schema)
+    (parent,) = job.markers(1)
+    schema = Schema((TOMBSTONE, *job.schema.tables[1:])).renewed(job.schema, JOB, 2)
+    job.evolve(parent, schema, (0,))
+    for number in range(2):
+        job.touch()
+        job.commit(time_s=1e9 + 60.0 * number)
+    done = CliRunner().invoke(app, ["plan", f"file://{job.root}", "--json"])
+    assert done.exit_code == 0, done.output
+    planned = json.loads(done.stdout)["workload"]["tables"]
+    assert [(each["name"], each["rows"]) for each in planned] == [(table.name, table.rows) for _, table in schema.live]

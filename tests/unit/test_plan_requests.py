@@ -1,0 +1,96 @@
+"""A plan asks a store for what it needs side by side, and for each object once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.jobs_on_paper import PaperJob, tables
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.materialize.compactor import Compact, Policy
+from torchrec_stream_ckpt.materialize.materializer import Materializer
+from torchrec_stream_ckpt.route.locate import load_catalog, locate
+from torchrec_stream_ckpt.route.route import Route
+from torchrec_stream_ckpt.store.api import Entry
+from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.store.folder import FolderObjects
+from torchrec_stream_ckpt.types import MarkerId
+
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
+MARKERS = 80
+DELAY_S = 0.02
+
+
+class Far(FolderObjects):
+    """Answers late, and knows how many requests it had to answer, and how many at once."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.requests: Counter[str] = Counter()
+        self.most = self._now = 0
+        self._lock = threading.Lock()
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        with self._lock:
+            self.requests[name] += 1
+            self._now += 1
+            self.most = max(self.most, self._now)
+        time.sleep(DELAY_S)
+        with self._lock:
+            self._now -= 1
+        return super().read(name, begin, end)
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        self.requests["a list"] += 1
+        return super().list(prefix)
+
+
+def folded(root: Path, policy: Policy) -> Lineage:
+    job = PaperJob(root / "log", tables("t", rows=20, dim=4))
+    job.run(MARKERS)
+    lineage, objects = Control(job.log).refresh(), FolderObjects(root / "store")
+    with ThreadPoolExecutor(2) as pool:
+        materializer = Materializer(job.log, objects, lambda _: open_dense(str(root)), pool, policy)
+        assert len(list(materializer.catch_up(lineage))) == MARKERS
+    return lineage
+
+
+def planned(objects: Far, lineage: Lineage) -> Route:
+    catalog = load_catalog(objects, lineage)
+    assert catalog is not None
+    found = locate(lineage, max(lineage.commits), catalog)
+    assert found.stored == max(lineage.commits)
+    return found
+
+
+@pytest.mark.parametrize(("compact", "pieces"), [("none", MARKERS), ("span4", 8), ("span16", 20)])
+def test_manifests_and_directories_are_read_side_by_side(tmp_path: Path, compact: Compact, pieces: int) -> None:
+    lineage, objects = folded(tmp_path, Policy(rebase=0, compact=compact)), Far(tmp_path / "store")
+    found = planned(objects, lineage)
+    assert len(found.pieces) <= pieces
+    assert objects.most >= 20, "and not one after the other"
+    kinds = Counter(name.split("/")[0] for name in objects.requests)
+    assert kinds["manifests"] + kinds["folds"] + kinds["segments"] <= 2 * MARKERS + 2 * pieces
+    twice = [name for name, count in objects.requests.items() if count > 1 and name.startswith(("manifests", "folds"))]
+    assert twice == []
+
+
+def test_what_ranks_said_at_markers_within_folds_is_read_but_for_what_is_damaged(tmp_path: Path) -> None:
+    lineage = folded(tmp_path, Policy(rebase=0, compact="span16"))
+    whole = dict(planned(Far(tmp_path / "store"), lineage).told)
+    assert len(whole) == MARKERS
+    (store,) = (tmp_path / "store" / "manifests").iterdir()
+    gone, cut = MarkerId(1, 7), MarkerId(1, 9)
+    (store / "g00000001-m00000007.json").unlink()
+    (segment,) = (tmp_path / "store" / "segments").glob("*/g00000001-r00000-m00000009-p000.seg")
+    segment.write_bytes(segment.read_bytes()[:140])
+    found = dict(planned(Far(tmp_path / "store"), lineage).told)
+    assert found == {marker: notes for marker, notes in whole.items() if marker not in (gone, cut)}

@@ -1,0 +1,181 @@
+"""What a marker's dense state holds, read for one rank: its names, blobs and optimizers, as the marker calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from functools import cached_property
+from itertools import starmap
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from torchrec_stream_ckpt.commit import optimizer_state, tree
+from torchrec_stream_ckpt.commit.dcp import Entries, empty_blob, load_here, read_json, unblob
+from torchrec_stream_ckpt.commit.id_maps import PREFIX
+from torchrec_stream_ckpt.commit.match import PER_RANK, dense_entry, optimizer_entry
+from torchrec_stream_ckpt.commit.optimizer_state import OptimizerState, empty_like
+from torchrec_stream_ckpt.errors import SchemaMismatchError
+from torchrec_stream_ckpt.evolve.model_schema import DenseEntry, DenseOptimizer
+
+Parameters = Mapping[str, nn.Parameter]
+"""Of the live model, by their names in the marker."""
+
+
+class SavedDense:
+    """The dense state of one marker. Its digests were compared: its pickles may be opened.
+
+    Args:
+        path: Its files.
+        world: How many ranks wrote it.
+        rank: This one: it takes the part of that rank, or of rank 0 where there was none.
+    """
+
+    def __init__(self, path: Path, world: int, rank: int) -> None:
+        self.reader = FileSystemReader(path)
+        self.entries: Entries = self.reader.read_metadata().state_dict_metadata
+        """DCP's metadata, by name."""
+        self.world = world
+        self.source = rank if rank < world else 0
+        """The rank of the marker whose part this one takes."""
+
+    @property
+    def imported(self) -> bool:
+        """Whether ``stream-ckpt import`` has made it."""
+        return "shared.imported" in self.entries
+
+    @cached_property
+    def model(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each parameter; of an imported marker those of buffers too."""
+        return {
+            name.removeprefix("model."): (tuple(saved.size), saved.properties.dtype)
+            for name, saved in self.entries.items()
+            if name.startswith("model.") and isinstance(saved, TensorStorageMetadata)
+        }
+
+    def stateful(self, owner: str) -> set[str]:
+        """The user's objects whose state it has: ``shared`` ones, or those ``per_rank``."""
+        prefix = f"{'shared' if owner == 'shared' else f'rank{self.source}'}.stateful."
+        return {entry.removeprefix(prefix) for entry in self.entries if entry.startswith(prefix)}
+
+    @cached_property
+    def buffers(self) -> dict[str, Any]:
+        """Those of the rank."""
+        name = f"rank{self.source}.buffers"
+        found: dict[str, Any] = unblob(load_here({name: empty_blob(self.entries, name)}, self.reader)[name])
+        return found
+
+    def blobs(self, shared: Collection[str], per_rank: Collection[str]) -> dict[str, Any]:
+        """Seed, random state, wrappers, and the state of some of the user's objects.
+
+        Raises:
+            SchemaMismatchError: it does not have one of these.
+        """
+        wanted = {"seed": "shared.seed", "random": f"rank{self.source}.random"}
+        if "shared.wrappers" in self.entries:
+            wanted["wrappers"] = "shared.wrappers"
+        common = {name: f"shared.stateful.{name}" for name in shared}
+        own = {name: f"rank{self.source}.stateful.{name}" for name in per_rank}
+        names = (*wanted.values(), *common.values(), *own.values())
+        loaded = load_here({name: empty_blob(self.entries, name) for name in names}, self.reader)
+        return {
+            "wrappers": [],
+            **{name: unblob(loaded[entry]) for name, entry in wanted.items()},
+            "shared": {name: unblob(loaded[entry]) for name, entry in common.items()},
+            "per_rank": {name: unblob(loaded[entry]) for name, entry in own.items()},
+        }
+
+    @cached_property
+    def tree(self) -> dict[str, Any] | None:
+        """JSON of the dense optimizers; None in a marker of an older release, or an imported one."""
+        name = f"rank{self.source}.optimizers"
+        if name not in self.entries:
+            return None
+        found: dict[str, Any] = read_json(load_here({name: empty_blob(self.entries, name)}, self.reader)[name])
+        return found
+
+    def described(self) -> tuple[tuple[DenseEntry, ...], tuple[DenseOptimizer, ...], tuple[str, ...]]:
+        """Parameters and buffers, dense optimizers, and names of the user's objects, for a :class:`ModelSchema`."""
+        of_files = (
+            DenseEntry(name, shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in self.model.items()
+        )
+        buffers = () if self.imported else starmap(dense_entry, self.buffers.items())
+        names = (*sorted(self.stateful("shared")), *(f"{PER_RANK}{name}" for name in sorted(self.stateful("per_rank"))))
+        return (*of_files, *buffers), self.optimizers_named, names
+
+    @cached_property
+    def optimizers_named(self) -> tuple[DenseOptimizer, ...]:
+        """The dense optimizers: their classes, and the names of their parameters; none in an imported marker."""
+        return tuple(self._optimizer_entries())
+
+    def _optimizer_entries(self) -> Iterator[DenseOptimizer]:
+        name = "shared.optimizers"
+        if self.tree is not None:
+            for key, saved in self.tree["optimizers"].items():
+                groups = tree.decode(saved["param_groups"], lambda _: torch.empty(0))
+                yield optimizer_entry(key, saved["class"], groups)
+        elif name in self.entries:
+            older = unblob(load_here({name: empty_blob(self.entries, name)}, self.reader)[name])
+            for key, saved in older.items():
+                yield optimizer_entry(key, saved["class"], saved["param_groups"])
+
+    @property
+    def collisions(self) -> frozenset[str]:
+        """Fused tables with an id map of managed collision."""
+        prefix = f"{PREFIX}."
+        maps = (entry.removeprefix(prefix) for entry in self.entries if entry.startswith(prefix))
+        return frozenset(entry.rsplit(".", 2)[0] for entry in maps)
+
+    def optimizers(self, parameters: Parameters, *, whole: bool) -> tuple[dict[str, OptimizerState], list[Any]]:
+        """The dense optimizers, and the fused hyperparameters of all ranks that wrote it.
+
+        Args:
+            parameters: Of this job.
+            whole: Whether this job has to have all that the marker has.
+
+        Raises:
+            SchemaMismatchError: it does not.
+        """
+        if self.tree is None:
+            return self._older(parameters, whole=whole), []
+        hyper = [entry for entry in self.entries if entry.startswith("rank") and entry.endswith(".fused")]
+        blobs = load_here({entry: empty_blob(self.entries, entry) for entry in hyper}, self.reader)
+        room = optimizer_state.find_tensors(self.tree, self.entries, parameters, whole=whole)
+        tensors = load_here(room, self.reader)
+        fused = [tree.decode(read_json(blobs[entry]), tensors.__getitem__) for entry in hyper]
+        return optimizer_state.read(self.tree, tensors, parameters), fused
+
+    def _older(self, parameters: Parameters, *, whole: bool) -> dict[str, OptimizerState]:
+        """The dense optimizers in a marker that has no JSON of them."""
+        name = "shared.optimizers"
+        loaded = load_here({name: empty_blob(self.entries, name)}, self.reader)
+        states = self.older_states(parameters, whole=whole)
+        return {
+            key: OptimizerState(saved["class"], saved["param_groups"], states.get(key, {}))
+            for key, saved in unblob(loaded[name]).items()
+        }
+
+    def older_states(self, parameters: Parameters, *, whole: bool) -> dict[str, dict[str, dict[str, Any]]]:
+        """All below ``optim``: {optimizer: {parameter: {state: value}}}.
+
+        Raises:
+            SchemaMismatchError: (``whole``) this job lacks a parameter.
+        """
+        room: dict[str, Any] = {}
+        for entry, saved in self.entries.items():
+            if entry.startswith("optim."):
+                name, _, _ = entry.split(".", 2)[2].rpartition(".")
+                if name in parameters:
+                    tensor = isinstance(saved, TensorStorageMetadata)
+                    room[entry] = empty_like(saved, parameters[name]) if tensor else None  # a plain value replaces None
+                elif whole:
+                    raise SchemaMismatchError(f"dense state: only the marker has '{entry}'")
+        states: dict[str, dict[str, dict[str, Any]]] = {}
+        for entry, value in load_here(room, self.reader).items():
+            _, key, path = entry.split(".", 2)
+            name, _, state = path.rpartition(".")
+            states.setdefault(key, {}).setdefault(name, {})[state] = value
+        return states

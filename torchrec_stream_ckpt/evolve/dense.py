@@ -1,0 +1,308 @@
+"""How a marker's dense state becomes that of a model that differs, by what was declared. Nothing is read or written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from torchrec_stream_ckpt.evolve.changes import NO_CHANGES, Changes
+from torchrec_stream_ckpt.evolve.dense_outcome import (
+    DenseEvolution,
+    DenseOutcome,
+    OptimizerOutcome,
+    StatefulOutcome,
+    StateOutcome,
+)
+from torchrec_stream_ckpt.evolve.findings import Findings
+from torchrec_stream_ckpt.evolve.labels import BY_RULE, DROPPED, EXACT, FRESH
+from torchrec_stream_ckpt.evolve.model_schema import DenseEntry, DenseOptimizer, ModelSchema
+from torchrec_stream_ckpt.evolve.toml_file import nearest
+
+T = TypeVar("T")
+_PLAIN = re.compile(r"[\w.]+")
+
+
+def resolve_dense(saved: ModelSchema, here: ModelSchema, changes: Changes = NO_CHANGES) -> DenseEvolution:
+    """What becomes of each dense parameter, of the state of each dense optimizer, and of the user's objects.
+
+    Args:
+        saved: What the marker holds; its tables are not looked at.
+        here: What this model has.
+        changes: What was declared.
+
+    Raises:
+        ChangesError: declarations are wrong; names all of them.
+        SchemaMismatchError: something differs that was not declared; names all of it, and what accepts it.
+    """
+    found = Findings(changes)
+    evolution = compare_dense(saved, here, found)
+    found.check()
+    return evolution
+
+
+def compare_dense(saved: ModelSchema, here: ModelSchema, found: Findings) -> DenseEvolution:
+    """As :func:`resolve_dense`; what speaks against it goes to ``found``: what comes back counts if that is nothing."""
+    entries = _Entries(saved, here, found)
+    outcomes = entries.outcomes()
+    kept = {entry.name: entry.source for entry in outcomes if entry.source is not None}
+    optimizers = _Optimizers(saved, here, found, entries.sources, kept)
+    return DenseEvolution(outcomes, optimizers.states(), optimizers.outcomes(), _stateful(saved, here, found))
+
+
+class _Entries:
+    """Which parameter is which."""
+
+    def __init__(self, saved: ModelSchema, here: ModelSchema, found: Findings) -> None:
+        self._saved = {entry.name: entry for entry in saved.dense}
+        self._here = {entry.name: entry for entry in here.dense}
+        self._found = found
+        self._declared = found.declared.dense
+        self._new_names = self._renames()
+        self._check_names()
+        self.sources = self._sources()
+        """For each parameter of this model that is one of the marker's, whatever its shape, its name there."""
+
+    def outcomes(self) -> tuple[DenseOutcome, ...]:
+        """What becomes of each."""
+        found, reshaped = [], self._declared.reshaped
+        for name, entry in self._here.items():
+            source = self.sources.get(name)
+            if source is None:
+                if name not in self._declared.fresh:
+                    self._found.differs(f"dense {name!r}: only this model has it ({_of(entry)})", "dense.fresh", name)
+            elif _of(self._saved[source]) != _of(entry):
+                if name not in reshaped:
+                    said = f"dense {name!r}: {_of(entry)} here, {_of(self._saved[source])} in the marker"
+                    self._found.differs(said, "dense.reshaped", name)
+                source = None
+            elif name in reshaped:
+                self._found.problems.append(f"dense.reshaped: {name!r}: it is {_of(entry)} here and in the marker")
+            found.append(DenseOutcome(name, source, entry, EXACT if source is not None else FRESH))
+        taken = set(self.sources.values())
+        for name, entry in self._saved.items():
+            if name not in taken:
+                if name not in self._declared.dropped:
+                    said = f"dense {name!r}: only the marker has it ({_of(entry)})"
+                    self._found.differs(said, "dense.dropped", name)
+                found.append(DenseOutcome(name, None, entry, DROPPED))
+        return tuple(found)
+
+    def _sources(self) -> dict[str, str]:
+        declared = self._declared
+        sources = {new: old for old, new in self._new_names.items() if new in self._here}
+        leaving = {*declared.dropped, *self._new_names}
+        for name in self._here:
+            if name not in sources and name in self._saved and name not in leaving and name not in declared.fresh:
+                sources[name] = name
+        return sources
+
+    def _check_names(self) -> None:
+        declared, problem = self._declared, self._found.problems.append
+        for name in declared.fresh:
+            if name not in self._here:
+                problem(f"dense.fresh: {name!r}: this model has no such parameter{nearest(name, self._here)}")
+            elif name in self._new_names.values():
+                problem(f"dense: {name!r} is both fresh and a new name")
+            elif name in self._saved and name not in (*declared.dropped, *self._new_names):
+                problem(f"dense.fresh: {name!r} is in the marker; to begin it anew, declare it dropped as well")
+        for name in declared.dropped:
+            if name not in self._saved:
+                problem(f"dense.dropped: {name!r}: the marker has no such parameter{nearest(name, self._saved)}")
+            elif name in self._new_names:
+                problem(f"dense: {name!r} is both dropped and renamed")
+        for name in declared.reshaped:
+            if name not in self._here:
+                problem(f"dense.reshaped: {name!r}: this model has no such parameter{nearest(name, self._here)}")
+            elif name in declared.fresh:
+                problem(f"dense: {name!r} is both fresh and reshaped")
+
+    def _renames(self) -> dict[str, str]:
+        """New name by name in the marker, of those that are renamed."""
+        new_names: dict[str, str] = {}
+        by: dict[str, str] = {}
+        for pattern, template in self._declared.renamed.items():
+            try:
+                renamed = self._renamed(pattern, template)
+            except re.error as error:
+                self._found.problems.append(f"dense.renamed: {pattern!r} -> {template!r}: {error}")
+                continue
+            if not renamed:
+                near = nearest(pattern, self._saved) if _PLAIN.fullmatch(pattern) else ""
+                self._found.problems.append(f"dense.renamed: {pattern!r}: the marker has no such parameter{near}")
+            for old, new in renamed.items():
+                if old in by:
+                    self._found.problems.append(f"dense.renamed: both {by[old]!r} and {pattern!r} rename {old!r}")
+                elif new not in self._here:
+                    self._found.problems.append(
+                        f"dense.renamed: {old!r} becomes {new!r}: this model has no such parameter"
+                        f"{nearest(new, self._here)}"
+                    )
+                elif old != new:
+                    new_names[old] = new
+                by[old] = pattern
+        self._check_targets(new_names)
+        return new_names
+
+    def _renamed(self, pattern: str, template: str) -> dict[str, str]:
+        """New name by old one, of what one declaration renames."""
+        if pattern in self._saved:
+            return {pattern: template}
+        compiled = re.compile(pattern)
+        matches = {name: compiled.fullmatch(name) for name in self._saved}
+        return {name: match.expand(template) for name, match in matches.items() if match is not None}
+
+    def _check_targets(self, new_names: Mapping[str, str]) -> None:
+        sources: dict[str, list[str]] = {}
+        for old, new in new_names.items():
+            sources.setdefault(new, []).append(old)
+        for new, olds in sources.items():
+            if len(olds) > 1:
+                self._found.problems.append(f"dense.renamed: {', '.join(map(repr, olds))} all become {new!r}")
+            elif new in self._saved and new not in (*self._declared.dropped, *new_names):
+                self._found.problems.append(
+                    f"dense.renamed: {olds[0]!r} becomes {new!r}, another parameter of the marker; declare that one "
+                    "dropped or renamed"
+                )
+
+
+class _Optimizers:
+    """Which state is whose.
+
+    Args:
+        same: For each parameter of this model that is one of the marker's its name there.
+        kept: Those of the same shape and dtype.
+    """
+
+    def __init__(
+        self, saved: ModelSchema, here: ModelSchema, found: Findings, same: Mapping[str, str], kept: Mapping[str, str]
+    ) -> None:
+        self._saved = {each.key: each for each in saved.optimizers}
+        self._here = {each.key: each for each in here.optimizers}
+        self._found = found
+        self._same = same
+        self._kept = kept
+        self._declared = found.declared.dense.optimizer
+        self._holders = {name: each for each in saved.optimizers for name in each.parameters}
+
+    def states(self) -> tuple[StateOutcome, ...]:
+        """State by parameter: kept if the parameter is, under an optimizer of the same class."""
+        found = []
+        held = {name for each in self._here.values() for name in each.parameters}
+        for name, said in self._declared.items():
+            if name in self._here or name in self._saved:
+                continue
+            if name not in held:
+                self._found.problems.append(
+                    f"dense.optimizer: {name!r}: neither an optimizer nor a parameter that one trains"
+                    f"{nearest(name, (*self._here, *self._saved, *held))}"
+                )
+            elif said != FRESH:
+                self._found.problems.append(
+                    f"dense.optimizer: {name!r}: {said!r} is declared, a parameter can be 'fresh'"
+                )
+        for each in self._here.values():
+            for name in each.parameters:
+                found.append(self._state(each, name))
+        return tuple(found)
+
+    def _state(self, optimizer: DenseOptimizer, name: str) -> StateOutcome:
+        old = self._kept.get(name)
+        holder = self._holders.get(old) if old is not None else None
+        stays = old is not None and holder is not None and holder.kind == optimizer.kind
+        if name in self._declared and name not in self._here:
+            if not stays and self._declared[name] == FRESH:
+                self._found.problems.append(f"dense.optimizer: {name!r}: its state starts anew without this")
+            stays = False
+        source = (holder.key, old) if stays and holder is not None and old is not None else None
+        return StateOutcome(optimizer.key, name, source, EXACT if stays else FRESH)
+
+    def outcomes(self) -> tuple[OptimizerOutcome, ...]:
+        """What becomes of each optimizer."""
+        gone = [each for key, each in self._saved.items() if key not in self._here]
+        for each in gone:
+            declared = self._declared.get(each.key)
+            if declared is None:
+                said = f"dense {each.key!r}: only the marker has it ({each.kind})"
+                self._found.differs(said, "dense.optimizer", each.key, DROPPED)
+            elif declared != DROPPED:
+                self._found.problems.append(f"dense.optimizer: {each.key!r}: {declared!r} is declared, it is 'dropped'")
+        dropped = (OptimizerOutcome(each.key, each.kind, each.kind, (), DROPPED) for each in gone)
+        return (*(self._outcome(each) for each in self._here.values()), *dropped)
+
+    def _outcome(self, here: DenseOptimizer) -> OptimizerOutcome:
+        saved, declared = self._saved.get(here.key), self._declared.get(here.key)
+        difference = self._difference(saved, here)
+        if not difference and declared is not None:
+            self._found.problems.append(f"dense.optimizer: {here.key!r}: it is the same here and in the marker")
+        elif difference and declared is None:
+            self._found.differs(f"dense {here.key!r}: {difference}", "dense.optimizer", here.key, here.kind)
+        elif difference and declared != here.kind:
+            said = f"dense.optimizer: {here.key!r}: {declared!r} is declared, this job has {here.kind!r}"
+            self._found.problems.append(said)
+        if saved is None or difference:
+            saved_kind = saved.kind if saved is not None else None
+            return OptimizerOutcome(here.key, here.kind, saved_kind, (None,) * len(here.groups), FRESH)
+        groups = self._groups(saved, here)
+        return OptimizerOutcome(here.key, here.kind, saved.kind, groups, BY_RULE if None in groups else EXACT)
+
+    def _difference(self, saved: DenseOptimizer | None, here: DenseOptimizer) -> str:
+        """In words; empty where both are alike in what both models have."""
+        if saved is None:
+            return f"only this job has it ({here.kind})"
+        if saved.kind != here.kind:
+            return f"{here.kind} here, {saved.kind} in the marker"
+        there, now = self._common(saved, here)
+        alike = [names for _, names in there] == [names for _, names in now]
+        return "" if alike else "its param groups have other parameters than in the marker"
+
+    def _groups(self, saved: DenseOptimizer, here: DenseOptimizer) -> tuple[int | None, ...]:
+        there, now = self._common(saved, here)
+        taken = {mine: theirs for (theirs, _), (mine, _) in zip(there, now, strict=True)}
+        if len(saved.groups) == len(here.groups):  # without a parameter in common, the place decides
+            free = [place for place in range(len(here.groups)) if place not in taken and place not in taken.values()]
+            taken |= {place: place for place in free if not here.groups[place] and not saved.groups[place]}
+        return tuple(taken.get(position) for position in range(len(here.groups)))
+
+    def _common(
+        self, saved: DenseOptimizer, here: DenseOptimizer
+    ) -> tuple[list[tuple[int, frozenset[str]]], list[tuple[int, frozenset[str]]]]:
+        """Groups, by position, with parameters that both models have, under the marker's names; without empty ones."""
+        common = set(self._same.values())
+        now = [[self._same[name] for name in group if name in self._same] for group in here.groups]
+        there = [[name for name in group if name in common] for group in saved.groups]
+        return _numbered(there), _numbered(now)
+
+
+def _of(entry: DenseEntry) -> str:
+    """Shape and dtype, which have to be equal."""
+    return f"{' x '.join(map(str, entry.shape)) or 'one value of'} {entry.dtype}"
+
+
+def _numbered(groups: Iterable[Iterable[str]]) -> list[tuple[int, frozenset[str]]]:
+    return [(position, names) for position, group in enumerate(groups) if (names := frozenset(group))]
+
+
+def _stateful(saved: ModelSchema, here: ModelSchema, found: Findings) -> tuple[StatefulOutcome, ...]:
+    declared = found.declared
+    for name in here.stateful:
+        if (name not in saved.stateful) != (name in declared.stateful_added):
+            if name in declared.stateful_added:
+                found.problems.append(f"stateful_added: {name!r} is in the marker")
+            else:
+                found.differs(f"stateful {name!r}: only this job has it", "stateful_added", name)
+    gone = [name for name in saved.stateful if name not in here.stateful]
+    for name in gone:
+        if name not in declared.stateful_dropped:
+            found.differs(f"stateful {name!r}: only the marker has it", "stateful_dropped", name)
+    for name in declared.stateful_added:
+        if name not in here.stateful:
+            found.problems.append(
+                f"stateful_added: {name!r}: this job has no such object{nearest(name, here.stateful)}"
+            )
+    for name in declared.stateful_dropped:
+        if name not in gone:
+            where = "this job has it" if name in here.stateful else "the marker has no such object"
+            found.problems.append(f"stateful_dropped: {name!r}: {where}{nearest(name, set(saved.stateful) - {name})}")
+    kept = (StatefulOutcome(name, EXACT if name in saved.stateful else FRESH) for name in here.stateful)
+    return (*kept, *(StatefulOutcome(name, DROPPED) for name in gone))

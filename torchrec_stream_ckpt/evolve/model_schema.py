@@ -1,0 +1,170 @@
+"""What a model holds, tables and dense state, as a value and as a JSON file: for plans without the model."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
+from torchrec_stream_ckpt.types import StateSpec, TableSpec
+
+FORMAT = 1
+_MAX_BYTES = 256 * 2**20
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class DenseEntry:
+    """One dense parameter."""
+
+    name: str
+    """As ``named_parameters()`` of the dense model has it."""
+    shape: tuple[int, ...]
+    dtype: str
+    """Such as ``float32``."""
+
+
+@dataclass(frozen=True, slots=True)
+class DenseOptimizer:
+    """One dense optimizer."""
+
+    key: str
+    """``optimizer0`` and so on, in the order of the job."""
+    kind: str
+    """Its class, such as ``Adam``."""
+    groups: tuple[tuple[str, ...], ...]
+    """Names of the parameters of each param group."""
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of all its parameters."""
+        return tuple(name for group in self.groups for name in group)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSchema:
+    """What a model holds, whatever its plan."""
+
+    tables: tuple[TableSpec, ...]
+    """Sharded embedding tables, by name."""
+    dense: tuple[DenseEntry, ...] = ()
+    """Parameters of the dense part, each with shape and dtype."""
+    optimizers: tuple[DenseOptimizer, ...] = ()
+    """Optimizers of the dense part, each with its class and its parameters."""
+    stateful: tuple[str, ...] = ()
+    """Names of the user's objects; ``per_rank.NAME`` of those that each rank has."""
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+        try:
+            Path(path).write_text(text + "\n", "ascii")
+        except OSError as error:
+            raise ConfigError(f"the schema cannot be written: {error.strerror}", path=path) from None
+
+    @staticmethod
+    def load(path: str | Path) -> ModelSchema:
+        """Read what :meth:`save` has written.
+
+        Raises:
+            ConfigError: the file cannot be read, or is not a schema.
+        """
+        try:
+            if Path(path).stat().st_size > _MAX_BYTES:
+                raise ValueError(f"it is larger than {_MAX_BYTES:,} bytes")
+            return _schema(json.loads(Path(path).read_text("ascii")))
+        except OSError as error:
+            raise ConfigError(f"the schema cannot be read: {error.strerror}", path=path) from None
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ConfigError(
+                f"not a schema: {error}", hint="write it by StreamCheckpointer.schema().save(FILE)", path=path
+            ) from None
+
+
+def _schema(data: Any) -> ModelSchema:
+    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+        raise ValueError(f"no JSON object of format {FORMAT}")
+    parts = _exactly(data, ModelSchema)
+    tables = tuple(_table(item) for item in _items(parts["tables"], "tables"))
+    dense = tuple(_dense(item) for item in _items(parts["dense"], "dense"))
+    optimizers = tuple(_optimizer(item) for item in _items(parts["optimizers"], "optimizers"))
+    stateful = tuple(_is(name, str, "stateful") for name in _items(parts["stateful"], "stateful"))
+    for what, names in (
+        ("table", [table.name for table in tables]),
+        ("dense entry", [entry.name for entry in dense]),
+        ("optimizer", [each.key for each in optimizers]),
+        ("stateful", list(stateful)),
+    ):
+        twice = sorted(name for name, count in Counter(names).items() if count > 1)
+        if twice:
+            raise ValueError(f"the {what} {twice[0]!r} stands twice")
+    return ModelSchema(tables, dense, optimizers, stateful)
+
+
+def _table(data: Any) -> TableSpec:
+    raw = _exactly(data, TableSpec)
+    states = tuple(_state(item) for item in _items(raw.pop("states"), "states"))
+    for name in ("rows", "dim"):
+        _count(raw[name], name)
+    for name in ("name", "optimizer"):
+        _is(raw[name], str, name)
+    if raw["id"] is not None:
+        _count(raw["id"], "id")
+    if not raw["name"] or raw["dtype"] not in DTYPE_BYTES:
+        raise ValueError(f"the table {raw['name']!r} has dtype {raw['dtype']!r}")
+    return TableSpec(states=states, **raw)
+
+
+def _state(data: Any) -> StateSpec:
+    raw = _exactly(data, StateSpec)
+    _is(raw["name"], str, "state"), _is(raw["per_row"], bool, "per_row")
+    if raw["dtype"] not in DTYPE_BYTES:
+        raise ValueError(f"the state {raw['name']!r} has dtype {raw['dtype']!r}")
+    return StateSpec(**raw)
+
+
+def _dense(data: Any) -> DenseEntry:
+    raw = _exactly(data, DenseEntry)
+    shape = tuple(_count(size, "shape") for size in _items(raw["shape"], "shape"))
+    return DenseEntry(_is(raw["name"], str, "name"), shape, _is(raw["dtype"], str, "dtype"))
+
+
+def _optimizer(data: Any) -> DenseOptimizer:
+    raw = _exactly(data, DenseOptimizer)
+    groups = tuple(
+        tuple(_is(name, str, "groups") for name in _items(group, "groups")) for group in _items(raw["groups"], "groups")
+    )
+    return DenseOptimizer(_is(raw["key"], str, "key"), _is(raw["kind"], str, "kind"), groups)
+
+
+def _exactly(data: Any, kind: type[Any]) -> dict[str, Any]:
+    """The fields of ``kind``, no more and no less."""
+    wanted = {each.name for each in fields(kind)}
+    if not isinstance(data, dict) or data.keys() != wanted:
+        found = sorted(data) if isinstance(data, dict) else data
+        raise ValueError(f"expected the fields {', '.join(sorted(wanted))}, found {found!r:.200}")
+    return dict(data)
+
+
+def _items(data: Any, what: str) -> list[Any]:
+    return _is(data, list, what)
+
+
+def _is(value: Any, kind: type[T], what: str) -> T:
+    if not isinstance(value, kind):
+        raise ValueError(f"{what} is {value!r:.80}")
+    return value
+
+
+def _count(value: Any, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{what} is {value!r:.80}")
+    return value

@@ -1,0 +1,326 @@
+"""How a marker's tables become those of a model that differs, by what was declared. Nothing is read or written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from torchrec_stream_ckpt.evolve.changes import NO_CHANGES, Changes, RowChange
+from torchrec_stream_ckpt.evolve.findings import Findings
+from torchrec_stream_ckpt.evolve.labels import BY_RULE, DROPPED, EXACT, FRESH
+from torchrec_stream_ckpt.evolve.outcome import Evolution, TableOutcome
+from torchrec_stream_ckpt.evolve.row_maps import IdMap, RowMap
+from torchrec_stream_ckpt.evolve.toml_file import nearest
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.types import TOMBSTONE, StateSpec, TableSpec
+
+TrainedRows = Callable[[int, RowMap], int]
+"""Index of a table in the marker, the rows of it that are kept -> how many of the others were trained."""
+
+
+def resolve(
+    saved: Schema,
+    here: Schema | Sequence[TableSpec],
+    changes: Changes = NO_CHANGES,
+    *,
+    trained_rows: TrainedRows | None = None,
+) -> Evolution:
+    """What becomes of each table of a marker.
+
+    Args:
+        saved: Schema of the marker.
+        here: Tables of this model, in any order.
+        changes: What was declared.
+        trained_rows: Counts trained rows among those that go; None: each of them counts as trained.
+
+    Raises:
+        ChangesError: declarations are wrong; names all of them.
+        SchemaMismatchError: tables differ in what was not declared; names all of it, and what accepts it.
+    """
+    found = Findings(changes)
+    evolution = compare_tables(saved, here, found, trained_rows)
+    found.check()
+    assert evolution is not None
+    return evolution
+
+
+def compare_tables(
+    saved: Schema, here: Schema | Sequence[TableSpec], found: Findings, trained_rows: TrainedRows | None = None
+) -> Evolution | None:
+    """As :func:`resolve`; what speaks against it goes to ``found``, and None comes back."""
+    tables = here.tables if isinstance(here, Schema) else here
+    return _Tables(saved, {table.name: table for table in tables if not table.dropped}, found, trained_rows).evolution()
+
+
+class _Tables:
+    """One comparison of a marker's tables with those of a model."""
+
+    def __init__(
+        self, saved: Schema, here: Mapping[str, TableSpec], found: Findings, trained_rows: TrainedRows | None
+    ) -> None:
+        self._saved = saved
+        self._index = saved.index()
+        self._here = here
+        self._found = found
+        self._changes = found.declared
+        self._trained_rows = trained_rows
+
+    def evolution(self) -> Evolution | None:
+        """The outcome; None if something speaks against it."""
+        before = len(self._found.problems), len(self._found.differences)
+        self._check_names()
+        self._check_keys()
+        sources = self._sources()
+        gone = self._gone(sources)
+        kept = {name: self._outcome(name, source) for name, source in sorted(sources.items()) if source is not None}
+        if (len(self._found.problems), len(self._found.differences)) != before:
+            return None
+        return self._arranged(kept, sorted(name for name, source in sources.items() if source is None), gone)
+
+    def _arranged(self, kept: Mapping[str, TableOutcome], added: Sequence[str], gone: Mapping[int, str]) -> Evolution:
+        """Each table at its index: that of the marker, or one after the last."""
+        specs = list(self._saved.tables)
+        swept = set(gone)
+        for index in gone:
+            specs[index] = TOMBSTONE
+        for outcome in kept.values():
+            assert outcome.spec is not None
+            specs[outcome.index] = outcome.spec
+            if not outcome.goes_on:
+                swept.add(outcome.index)
+        fresh = []
+        for name in added:
+            spec = replace(self._here[name], id=None)
+            fresh.append(_added(spec, len(specs)))
+            swept.add(len(specs))
+            specs.append(spec)
+        dropped = [_dropped(self._saved.tables[index], index) for index in sorted(gone)]
+        tables = (*sorted(kept.values(), key=lambda each: each.index), *fresh, *dropped)
+        return Evolution(self._saved, Schema(tuple(specs)), tables, tuple(sorted(swept)), self._changes)
+
+    # Which table is which.
+
+    def _check_names(self) -> None:
+        """Declared names that do not exist, or that are declared twice."""
+        changes, problem = self._changes, self._found.problems.append
+        for name in changes.dropped:
+            self._known(f"dropped: {name!r}", name, self._index, "the marker")
+            if name in changes.renamed:
+                problem(f"{name!r} is both dropped and renamed")
+        for name in changes.added:
+            self._known(f"added: {name!r}", name, self._here, "this model")
+            if name in changes.renamed.values():
+                problem(f"{name!r} is both added and a new name")
+            elif name in self._index and name not in (*changes.dropped, *changes.renamed):
+                problem(f"added: {name!r} is a table of the marker; to begin it anew, declare it dropped as well")
+        targets = list(changes.renamed.values())
+        for old, new in changes.renamed.items():
+            self._known(f"renamed: {old!r}", old, self._index, "the marker")
+            self._known(f"renamed: {new!r}", new, self._here, "this model")
+            if old == new:
+                problem(f"renamed: {old!r} has the same name")
+            elif new in self._index and new not in (*changes.dropped, *changes.renamed):
+                problem(f"renamed: {new!r} is another table of the marker; declare that one dropped or renamed")
+        for new in sorted({new for new in targets if targets.count(new) > 1}):
+            problem(f"renamed: more than one table becomes {new!r}")
+
+    def _check_keys(self) -> None:
+        """Tables of which a difference is declared have to exist on both sides."""
+        changes = self._changes
+        for field_name in ("rows", "columns", "optimizer", "dtype"):
+            for name in getattr(changes, field_name):
+                what = f"{field_name}: {name!r}"
+                if self._known(what, name, self._here, "this model") and name in changes.added:
+                    self._found.problems.append(f"{what} is an added table, which has no values to change")
+
+    def _known(self, what: str, name: str, known: Iterable[str], where: str) -> bool:
+        if name in known:
+            return True
+        self._found.problems.append(f"{what}: {where} has no such table{nearest(name, known)}")
+        return False
+
+    def _sources(self) -> dict[str, int | None]:
+        """For each table of this model its index in the marker; None: it is fresh."""
+        changes = self._changes
+        new_names = {new: old for old, new in changes.renamed.items()}
+        leaving = {*changes.dropped, *changes.renamed}
+        sources: dict[str, int | None] = {}
+        for name, spec in sorted(self._here.items()):
+            old = new_names.get(name, name)
+            stays = old in self._index and name not in changes.added and (old != name or old not in leaving)
+            sources[name] = self._index[old] if stays else None
+            if not stays and name not in changes.added and name not in new_names:
+                self._found.differs(f"table {name!r}: only this model has it ({_shape(spec)})", "added", name)
+        return sources
+
+    def _gone(self, sources: Mapping[str, int | None]) -> dict[int, str]:
+        """Tables of the marker that this model has not, by index."""
+        taken = set(sources.values())
+        gone = {index: name for name, index in self._index.items() if index not in taken}
+        for index, name in gone.items():
+            if name not in self._changes.dropped and name not in self._changes.renamed:
+                spec = self._saved.tables[index]
+                self._found.differs(f"table {name!r}: only the marker has it ({_shape(spec)})", "dropped", name)
+        return gone
+
+    # What becomes of one table.
+
+    def _outcome(self, name: str, source: int) -> TableOutcome:
+        old, new = self._saved.tables[source], self._here[name]
+        rows_kept = self._rows(name, source)
+        self._compare("columns", name, old.dim, new.dim, "{} columns")
+        self._compare("dtype", name, old.dtype, new.dtype, "weights of {}")
+        self._optimizer(name, old, new)
+        same_rows = old.rows == new.rows == rows_kept.count and rows_kept.is_identity
+        cols_kept = min(old.dim, new.dim)
+        states = tuple((position, _position(state, old.states)) for position, state in enumerate(new.states))
+        if not rows_kept.count:
+            states = tuple((position, None) for position, _ in states)
+        weights = EXACT if old.dtype == new.dtype else BY_RULE
+        same_optimizer = (old.optimizer, old.states) == (new.optimizer, new.states)
+        known = old.id is not None or old.name == new.name  # in logs of version 1 the name is the id
+        goes_on = known and same_rows and same_optimizer and (old.dim, old.dtype) == (new.dim, new.dtype)
+        return TableOutcome(
+            name=name,
+            saved_name=old.name,
+            index=source,
+            source=source,
+            spec=replace(new, id=old.id if goes_on else None),
+            saved_spec=old,
+            goes_on=goes_on,
+            rows_kept=rows_kept,
+            cols_kept=cols_kept,
+            states=states,
+            weights_label=weights if rows_kept.count else FRESH,
+            state_labels=tuple(_state_label(old, new, *pair) for pair in states),
+            keeps_iteration=same_optimizer,
+        )
+
+    def _compare(self, field_name: str, name: str, old: object, new: object, words: str) -> None:
+        """One number or name of a table: equal, or declared."""
+        declared = getattr(self._changes, field_name).get(name)
+        if old == new:
+            if declared is not None:
+                self._found.problems.append(f"{field_name}: {name!r}: it has {new!r} here and in the marker")
+        elif declared is None:
+            said = f"table {name!r}: {words.format(new)} here, {old} in the marker"
+            self._found.differs(said, field_name, name, new)
+        elif declared != new:
+            self._found.problems.append(f"{field_name}: {name!r}: {declared!r} is declared, this model has {new!r}")
+
+    def _optimizer(self, name: str, old: TableSpec, new: TableSpec) -> None:
+        if old.optimizer != new.optimizer or old.states == new.states:
+            self._compare("optimizer", name, old.optimizer, new.optimizer, "trained by {}")
+            return
+        declared = self._changes.optimizer.get(name)
+        if declared is None:
+            said = f"table {name!r}: {new.optimizer} keeps {_kept(new)} here, {_kept(old)} in the marker"
+            self._found.differs(said, "optimizer", name, new.optimizer)
+        elif declared != new.optimizer:
+            said = f"optimizer: {name!r}: {declared!r} is declared, this model has {new.optimizer!r}"
+            self._found.problems.append(said)
+
+    def _rows(self, name: str, source: int) -> RowMap:
+        """Which rows are kept."""
+        old, new = self._saved.tables[source].rows, self._here[name].rows
+        declared = self._changes.rows.get(name)
+        kept = RowMap(min(old, new))
+        if declared is None:
+            if old != new:
+                lost = self._lost(source, kept)
+                more = f"; {lost}" if lost else ""
+                change = RowChange(new, allow_dropped_rows=bool(lost))
+                self._found.differs(f"table {name!r}: {new} rows here, {old} in the marker{more}", "rows", name, change)
+            return kept
+        what, problem = f"rows: {name!r}", self._found.problems.append
+        if declared.rows != new:
+            problem(f"{what}: {declared.rows} rows are declared, this model has {new}")
+            return kept
+        if declared.ids is None and old == new:
+            problem(f"{what}: marker and model have {new} rows, and no ids are declared")
+        if declared.ids is not None:
+            outside = _outside(declared.ids, old, new)
+            self._found.problems += [f"{what}: {each}" for each in outside]
+            if outside:
+                return kept
+            kept = RowMap.of(declared.ids)
+        lost = "" if declared.allow_dropped_rows else self._lost(source, kept)
+        if lost:
+            problem(f"{what}: {lost}; declare allow_dropped_rows if they may")
+        return kept
+
+    def _lost(self, source: int, kept: RowMap) -> str:
+        """In words which trained rows would go; empty if none would."""
+        going = self._saved.tables[source].rows - kept.count
+        if not going or self._trained_rows is None:
+            return f"{going} rows would go, which may be trained" if going else ""
+        trained = self._trained_rows(source, kept)
+        return f"{going} rows would go, {trained} of them trained" if trained else ""
+
+
+def _added(spec: TableSpec, index: int) -> TableOutcome:
+    return TableOutcome(
+        name=spec.name,
+        saved_name=None,
+        index=index,
+        source=None,
+        spec=spec,
+        saved_spec=None,
+        goes_on=False,
+        rows_kept=RowMap(0),
+        cols_kept=0,
+        states=tuple((position, None) for position in range(len(spec.states))),
+        weights_label=FRESH,
+        state_labels=(FRESH,) * len(spec.states),
+        keeps_iteration=False,
+    )
+
+
+def _dropped(spec: TableSpec, index: int) -> TableOutcome:
+    return TableOutcome(
+        name=spec.name,
+        saved_name=spec.name,
+        index=index,
+        source=index,
+        spec=None,
+        saved_spec=spec,
+        goes_on=False,
+        rows_kept=RowMap(0),
+        cols_kept=0,
+        states=(),
+        weights_label=DROPPED,
+        state_labels=(),
+        keeps_iteration=False,
+    )
+
+
+def _position(state: StateSpec, among: Sequence[StateSpec]) -> int | None:
+    """Where the same state stands: of this name, dtype and kind of shape."""
+    return among.index(state) if state in among else None
+
+
+def _state_label(old: TableSpec, new: TableSpec, position: int, source: int | None) -> str:
+    if source is None:
+        return FRESH
+    narrowed = new.states[position].per_row and old.dim != new.dim
+    return EXACT if old.optimizer == new.optimizer and not narrowed else BY_RULE
+
+
+def _outside(ids: IdMap, old: int, new: int) -> list[str]:
+    """What of an id map lies outside of the tables."""
+    sides = (("old", ids.old_ids, old, "the marker"), ("new", ids.new_ids, new, "this model"))
+    found = ((side, each[each >= rows], rows, where) for side, each, rows, where in sides)
+    return [
+        f"{len(ids)} {side} ids are beyond the {rows} rows of {where}, the first is {ids[0]}"
+        for side, ids, rows, where in found
+        if len(ids)
+    ]
+
+
+def _shape(spec: TableSpec) -> str:
+    return f"{spec.rows} x {spec.dim} {spec.dtype}, {spec.optimizer}"
+
+
+def _kept(spec: TableSpec) -> str:
+    states = (f"{state.name} ({state.dtype} a {'row' if state.per_row else 'weight'})" for state in spec.states)
+    return ", ".join(states) or "no state"

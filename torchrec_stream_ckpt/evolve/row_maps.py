@@ -1,0 +1,211 @@
+"""Which rows of a table are which in the model of now: what a user declares (``IdMap``), what follows (``RowMap``)."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+import zlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_stream_ckpt.errors import ChangesError
+
+Ids = npt.NDArray[np.int64]
+FORMS = (".csv", ".npy", ".npz")
+
+
+@dataclass(frozen=True, eq=False)
+class IdMap:
+    """Pairs of a table's ids: the row ``old_ids[i]`` of the marker is the row ``new_ids[i]`` of this model.
+
+    A row of the marker that no pair names is dropped; a row of this model that no pair names starts fresh.
+
+    Raises:
+        ChangesError: an id is negative, stands twice or is not an integer, or one side has more of them.
+    """
+
+    old_ids: Ids
+    """Ids in the marker, each once, in any order."""
+    new_ids: Ids
+    """Ids in this model, each once, as many."""
+    path: str | None = None
+    """The file that they were read from, as it was given."""
+
+    def __post_init__(self) -> None:
+        old, new = (_ids(each, side, self.path) for each, side in ((self.old_ids, "old"), (self.new_ids, "new")))
+        if len(old) != len(new):
+            raise ChangesError(f"an id map has {len(old)} old ids and {len(new)} new ones", path=self.path)
+        for ids, side in ((old, "old"), (new, "new")):
+            _check_ids(ids, side, self.path)
+        order = np.argsort(old, kind="stable")
+        for name, ids in (("old_ids", old[order]), ("new_ids", new[order])):
+            ids.setflags(write=False)
+            object.__setattr__(self, name, ids)
+
+    @staticmethod
+    def load(path: str | Path) -> IdMap:
+        """Read a file of pairs: ``.csv`` (old,new in each line, a line of names may come first), ``.npy`` (shape
+        (pairs, 2)), ``.npz`` (``old_ids`` and ``new_ids``).
+
+        Raises:
+            ChangesError: it cannot be read, or is not a map.
+        """
+        return IdMap(*_read(Path(path)), path=str(path))
+
+    def save(self, path: str | Path) -> None:
+        """Write the pairs as ``.npz``, which :meth:`load` reads.
+
+        Raises:
+            ChangesError: the path ends in something else.
+        """
+        if Path(path).suffix != ".npz":
+            raise ChangesError("an id map is written as .npz", hint="name a file that ends in .npz", path=path)
+        np.savez(path, old_ids=self.old_ids, new_ids=self.new_ids)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the pairs, by old id; wherever they were read from."""
+        pairs = np.stack([self.old_ids, self.new_ids], axis=1).astype("<i8")
+        return hashlib.sha256(pairs.tobytes()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.old_ids)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, IdMap) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+
+def _ids(given: Any, side: str, path: str | None) -> Ids:
+    array = np.asarray(given)
+    if array.size == 0 and array.ndim == 1:
+        return np.zeros(0, np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu" or (array.dtype.kind == "u" and array.max() >= 2**63):
+        raise ChangesError(
+            f"the {side} ids of an id map are {array.dtype} of shape {array.shape}",
+            hint="give one list of whole numbers",
+            path=path,
+        )
+    return array.astype(np.int64)
+
+
+def _check_ids(ids: Ids, side: str, path: str | None) -> None:
+    if len(ids) and ids.min() < 0:
+        raise ChangesError(f"an id map has the {side} id {ids.min()}", hint="count rows from 0", path=path)
+    found, counts = np.unique(ids, return_counts=True)
+    twice = found[counts > 1]
+    if len(twice):
+        raise ChangesError(
+            f"an id map has {len(twice)} {side} ids more than once, the first is {twice[0]}",
+            hint="name each id once on each side",
+            path=path,
+        )
+
+
+def _read(path: Path) -> tuple[Any, Any]:
+    if path.suffix not in FORMS:
+        raise ChangesError(f"an id map is a file of {', '.join(FORMS)}", hint="convert it", path=path)
+    try:
+        if path.suffix == ".csv":
+            return _read_csv(path)
+        with path.open("rb") as file:  # numpy leaves a file open that is no archive
+            loaded = np.load(file, allow_pickle=False)
+            if isinstance(loaded, np.ndarray) != (path.suffix == ".npy"):
+                raise ValueError(f"it is no {path.suffix}")
+            if path.suffix == ".npz":
+                return loaded["old_ids"], loaded["new_ids"]
+    except (OSError, ValueError, KeyError, EOFError, OverflowError, BadZipFile, zlib.error) as error:
+        hint = "write old,new in each line" if path.suffix == ".csv" else "write it by IdMap.save or numpy"
+        raise ChangesError(f"the id map cannot be read: {error}", hint=hint, path=path) from None
+    if loaded.ndim != 2 or loaded.shape[1] != 2:
+        raise ChangesError(f"the id map has shape {loaded.shape}", hint="give pairs, shape (pairs, 2)", path=path)
+    return loaded[:, 0], loaded[:, 1]
+
+
+def _read_csv(path: Path) -> tuple[Any, Any]:
+    with path.open(encoding="ascii") as lines:
+        first = lines.readline()
+        skip = 0 if not first or first.lstrip()[:1] in {*"0123456789+-", ""} else 1
+        if not lines.readline() and (skip or not first.strip()):
+            return [], []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # numpy reads 1.5 as 1 with a warning
+        try:
+            pairs = np.loadtxt(path, np.int64, comments=None, delimiter=",", skiprows=skip, ndmin=2, encoding="ascii")
+        except Warning as warning:
+            raise ValueError(str(warning)) from None
+    if pairs.shape[1] != 2:
+        raise ValueError(f"a line has {pairs.shape[1]} fields")
+    return pairs[:, 0], pairs[:, 1]
+
+
+@dataclass(frozen=True, eq=False)
+class RowMap:
+    """Rows of the marker that are kept, and their ids in this model."""
+
+    count: int
+    """How many."""
+    old_ids: Ids | None = None
+    """Sorted. None: rows [0, ``count``), each under its own id."""
+    new_ids: Ids | None = None
+    """As many, each the new id of the old one at its place."""
+
+    @staticmethod
+    def of(ids: IdMap) -> RowMap:
+        """What an id map says; pairs of an id and itself, from 0 on without a gap, are the identity."""
+        count = len(ids)
+        plain = np.array_equal(ids.old_ids, ids.new_ids) and np.array_equal(ids.old_ids, np.arange(count))
+        return RowMap(count) if plain else RowMap(count, ids.old_ids, ids.new_ids)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether each kept row has its old id."""
+        return self.old_ids is None
+
+    @property
+    def pairs(self) -> tuple[Ids, Ids]:
+        """Old ids, sorted, and the new id of each."""
+        if self.old_ids is None or self.new_ids is None:
+            same = np.arange(self.count)
+            return same, same
+        return self.old_ids, self.new_ids
+
+    def new_of(self, old_ids: npt.ArrayLike) -> Ids:
+        """The new id of each of ``old_ids``; -1 where the row is not kept."""
+        return _look_up(*self.pairs, np.asarray(old_ids, np.int64)) if not self.is_identity else self._same(old_ids)
+
+    def old_of(self, new_ids: npt.ArrayLike) -> Ids:
+        """The old id of each of ``new_ids``; -1 where the row is fresh."""
+        return _look_up(*self._by_new, np.asarray(new_ids, np.int64)) if not self.is_identity else self._same(new_ids)
+
+    def old_within(self, begin: int, end: int) -> Ids:
+        """Old ids, sorted, of the kept rows whose new ids are in [begin, end)."""
+        if self.is_identity:
+            return np.arange(min(begin, self.count), min(end, self.count))
+        old, new = self.pairs
+        return old[(new >= begin) & (new < end)]
+
+    @cached_property
+    def _by_new(self) -> tuple[Ids, Ids]:
+        old, new = self.pairs
+        order = np.argsort(new)
+        return new[order], old[order]
+
+    def _same(self, ids: npt.ArrayLike) -> Ids:
+        known = np.asarray(ids, np.int64)
+        return np.where((known >= 0) & (known < self.count), known, -1)
+
+
+def _look_up(keys: Ids, values: Ids, wanted: Ids) -> Ids:
+    if not len(keys):
+        return np.full(wanted.shape, -1, np.int64)
+    places = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    return np.where(keys[places] == wanted, values[places], -1)

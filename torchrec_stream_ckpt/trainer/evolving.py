@@ -1,0 +1,190 @@
+"""What a marker becomes in a model that has changed: the same on every rank, resolved before a row is read."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from torchrec_stream_ckpt.commit.dense import DenseState
+from torchrec_stream_ckpt.commit.generation import changes_since
+from torchrec_stream_ckpt.commit.match import Match
+from torchrec_stream_ckpt.commit.saved_dense import SavedDense
+from torchrec_stream_ckpt.errors import ChangesError, SchemaMismatchError, UnsupportedError
+from torchrec_stream_ckpt.evolve.changes import NO_CHANGES, Changes
+from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
+from torchrec_stream_ckpt.evolve.outcome import Evolution, TableOutcome
+from torchrec_stream_ckpt.evolve.report import EvolutionReport
+from torchrec_stream_ckpt.evolve.whole import ModelEvolution, evolve
+from torchrec_stream_ckpt.format.changed import ClaimChanges
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.route.route import Route
+from torchrec_stream_ckpt.types import MarkerId
+
+log = logging.getLogger(__name__)
+
+_COLUMN_HALVES = "emainplace"
+"""Begins the names of optimizers that keep weights on the left of each column shard, and their average on its right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evolved:
+    """A marker in a model that has changed."""
+
+    model: ModelEvolution
+    match: Match
+    """What of the dense state comes."""
+    record: ClaimChanges
+    """What the CLAIM of the new generation says of it."""
+
+    @property
+    def tables(self) -> Evolution:
+        """What becomes of the tables."""
+        return self.model.tables
+
+    @property
+    def report(self) -> EvolutionReport:
+        """What becomes of the marker, for people."""
+        return EvolutionReport.of(self.model)
+
+    @property
+    def schema(self) -> Schema:
+        """Of the new generation."""
+        return self.model.tables.schema
+
+
+def model_schema(schema: Schema, dense: DenseState) -> ModelSchema:
+    """What the live model holds. Local."""
+    return ModelSchema(tuple(table for _, table in schema.live), *dense.described())
+
+
+def declared(changes: Changes | None) -> Changes | None:
+    """What a user has given as changes; None: nothing is declared. Local.
+
+    Raises:
+        ChangesError: it is of another kind.
+    """
+    if changes is None or (isinstance(changes, Changes) and changes.is_empty):
+        return None
+    if not isinstance(changes, Changes):
+        raise ChangesError(
+            f"changes is {changes!r:.80}", hint="give Changes(...), or Changes.load(FILE) for a TOML file"
+        )
+    return changes
+
+
+def check_plain(route: Route, schema: Schema, dense: DenseState, saved: SavedDense) -> None:
+    """Say all in which a model differs from a marker, and what would declare it.
+
+    Raises:
+        SchemaMismatchError: something differs that can be declared.
+    """
+    _resolved(route, schema, dense, saved, NO_CHANGES)
+
+
+def evolved(
+    route: Route, schema: Schema, dense: DenseState, saved: SavedDense, changes: Changes, *, again: bool
+) -> Evolved | None:
+    """A marker in this model, by what was declared; None: the marker is of this model. Local.
+
+    Args:
+        route: The marker.
+        schema: Tables of this model.
+        dense: The live dense state.
+        saved: That of the marker.
+        changes: What was declared.
+        again: Whether they may repeat what was made and is not seen.
+
+    Raises:
+        ChangesError: declarations are wrong; names all of them.
+        SchemaMismatchError: something differs that was not declared; names all of it, and what accepts it.
+        UnsupportedError: a change cannot be made exactly; names the table.
+    """
+    model = _resolved(route, schema, dense, saved, changes, again=again)
+    if model.already:
+        log.info("marker %s is of a model that has these changes: nothing is left to change", route.marker)
+    if model.already or model.is_plain:
+        return None
+    if saved.imported:
+        raise UnsupportedError(
+            "the marker was imported, and its dense state says nothing of optimizers and objects: no change of it can "
+            "be made exactly",
+            hint="give the changes to `stream-ckpt import`, or restore it as it is, mark, and restore that one",
+            marker=route.marker,
+        )
+    for outcome in model.tables.tables:
+        _check_outcome(outcome, dense.collisions | saved.collisions, saved.collisions)
+    assert model.dense is not None
+    return Evolved(model, Match.of(model.tables, model.dense), ClaimChanges.of(changes.canonical()))
+
+
+def _resolved(
+    route: Route, schema: Schema, dense: DenseState, saved: SavedDense, changes: Changes, *, again: bool = False
+) -> ModelEvolution:
+    there = ModelSchema(route.schema.tables, *saved.described())
+    made = route.lineage.changes_made(route.marker)
+    return evolve(there, model_schema(schema, dense), changes, dense=not saved.imported, made=made, again=again)
+
+
+def refuse_changed(lineage: Lineage, generation: int, held: MarkerId) -> None:
+    """(a spare, rank 0) It holds a marker of the model before, and goes on with nothing that another model has sent.
+
+    Args:
+        lineage: The log's.
+        generation: What it would go on with, or fence.
+        held: The marker that its tables hold.
+
+    Raises:
+        SchemaMismatchError: that generation, or one between the two, was restored into a changed model.
+    """
+    if generation > held.generation and changes_since(lineage, lineage.claims[generation], held) is not None:
+        raise SchemaMismatchError(
+            "the trainer was restored into a model that has changed, and this spare has the one before",
+            hint="start the spare anew, with the trainer's model",
+            generation=generation,
+            marker=held,
+        )
+
+
+def _check_outcome(outcome: TableOutcome, collisions: frozenset[str], saved: frozenset[str]) -> None:
+    """Refuse what cannot be changed exactly.
+
+    Args:
+        outcome: Of a table.
+        collisions: Tables with an id map of managed collision, by their names in this model or in the marker.
+        saved: Those of the marker.
+
+    Raises:
+        UnsupportedError: names the table.
+    """
+    old, new = outcome.saved_spec, outcome.spec
+    if old is None or new is None:
+        return
+    if old.id is None:
+        raise UnsupportedError(
+            "the marker is of format version 1, whose tables have no ids: no change of them can be told apart",
+            hint="restore it without changes, commit a marker, and restore that one with the changes",
+            table=old.name,
+        )
+    halves = [spec.optimizer.startswith(_COLUMN_HALVES) for spec in (old, new)]
+    if any(halves) and (old.dim != new.dim or halves[0] != halves[1] or old.dtype != new.dtype):
+        raise UnsupportedError(
+            f"each column shard of {old.optimizer if halves[0] else new.optimizer} keeps weights on its left and "
+            "their average on its right: they would mean something else with other columns, another dtype or another "
+            "optimizer",
+            hint="keep these of the table, or declare it dropped and added: it starts anew",
+            table=outcome.name,
+        )
+    mapped = outcome.name in collisions or outcome.saved_name in saved
+    if mapped and (old.rows != new.rows or not outcome.rows_kept.is_identity or outcome.rows_kept.count != old.rows):
+        raise UnsupportedError(
+            "rows of a table with managed collision belong to raw ids by its id map, which cannot be taken apart",
+            hint="keep its rows, or declare it dropped and added: it starts anew",
+            table=outcome.name,
+        )
+    if outcome.saved_name in saved and outcome.name not in collisions:
+        raise SchemaMismatchError(
+            "the marker has an id map of managed collision for this table, this model has none",
+            hint="keep managed collision for it, or declare it dropped and added: it starts anew",
+            table=outcome.name,
+        )
