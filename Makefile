@@ -15,7 +15,8 @@ BENCH ?= *
 WORKERS ?= 3
 # A worker that dies ends the run, and the test that it died in is named. xdist would start another one, and then wait
 # for ever: its scheduler by files hands the finished ones out once more.
-SHARED = -n $(WORKERS) --dist loadfile --max-worker-restart 0
+# Files are taken in the order that tests/conftest.py puts them in, not by their number of tests.
+SHARED = -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 GPU_PY ?= python3
 export PYTHON
 
@@ -44,12 +45,15 @@ demo-kafka: kafka-tools ## The same over a Kafka broker that it starts and stops
 test: test-tools compiled ## Run all tests, Kafka and S3 included (WORKERS=3 PYTEST_ARGS="tests/unit -x")
 	@OMP_NUM_THREADS=1 $(PY) -m pytest $(SHARED) --durations 40 $(PYTEST_ARGS)
 
+# Nothing waits there but for a core: a third worker would import torch once more, and help nobody.
+test-unit: WORKERS = 2
+# Workers rewrite all asserts of all tests, 5 s of CPU each, where they may not keep what they wrote the last time.
 test-unit: browser-tools compiled ## Run the tests of single modules, without ranks and servers (PYTEST_ARGS=...)
-	@OMP_NUM_THREADS=1 $(PY) -m pytest $(SHARED) tests/unit $(PYTEST_ARGS)
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest $(SHARED) tests/unit $(PYTEST_ARGS)
 
 # What `make test` draws a sample of: slow tests, random jobs, damaged bytes, chaos, property tests on new examples.
 test-all: test-tools compiled ## Run all tests in their long form, the slow ones too; hours (PYTEST_ARGS=...)
-	@STREAM_CKPT_RANDOM=1 STREAM_CKPT_MATRIX_EXAMPLES=10 STREAM_CKPT_FUZZ_S=60 OMP_NUM_THREADS=1 \
+	@STREAM_CKPT_RANDOM=1 STREAM_CKPT_MATRIX_EXAMPLES=10 STREAM_CKPT_EVOLVE_EXAMPLES=60 STREAM_CKPT_FUZZ_S=60 OMP_NUM_THREADS=1 \
 	  $(PY) -m pytest $(SHARED) --timeout 1800 -m 'not gpu' --durations 40 $(PYTEST_ARGS)
 	@OMP_NUM_THREADS=1 $(PY) -m tests.faults $(CHAOS_ARGS)
 

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from device import finish_queued
 
+from torchrec_stream_ckpt.flags import whole as at_least
+
 Times = dict[str, list[float]]
 
 
@@ -222,21 +224,6 @@ def _cells(row: Mapping[str, Any]) -> str:
 def _rounded(value: float) -> float:
     """To four digits."""
     return float(f"{value:.4g}")
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """The type of an option: a whole number that is not below ``least``; argparse says in one line what is wrong."""
-
-    def whole(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{number} is too small: pass at least {least}")
-        return number
-
-    return whole
 
 
 def arguments(doc: str | None, *, rounds: int = 7) -> argparse.ArgumentParser:

@@ -99,9 +99,12 @@ class Stream:
     shards: tuple[TableShard, ...] = (TableShard(0, 0, 6, 0, 4), TableShard(1, 0, 8, 0, 4))
     schema: Schema = SCHEMA
     world: int = 1
+    filling: int = 0
+    """Number of the marker that rows are sent for, as their headers say it."""
 
     def __post_init__(self) -> None:
-        self.json(Kind.HELLO, Hello(self.world, self.schema, self.shards).to_json())
+        hello = Hello(self.world, self.schema, self.shards)
+        self.json(Kind.HELLO, hello.to_json(), version=hello.version)
 
     def json(self, kind: Kind, text: bytes, **fields: int) -> bytes:
         header = self._header(kind, **fields)
@@ -117,7 +120,8 @@ class Stream:
     def put(self, table: int, arrays: Sequence[np.ndarray], col0: int = 0) -> bytes:
         """Rows of one table: ids, weights of shape (rows, cols) and states."""
         spec = self.schema.tables[table]
-        header, frame = rows_frame(spec, arrays, table=table, col0=col0, cols=arrays[1].shape[1])
+        place = {"table": table, "col0": col0, "cols": arrays[1].shape[1], "marker": self.filling}
+        header, frame = rows_frame(spec, arrays, **place)
         return self._add(header, frame)
 
     def _add(self, header: Header, frame: bytearray) -> bytes:

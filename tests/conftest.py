@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,50 @@ from torchrec_stream_ckpt.broker.kraft import Broker
 # fails is what was changed; new ones in the long form (make test-slow).
 settings.register_profile("here", deadline=None, derandomize="STREAM_CKPT_RANDOM" not in os.environ)
 settings.load_profile("here")
+
+
+ROOT = Path(__file__).parents[1]
+LONG = (
+    "tests/faults/test_chaos.py",
+    "tests/faults/test_partitions.py",
+    "tests/bench/test_smoke_ranks.py",
+    "tests/distributed/test_recipes.py",
+    "tests/kafka/test_kafka_losses.py",
+    "tests/kafka/test_broker.py",
+    "tests/distributed/test_elastic.py",
+    "tests/played/test_played_gpu.py",
+    "tests/distributed/test_damage.py",
+    "tests/distributed/test_torchx_local.py",
+    "tests/kafka/test_security.py",
+    "tests/kafka/test_kafka_tiers.py",
+    "tests/kafka/test_kafka_recover.py",
+    "tests/distributed/test_follow.py",
+    "tests/kafka/test_kafka_materialize.py",
+    "tests/bench/test_recovery.py",
+    "tests/bench/test_smoke.py",
+    "tests/distributed/test_docs_commands.py",
+    "tests/faults/test_outage.py",
+)
+"""Files that take more than half a minute on two idle cores, the longest first. Workers take files in the order of the
+tests, and most of these have few: begun last, one of them keeps a worker while the others are idle."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected stays until the end: no collection of garbage looks through it, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first; the others follow in their order, those of ranks before those of single modules."""
+    places = {ROOT / name: place for place, name in enumerate(LONG)}
+    assert all(path.is_file() for path in places), "LONG names a file that is not there"
+    items.sort(key=lambda item: places.get(item.path, len(LONG)))
 
 
 @pytest.fixture(scope="session")

@@ -42,6 +42,7 @@ def interrupt(action: Callable[[], object], places: tuple[str, ...], number: int
         return step
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 traces bytecodes only if a frame asked for it before
     sys.settrace(enter)
     try:
         action()

@@ -119,7 +119,8 @@ class Job:
     @property
     def path(self) -> Path:
         chain = tuple(MarkerId(1, number + 1) for number in range(len(self.marks)))
-        return Path(chain, tuple((0,) for _ in chain), {1: tuple(table.id for table in TABLES)})
+        ids, sections = tuple(table.id for table in TABLES), tuple(1 + len(table.states) for table in TABLES)
+        return Path(chain, tuple((0,) for _ in chain), {1: ids}, {1: sections})
 
 
 @cache

@@ -32,15 +32,19 @@ from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.materializer import Materializer
 from torchrec_stream_ckpt.route.find import OpenHead, Search, no_head
+from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.route.route import Route
-from torchrec_stream_ckpt.route.tiers import Source, TierState
+from torchrec_stream_ckpt.route.tiers import TierState
 from torchrec_stream_ckpt.store.api import Entry, Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog, Piece
 from torchrec_stream_ckpt.store.dense import DenseStore, open_dense
-from torchrec_stream_ckpt.store.reader import load_held, read_chunks
+from torchrec_stream_ckpt.store.reader import open_pieces, read_chunks
 from torchrec_stream_ckpt.types import MarkerId
 
 Rows: TypeAlias = dict[tuple[int, int], bytes]
+
+GIVEN = "file:///given"
+"""Where the log and the store are of a job that is put together from both."""
 
 
 def choose(
@@ -52,8 +56,10 @@ def choose(
     head: OpenHead = no_head,
 ) -> Route | None:
     """What a restore would choose of a job with one log, as this lineage has it."""
-    source = Source(log, objects, dense)
-    return Search(TierState(lineage), lambda _: source, head).choose(marker)
+    opened: dict[str, Objects] = {GIVEN: objects if objects is not None else HeldObjects({})}
+    # Nothing looks at a control partition: what it says was given.
+    job = Job(uri=GIVEN, log=log, control=None, store=GIVEN, opened=opened, _dense={GIVEN: dense})  # type: ignore[arg-type]
+    return Search(TierState(lineage), job, head).choose(marker)
 
 
 def fold(
@@ -107,12 +113,11 @@ def rows_of(objects: Objects, lineage: Lineage, marker: MarkerId) -> Rows:
 
 def rows_in(catalog: Catalog, lineage: Lineage, marker: MarkerId, cover: Sequence[Piece]) -> Rows:
     """As :func:`rows_of`, by a cover that was found before."""
-    assert cover[-1].end == marker
+    assert [piece.end for piece in cover[-1:]] == [marker]
     objects = catalog.objects
     rows: Rows = {}
     with ThreadPoolExecutor(2) as pool:
-        held = load_held(objects, catalog, cover, pool)
-        picked = [each for piece in held.pieces for each in piece.opened]
+        picked = [each for piece in open_pieces(objects, cover, lineage.job, pool) for each in piece.opened]
         for each, entry, data in read_chunks(objects, picked, pool):
             view = decode_chunk(entry, data, lineage.claims[marker.generation].schema, each.ref.name)
             for place, number in enumerate(view.ids.tolist()):

@@ -11,6 +11,7 @@ import numpy as np
 
 from tests import builders
 from tests.builders import JOB, Stream
+from torchrec_stream_ckpt.format.changed import ClaimChanges
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -24,7 +25,7 @@ from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.log.stream import read_stream
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.reader import load_held, read_chunks
+from torchrec_stream_ckpt.store.reader import open_pieces, read_chunks
 from torchrec_stream_ckpt.types import MarkerId, StateSpec, TableShard
 
 PLAIN, ROWWISE, WIDE = range(3)
@@ -66,6 +67,8 @@ class Job:
         self.random = np.random.default_rng(self.seed)
         self.splits: dict[int, Sequence[int]] = {}
         """Parts that each table's columns are cut into, by generation."""
+        self.schemas: dict[int, Schema] = {}
+        """Tables by generation."""
 
     def begin(
         self,
@@ -74,6 +77,8 @@ class Job:
         world: int | None = None,
         swept: Sequence[int] | None = None,
         splits: Sequence[int] | None = None,
+        schema: Schema | None = None,
+        changes: ClaimChanges | None = None,
     ) -> None:
         """Open a generation.
 
@@ -82,9 +87,13 @@ class Job:
             world: Number of ranks.
             swept: Tables that it sends whole; by default all without a parent, else none.
             splits: Parts of equal width that each table's columns are cut into; by default as the parent's.
+            schema: Its tables; by default those of the parent.
+            changes: What its CLAIM says of them.
         """
         self.world = world or self.world
         self.generation, self.marker = self.generation + 1, 0
+        self.schema = schema or (self.schemas[parent.generation] if parent is not None else self.schema)
+        self.schemas[self.generation] = self.schema
         before = self.splits[parent.generation] if parent is not None else [1] * len(self.schema.tables)
         self.splits[self.generation] = splits or before
         incarnation = self.log.prepare(self.world).id
@@ -98,6 +107,7 @@ class Job:
             schema=self.schema,
             swept=swept,
             layout=self.layout() if self.layouts else None,
+            changes=changes,
         )
         claim = brief(claim, self.claims)
         self.claims[self.generation] = claim
@@ -122,8 +132,10 @@ class Job:
         return RankShards.of([tuple(self._shards(rank)) for rank in range(self.world)])
 
     def _shards(self, rank: int) -> Iterator[TableShard]:
-        for table, spec in enumerate(self.schema.tables):
+        for table, spec in self.schema.live:
             first, last = (spec.rows * each // self.world for each in (rank, rank + 1))
+            if first == last:
+                continue
             parts = self.splits[self.generation][table]
             cols = spec.dim // parts
             for part in range(parts):
@@ -136,13 +148,17 @@ class Job:
             bits = self.random.bytes(len(ids) * section.row_bytes)
             values = np.frombuffer(bits, NUMPY_DTYPES[section.dtype])
             arrays.append(values if section.per_row else values.reshape(len(ids), section.width))
+        self.note(shard, arrays)
         for begin in range(0, len(ids), layout.max_rows):
             stream.put(shard.table, [each[begin : begin + layout.max_rows] for each in arrays], shard.col0)
+
+    def note(self, shard: TableShard, arrays: Sequence[np.ndarray]) -> None:
+        """Rows are sent: ids, weights and states."""
 
     def touch(self, frames: int = 3) -> None:
         """Send some rows of some shards of every rank."""
         for stream in self.streams:
-            for number in self.random.integers(0, len(stream.shards), frames):
+            for number in self.random.integers(0, len(stream.shards), frames) if stream.shards else ():
                 shard = stream.shards[number]
                 count = int(self.random.integers(1, shard.rows + 1))
                 ids = shard.row0 + self.random.permutation(shard.rows)[:count]
@@ -167,8 +183,12 @@ class Job:
         """A marker that is never committed: its MARKs stay in the stream."""
         self.marker += 1
         for stream in self.streams:
-            stream.mark(self.marker)
+            self.mark(stream)
         self.flush()
+
+    def mark(self, stream: Stream) -> None:
+        """The MARK of one rank."""
+        stream.mark(self.marker)
 
     def commit(self, **more: object) -> Commit:
         """A marker."""
@@ -270,8 +290,7 @@ def image_of_store(objects: Objects, lineage: Lineage, marker: MarkerId) -> Imag
     assert cover[-1].end == marker
     image = Image(schema)
     with ThreadPoolExecutor(2) as pool:
-        held = load_held(objects, catalog, cover, pool)
-        for piece in held.pieces:
+        for piece in open_pieces(objects, cover, JOB, pool):
             for each, entry, data in read_chunks(objects, piece.opened, pool):
                 if piece.generation >= bases.get(entry.table, 0):
                     view = decode_chunk(entry, data, schema, each.ref.name)

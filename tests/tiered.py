@@ -11,6 +11,7 @@ from tests import synthetic
 from tests.builders import Stream
 from tests.synthetic import Image, image_of_log
 from torchrec_stream_ckpt.config import StreamConfig
+from torchrec_stream_ckpt.format.changed import ClaimChanges
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.layout import dense_name
@@ -53,7 +54,12 @@ class TieredJob(synthetic.Job):
         super().__post_init__()
 
     def begin(  # type: ignore[override]
-        self, parent: str | None = None, *, world: int | None = None, swept: Sequence[int] | None = None
+        self,
+        parent: str | None = None,
+        *,
+        world: int | None = None,
+        swept: Sequence[int] | None = None,
+        changes: ClaimChanges | None = None,
     ) -> Claim:
         """Open a generation on both tiers."""
         self.world = world or self.world
@@ -61,7 +67,7 @@ class TieredJob(synthetic.Job):
         swept = tuple(range(len(self.schema.tables)) if swept is None and above is None else swept or ())
         self.splits[self.generation] = [1] * len(self.schema.tables)
         rest = (self.schema, self.world, above, swept)
-        self.claim, _ = claim_both(self.tiers, *rest, layout=self.layout())
+        self.claim, _ = claim_both(self.tiers, *rest, layout=self.layout(), changes=changes)
         self.generation, self.marker = self.claim.generation, above.marker if above else 0
         self.splits[self.generation] = [1] * len(self.schema.tables)
         self.streams = [

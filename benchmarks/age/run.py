@@ -36,8 +36,8 @@ from torchrec_stream_ckpt.format.schema import Schema  # noqa: E402
 from torchrec_stream_ckpt.layout import CONTROL_FILE, partition_dir, segment_name  # noqa: E402
 from torchrec_stream_ckpt.log.files import FileLog  # noqa: E402
 from torchrec_stream_ckpt.route.find import Search  # noqa: E402
-from torchrec_stream_ckpt.route.tiers import Source, TierState  # noqa: E402
-from torchrec_stream_ckpt.store.dense import DenseFolder  # noqa: E402
+from torchrec_stream_ckpt.route.job import Job  # noqa: E402
+from torchrec_stream_ckpt.route.tiers import TierState  # noqa: E402
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec  # noqa: E402
 
 JOB = bytes(range(16))
@@ -137,8 +137,8 @@ def attach(root: Path) -> dict[str, float]:
     assert newest is not None
     writer = Writer(root, Age(lineage.newest_generation, 1, len(newest.ranks)))
     times["rank 0, attached"] = _rss() - before
-    state, source = TierState(lineage), Source(log, None, DenseFolder(root))
-    found = _timed_twice(lambda: Search(state, lambda _: source).choose(None))
+    state, job = TierState(lineage), Job(uri=str(root), log=log, control=control, store=str(root))
+    found = _timed_twice(lambda: Search(state, job).choose(None))
     times |= dict(zip(("choice", "choice, CPU"), found, strict=True))
     claim = brief(writer.claim(lineage.next_generation, newest.id), lineage.claims)
     control.claim(claim)

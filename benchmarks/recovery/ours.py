@@ -25,9 +25,10 @@ from torchrec_stream_ckpt.restore import apply
 from torchrec_stream_ckpt.restore.plan import RestorePlan, plan_restore
 from torchrec_stream_ckpt.restore.proofs import Met
 from torchrec_stream_ckpt.route.find import Search
+from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.route.route import Route
-from torchrec_stream_ckpt.route.tiers import Source, TierState
-from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.route.tiers import TierState
+from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import DenseFolder
 from torchrec_stream_ckpt.types import MarkerId, TableShard
 
@@ -80,7 +81,7 @@ class FromLog:
 
     def restore(self, interval: int, tables: Tables) -> None:
         log = FileLog(self._trainer.root)
-        _, plan = _plan(log, self._trainer.root, self._trainer.workload, marker_of(interval), None)
+        _, plan = _plan(log, self._trainer.root, self._trainer.workload, marker_of(interval))
         apply.apply_rows(log, plan, _kernels(self._trainer.workload, tables))
 
     def restore_delta(self, interval: int, tables: Tables) -> float:
@@ -121,12 +122,12 @@ class FromStore:
     def restore(self, interval: int, tables: Tables) -> None:
         """Everything anew, as a process that has just begun: log, store, lineage, manifests, plan."""
         log, objects = FileLog(self._trainer.root), open_store(str(self._folder))
-        _, plan = self._plan(log, objects, interval)
+        _, plan = self._plan(log, interval)
         apply.apply_rows(log, plan, _kernels(self._trainer.workload, tables), objects)
 
     def restore_delta(self, interval: int, tables: Tables) -> float:
-        _, plan = self._plan(self._trainer.log, self._objects, interval)
-        behind = replace(plan, stored=tuple(read for read in plan.stored if not read.is_base))
+        _, plan = self._plan(self._trainer.log, interval)
+        behind = replace(plan, stored=tuple(piece for piece in plan.stored if piece.start is not None))
         begin = time.perf_counter()
         targets = apply._targets(plan, _kernels(self._trainer.workload, tables), Met(plan.path))
         apply.apply_store(behind, self._objects, targets)
@@ -137,15 +138,15 @@ class FromStore:
 
     def files(self, interval: int) -> Iterator[Path]:
         """Without the segments that the marker does not need."""
-        _, plan = self._plan(self._trainer.log, self._objects, interval)
-        needed = {self._folder / read.picked.ref.name for read in plan.stored}
+        _, plan = self._plan(self._trainer.log, interval)
+        needed = {self._folder / picked.ref.name for piece in plan.stored for picked in piece.opened}
         for entry in self._objects.list(""):
             path = self._folder / entry.name
             if path in needed or path.suffix != ".seg":
                 yield path
 
-    def _plan(self, log: FileLog, objects: Objects, interval: int) -> tuple[Route, RestorePlan]:
-        choice, plan = _plan(log, self._folder, self._trainer.workload, marker_of(interval), objects)
+    def _plan(self, log: FileLog, interval: int) -> tuple[Route, RestorePlan]:
+        choice, plan = _plan(log, self._folder, self._trainer.workload, marker_of(interval))
         assert plan.reach == plan.marker, "the store does not serve all of it"
         return choice, plan
 
@@ -175,11 +176,9 @@ class Head:
         return iter(())
 
 
-def _plan(
-    log: FileLog, store: Path, workload: Workload, marker: MarkerId, objects: Objects | None
-) -> tuple[Route, RestorePlan]:
-    state, source = TierState(Control(log).refresh()), Source(log, objects, DenseFolder(store))
-    choice = Search(state, lambda _: source).choose(marker)
+def _plan(log: FileLog, store: Path, workload: Workload, marker: MarkerId) -> tuple[Route, RestorePlan]:
+    job = Job(uri=str(store), log=log, control=Control(log), store=str(store))
+    choice = Search(TierState.read(job), job).choose(marker)
     assert choice is not None
     shards = [TableShard(table, 0, spec.rows, 0, spec.dim) for table, spec in enumerate(workload.schema.tables)]
     plan = plan_restore(choice, workload.schema, shards)

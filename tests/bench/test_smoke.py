@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.bench.smoke import ROOT, measured, refusal, run
 from tests.forks import run_script
@@ -55,6 +56,18 @@ def test_a_log_is_folded(tmp_path: Path) -> None:
     report = run("ingest/run.py", "--megabytes 2 --rows 4000 --rounds 1", tmp_path)
     assert report["median"]["megabytes"] > 2
     assert report["median"]["segments"] > 0
+
+
+def test_merges_read_each_byte_once_and_spans_are_counted(tmp_path: Path) -> None:
+    sizes = "--rows 3000 --intervals 5 --markers 40 --delay-s 0.001 --workload-rows 2000 --workload-intervals 20"
+    report = run("merge/run.py", sizes, tmp_path)
+    assert report["merging"]["a base"]["read_of_held"] <= 1.1
+    assert report["merging"]["a base"]["written_bytes"] <= report["merging"]["a base"]["read_back_bytes"]
+    assert [each["compact"] for each in report["planning"]] == ["none", "span2", "span4", "span8", "span16"]
+    by_radix = {each["radix"]: each for each in report["spans"] if not each["rebase"]}
+    assert by_radix[0]["written_of_delta"] == 1
+    assert by_radix[2]["written_of_delta"] > by_radix[4]["written_of_delta"] > by_radix[16]["written_of_delta"] > 1
+    assert by_radix[2]["pieces_most"] < by_radix[16]["pieces_most"]
 
 
 @pytest.mark.kafka
@@ -117,6 +130,7 @@ TOO_SMALL = {
     "limits/run.py --megabytes 0": "--megabytes: 0 is too small: pass at least 1",
     "marker/run.py --rows 5000": "--rows 5000 --touched 0.01 has a step touch 50 rows: make it at least 100",
     "memory/run.py --rows 5000": "--rows 5000 --touched 0.01 leaves each of 10 steps less than one bag of 10 rows",
+    "merge/run.py --markers 3": "--markers: 3 is too small: pass at least 20",
     "overhead/run.py --seconds 0": "--seconds 0: no step fits into that time: pass more than 0",
     "recovery/run.py --rows 10": "--rows: 10 is too small: pass at least 1000",
     "restore/run.py --rows 500": "--rows 500 --steps 10: the steps touch a tenth of the rows",
@@ -136,6 +150,12 @@ TOO_SMALL = {
 def test_a_size_that_is_too_small_is_refused_in_one_line(call: str) -> None:
     script, _, sizes = call.partition(" ")
     assert TOO_SMALL[call] in refusal(script, sizes)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without CUDA")
+@pytest.mark.parametrize("case", ["marker", "scale", "step_time"])
+def test_a_case_on_a_gpu_that_is_not_there_says_so(case: str) -> None:
+    assert "argument --device: torch finds no CUDA device here" in refusal(f"{case}/run.py", "--device cuda")
 
 
 def test_every_benchmark_has_a_smoke_test() -> None:

@@ -13,7 +13,10 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from pathlib import Path
+
+from tests import forks
 
 CLONE_NEWNET = 0x40000000
 
@@ -80,6 +83,8 @@ class Host:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """This thread, and what it starts, is on this host within the block."""
+        assert forks.context is not None  # it has said what the server imports
+        forkserver.ensure_running()  # outside of the host: all that tests fork later comes from this one server
         before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         try:
             enter(self.namespace)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from tests.faults.subject import Form, Subject, kafka_job
 from tests.faults.surgery import Case, opened, restore_cases
 from tests.model import PLAN_2, PLAN_3
+from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.uris import KafkaUri, parse_uri
 
 
@@ -42,10 +44,16 @@ def _partitions_added(form: Form, admin: Any, subject: Subject) -> None:
                 grown = NewPartitions(_topic(subject), before.partitions + 2)
                 for answer in admin.create_partitions([grown]).values():
                     answer.result(30)
-                after = log.incarnation()
-            row.fired += after is not None and after.partitions == before.partitions + 2
+                # A broker answers before its metadata shows what it has done.
+                incarnation.wait("the new partitions", partial(_has_partitions, log, before.partitions + 2))
+            row.fired += 1
             incarnation.await_reports(2)
     subject.compare_all(form.draw("topics"), None if form.full else 2)
+
+
+def _has_partitions(log: Log, count: int) -> bool:
+    found = log.incarnation()
+    return found is not None and found.partitions == count
 
 
 def _records_deleted(form: Form, admin: Any, subject: Subject) -> None:

@@ -25,6 +25,7 @@ from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, parse_header, pa
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, Notes, Verdict
 from torchrec_stream_ckpt.format.packed_commit import pack_commit
+from torchrec_stream_ckpt.format.reading import Reading
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.format.segment import check_chunk, check_tables, decode_chunk, entries_of, parse_front
 from torchrec_stream_ckpt.log.files import FileLog
@@ -226,7 +227,7 @@ class StoreObjects:
     def _read(data: bytes) -> str:
         """As readers do, by what it says it is; everything that it means."""
         if data.startswith(b"{"):
-            for kind in (Manifest, Fold, Dropped, Garbage, Verdict):
+            for kind in (Manifest, Fold, Dropped, Garbage, Verdict, Reading):
                 with contextlib.suppress(CorruptionError):
                     return repr(kind.from_bytes(data, "fuzz"))
             raise CorruptionError("none of them")

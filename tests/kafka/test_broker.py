@@ -116,7 +116,7 @@ def test_cli_starts_shows_and_stops(own: Path) -> None:
     assert started.exit_code == 0, started.output
     bootstrap = Broker(own).status().bootstrap
     assert f"kafka://{bootstrap}/JOB" in started.output
-    shown = json.loads(runner.invoke(cli.app, ["status", *place, "--json"]).output)
+    shown = json.loads(runner.invoke(cli.app, ["status", *place, "--json"]).stdout)
     assert shown["running"]
     assert shown["uri"] == f"kafka://{bootstrap}/JOB"
     assert "stopped" in runner.invoke(cli.app, ["stop", *place]).output

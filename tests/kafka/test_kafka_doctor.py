@@ -29,7 +29,7 @@ def alter(bootstrap: str, topic: str, **settings: str) -> None:
 
 def doctor(uri: str) -> tuple[int, dict[str, dict[str, Any]]]:
     done = CliRunner().invoke(app, ["doctor", uri, "--json"])
-    return done.exit_code, {finding["check"]: finding for finding in json.loads(done.output)}
+    return done.exit_code, {finding["check"]: finding for finding in json.loads(done.stdout)}
 
 
 def test_what_endangers_a_log_on_a_real_broker_is_named(bootstrap: str) -> None:

@@ -192,7 +192,7 @@ def test_a_lost_tail_that_somebody_has_written_over_fails_the_marker(victim: Bro
     ends = [stream.end(0, mark.end)]
     check_claimed(log, control, mine, 1, ends, Older())
     control.commit(commit(1, 1, ends), MARK_S, threading.Event())
-    assert newest_held(log, control, 1) == MarkerId(1, 1)
+    assert newest_held(log, control, mine) == MarkerId(1, 1)
     assert cut_tail(tmp_path / "victim", uri, 0, lambda _: size) == mark.offset
     fenced = Stream(generation=2)  # the old leader's trainer does not know that it is fenced
     write(log, fenced.frames, generation=2)
@@ -205,7 +205,7 @@ def test_a_lost_tail_that_somebody_has_written_over_fails_the_marker(victim: Bro
     acks = write(log, after.frames)
     with pytest.raises(StreamLostError, match="offset 2 does not hold"):
         check_claimed(log, control, heir, 1, [after.end(acks[0].offset, acks[-1].end)], Older())
-    assert newest_held(log, control, 3) is None
+    assert newest_held(log, control, heir) is None
     log.close()
 
 

@@ -54,7 +54,7 @@ def test_a_control_topic_that_is_gone_is_refused_on_every_rank_and_put_back(boot
         assert time.monotonic() < deadline
         time.sleep(0.1)
     for said in ranks.run(2, restore_anything, PLAN_2, settings):
-        assert f"topic '{parsed.data_topic}' holds rows, and topic '{parsed.control_topic}'" in said
+        assert f"topic '{parsed.data_topic}' holds rows, but topic '{parsed.control_topic}'" in said
         assert f"stream-ckpt recover {uri} --store file://{store}" in said
     arguments = ["recover", uri, "--store", store, "--json"]
     found = json.loads(CliRunner().invoke(app, arguments, catch_exceptions=False).stdout)

@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
 from torchrec_stream_ckpt.format.frame import parse_header
 from torchrec_stream_ckpt.log.api import Ack, Freed, Log, open_log
 from torchrec_stream_ckpt.log.stream import read_stream
-from torchrec_stream_ckpt.route.find import locate
+from torchrec_stream_ckpt.route.locate import locate
 from torchrec_stream_ckpt.types import MarkerId
 
 pytestmark = pytest.mark.kafka

@@ -17,7 +17,7 @@ from tests.unit.gc_history import HOUR, branched, check_whole, gc, names, rules
 from torchrec_stream_ckpt.materialize.gc import GcRules
 from torchrec_stream_ckpt.materialize.retention import Retention
 
-POINTS = {"gc.dropped": 2, "gc.merged": 1, "gc.listed": 1, "gc.deleted": 3, "gc.tidied": 1}
+POINTS = {"gc.dropped": 2, "gc.merged": 1, "gc.listed": 1, "gc.deleted": 3, "gc.tidied": 1, "read_back.saved": 1}
 """Where a gc is killed, and at which pass."""
 
 

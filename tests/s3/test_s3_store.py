@@ -99,7 +99,7 @@ def test_options_of_a_file_open_the_store(s3_server: S3Server, tmp_path: Path) -
 
 def test_an_address_at_which_nobody_answers_is_said(s3_server: S3Server) -> None:
     store = open_store("s3://bucket/x", s3_server.options(endpoint_url=f"http://127.0.0.1:{free_port()}"))
-    with pytest.raises(StoreUnavailableError, match="nobody answers at its address"):
+    with pytest.raises(StoreUnavailableError, match="no server answers at its address"):
         store.read("a/x")
     store.close()
 
@@ -145,7 +145,7 @@ def test_a_server_that_dies_under_an_upload_leaves_no_object(own_server: S3Serve
         killer.result(60)
     assert died.is_set()
     assert SECRET not in str(failed.value)
-    with pytest.raises(StoreUnavailableError, match="nobody answers at its address"):
+    with pytest.raises(StoreUnavailableError, match="no server answers at its address"):
         store.size("a/small")
     own_server.start()
     assert set(store.list("")) == {Entry("a/small", 1)}

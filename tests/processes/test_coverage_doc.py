@@ -1,0 +1,44 @@
+"""docs/coverage.md says what the tests say."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import forks
+from tests.coverage import DOC, PITFALLS, Cell, Claim, Suite, collect, render
+
+pytest.importorskip("torch")  # the whole suite is collected, and most of it needs torch
+
+from torchrec_stream_ckpt.adapter.versions import TESTED, installed
+
+
+@pytest.fixture(scope="module")
+def suite() -> Suite:
+    """Collected in a process of its own: inside of a running suite every test would be imported twice."""
+    return forks.call(collect, timeout_s=200)
+
+
+@pytest.mark.skipif(
+    installed() == TESTED[0], reason="the page is written with the newer stack: it has one optimizer more"
+)
+def test_the_page_is_what_the_tests_say(suite: Suite) -> None:
+    assert render(suite) == DOC.read_text(), "run: make coverage"
+
+
+def test_every_pitfall_has_a_test(suite: Suite) -> None:
+    assert suite.pitfalls.keys() == PITFALLS.keys()
+
+
+def test_a_cell_is_one_row_with_all_its_tests() -> None:
+    cell = Cell(optimizer="EXACT_SGD", plan="row-wise")
+    claims = [
+        Claim(cell, "exact", "b.py::two"),
+        Claim(cell, "exact", "a.py::one"),
+        Claim(cell, "exact", "a.py::one"),
+        Claim(Cell(module="ITEP"), "refused", "c.py::three", "is not captured"),
+    ]
+    page = render(Suite(claims, {12: {"d.py::four"}}))
+    assert "| EXACT_SGD | any | row-wise | any | any | `a.py::one`; `b.py::two` |\n" in page
+    assert "| any | any | any | ITEP | any | is not captured (`c.py::three`) |\n" in page
+    assert "| 12 | the column shards of a table have the same row ids | `d.py::four` |" in page
+    assert page.index("a.py::one") < page.index("## Refused") < page.index("c.py::three") < page.index("## Unverified")
