@@ -48,6 +48,7 @@ class Kind(IntEnum):
     BASE = 23  # first in a control file that was cut: the offset of the record after it
 
 
+_KINDS = {int(kind): kind for kind in Kind}
 _SINCE = {Kind.IDS: 2, Kind.END: 2, Kind.NOTE: 2, Kind.SNAPSHOT: 2, Kind.BASE: 2}
 """The version from which on a kind exists; 1 for the others."""
 _OF_NEWEST = frozenset({Kind.HELLO, Kind.CLAIM, Kind.SERVE})
@@ -114,7 +115,7 @@ _HEADER = struct.Struct(
     "I"  # col0
     "I"  # cols
     "I"  # schema_crc
-    "8s"  # dtypes, one byte a section
+    "8s"  # dtypes, one byte a section, padded with zeros
     "8H"  # section offsets from the payload's first byte, in units of 64 bytes
     "I"  # payload_len
     "I"  # raw_len, length before the codec
@@ -123,6 +124,7 @@ _HEADER = struct.Struct(
     "I"  # reserved, zero
 )
 _CRC = struct.Struct("<I")
+_NO_OFFSETS = (0,) * MAX_SECTIONS
 assert _HEADER.size + _CRC.size == HEADER_LEN
 
 
@@ -158,7 +160,6 @@ class Header:
 
     def pack_into(self, frame: bytearray | memoryview) -> None:
         """Write the 128 bytes at the front of ``frame`` and remember their checksum."""
-        pad = MAX_SECTIONS - len(self.dtypes)
         _HEADER.pack_into(
             frame,
             0,
@@ -180,9 +181,9 @@ class Header:
             self.col0,
             self.cols,
             self.schema_crc,
-            bytes(self.dtypes) + bytes(pad),
-            *(offset // ALIGNMENT for offset in self.section_offsets),
-            *(0 for _ in range(pad)),
+            bytes(self.dtypes),
+            *[offset // ALIGNMENT for offset in self.section_offsets],
+            *_NO_OFFSETS[len(self.section_offsets) :],
             self.payload_len,
             self.payload_len,
             self.payload_crc,
@@ -220,9 +221,10 @@ def parse_header(data: Buffer) -> Header:
         raise CorruptionError("header checksum does not match")
     generation, table, seq, step, marker, rows, col0, cols, schema_crc, dtypes, *tail = rest
     offsets, (payload_len, raw_len, payload_crc, chain, reserved) = tail[:8], tail[8:]
+    named = _KINDS.get(kind)
     known = version >= 1 and header_len == HEADER_LEN and not flags and codec == CODEC_NONE and not reserved
-    known = known and kind in Kind._value2member_map_ and (version <= VERSION or kind in _OF_NEWEST)
-    if not known or version < _SINCE.get(Kind(kind), 1):
+    known = known and (version <= VERSION or named in _OF_NEWEST)
+    if named is None or not known or version < _SINCE.get(named, 1):
         raise CorruptionError("header has an unknown version, kind, flag or codec")
     if count > MAX_SECTIONS or payload_len % ALIGNMENT or raw_len != payload_len:
         raise CorruptionError("header has impossible lengths")
@@ -231,7 +233,7 @@ def parse_header(data: Buffer) -> Header:
     if payload_len > MAX_FRAME_BYTES - HEADER_LEN:
         raise CorruptionError(f"payload of {payload_len} bytes is larger than a frame may be")
     header = Header(
-        kind=Kind(kind),
+        kind=named,
         job=job,
         generation=generation,
         rank=rank,
@@ -244,7 +246,7 @@ def parse_header(data: Buffer) -> Header:
         cols=cols,
         schema_crc=schema_crc,
         dtypes=tuple(dtypes[:count]),
-        section_offsets=tuple(offset * ALIGNMENT for offset in offsets[:count]),
+        section_offsets=tuple([offset * ALIGNMENT for offset in offsets[:count]]),
         payload_len=payload_len,
         payload_crc=payload_crc,
         chain=chain,

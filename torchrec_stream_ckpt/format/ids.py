@@ -52,7 +52,7 @@ def encode_ids(header: Header, events: IdEvents) -> bytearray:
     assert count <= MAX_EVENTS
     offsets, length = _LAYOUT.offsets(count)
     header.rows, header.payload_len, header.section_offsets = count, length, offsets
-    header.dtypes = tuple(section.code for section in _LAYOUT_SECTIONS)
+    header.dtypes = _LAYOUT.codes
     frame = bytearray(HEADER_LEN + length)
     arrays = (events.rows, events.raw_ids, events.events)
     for section, offset, array in zip(_LAYOUT_SECTIONS, offsets, arrays, strict=True):
@@ -68,8 +68,7 @@ def decode_ids(header: Header, payload: memoryview, table_rows: int) -> IdEvents
         CorruptionError: sections do not fit the header, a row is outside the table, or an event is unknown.
     """
     offsets, length = _LAYOUT.offsets(header.rows)
-    codes = tuple(section.code for section in _LAYOUT_SECTIONS)
-    if header.dtypes != codes or header.section_offsets != offsets or length != len(payload):
+    if header.dtypes != _LAYOUT.codes or header.section_offsets != offsets or length != len(payload):
         raise CorruptionError("sections are not those of id events", **header.place())
     rows, raw_ids, events = (
         np.frombuffer(payload, NUMPY_DTYPES[section.dtype], header.rows, offset)

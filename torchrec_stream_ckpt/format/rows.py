@@ -6,7 +6,7 @@ logical table, so a reader needs no plan of the writer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -63,11 +63,20 @@ class RowLayout:
     sections: tuple[Section, ...]
     max_rows: int
     """Rows that one frame takes."""
+    codes: tuple[int, ...] = field(init=False)
+    """The dtype code of each section."""
+    widths: tuple[int, ...] = field(init=False)
+    """Bytes that a row takes in each section."""
+
+    def __post_init__(self) -> None:
+        # A small frame costs what Python does for it: nothing is worked out for each frame that a table has once.
+        object.__setattr__(self, "codes", tuple(section.code for section in self.sections))
+        object.__setattr__(self, "widths", tuple(section.row_bytes for section in self.sections))
 
     @property
     def row_bytes(self) -> int:
         """Bytes that a row takes in all sections."""
-        return sum(section.row_bytes for section in self.sections)
+        return sum(self.widths)
 
     @classmethod
     @lru_cache(maxsize=4096)
@@ -97,9 +106,9 @@ class RowLayout:
     def offsets(self, rows: int) -> tuple[tuple[int, ...], int]:
         """(offset of each section from the payload's first byte, length of the payload)."""
         offsets, position = [], 0
-        for section in self.sections:
+        for row_bytes in self.widths:
             offsets.append(position)
-            position += aligned(rows * section.row_bytes)
+            position += aligned(rows * row_bytes)
         return tuple(offsets), position
 
 
@@ -129,25 +138,23 @@ def decode_rows(header: Header, payload: memoryview, table: TableSpec) -> RowsVi
     except ValueError as error:
         raise CorruptionError(str(error), **place) from None
     offsets, length = layout.offsets(header.rows)
-    codes = tuple(section.code for section in layout.sections)
-    if header.dtypes != codes or header.section_offsets != offsets or length != len(payload):
+    if header.dtypes != layout.codes or header.section_offsets != offsets or length != len(payload):
         raise CorruptionError("sections do not match the schema", **place)
-    view = view_rows(layout, header.rows, payload)
-    ids = view.ids
-    if header.rows and (int(ids.min()) < 0 or int(ids.max()) >= table.rows):
+    view = _view(layout, header.rows, payload, offsets)
+    # As unsigned numbers, negative ids are beyond every table.
+    if header.rows and int(np.maximum.reduce(view.ids.view(np.uint64))) >= table.rows:
         raise CorruptionError(f"a row id is outside [0, {table.rows})", **place)
     return view
 
 
 def view_rows(layout: RowLayout, rows: int, payload: memoryview) -> RowsView:
     """The sections of a payload whose length has been checked."""
-    offsets, _ = layout.offsets(rows)
-    arrays = [
-        np.frombuffer(payload, NUMPY_DTYPES[section.dtype], rows * section.width, offset)
-        for section, offset in zip(layout.sections, offsets, strict=True)
-    ]
-    shaped = [
-        array if section.per_row else array.reshape(rows, section.width)
-        for section, array in zip(layout.sections[1:], arrays[1:], strict=True)
-    ]
-    return RowsView(arrays[0], shaped[0], tuple(shaped[1:]))
+    return _view(layout, rows, payload, layout.offsets(rows)[0])
+
+
+def _view(layout: RowLayout, rows: int, payload: memoryview, offsets: tuple[int, ...]) -> RowsView:
+    arrays = []
+    for section, offset in zip(layout.sections, offsets, strict=True):
+        array = np.frombuffer(payload, NUMPY_DTYPES[section.dtype], rows * section.width, offset)
+        arrays.append(array if section.per_row else array.reshape(rows, section.width))
+    return RowsView(arrays[0], arrays[1], tuple(arrays[2:]))

@@ -109,7 +109,7 @@ def rows_frame(header: Header, table: TableSpec, arrays: list[Array]) -> bytearr
         frame[begin : begin + data.nbytes] = data.tobytes()
     header.kind = Kind.ROWS
     header.rows, header.cols, header.payload_len = len(arrays[0]), table.dim, length
-    header.dtypes = tuple(section.code for section in layout.sections)
+    header.dtypes = layout.codes
     header.section_offsets = offsets
     seal(header, frame)
     return frame

@@ -104,7 +104,7 @@ class _RankStream:
             rows=len(ids),
             col0=shard.col0,
             cols=shard.cols,
-            dtypes=tuple(section.code for section in layout.sections),
+            dtypes=layout.codes,
             section_offsets=offsets,
             payload_len=length,
         )

@@ -1,0 +1,56 @@
+"""Rows gathered into frames: small frames by numpy, large ones by torch, with the same bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from torchrec_stream_ckpt.adapter import LocalShard
+from torchrec_stream_ckpt.capture import staging
+from torchrec_stream_ckpt.capture.staging import RowStager, StreamIdentity
+from torchrec_stream_ckpt.format.frame import HEADER_LEN
+from torchrec_stream_ckpt.format.ring import FrameBuffer
+from torchrec_stream_ckpt.types import StateSpec, TableSpec
+
+ROWS, DIM, ROW0 = 50, 8, 100
+
+
+def filled(weights: torch.Tensor, sums: torch.Tensor, rows: list[int]) -> tuple[bytes, ...]:
+    """Ids, weights and states of a frame with ``rows``, as bytes without padding."""
+    dtype = str(weights.dtype).removeprefix("torch.")
+    spec = TableSpec("t", 1000, DIM, dtype, "exact_rowwise_adagrad", (StateSpec("sum", "float32", True),))
+    stager = RowStager(LocalShard(spec, ROW0, ROWS, 0, DIM), 0, StreamIdentity(bytes(16), 1, 0, 0))
+    buffer = FrameBuffer(np.full(stager.frame_bytes(len(rows)), 0xAA, np.uint8), pooled=False)
+    picked = torch.tensor(rows, dtype=torch.int64)
+    stager.fill(buffer, picked, weights, (sums,), newest=lambda _, values: values, step=1, marker=1)
+    assert buffer.header is not None
+    lengths = (8 * len(rows), weights.element_size() * DIM * len(rows), 4 * len(rows))
+    begins = [HEADER_LEN + offset for offset in buffer.header.section_offsets]
+    return tuple(buffer.array[b : b + n].tobytes() for b, n in zip(begins, lengths, strict=True))
+
+
+@pytest.mark.parametrize("rows", [[], [49], [3, 0, 49, 7], list(range(ROWS))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("whole", [True, False], ids=["contiguous", "strided"])
+def test_small_and_large_frames_have_the_same_bytes(
+    rows: list[int], dtype: torch.dtype, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = torch.rand(ROWS, 2 * DIM).to(dtype)[:, ::2]
+    weights = weights.contiguous() if whole else weights
+    sums = torch.rand(ROWS)
+    small = filled(weights, sums, rows)
+    monkeypatch.setattr(staging, "SMALL", -1)
+    assert small == filled(weights, sums, rows)
+    ids = np.array(rows, np.int64)
+    assert small[0] == (ids + ROW0).tobytes()
+    assert small[1] == weights[ids].contiguous().view(torch.uint8).numpy().tobytes()
+    assert small[2] == sums[ids].numpy().tobytes()
+
+
+@pytest.mark.parametrize("limit", [staging.SMALL, -1], ids=["small", "large"])
+@pytest.mark.parametrize("row", [-1, ROWS])
+def test_a_row_outside_the_shard_is_no_row_of_it(row: int, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "SMALL", limit)
+    with pytest.raises(IndexError):
+        filled(torch.rand(ROWS, DIM), torch.rand(ROWS), [0, row])
