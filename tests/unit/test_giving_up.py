@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests import stores
 from tests.stores import History, choose
 from tests.unit.test_cli_gc import gc, markers, run
+from torchrec_stream_ckpt.cli import gc as cli_gc
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.manifest import BY_HAND, Dropped
 from torchrec_stream_ckpt.layout import dropped_name
 from torchrec_stream_ckpt.materialize.compactor import Policy
+from torchrec_stream_ckpt.materialize.giving_up import FRESH_S, Reasked, WaysBack
+from torchrec_stream_ckpt.materialize.stock import Stock, take_stock
 from torchrec_stream_ckpt.materialize.synced import check_synced
 from torchrec_stream_ckpt.route.holdings import Holdings
 from torchrec_stream_ckpt.store import pins
@@ -177,6 +181,64 @@ def test_without_a_log_the_store_alone_says_what_is_lost(history: History) -> No
     with pytest.raises(ConfigError, match="marker 1:4 can be restored"):
         gc(history, "--no-log", "--give-up", "1:4")
     assert gc(history, "--no-log", "--give-up", "lost")[0]["dropped"] == ["1:5", "1:6"]
+
+
+def test_a_marker_that_is_repaired_after_the_look_stays(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look reads the whole store, for hours; what it found was given up, whatever had been repaired meanwhile."""
+    (path,) = history.root.rglob(FIFTH)
+    right, look = path.read_bytes(), cli_gc._given_up
+
+    def look_and_repair(*args: Any, **options: Any) -> Mapping[MarkerId, str]:
+        found = look(*args, **options)
+        path.write_bytes(right)
+        return found
+
+    monkeypatch.setattr(cli_gc, "_given_up", look_and_repair)
+    for named in (("--give-up", "lost"), BOTH):
+        harm(history)
+        (done,) = gc(history, *named)
+        assert (done["dropped"], done["by_hand"], done["came_back"]) == ([], [], ["1:5", "1:6"])
+    harm(history)
+    said = run("gc", f"file://{history.root}", "--store", str(history.root), *BOTH)
+    assert "marker 1:5 can be restored by now: it is not given up" in said
+    assert offered(history) == {f"1:{number}" for number in range(1, 7)}
+
+
+def test_the_second_question_is_put_to_a_listing_of_now(history: History, pool: Executor) -> None:
+    (path,) = history.root.rglob(FIFTH)
+    data, name = path.read_bytes(), harm(history, how="lost")
+    moments, taken = iter([0.0, 0.0, 1.0, FRESH_S, FRESH_S]), list[Stock]()
+
+    def take() -> Stock:
+        taken.append(take_stock(history.objects, history.lineage, history.lineage.job))
+        return taken[-1]
+
+    again = Reasked(WaysBack(take(), None, lambda _: [], pool), take, lambda: next(moments))
+    assert name in again.why_not(MarkerId(1, 6))
+    path.write_bytes(data)
+    again.why_not(MarkerId(1, 6))
+    assert len(taken) == 2, "within a minute the listing counts as new"
+    assert again.why_not(MarkerId(1, 6)) == ""
+    assert len(taken) == 3
+
+
+@pytest.mark.parametrize("log", ["log", "--no-log"])
+@pytest.mark.parametrize("named", ["lost", "1:2"])
+def test_a_marker_of_whose_dense_state_nobody_can_tell_is_not_given_up(tmp_path: Path, named: str, log: str) -> None:
+    """The place where the trainer keeps it is not mounted here: that looks like a loss."""
+    history = History(tmp_path / "job")
+    history.store = f"file://{tmp_path / 'away'}"
+    history.generation(1, range(1, 4))
+    stores.fold(history.root, Policy(rebase=0))
+    harm(history, "g00000001-m00000002/.metadata", "lost")
+    before, arguments = stores.contents(history.objects), ("--no-log",) if log == "--no-log" else ()
+    with pytest.raises(ConfigError, match="nobody can tell whether the dense state of marker 1:2 is lost") as refused:
+        gc(history, *arguments, "--give-up", named)
+    assert "--give-up 1:2 --force" in refused.value.hint
+    assert stores.contents(history.objects) == before
+    (tmp_path / "away").mkdir()
+    (done,) = gc(history, *arguments, "--give-up", named)
+    assert done["dropped"] == ["1:2"], "the place is there, and does not have it"
 
 
 def test_a_pin_that_comes_in_between_keeps_its_marker(history: History) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.materialize.gc import GcRules, collect, plan_gc
 from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
-from torchrec_stream_ckpt.materialize.giving_up import WaysBack, check_given_up, lost_markers
+from torchrec_stream_ckpt.materialize.giving_up import Reasked, WaysBack, check_given_up, lost_markers
 from torchrec_stream_ckpt.materialize.retention import Retention
 from torchrec_stream_ckpt.materialize.rounds import read_clocks
 from torchrec_stream_ckpt.materialize.stock import Stock, take_stock
@@ -103,10 +103,15 @@ def collect_garbage(
         jobs = _jobs(objects, lineage, job)
         if named and len(jobs) > 1:
             raise ConfigError("--give-up is for one job, the store holds several", hint="name it: --job HEX")
-        if named:
-            stock = take_stock(objects, lineage, jobs[0])
-            rules = replace(rules, give_up=_given_up(stock, named, opened, access, force=force))
-        plans = [_run(objects, lineage, each, rules, dry_run=dry_run) for each in jobs]
+        if not named:
+            plans = [_run(objects, lineage, each, rules, None, dry_run=dry_run) for each in jobs]
+        else:
+            with _ways(opened, access) as ways_in:
+                stock = take_stock(objects, lineage, jobs[0])
+                ways = ways_in(stock)
+                rules = replace(rules, give_up=_given_up(stock, named, ways, force=force))
+                again = Reasked(ways, lambda: take_stock(objects, lineage, jobs[0]))
+                plans = [_run(objects, lineage, jobs[0], rules, None if force else again.why_not, dry_run=dry_run)]
     idle = rules.keeps_all
     if json:
         print_json([_record(plan) | {"dry_run": dry_run or idle} for plan in plans])
@@ -129,11 +134,19 @@ def _check_log(uri: str | None, *, no_log: bool) -> None:
         raise ConfigError("both a log and --no-log are given", hint="leave out --no-log as long as there is a log")
 
 
-def _run(objects: Objects, lineage: Lineage | None, job: bytes, rules: GcRules, *, dry_run: bool) -> GcPlan:
+def _run(
+    objects: Objects,
+    lineage: Lineage | None,
+    job: bytes,
+    rules: GcRules,
+    why_not: Callable[[MarkerId], str] | None,
+    *,
+    dry_run: bool,
+) -> GcPlan:
     if dry_run or rules.keeps_all:
         return plan_gc(take_stock(objects, lineage, job), rules, read_clocks(objects, job, probe=False))
     with ThreadPoolExecutor(_THREADS) as pool:
-        return collect(objects, lineage, job, rules, pool)
+        return collect(objects, lineage, job, rules, pool, why_not=why_not)
 
 
 @contextlib.contextmanager
@@ -152,25 +165,32 @@ def _named(texts: Sequence[str], *, force: bool) -> list[MarkerId | str]:
     return [text if text == _LOST else MarkerId.parse(text) for text in texts]
 
 
-def _given_up(
-    stock: Stock, named: Sequence[MarkerId | str], job: Job | None, access: Access, *, force: bool
-) -> Mapping[MarkerId, str]:
-    """What is given up by hand, and why."""
-    markers = [each for each in named if isinstance(each, MarkerId)]
-    with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor(_THREADS))
-        kept = stack.enter_context(access.kept_dense(job.uri)) if job is not None else None
-        here = dense_in(stock.holdings.catalog.objects)
+@contextlib.contextmanager
+def _ways(job: Job | None, access: Access) -> Iterator[Callable[[Stock], WaysBack]]:
+    """What looks for ways back, in the store, in the log, and where the trainer has put dense state."""
+    with (
+        ThreadPoolExecutor(_THREADS) as pool,
+        access.kept_dense(job.uri if job is not None else None) as kept,
+    ):
 
-        def places(commit: Commit) -> Iterator[DenseStore]:
-            yield here
-            if kept is not None:
-                with contextlib.suppress(ConfigError):  # nothing says where the trainer has put it
+        def ways(stock: Stock) -> WaysBack:
+            here = dense_in(stock.holdings.catalog.objects)
+
+            def places(commit: Commit) -> Iterator[DenseStore]:
+                yield here
+                if job is not None or commit.store:  # otherwise it was in the folder of the log, which is gone
                     yield kept(commit)
 
-        ways = WaysBack(stock, job.log if job is not None else None, places, pool)
-        found = check_given_up(stock, markers, ways, force=force)
-        return found | (lost_markers(stock, ways) if _LOST in named else {})
+            return WaysBack(stock, job.log if job is not None else None, places, pool)
+
+        yield ways
+
+
+def _given_up(stock: Stock, named: Sequence[MarkerId | str], ways: WaysBack, *, force: bool) -> Mapping[MarkerId, str]:
+    """What is given up by hand, and why."""
+    markers = [each for each in named if isinstance(each, MarkerId)]
+    found = check_given_up(stock, markers, ways, force=force)
+    return found | (lost_markers(stock, ways) if _LOST in named else {})
 
 
 def _jobs(objects: Objects, lineage: Lineage | None, job: str | None) -> list[bytes]:
@@ -192,6 +212,7 @@ def _record(plan: GcPlan) -> dict[str, Any]:
         "dropped": [str(marker) for marker in plan.dropping],
         "dropped_before": plan.dropped,
         "by_hand": list(plan.by_hand),
+        "came_back": [str(marker) for marker in plan.came_back],
         "merged": [
             {"from": str(span.start or ""), "to": str(span.end), "bytes": span.num_bytes} for span in plan.spans
         ],

@@ -86,15 +86,19 @@ class Access:
         return contextlib.closing(open_store(url, options_of(url, self.store_options)))
 
     @contextlib.contextmanager
-    def kept_dense(self, uri: str) -> Iterator[Callable[[Commit], DenseStore]]:
-        """Where the trainer has put the dense state of a marker, whatever store was named."""
+    def kept_dense(self, uri: str | None) -> Iterator[Callable[[Commit], DenseStore]]:
+        """Where the trainer has put the dense state of a marker, whatever store was named.
+
+        Args:
+            uri: The job's log; None: it is gone, and what COMMITs say has to be enough.
+        """
         from torchrec_stream_ckpt.route.job import kept_store, options_of
         from torchrec_stream_ckpt.store.dense import open_dense
 
         opened: dict[str, DenseStore] = {}
 
         def dense_of(commit: Commit) -> DenseStore:
-            url = kept_store(uri, commit)
+            url = commit.store or "" if uri is None else kept_store(uri, commit)
             if url not in opened:
                 opened[url] = open_dense(url, options_of(url, self.store_options))
             return opened[url]

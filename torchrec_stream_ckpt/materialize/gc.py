@@ -236,6 +236,7 @@ def collect(
     rules: GcRules,
     pool: Executor,
     clocks: Callable[[], Mapping[str, float]] | None = None,
+    why_not: Callable[[MarkerId], str] | None = None,
 ) -> GcPlan:
     """Give markers up, merge, and delete; returns what was done. May be killed and run again at any time.
 
@@ -250,6 +251,8 @@ def collect(
         pool: Threads that read and delete.
         clocks: What they show, by default of this host and of the store. Read again after the merges, which may take
             hours: the grace period of what they replace begins when they are done.
+        why_not: Says of a marker that a person gives up why nothing brings it back, right before it goes. If something
+            does by now, it stays. None: nobody is asked again.
 
     Raises:
         ConfigError: there is no rule.
@@ -263,8 +266,13 @@ def collect(
     read_back = ReadBack(objects, job, pool, now)
     plan = _surely_restorable(stock, rules, now, read_back)
     read_back.save()
+    came_back: list[MarkerId] = []
     for marker in plan.dropping:
-        _drop(objects, stock.holdings.lineage, marker, BY_HAND if marker in (rules.give_up or ()) else RETENTION)
+        by_hand = marker in (rules.give_up or ())
+        if by_hand and why_not is not None and not why_not(marker):
+            came_back.append(marker)
+            continue
+        _drop(objects, stock.holdings.lineage, marker, BY_HAND if by_hand else RETENTION)
     for span in plan.spans:
         merge(objects, stock.holdings.lineage, span.pieces, pool)
         failpoint("gc.merged")
@@ -287,7 +295,14 @@ def collect(
     given_up = {*plan.dropping} & stock.holdings.catalog.dropped - stock.pins
     kept = tuple(sorted({*plan.kept, *plan.dropping} - given_up))
     return replace(
-        plan, kept=kept, dropping=tuple(sorted(given_up)), now=found.now, later=found.later, damaged=found.damaged
+        plan,
+        kept=kept,
+        dropping=tuple(sorted(given_up)),
+        by_hand=tuple(said for said in plan.by_hand if MarkerId.parse(said.split()[0]) not in came_back),
+        came_back=tuple(came_back),
+        now=found.now,
+        later=found.later,
+        damaged=found.damaged,
     )
 
 

@@ -39,6 +39,8 @@ class GcPlan:
     """Folds that stand in for what nobody else needs and cannot be read, with the reason. A dry run does not look."""
     by_hand: tuple[str, ...] = ()
     """Markers that a person gives up, each with the reason."""
+    came_back: tuple[MarkerId, ...] = ()
+    """Markers that a person gave up, and that could be restored again when it was their turn: they stay."""
     stands_still: str = ""
     """Why what waits for the grace period does not get older; empty where it does."""
 
@@ -73,6 +75,7 @@ class GcPlan:
     def remarks(self) -> list[str]:
         """In words: what stays although the retention does not want it, and why."""
         lines = [f"  marker {each}" for each in self.by_hand]
+        lines += [f"  marker {each} can be restored by now: it is not given up" for each in self.came_back]
         lines += [f"  marker {reason}: all that leads to it stays" for reason in self.not_whole]
         if self.stands_still:
             where = "run gc on one host that is not booted in between, or over an object store"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 
@@ -18,6 +19,9 @@ from torchrec_stream_ckpt.types import MarkerId
 
 ON_REQUEST = "on request"
 """Why a marker goes that could be restored."""
+
+FRESH_S = 60.0
+"""A marker is given up by what was listed, and found damaged, within so many seconds before."""
 
 Places = Callable[[Commit], Iterable[DenseStore]]
 """Where the dense state of a marker may be."""
@@ -45,11 +49,18 @@ class WaysBack:
         self._damaged: dict[str, CorruptionError] = {}
         self._read: set[str] = set()
 
+    def anew(self, stock: Stock) -> WaysBack:
+        """The same as of now: what was damaged or missing is looked at again; what was whole is taken for whole."""
+        made = WaysBack(stock, self._log, self._places, self._pool)
+        made._read |= self._read
+        return made
+
     def why_not(self, marker: MarkerId) -> str:
         """Why nothing brings a marker back; empty when something does.
 
         Raises:
-            StoreUnavailableError, LogUnavailableError: one of them does not answer: then nobody can tell.
+            ConfigError: a place that may have its dense state cannot be opened: then nobody can tell.
+            StoreUnavailableError, LogUnavailableError: one of them does not answer: nor then.
         """
         try:
             self._check_dense(self._lineage.find(marker))
@@ -60,15 +71,23 @@ class WaysBack:
 
     def _check_dense(self, commit: Commit) -> None:
         first: CorruptionError | None = None
-        for dense in self._places(commit):
-            try:
-                dense.verify(commit)
-            except CorruptionError as error:
-                first = first or error
-            else:
-                return
-            finally:
-                dense.release()
+        try:
+            for dense in self._places(commit):
+                try:
+                    _check_mounted(dense)
+                    dense.verify(commit)
+                except CorruptionError as error:
+                    first = first or error
+                else:
+                    return
+                finally:
+                    dense.release()
+        except ConfigError as error:
+            raise ConfigError(
+                f"nobody can tell whether the dense state of marker {commit.id} is lost: {error.message}",
+                hint=f"look for it where the trainer kept it; if it is gone: --give-up {commit.id} --force",
+                **{**error.where, "marker": commit.id},
+            ) from None
         if first is not None:
             raise first
 
@@ -148,6 +167,34 @@ def lost_markers(stock: Stock, ways: WaysBack) -> dict[MarkerId, str]:
     offered = stock.holdings.catalog.markers - stock.holdings.catalog.dropped - stock.pins
     reasons = {marker: ways.why_not(marker) for marker in sorted(offered)}
     return {marker: why for marker, why in reasons.items() if why}
+
+
+class Reasked:
+    """Asks again, right before a marker is given up: the first answer may be hours old, and repairs have come since.
+
+    Args:
+        ways: Has answered for all of them.
+        take: Takes stock as of now.
+        clock: Seconds, of a clock that is never set.
+    """
+
+    def __init__(self, ways: WaysBack, take: Callable[[], Stock], clock: Callable[[], float] = time.monotonic) -> None:
+        self._ways = ways
+        self._take = take
+        self._clock = clock
+        self._taken_s = -FRESH_S
+
+    def why_not(self, marker: MarkerId) -> str:
+        """As of :class:`WaysBack`, by what is there now."""
+        if not 0 <= self._clock() - self._taken_s < FRESH_S:
+            self._taken_s = self._clock()
+            self._ways = self._ways.anew(self._take())
+        return self._ways.why_not(marker)
+
+
+def _check_mounted(dense: DenseStore) -> None:
+    if dense.folder is not None and not dense.folder.is_dir():
+        raise ConfigError(f"there is no folder {dense.folder} on this host", path=dense.folder)
 
 
 def _pinned(marker: MarkerId) -> StreamCkptError:
