@@ -19,23 +19,20 @@ from torchrec_stream_ckpt.commit.dense import DenseState, Stateful
 from torchrec_stream_ckpt.commit.pace import Pace
 from torchrec_stream_ckpt.commit.roll import Roll
 from torchrec_stream_ckpt.config import StreamConfig, Takeover
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, UnsupportedError
+from torchrec_stream_ckpt.errors import ConfigError, UnsupportedError
 from torchrec_stream_ckpt.evolve.changes import Changes
 from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
-from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.ring import FrameRing
 from torchrec_stream_ckpt.loader import TrackedLoader
 from torchrec_stream_ckpt.restore.plan import RestorePlan
 from torchrec_stream_ckpt.route.job import open_tier
-from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.stats import Stats
 from torchrec_stream_ckpt.tiers.job import Tiered
 from torchrec_stream_ckpt.trainer.attached import Attached
 from torchrec_stream_ckpt.trainer.calls import Calls, collective
-from torchrec_stream_ckpt.trainer.patience import Patience, at_once
+from torchrec_stream_ckpt.trainer.restoring import Restoring
 from torchrec_stream_ckpt.trainer.session import Session
 from torchrec_stream_ckpt.trainer.showing import Showing
-from torchrec_stream_ckpt.trainer.standby import Standby
 from torchrec_stream_ckpt.trainer.stream import JOIN_S, StreamParts
 from torchrec_stream_ckpt.trainer.streaming import PEERS_S, Streaming
 from torchrec_stream_ckpt.trainer.telemetry import Telemetry
@@ -137,8 +134,9 @@ class StreamCheckpointer:
             self._streaming = Streaming(
                 self._config, parts, self._tiers, self._cadence, pace, self._roll, self._telemetry
             )
-            self._broken: BaseException | None = None
-            """What a restore or a reshard has failed with half way."""
+            self._restoring = Restoring(
+                self._config, self._team, self._tier, self._tiers, self._attached, self._session, self._streaming
+            )
             self._closed = False
             self._showing = Showing(config, self._team, self.stats, self._telemetry)
             undo.pop_all()
@@ -172,6 +170,7 @@ class StreamCheckpointer:
         marker: MarkerId | str | tuple[int, int] | None = None,
         *,
         changes: Changes | None = None,
+        once: bool = False,
         accept_unproved: bool = False,
     ) -> Restored | None:
         """Bring back a marker, in place, on any number of ranks and any plan.
@@ -181,13 +180,15 @@ class StreamCheckpointer:
                 it is proved to be damaged, stands in ``Restored.skipped``.
             changes: In what this model differs from the marker's: all of it, or the restore is refused and says what is
                 missing. A marker of a model that has these changes already, made last, is restored as it is.
+            once: (with ``marker`` and ``changes``) Go on from the newest marker, if it came from ``marker`` by these
+                very changes: for a command that is given again.
             accept_unproved: Go on with rows that are not as a marker proved them, and send them again.
 
         Returns:
             What was restored; None when nothing was ever committed, or ``StreamConfig.fresh`` is set.
 
         Raises:
-            MarkerNotFoundError: ``marker`` is not committed.
+            MarkerNotFoundError: ``marker`` is not committed; or changes are declared, and no marker is.
             SchemaMismatchError: tables or dense state differ from the model's in what was not declared; names all of
                 it, and the ``Changes`` that accept it.
             ChangesError: ``changes`` declares what is not so; names all of it.
@@ -200,7 +201,8 @@ class StreamCheckpointer:
             ProofMismatchError: (without ``accept_unproved``) rows are not as they were in the tables at a cut; names
                 them. No older marker is tried: it may have lost the same.
         """
-        return self._restore(MarkerId.of(marker), changes, accept_unproved=accept_unproved)
+        self._check_open()
+        return self._restoring.restore(MarkerId.of(marker), changes, once=once, accept_unproved=accept_unproved)
 
     @collective("standby()")
     def standby(self, takeover: Takeover | None = None, *, accept_unproved: bool = False) -> Restored | None:
@@ -222,28 +224,7 @@ class StreamCheckpointer:
             ColumnResplitError: this plan splits columns of a row-wise optimizer otherwise; a spare merges nothing.
         """
         self._check_open()
-        if self._streaming.stream is not None:
-            raise ConfigError("standby() comes before the first step() and mark()")
-        if self._config.fresh:
-            raise ConfigError("fresh=True starts from nothing, a spare does not", hint="leave out one of the two")
-        if self._tiers is not None:
-            raise ConfigError("a spare follows one log", hint="give it the outer one alone; it goes on without a tee")
-        tier, session = self._tier, self._session
-        load, advance, when = session.newest_rows, session.advance, takeover or Takeover()
-        spare = Standby(self._team, tier.log, tier.control, load, advance, when, self._streaming.claims, tier.uri)
-        try:
-            marker = spare.wait()
-        except BaseException as error:
-            self._broken = error if spare.touched else None
-            raise
-        if marker is None:
-            return self._restore(None, accept_unproved=accept_unproved, patience=spare.outlast)
-        try:
-            plan, route = spare.outlast(lambda: session.held(marker))
-        except CorruptionError as error:  # of its dense state: an older marker may be whole
-            log.warning("marker %s cannot be taken over: %s", marker, error.headline)
-            return self._restore(None, accept_unproved=accept_unproved, patience=spare.outlast)
-        return self._go_on_from(plan, route, spare.rows, accept_unproved=accept_unproved, patience=spare.outlast)
+        return self._restoring.standby(takeover or Takeover(), accept_unproved=accept_unproved)
 
     @collective("plan()")
     def plan(
@@ -338,8 +319,10 @@ class StreamCheckpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("this StreamCheckpointer is closed")
-        if self._broken is not None:
-            raise ConfigError(f"a restore or reshard failed half way ({self._broken})", hint="start the job anew")
+        if self._restoring.broken is not None:
+            raise ConfigError(
+                f"a restore or reshard failed half way ({self._restoring.broken})", hint="start the job anew"
+            )
         self._streaming.check()
 
     def _ensure_stream(self) -> None:
@@ -351,62 +334,6 @@ class StreamCheckpointer:
     def _mark(self) -> Future[Committed]:
         self._ensure_stream()
         return self._streaming.mark()
-
-    def _restore(
-        self,
-        wanted: MarkerId | None,
-        changes: Changes | None = None,
-        *,
-        accept_unproved: bool,
-        patience: Patience = at_once,
-    ) -> Restored | None:
-        self._check_open()
-        if self._streaming.stream is not None:
-            raise ConfigError(
-                f"this StreamCheckpointer has opened generation {self.generation} already, by an earlier restore(), "
-                "step() or mark()",
-                hint="call restore() once, before the first step(); for another marker make a new one, after close()",
-            )
-        if self._config.fresh:
-            if wanted is not None or changes is not None:
-                given = f"marker {wanted}" if wanted is not None else "changes"
-                raise ConfigError(
-                    f"fresh=True starts from nothing, and restore() was given {given}", hint="leave out one of the two"
-                )
-            self._streaming.open_root()
-            return None
-        try:
-            found = patience(lambda: self._session.rows(wanted, changes))
-            failpoint("restore.rows")
-        except BaseException as error:
-            self._broken = error if self._session.touched else None
-            raise
-        if found is None:
-            self._streaming.open_root()
-            return None
-        return self._go_on_from(*found, accept_unproved=accept_unproved, patience=patience)
-
-    def _go_on_from(
-        self, plan: RestorePlan, route: Route, rows: int, *, accept_unproved: bool, patience: Patience
-    ) -> Restored:
-        """(all ranks) The rows of a marker are in the live tables: load the rest, and open a generation on it."""
-        try:
-            loaded = patience(lambda: self._session.finish(plan, route, accept_unproved=accept_unproved))
-        except BaseException as error:
-            self._broken = error
-            raise
-        path = route.lineage.path(plan.marker)
-        parent_bytes = sum(commit.num_bytes for commit in path) // self._team.world
-        self._streaming.go_on_from(
-            plan.marker, plan.step, loaded.swept, parent_bytes, loaded.proved_up_to, patience, loaded.record
-        )
-        if self._team.rank == 0:
-            loaded.say(plan)
-        self._attached.capture.mark_ranges(loaded.unproved)
-        generation, marker = plan.marker
-        return Restored(
-            generation, marker, plan.step, plan.world, rows, route.skipped, loaded.source, loaded.share, plan.report
-        )
 
     @collective("reshard()")
     def _reshard(self, reshard: Callable[[], float]) -> float:
@@ -423,7 +350,7 @@ class StreamCheckpointer:
         try:
             moved = reshard()
         except BaseException as error:
-            self._broken = error
+            self._restoring.broken = error
             raise
         attached.unhook()
         attached.describe(attached.schema)

@@ -17,11 +17,14 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from torchrec_stream_ckpt.config import PROOF_BYTES, StreamConfig, Takeover
-from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.errors import ChangesError, ConfigError
 from torchrec_stream_ckpt.types import Restored
+
+if TYPE_CHECKING:
+    from torchrec_stream_ckpt.evolve.changes import Changes
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +95,16 @@ def marker(text: str) -> str:
     return text
 
 
+def changes(text: str) -> Changes:
+    """An argparse type: a TOML file of declared changes (docs/evolve.md)."""
+    from torchrec_stream_ckpt.evolve.changes import Changes
+
+    try:
+        return Changes.load(text)
+    except ChangesError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 class FlagParser(argparse.ArgumentParser):
     """An argparse parser whose error is one line and what to try, said once on each node, without the usage."""
 
@@ -121,6 +134,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--store_options", metavar="FILE", type=Path, help="settings of an object store, key=value lines"
     )
     group.add_argument("--restore", type=marker, help="latest (default), none, or GENERATION:MARKER")
+    group.add_argument(
+        "--changes",
+        metavar="FILE",
+        type=changes,
+        help="in what this model differs from the marker's, as TOML (docs/evolve.md); may stay when the job is started "
+        "again",
+    )
     group.add_argument(
         "--accept_unproved",
         action="store_true",
@@ -192,7 +212,9 @@ def config_from(args: argparse.Namespace) -> StreamConfig | None:
 
 
 def _given_without_stream(args: argparse.Namespace) -> str | None:
-    given = [flag for flag in dict.fromkeys((*DEFAULTS, *SETTINGS, "standby")) if getattr(args, flag) is not None]
+    given = [
+        flag for flag in dict.fromkeys((*DEFAULTS, *SETTINGS, "standby", "changes")) if getattr(args, flag) is not None
+    ]
     return f"--{given[0]} needs --stream_ckpt URI, file://DIR or kafka://BROKERS/JOB" if given else None
 
 
@@ -211,6 +233,10 @@ def _wrong_together(args: argparse.Namespace) -> str | None:
         return "--store_options needs --store s3://..."
     if args.standby is not None and args.restore is not None:
         return "--standby takes over from the newest marker: leave out --restore"
+    if args.changes is not None and args.standby is not None:
+        return "--standby takes no changes: start the spare with the trainer's model, and leave out --changes"
+    if args.changes is not None and args.restore == "none":
+        return "--changes are made of a marker: leave them out with --restore none"
     if args.accept_unproved and args.restore == "none":
         return "--accept_unproved is about what is restored: leave it out with --restore none"
     for flag in ("kafka_options", "store_options", "commit_key_file"):
@@ -234,7 +260,14 @@ def _wrong_tiers(uris: list[str], outer_every: int | None) -> str | None:
 class Restorable(Protocol):
     """``StreamCheckpointer``, without torch."""
 
-    def restore(self, marker: str | None = None, *, accept_unproved: bool = False) -> Restored | None:
+    def restore(
+        self,
+        marker: str | None = None,
+        *,
+        changes: Changes | None = None,
+        once: bool = False,
+        accept_unproved: bool = False,
+    ) -> Restored | None:
         """Bring a marker back."""
 
     def standby(self, takeover: Takeover | None = None, *, accept_unproved: bool = False) -> Restored | None:
@@ -255,9 +288,10 @@ def restore_from(args: argparse.Namespace, checkpointer: Restorable) -> Restored
         return checkpointer.standby(Takeover(after_s=args.standby), accept_unproved=accept)
     if args.restore == "none":
         return None
-    if args.restore != "latest":
-        return checkpointer.restore(args.restore, accept_unproved=accept)
-    restored = checkpointer.restore(accept_unproved=accept)
+    marker = None if args.restore == "latest" else args.restore
+    restored = checkpointer.restore(marker, changes=args.changes, once=True, accept_unproved=accept)
     if restored is None:
         log.info("no committed marker in %s: starting afresh", " and ".join(args.stream_ckpt))
+    elif restored.evolved is not None:
+        log.info("the model has changed:\n%s", "\n".join(restored.evolved.lines()))
     return restored

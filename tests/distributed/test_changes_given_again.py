@@ -15,7 +15,7 @@ from tests.evolving import State
 from tests.laps import config
 from tests.model import differences
 from tests.ranks import RankFailed
-from tests.zoo import MARK, Marks, Plan
+from tests.zoo import MARK, Marks, Model, Plan
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.evolve.changes import Changes, RowChange
@@ -71,6 +71,43 @@ def test_an_id_map_that_is_edited_after_the_change_moves_no_row_twice(
 
 
 MOVED = [*range(13, 40), *range(13)]
+
+
+def test_a_command_that_names_a_marker_and_changes_goes_on_when_it_is_given_again(
+    trained: tuple[Path, list[Marks]], tmp_path: Path
+) -> None:
+    """The job that it started is not thrown away by its own restart; before its first marker, all is made again."""
+    settings = config(shutil.copytree(trained[0], tmp_path / "log"))
+    begun = ranks.run(2, given, NEW, settings, "1:1", CHANGES, ())
+    assert begun[0][:2] == ("1:1", True)
+    first = ranks.run(2, given, NEW, settings, "1:1", CHANGES, ("train", MARK, "train", MARK))
+    assert first[0][:2] == ("1:1", True)
+    newest = max(first[0][2])
+    for times in range(2):
+        again = ranks.run(2, given, NEW, settings, "1:1", CHANGES, ("train", MARK) if times else ())
+        assert again[0][:2] == (newest, False)
+        assert differences(first[0][2][newest], again[0][3]) == []
+    assert ranks.run(2, given, NEW, settings, "1:2", CHANGES, ())[0][:2] == ("1:2", True), "another marker is meant"
+
+
+def test_changes_of_an_empty_log_are_refused(tmp_path: Path) -> None:
+    """They would be made of nothing, and then be wrong when the job is started again."""
+    with pytest.raises(RankFailed, match="changes are declared, and no marker was ever committed"):
+        ranks.run(2, given, NEW, config(tmp_path / "log"), None, CHANGES, ())
+    assert not (tmp_path / "log").exists()
+
+
+def given(
+    model: Model, settings: StreamConfig, marker: str | None, changes: Changes, events: tuple[str, ...]
+) -> tuple[str, bool, Marks, State]:
+    """A start by a command line: as ``flags.restore_from`` does."""
+    job = zoo.build(model, TWO)
+    with zoo.attach(job, settings, paranoid=False) as checkpointer:
+        found = checkpointer.restore(marker, changes=changes, once=True)
+        assert found is not None
+        state = zoo.truth(job)
+        zoo.play(job, checkpointer, events)
+    return str(found.id), found.evolved is not None, job.marks, state
 
 
 def moved(

@@ -11,6 +11,7 @@ import pytest
 
 from torchrec_stream_ckpt import Restored, StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.evolve.changes import Changes
 from torchrec_stream_ckpt.flags import add_flags, config_from, restore_from
 
 
@@ -106,9 +107,17 @@ class Recorder:
         self.found = found
         self.asked: list[str | None] = []
 
-    def restore(self, marker: str | None = None, *, accept_unproved: bool = False) -> Restored | None:
+    def restore(
+        self,
+        marker: str | None = None,
+        *,
+        changes: Changes | None = None,
+        once: bool = False,
+        accept_unproved: bool = False,
+    ) -> Restored | None:
+        assert once
         self.asked.append(marker)
-        self.accepted = accept_unproved
+        self.accepted, self.changes = accept_unproved, changes
         return self.found
 
 
@@ -128,6 +137,39 @@ def test_unproved_rows_are_accepted_only_if_a_flag_says_so() -> None:
         assert checkpointer.accepted is accepted
     with pytest.raises(ConfigError, match="--restore none"):
         config_from(parse("--stream_ckpt", "file://x", "--accept_unproved", "--restore", "none"))
+
+
+def test_declared_changes_reach_the_restore(tmp_path: Path) -> None:
+    (tmp_path / "changes.toml").write_text('added = ["ebc.t_city"]\n')
+    flag = ("--changes", str(tmp_path / "changes.toml"))
+    for argv, asked in (((), None), (("--restore", "1:3"), "1:3")):
+        args, checkpointer = parse("--stream_ckpt", "file://x", *flag, *argv), Recorder(Restored(1, 3, 1, 1, 1))
+        config_from(args)
+        restore_from(args, checkpointer)
+        assert checkpointer.asked == [asked]
+        assert checkpointer.changes == Changes(added=("ebc.t_city",))
+
+
+def test_changes_that_cannot_be_made_are_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "changes.toml"
+    file.write_text("rowz = 3\n")
+    for path, message in ((file, "rowz"), (tmp_path / "none.toml", "cannot be read: No such file")):
+        with pytest.raises(SystemExit):
+            parse("--stream_ckpt", "file://x", "--changes", str(path))
+        said = capsys.readouterr().err
+        assert message in said
+        assert str(path) in said
+    file.write_text('dropped = ["ebc.t"]\n')
+    flag = ("--changes", str(file))
+    for argv, message in (
+        (flag, "--changes needs --stream_ckpt"),
+        (("--stream_ckpt", "file://x", *flag, "--restore", "none"), "leave them out with --restore none"),
+        (("--stream_ckpt", "file://x", *flag, "--standby", "5"), "--standby takes no changes"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            config_from(parse(*argv))
 
 
 def test_a_first_start_says_that_it_restores_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -152,7 +194,7 @@ class Spare:
     def __init__(self) -> None:
         self.asked: object = None
 
-    def restore(self, marker: str | None = None, *, accept_unproved: bool = False) -> Restored | None:
+    def restore(self, marker: str | None = None, **_: object) -> Restored | None:
         self.asked = marker
         return None
 

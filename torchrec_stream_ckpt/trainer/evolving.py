@@ -9,7 +9,7 @@ from torchrec_stream_ckpt.commit.dense import DenseState
 from torchrec_stream_ckpt.commit.generation import changes_since
 from torchrec_stream_ckpt.commit.match import Match
 from torchrec_stream_ckpt.commit.saved_dense import SavedDense
-from torchrec_stream_ckpt.errors import ChangesError, SchemaMismatchError, UnsupportedError
+from torchrec_stream_ckpt.errors import ChangesError, MarkerNotFoundError, SchemaMismatchError, UnsupportedError
 from torchrec_stream_ckpt.evolve.changes import NO_CHANGES, Changes
 from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
 from torchrec_stream_ckpt.evolve.outcome import Evolution, TableOutcome
@@ -71,6 +71,15 @@ def declared(changes: Changes | None) -> Changes | None:
             f"changes is {changes!r:.80}", hint="give Changes(...), or Changes.load(FILE) for a TOML file"
         )
     return changes
+
+
+def nothing_to_change(uri: str) -> MarkerNotFoundError:
+    """Changes are declared, and there is no marker of before."""
+    return MarkerNotFoundError(
+        "changes are declared, and no marker was ever committed that they could be made of",
+        hint="check the URI; for a new job leave the changes out",
+        uri=uri,
+    )
 
 
 def check_plain(route: Route, schema: Schema, dense: DenseState, saved: SavedDense) -> None:

@@ -25,23 +25,16 @@ from torchrec_stream_ckpt.evolve.changes import Changes
 from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.changed import ClaimChanges, same_tables
-from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.restore.apply import apply_rows, set_scalars
 from torchrec_stream_ckpt.restore.located import located
 from torchrec_stream_ckpt.restore.plan import RestorePlan, plan_evolved, plan_restore
 from torchrec_stream_ckpt.restore.proofs import Met
 from torchrec_stream_ckpt.restore.views import Views
-from torchrec_stream_ckpt.route.damaged import Damaged
-from torchrec_stream_ckpt.route.find import OpenHead, find, no_head
 from torchrec_stream_ckpt.route.job import Tier
 from torchrec_stream_ckpt.route.path import Path
 from torchrec_stream_ckpt.route.route import Route
-from torchrec_stream_ckpt.route.tiers import OUTER
-from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.dense import DenseStore
-from torchrec_stream_ckpt.store.head import Head, HeadDamagedError, head_root
+from torchrec_stream_ckpt.store.head import HeadDamagedError
 from torchrec_stream_ckpt.tiers.job import Tiered
 from torchrec_stream_ckpt.trainer.attached import Attached
 from torchrec_stream_ckpt.trainer.checking import (
@@ -51,7 +44,15 @@ from torchrec_stream_ckpt.trainer.checking import (
     refuse_or_accept,
     say_unproved,
 )
-from torchrec_stream_ckpt.trainer.evolving import Evolved, check_plain, declared, evolved, model_schema
+from torchrec_stream_ckpt.trainer.evolving import (
+    Evolved,
+    check_plain,
+    declared,
+    evolved,
+    model_schema,
+    nothing_to_change,
+)
+from torchrec_stream_ckpt.trainer.finder import Finder
 from torchrec_stream_ckpt.types import MarkerId, RowRange, TableShard
 
 log = logging.getLogger(__name__)
@@ -89,118 +90,6 @@ class Loaded:
         if self.merged:
             names = ", ".join(plan.schema.tables[table].name for table in self.merged)
             log.info("row-wise state of %s is merged from other columns: it was not compared", names)
-
-
-class Finder:
-    """Finds a marker on all ranks alike, again and again while places with damage are passed over.
-
-    Args:
-        config: Of the nearest tier.
-        team: All ranks.
-        tier: What the job writes to.
-        tiers: Both tiers, if there are two.
-    """
-
-    def __init__(self, config: StreamConfig, team: Team, tier: Tier, tiers: Tiered | None) -> None:
-        self._config = config
-        self._team = team
-        self._tiers = tiers
-        self._job = tiers.logs if tiers is not None else tier
-        self.head: Head | None = None
-        """What rows are copied from; its writer waits until it is closed."""
-        self.use_head = True
-        """Whether a HEAD is looked for."""
-        self._damaged = Damaged(config.max_fallback)
-        self._place = OUTER
-        """Where the marker is read from that was found last."""
-
-    def begin(self) -> None:
-        """Forget which places were damaged: they may have been repaired."""
-        self.use_head, self._damaged = True, self._damaged.anew()
-
-    @property
-    def frames(self) -> LogReader:
-        """Frames of the marker that was found last."""
-        return self._place.log(self._job)
-
-    @property
-    def objects(self) -> Objects:
-        """The store that its rows may come from."""
-        return self._place.objects(self._job)
-
-    @property
-    def dense(self) -> DenseStore:
-        """Its dense state."""
-        return self._place.dense(self._job)
-
-    def find(self, marker: MarkerId | None) -> Route | None:
-        """(all ranks) The marker. After it, all ranks know where to read it from, and a HEAD that they use is open."""
-        route = self._look(marker, self._open_head if self.use_head else no_head)
-        if route is not None and route.head is not None:
-            route = self._everywhere(route, route.head)
-        if route is None or route.head is None:
-            self.close()
-        return route
-
-    def go_elsewhere(self, route: Route, error: CorruptionError, *, may_pass: bool) -> None:
-        """(all ranks) A marker is damaged where it was read: note it, so that the next look finds another place.
-
-        Args:
-            route: To the marker.
-            error: What is damaged.
-            may_pass: Whether an older marker will do.
-
-        Raises:
-            CorruptionError: no other place has it.
-        """
-        name = route.segment_of(error)
-        if name is not None and name not in self._damaged.segments:
-            log.warning(
-                "marker %s is restored without a damaged segment of the store: %s", route.marker, error.headline
-            )
-            self._damaged.segments[name] = error
-        elif may_pass or not route.place.outer_alone:
-            self._damaged.places[route.marker, route.place] = error
-        else:
-            raise error
-
-    def close(self) -> None:
-        """Let the writer of the HEAD go on."""
-        if self.head is not None:
-            self.head.close()
-            self.head = None
-
-    def _look(self, marker: MarkerId | None, head: OpenHead) -> Route | None:
-        route = self._team.on_rank0(lambda: find(self._job, marker, head, self._damaged))
-        self._place = route.place if route is not None else OUTER
-        if self._tiers is not None:
-            self._tiers.seen = route.newest_generation if route is not None else None
-        return route
-
-    def _everywhere(self, route: Route, head: HeadState) -> Route:
-        """``route`` if each host has what rank 0's HEAD holds, otherwise one that uses no HEAD."""
-        if all(self._team.gather(self._has_head(head))):
-            return route
-        if self._team.rank == 0:
-            log.info("HEAD is not used: not every host of this job has marker %s", head.marker)
-        cold = self._look(route.commit.id, no_head)
-        assert cold is not None
-        return replace(cold, skipped=route.skipped)
-
-    def _has_head(self, wanted: HeadState) -> bool:
-        """Whether this host holds what rank 0's does; it is open then."""
-        if self._team.rank:
-            self._open_head(wanted.job)
-        return self.head is not None and self.head.state.same_image(wanted)
-
-    def _open_head(self, job: bytes) -> HeadState | None:
-        self.close()
-        root = head_root(self._config.head)
-        self.head = Head.open(root, job) if root is not None else None
-        if self.head is None:
-            return None
-        self.head.verify = self._config.verify_head
-        return self.head.state
 
 
 class Session:
@@ -256,7 +145,7 @@ class Session:
             self._finder.close()
 
     def rows(
-        self, marker: MarkerId | None, changes: Changes | None = None, *, fall_back: bool = True
+        self, marker: MarkerId | None, changes: Changes | None = None, *, fall_back: bool = True, once: bool = False
     ) -> tuple[RestorePlan, Route, int] | None:
         """Write all rows of ``marker``, or of the newest one that is whole; None when nothing was ever committed.
 
@@ -264,6 +153,7 @@ class Session:
             marker: Which one; None: the newest.
             changes: In what this model differs from that of the marker, as the user declares it.
             fall_back: Whether damage in rows leads to an older marker, if none is named.
+            once: Whether a job that has made these very changes of ``marker`` goes on from its newest marker.
 
         Returns:
             What was done, the marker, and how many row records this rank has written.
@@ -273,6 +163,8 @@ class Session:
             SchemaMismatchError, ChangesError, UnsupportedError: it is not a marker of this model, as far as declared.
         """
         self._begin(marker, changes)
+        if once:
+            marker = self._unless_made(marker)
         written: tuple[RestorePlan, CorruptionError] | None = None
         try:
             while (route := self._finder.find(marker)) is not None:
@@ -292,6 +184,8 @@ class Session:
                 except CorruptionError as error:
                     self._finder.go_elsewhere(route, error, may_pass=marker is None and fall_back)
                     written = (plan, error) if plan is not None else written
+            if self._changes is not None:
+                raise nothing_to_change(self._tier.uri)
             return None
         finally:
             self._finder.close()
@@ -387,6 +281,25 @@ class Session:
         said = self._team.gather(given.digest if given is not None else None)
         if len(set(said)) > 1:
             raise ConfigError("ranks declare different changes", hint="give all ranks the same Changes")
+
+    def _unless_made(self, marker: MarkerId | None) -> MarkerId | None:
+        """(all ranks) ``marker``, or None if the newest one came from it by what was declared."""
+        changes = self._changes
+        if marker is None or changes is None:
+            return marker
+        newest = self._team.on_rank0(lambda: self._finder.made_of(marker, changes.digest))
+        if newest is None:
+            return marker
+        if self._team.rank == 0:
+            log.info(
+                "marker %s had these changes before, which led to marker %s: the job goes on from its newest one, "
+                "not from %s",
+                marker,
+                newest,
+                marker,
+            )
+        self._named = False
+        return None
 
     def _plan(self, route: Route) -> RestorePlan:
         merge = self._config.on_column_resplit == "merge"

@@ -1,0 +1,149 @@
+"""Where all ranks read one marker from: found together, and again while places with damage are passed over."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from torchrec_stream_ckpt.commit.collective import Team
+from torchrec_stream_ckpt.config import StreamConfig
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.head import HeadState
+from torchrec_stream_ckpt.log.api import LogReader
+from torchrec_stream_ckpt.route.damaged import Damaged
+from torchrec_stream_ckpt.route.find import OpenHead, find, no_head
+from torchrec_stream_ckpt.route.job import Tier
+from torchrec_stream_ckpt.route.route import Route
+from torchrec_stream_ckpt.route.tiers import OUTER, TierState
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.dense import DenseStore
+from torchrec_stream_ckpt.store.head import Head, head_root
+from torchrec_stream_ckpt.tiers.job import Tiered
+from torchrec_stream_ckpt.types import MarkerId
+
+log = logging.getLogger(__name__)
+
+
+class Finder:
+    """Finds a marker on all ranks alike, again and again while places with damage are passed over.
+
+    Args:
+        config: Of the nearest tier.
+        team: All ranks.
+        tier: What the job writes to.
+        tiers: Both tiers, if there are two.
+    """
+
+    def __init__(self, config: StreamConfig, team: Team, tier: Tier, tiers: Tiered | None) -> None:
+        self._config = config
+        self._team = team
+        self._tiers = tiers
+        self._job = tiers.logs if tiers is not None else tier
+        self.head: Head | None = None
+        """What rows are copied from; its writer waits until it is closed."""
+        self.use_head = True
+        """Whether a HEAD is looked for."""
+        self._damaged = Damaged(config.max_fallback)
+        self._place = OUTER
+        """Where the marker is read from that was found last."""
+
+    def begin(self) -> None:
+        """Forget which places were damaged: they may have been repaired."""
+        self.use_head, self._damaged = True, self._damaged.anew()
+
+    @property
+    def frames(self) -> LogReader:
+        """Frames of the marker that was found last."""
+        return self._place.log(self._job)
+
+    @property
+    def objects(self) -> Objects:
+        """The store that its rows may come from."""
+        return self._place.objects(self._job)
+
+    @property
+    def dense(self) -> DenseStore:
+        """Its dense state."""
+        return self._place.dense(self._job)
+
+    def find(self, marker: MarkerId | None) -> Route | None:
+        """(all ranks) The marker. After it, all ranks know where to read it from, and a HEAD that they use is open."""
+        route = self._look(marker, self._open_head if self.use_head else no_head)
+        if route is not None and route.head is not None:
+            route = self._everywhere(route, route.head)
+        if route is None or route.head is None:
+            self.close()
+        return route
+
+    def made_of(self, marker: MarkerId, digest: str) -> MarkerId | None:
+        """(rank 0) The newest marker, if the way to it leads through ``marker`` and the changes with this digest."""
+        state = TierState.read(self._job)
+        newest = next(state.newest_first(), None)
+        if newest is None:
+            return None
+        lineage = state.lineage(next(state.places(newest.id)))
+        claims = (lineage.claims[each.generation] for each in lineage.way(newest.id))
+        made = any(
+            claim.parent == marker and claim.changes is not None and claim.changes.digest == digest for claim in claims
+        )
+        return newest.id if made else None
+
+    def go_elsewhere(self, route: Route, error: CorruptionError, *, may_pass: bool) -> None:
+        """(all ranks) A marker is damaged where it was read: note it, so that the next look finds another place.
+
+        Args:
+            route: To the marker.
+            error: What is damaged.
+            may_pass: Whether an older marker will do.
+
+        Raises:
+            CorruptionError: no other place has it.
+        """
+        name = route.segment_of(error)
+        if name is not None and name not in self._damaged.segments:
+            log.warning(
+                "marker %s is restored without a damaged segment of the store: %s", route.marker, error.headline
+            )
+            self._damaged.segments[name] = error
+        elif may_pass or not route.place.outer_alone:
+            self._damaged.places[route.marker, route.place] = error
+        else:
+            raise error
+
+    def close(self) -> None:
+        """Let the writer of the HEAD go on."""
+        if self.head is not None:
+            self.head.close()
+            self.head = None
+
+    def _look(self, marker: MarkerId | None, head: OpenHead) -> Route | None:
+        route = self._team.on_rank0(lambda: find(self._job, marker, head, self._damaged))
+        self._place = route.place if route is not None else OUTER
+        if self._tiers is not None:
+            self._tiers.seen = route.newest_generation if route is not None else None
+        return route
+
+    def _everywhere(self, route: Route, head: HeadState) -> Route:
+        """``route`` if each host has what rank 0's HEAD holds, otherwise one that uses no HEAD."""
+        if all(self._team.gather(self._has_head(head))):
+            return route
+        if self._team.rank == 0:
+            log.info("HEAD is not used: not every host of this job has marker %s", head.marker)
+        cold = self._look(route.commit.id, no_head)
+        assert cold is not None
+        return replace(cold, skipped=route.skipped)
+
+    def _has_head(self, wanted: HeadState) -> bool:
+        """Whether this host holds what rank 0's does; it is open then."""
+        if self._team.rank:
+            self._open_head(wanted.job)
+        return self.head is not None and self.head.state.same_image(wanted)
+
+    def _open_head(self, job: bytes) -> HeadState | None:
+        self.close()
+        root = head_root(self._config.head)
+        self.head = Head.open(root, job) if root is not None else None
+        if self.head is None:
+            return None
+        self.head.verify = self._config.verify_head
+        return self.head.state

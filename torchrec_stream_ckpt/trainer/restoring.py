@@ -1,0 +1,139 @@
+"""What brings a job back: a marker of its own log, or a spare that takes it over; then a generation on it."""
+
+from __future__ import annotations
+
+import logging
+
+from torchrec_stream_ckpt.commit.collective import Team
+from torchrec_stream_ckpt.config import StreamConfig, Takeover
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
+from torchrec_stream_ckpt.evolve.changes import Changes
+from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.restore.plan import RestorePlan
+from torchrec_stream_ckpt.route.job import Tier
+from torchrec_stream_ckpt.route.route import Route
+from torchrec_stream_ckpt.tiers.job import Tiered
+from torchrec_stream_ckpt.trainer.attached import Attached
+from torchrec_stream_ckpt.trainer.patience import Patience, at_once
+from torchrec_stream_ckpt.trainer.session import Session
+from torchrec_stream_ckpt.trainer.standby import Standby
+from torchrec_stream_ckpt.trainer.streaming import Streaming
+from torchrec_stream_ckpt.types import MarkerId, Restored
+
+log = logging.getLogger(__name__)
+
+
+class Restoring:
+    """Restores a job and opens its generation. Every method is collective, and comes before the first step.
+
+    Args:
+        config: Of the nearest tier.
+        team: All ranks.
+        tier: What the job writes to.
+        tiers: Both tiers, if there are two.
+        attached: The live tables.
+        session: Reads this job's markers.
+        streaming: Opens its generations.
+    """
+
+    def __init__(
+        self,
+        config: StreamConfig,
+        team: Team,
+        tier: Tier,
+        tiers: Tiered | None,
+        attached: Attached,
+        session: Session,
+        streaming: Streaming,
+    ) -> None:
+        self._config = config
+        self._team = team
+        self._tier = tier
+        self._tiers = tiers
+        self._attached = attached
+        self._session = session
+        self._streaming = streaming
+        self.broken: BaseException | None = None
+        """What a restore or a reshard has failed with half way."""
+
+    def standby(self, takeover: Takeover, *, accept_unproved: bool) -> Restored | None:
+        """As ``StreamCheckpointer.standby()``."""
+        if self._streaming.stream is not None:
+            raise ConfigError("standby() comes before the first step() and mark()")
+        if self._config.fresh:
+            raise ConfigError("fresh=True starts from nothing, a spare does not", hint="leave out one of the two")
+        if self._tiers is not None:
+            raise ConfigError("a spare follows one log", hint="give it the outer one alone; it goes on without a tee")
+        tier, session = self._tier, self._session
+        load, advance = session.newest_rows, session.advance
+        spare = Standby(self._team, tier.log, tier.control, load, advance, takeover, self._streaming.claims, tier.uri)
+        try:
+            marker = spare.wait()
+        except BaseException as error:
+            self.broken = error if spare.touched else None
+            raise
+        if marker is None:
+            return self.restore(None, accept_unproved=accept_unproved, patience=spare.outlast)
+        try:
+            plan, route = spare.outlast(lambda: session.held(marker))
+        except CorruptionError as error:  # of its dense state: an older marker may be whole
+            log.warning("marker %s cannot be taken over: %s", marker, error.headline)
+            return self.restore(None, accept_unproved=accept_unproved, patience=spare.outlast)
+        return self._go_on_from(plan, route, spare.rows, accept_unproved=accept_unproved, patience=spare.outlast)
+
+    def restore(
+        self,
+        wanted: MarkerId | None,
+        changes: Changes | None = None,
+        *,
+        accept_unproved: bool,
+        once: bool = False,
+        patience: Patience = at_once,
+    ) -> Restored | None:
+        """As ``StreamCheckpointer.restore()``; ``patience`` waits for a log that does not answer."""
+        if (stream := self._streaming.stream) is not None:
+            raise ConfigError(
+                f"this StreamCheckpointer has opened generation {stream.claim.generation} already, by an earlier "
+                "restore(), step() or mark()",
+                hint="call restore() once, before the first step(); for another marker make a new one, after close()",
+            )
+        if self._config.fresh:
+            if wanted is not None or changes is not None:
+                given = f"marker {wanted}" if wanted is not None else "changes"
+                raise ConfigError(
+                    f"fresh=True starts from nothing, and restore() was given {given}", hint="leave out one of the two"
+                )
+            self._streaming.open_root()
+            return None
+        try:
+            found = patience(lambda: self._session.rows(wanted, changes, once=once))
+            failpoint("restore.rows")
+        except BaseException as error:
+            self.broken = error if self._session.touched else None
+            raise
+        if found is None:
+            self._streaming.open_root()
+            return None
+        return self._go_on_from(*found, accept_unproved=accept_unproved, patience=patience)
+
+    def _go_on_from(
+        self, plan: RestorePlan, route: Route, rows: int, *, accept_unproved: bool, patience: Patience
+    ) -> Restored:
+        """(all ranks) The rows of a marker are in the live tables: load the rest, and open a generation on it."""
+        try:
+            loaded = patience(lambda: self._session.finish(plan, route, accept_unproved=accept_unproved))
+        except BaseException as error:
+            self.broken = error
+            raise
+        path = route.lineage.path(plan.marker)
+        parent_bytes = sum(commit.num_bytes for commit in path) // self._team.world
+        self._streaming.go_on_from(
+            plan.marker, plan.step, loaded.swept, parent_bytes, loaded.proved_up_to, patience, loaded.record
+        )
+        if self._team.rank == 0:
+            loaded.say(plan)
+        self._attached.capture.mark_ranges(loaded.unproved)
+        generation, marker = plan.marker
+        return Restored(
+            generation, marker, plan.step, plan.world, rows, route.skipped, loaded.source, loaded.share, plan.report
+        )
