@@ -22,7 +22,7 @@ export PYTHON
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-kafka test test-unit test-all test-kafka test-slow test-matrix test-gpu fuzz chaos coverage \
-  lint docs bench lock clean kafka-tools host-tools browser-tools test-tools compiled
+  lint docs bench bench-age lock clean kafka-tools host-tools browser-tools test-tools compiled
 
 help: ## Show these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -102,6 +102,9 @@ bench: $(STAMP) ## Run benchmarks/*/run.py (BENCH=NAME for one, BENCH_ARGS=...)
 	  [ -f "$$script" ] || { echo "make bench: no $$script" >&2; exit 1; }; \
 	  echo "== $$script"; $(PY) "$$script" $(BENCH_ARGS); \
 	done
+
+bench-age: $(STAMP) ## Say which filed results are older than the code that they measure (BENCH_ARGS="restore marker")
+	@$(PY) benchmarks/filed.py $(BENCH_ARGS)
 
 lock: $(STAMP) ## Resolve requirements/cpu*.txt anew from pyproject.toml (UPGRADE=1 takes newer versions)
 	@bash scripts/lock.sh $(if $(UPGRADE),--upgrade)

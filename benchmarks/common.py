@@ -14,6 +14,7 @@ import os
 import platform
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from device import finish_queued
 
@@ -38,16 +40,32 @@ def machine() -> dict[str, Any]:
     """Of this run, for the filed result."""
     model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
     memory = next(line for line in Path("/proc/meminfo").read_text().splitlines() if "MemTotal" in line)
+    huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     return {
+        "commit": commit(),
         "cpu": model.partition(":")[2].strip() or platform.machine(),
         "cores": os.cpu_count(),
         "memory": memory.split(maxsplit=1)[1],
         "kernel": platform.release(),
+        "huge_pages": huge.read_text().strip() if huge.exists() else "",
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "numpy": np.__version__,
+        "threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0],
         **({"gpu": torch.cuda.get_device_name(0)} if torch.cuda.is_available() else {}),
     }
+
+
+def commit() -> str:
+    """Of the code that is measured; with a plus sign if it is not quite that one, empty outside of a checkout."""
+    git = ["git", "-C", str(Path(__file__).resolve().parents[1])]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return head.stdout.strip() + "+" * bool(changed.stdout)
 
 
 def check_memory(num_bytes: int, what: str) -> None:

@@ -13,7 +13,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -28,7 +27,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from common import at_least  # noqa: E402
+from common import at_least, machine  # noqa: E402
 
 from tests import builders  # noqa: E402
 from torchrec_stream_ckpt.broker.kraft import Broker  # noqa: E402
@@ -148,17 +147,6 @@ class Memory:
     def _now() -> int:
         fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
         return int(fields["RssAnon"].split()[0]) * 1024
-
-
-def machine() -> dict[str, Any]:
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
-    return {
-        "cpu": model.partition(":")[2].strip() or platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "load_average": os.getloadavg()[0],
-    }
 
 
 def main() -> None:

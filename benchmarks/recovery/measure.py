@@ -6,14 +6,12 @@ import ctypes
 import gc
 import mmap
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from baselines import Scheme, Timing, UnavailableError
@@ -230,23 +228,6 @@ def resident(paths: Iterable[Path]) -> float:
 
 def can_drop_caches() -> bool:
     return os.access(_DROP_CACHES, os.W_OK)
-
-
-def machine() -> dict[str, Any]:
-    """Of this run, for the filed result."""
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
-    memory = next(line for line in Path("/proc/meminfo").read_text().splitlines() if "MemTotal" in line)
-    huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    return {
-        "cpu": model.partition(":")[2].strip() or platform.machine(),
-        "cores": os.cpu_count(),
-        "memory": memory.split(maxsplit=1)[1],
-        "kernel": platform.release(),
-        "huge_pages": huge.read_text().strip() if huge.exists() else "",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-    }
 
 
 def tell(text: str) -> None:

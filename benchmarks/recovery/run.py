@@ -26,10 +26,10 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[1])]
 
 import torch  # noqa: E402
 from baselines import Differential, DifferentialWithResets, Naive, NaiveByIndexCopy  # noqa: E402
-from common import at_least  # noqa: E402
+from common import at_least, machine  # noqa: E402
 from death_index import compare  # noqa: E402
 from incrcp import IncrCp, IncrCpWithResets  # noqa: E402
-from measure import Make, Measured, Plan, can_drop_caches, machine, run_group  # noqa: E402
+from measure import Make, Measured, Plan, can_drop_caches, run_group  # noqa: E402
 from ours import FromLog, FromStore, Head  # noqa: E402
 from report import against_paper, lines, newest_lines, plot, ratio, summary  # noqa: E402
 from saved import TorchLoad, TorchLoadAndCopy, TorchMmapAndCopy  # noqa: E402

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import signal
 import socket
 import statistics
@@ -27,7 +26,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve()
 sys.path[1:1] = [str(HERE.parents[1])]
 
-from common import at_least  # noqa: E402
+from common import at_least, machine  # noqa: E402
 
 WORLD = 2
 TIMEOUT_S = 300.0
@@ -151,10 +150,10 @@ def main() -> None:
         )
     medians = {key: round(statistics.median(each[key] for each in rounds), 3) for key in rounds[0]}
     result = {
-        "command": " ".join(sys.argv),
+        "case": "takeover",
+        "command": " ".join(["python", "benchmarks/takeover/run.py", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-        "load": os.getloadavg()[0],
+        "machine": machine(),
         "table_bytes": 8 * args.rows * args.dim * 4,
         "medians": medians,
         "rounds": rounds,

@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import random
 import shutil
 import statistics
@@ -32,7 +31,7 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[1])]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from common import at_least  # noqa: E402
+from common import at_least, machine  # noqa: E402
 from job import Job, Shape, build, join_group  # noqa: E402
 
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
@@ -108,9 +107,8 @@ def main() -> None:
         finally:
             broker.stop()
             dist.destroy_process_group()
-    machine = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "machine": platform.machine()}
     settings = {name: value for name, value in vars(args).items() if name not in ("dir", "out")}
-    result = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, **machine, **settings, **found}
+    result = {"case": "tiers", "date": time.strftime("%Y-%m-%d"), "machine": machine(), **settings, **found}
     print(json.dumps(result, indent=2))
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=2) + "\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import statistics
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -341,3 +342,14 @@ def test_the_four_numbers_of_the_readme() -> None:
     for row, halves in wanted.items():
         for cell, values in zip(shown[row], halves, strict=True):
             check(numbers(cell), values)
+
+
+def test_every_case_says_what_it_measures() -> None:
+    measures = runpy.run_path(str(ROOT / "benchmarks" / "filed.py"))["MEASURES"]
+    cases = {script.parent.name for script in ROOT.glob("benchmarks/*/run.py")}
+    assert set(measures) == cases
+    assert not [case for case in cases if not (ROOT / "benchmarks" / case / "README.md").exists()]
+    gone = [
+        each for parts in measures.values() for each in parts if not (ROOT / "torchrec_stream_ckpt" / each).exists()
+    ]
+    assert not gone

@@ -1,0 +1,103 @@
+"""Which filed results are older than the code that they measure.
+
+    python benchmarks/filed.py [CASE ...]
+
+A result names the commit that it was measured at (``machine.commit``); for one that does not, the commit that filed it
+counts. ``commits`` is how many later ones changed the case itself or a part of the package that it measures. A result
+with none is as good as new; one with many may still be true, and nobody knows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+_STEP = ("adapter", "capture", "format", "log", "trainer", "checkpointer.py")
+_MARKER = (*_STEP, "commit", "control", "proving.py")
+_RESTORE = ("restore", "route", "trainer", "store", "format", "log", "control", "checkpointer.py")
+_FOLD = ("materialize", "store", "format", "log", "control", "route")
+MEASURES: dict[str, tuple[str, ...]] = {
+    "age": ("control", "route", "format", "log", "cli", "trainer"),
+    "dense": ("commit", "trainer", "checkpointer.py"),
+    "encode": ("capture/staging.py", "format/frame.py", "format/rows.py"),
+    "head": (*_RESTORE, "materialize/head.py"),
+    "hooks": ("adapter", "capture"),
+    "ingest": _FOLD,
+    "limits": (),
+    "marker": _MARKER,
+    "memory": _MARKER,
+    "merge": _FOLD,
+    "overhead": (*_MARKER,),
+    "recovery": (*_RESTORE, *_FOLD),
+    "restore": _RESTORE,
+    "scale": ("sizing", *_MARKER, *_RESTORE, *_FOLD),
+    "step_time": _MARKER,
+    "stream": ("log", "format"),
+    "takeover": (*_MARKER, *_RESTORE, "follower"),
+    "thesis": (*_MARKER, *_RESTORE, *_FOLD),
+    "tiers": (*_RESTORE, "tiers", "commit"),
+    "tracker": ("capture", "adapter"),
+}
+"""Case -> what of the package stands in its figures."""
+
+
+class Filed(NamedTuple):
+    """One result."""
+
+    case: str
+    name: str
+    date: str
+    commit: str
+    """It was measured at, or filed by."""
+    commits: int
+    """Later ones that changed what it measures."""
+    load: str
+    """Average over the minute before it."""
+
+
+def results(cases: list[str]) -> Iterator[Filed]:
+    """All of these cases, oldest case by name first."""
+    for path in sorted(ROOT.glob("benchmarks/*/results/*.json")):
+        case = path.parts[-3]
+        if cases and case not in cases:
+            continue
+        found = json.loads(path.read_text())
+        machine = found["machine"] if isinstance(found.get("machine"), dict) else {}
+        commit = machine.get("commit", "").rstrip("+") or _git("log", "-1", "--format=%h", "--", str(path))
+        measured = [f"benchmarks/{case}/*.py", *(f"torchrec_stream_ckpt/{each}" for each in MEASURES[case])]
+        since = _git("log", "--format=%h", f"{commit}..HEAD", "--", *measured).split()
+        load = machine.get("load_average", found.get("load", found.get("load_average_before")))
+        shown = "unknown" if load is None else f"{load:.1f}"
+        yield Filed(case, path.stem, found.get("date", "unknown"), commit, len(since), shown)
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"Error: git {' '.join(arguments)[:80]}: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="of these folders alone")
+    cases = parser.parse_args().cases
+    if unknown := sorted(set(cases) - set(MEASURES)):
+        parser.error(f"no case {', '.join(unknown)}: there are {', '.join(MEASURES)}")
+    table = Table("case", "result", "date", "commit", "later commits", "load", box=None)
+    for each in results(cases):
+        table.add_row(*map(str, each))
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+if __name__ == "__main__":
+    main()
