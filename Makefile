@@ -9,6 +9,8 @@ OLD_VENV := .venv-torch2.11
 OLD_STAMP := $(OLD_VENV)/.installed
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.installed
+DEPLOY_VENV := .venv-deploy
+DEPLOY_STAMP := $(DEPLOY_VENV)/.installed
 BENCH ?= *
 # Three files of tests at a time, also on two cores: most of them wait for ranks to start. Each worker has a broker of
 # its own.
@@ -22,7 +24,7 @@ export PYTHON
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-kafka test test-unit test-all test-kafka test-slow test-matrix test-gpu fuzz chaos coverage \
-  lint docs bench bench-age lock clean kafka-tools host-tools browser-tools test-tools compiled
+  lint docs deploy-check bench bench-age lock clean kafka-tools host-tools browser-tools test-tools compiled
 
 help: ## Show these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,15 +89,20 @@ lint: $(STAMP) ## Check style and types: ruff, mypy --strict on the package
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy --strict
 
-# In a venv of its own: what builds the site is no part of what the tests run with.
-$(DOCS_STAMP): requirements/docs.txt | $(STAMP)
-	@$(PY) -m uv venv --quiet --clear --python $(PY) $(DOCS_VENV)
-	@$(PY) -m uv pip install --quiet --python $(DOCS_VENV)/bin/python --no-deps -r $<
+# In venvs of their own: what builds the site, and what checks deploy/, is no part of what the tests run with.
+$(DOCS_STAMP): requirements/docs.txt
+$(DEPLOY_STAMP): requirements/deploy.txt
+$(DOCS_STAMP) $(DEPLOY_STAMP): | $(STAMP)
+	@$(PY) -m uv venv --quiet --clear --python $(PY) $(@D)
+	@$(PY) -m uv pip install --quiet --python $(@D)/bin/python --no-deps -r $<
 	@touch $@
 
 docs: $(DOCS_STAMP) ## Build the documentation site into build/site; a broken link or a public name without a docstring fails
 	@$(PY) scripts/reference_pages.py build/reference
 	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build
+
+deploy-check: $(DEPLOY_STAMP) ## Check deploy/: kustomize, schemas of Kubernetes, systemd, promtool, hadolint
+	@bash scripts/check_deploy.sh $(DEPLOY_VENV)
 
 bench: $(STAMP) ## Run benchmarks/*/run.py (BENCH=NAME for one, BENCH_ARGS=...)
 	@set -e; for script in benchmarks/$(BENCH)/run.py; do \

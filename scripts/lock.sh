@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Resolve pyproject.toml into every lock of requirements/; versions stay as they are unless --upgrade is given.
-# cpu.txt is what pyproject.toml and cpu.in say, cpu-NAME.txt the same with what NAME.txt puts in its place. docs.txt is docs.in.
+# cpu.txt is what pyproject.toml and cpu.in say, cpu-NAME.txt the same with what NAME.txt puts in its place. docs.txt is docs.in, deploy.txt is deploy.in.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 readonly python=.venv/bin/python
@@ -35,3 +35,4 @@ for lock in requirements/cpu-*.txt; do
   resolve "$lock" --overrides "requirements/$name" "$@"
 done
 compile requirements/docs.txt requirements/docs.in "$@"
+compile requirements/deploy.txt requirements/deploy.in "$@"
