@@ -20,6 +20,7 @@ from tests.model import differences
 from tests.ranks import RankFailed
 from tests.zoo import MARK, Marks, Model, Place, Plan, Table
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig, failpoints
+from torchrec_stream_ckpt.commit.dense import DenseState
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.evolve.changes import Changes, DenseChanges
@@ -266,6 +267,32 @@ def test_rows_of_managed_collision_cannot_change(tmp_path: Path) -> None:
     for said in ranks.run(2, grown_collision, uri):
         assert "rows of a table with managed collision belong to raw ids by its id map" in said
         assert "table=mc._embedding_module.one" in said
+
+
+def renamed_collision(uri: str) -> tuple[collision.State, collision.State]:
+    """On rank 1 as if no row of the tables were there: TorchRec of now gives each rank some."""
+    collision.TABLES[0] = ("uno", *collision.TABLES[0][1:])
+    job = collision.job()
+    with collision._attach(job, uri, marker_every=None) as checkpointer:
+        if dist.get_rank() == 1:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(DenseState, "collisions", frozenset())
+                checkpointer.restore(changes=RENAMED_COLLISION)
+        else:
+            checkpointer.restore(changes=RENAMED_COLLISION)
+    return job.truth(), job.map_truth()
+
+
+RENAMED_COLLISION = Changes(renamed={"mc._embedding_module.one": "mc._embedding_module.uno"})
+
+
+def test_a_table_of_managed_collision_is_renamed_also_where_a_rank_has_no_part_of_it(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}"
+    trained = ranks.run(2, collision._train, uri, [3], 3, {})
+    for before, (state, maps) in zip(trained, ranks.run(2, renamed_collision, uri), strict=True):
+        there, maps_there = ({name.replace("one", "uno"): value for name, value in each.items()} for each in before[3])
+        assert differences(there, state) == []
+        assert differences(maps_there, maps) == []
 
 
 # The dense state.

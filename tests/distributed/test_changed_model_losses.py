@@ -20,7 +20,7 @@ from tests.zoo import MARK, Marks, Place
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import StreamCkptError
-from torchrec_stream_ckpt.evolve.changes import Changes
+from torchrec_stream_ckpt.evolve.changes import Changes, DenseChanges
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -136,3 +136,22 @@ def test_a_reshard_after_a_change_keeps_the_indices_of_tables(tmp_path: Path) ->
     assert newest.swept == ()
     for marker in marks:
         assert differences(marks[marker], resumed(settings, marker)) == []
+
+
+LATER = Changes(dense=DenseChanges(optimizer={"heads.0_b.weight": "fresh"}))
+
+
+def test_a_generation_after_a_loss_tells_all_changes_since_the_marker_that_is_held(tmp_path: Path) -> None:
+    root = tmp_path / "log"
+    settings = config(root, sweep_bytes=2**12)
+    ranks.run(2, zoo.start, OLD, TWO, settings, EVENTS)
+    ranks.run(2, restored, NEW, TWO, settings, None, CHANGES, EVENTS)
+    said = ranks.run(2, train_through_a_loss, settings, LATER, ("train",), root, (2, 3))
+    generation, marks = said[0]
+    lineage = Control(FileLog(root)).refresh()
+    newest = max(marks, key=MarkerId.parse)
+    assert (generation, lineage.claims[generation].parent) == (4, MarkerId(1, 2))
+    assert [each.digest for each in lineage.changes_made(MarkerId.parse(newest))] == [LATER.digest, CHANGES.digest]
+    (_, state, _, _, found), *_ = ranks.run(1, restored, NEW, ALONE, settings, newest, LATER, ())
+    assert found.evolved is None, "the command line of the job keeps its changes"
+    assert differences(marks[newest], state) == []

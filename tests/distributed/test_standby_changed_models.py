@@ -17,7 +17,7 @@ from tests.model import differences
 from tests.zoo import MARK, Model, Plan
 from torchrec_stream_ckpt import StreamConfig, Takeover
 from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.errors import SchemaMismatchError
+from torchrec_stream_ckpt.errors import SchemaMismatchError, StoreUnavailableError
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -88,13 +88,74 @@ def test_a_spare_that_holds_the_old_model_ends_and_fences_nobody(*, told: bool, 
             if told and marks:
                 assert "in Python:\nchanges = Changes(" in str(error)
             else:
-                assert "this spare has the one before" in error.message
+                assert "the trainer was restored into another model" in error.message
                 assert error.hint == "start the spare anew, with the trainer's model"
                 assert "generation=2" in str(error)
     finally:
         spare.close()
     assert newest(settings) == 2
     ranks.run(2, restored, NEW, TWO, settings, None, CHANGES, ("train", MARK))
+
+
+def test_a_spare_of_the_new_model_does_not_fence_a_trainer_that_went_back_to_the_old_one(tmp_path: Path) -> None:
+    settings, trigger = config(tmp_path / "log"), tmp_path / "now"
+    ranks.run(2, zoo.start, OLD, TWO, settings, EVENTS)
+    ranks.run(2, restored, NEW, TWO, settings, None, CHANGES, ("train", MARK))
+    spare = ranks.start(
+        1, stand_by, NEW, ALONE, settings, Takeover(after_s=None, trigger=trigger, poll_s=0.05), tmp_path
+    )
+    try:
+        wait_for((tmp_path / "loaded").exists, spare)
+        ranks.run(2, zoo.resume, OLD, TWO, settings, "1:2", ())  # it ends before its first marker
+        trigger.touch()
+        (error,) = spare.join()
+    finally:
+        spare.close()
+    assert isinstance(error, SchemaMismatchError)
+    assert "by an older marker, the one before a change" in error.message
+    assert newest(settings) == 3
+
+
+def stand_by_in_vain(settings: StreamConfig, takeover: Takeover) -> tuple[list[int], str]:
+    """A spare that is due at once, and whose store does not answer at first: generations that it has seen meanwhile."""
+    job, seen = zoo.build(OLD, ALONE), list[int]()
+    with zoo.attach(job, settings, paranoid=False) as checkpointer:
+        session = inside(checkpointer).session
+        load = session.newest_rows
+
+        def loading() -> Any:
+            seen.append(newest(settings))
+            if len(seen) < 4:
+                raise StoreUnavailableError("the store does not answer")
+            return load()
+
+        session.newest_rows = loading  # type: ignore[method-assign]
+        found = checkpointer.standby(takeover)
+        assert found is not None
+        return seen, str(found.id)
+
+
+def test_a_spare_that_could_not_load_a_marker_fences_nobody(tmp_path: Path) -> None:
+    settings, trigger = config(tmp_path / "log"), tmp_path / "now"
+    ranks.run(2, zoo.start, OLD, TWO, settings, EVENTS)
+    trigger.touch()
+    (seen, marker), *_ = ranks.run(1, stand_by_in_vain, settings, Takeover(trigger=trigger, poll_s=0.01))
+    assert (seen, marker) == ([1, 1, 1, 1], "1:2")
+
+
+def claims_alone(settings: StreamConfig) -> None:
+    """A trainer of the new model that has committed nothing."""
+    with zoo.attach(zoo.build(NEW, ALONE), settings, paranoid=False) as checkpointer:
+        checkpointer.step()
+
+
+def test_a_spare_of_another_model_does_not_fence_a_trainer_without_a_marker(tmp_path: Path) -> None:
+    settings, trigger = config(tmp_path / "log"), tmp_path / "now"
+    ranks.run(1, claims_alone, settings)
+    trigger.touch()
+    (error,) = ranks.run(1, stand_by, OLD, ALONE, settings, Takeover(trigger=trigger, poll_s=0.05), tmp_path)
+    assert isinstance(error, SchemaMismatchError)
+    assert newest(settings) == 1
 
 
 def test_a_spare_of_the_new_model_takes_over_a_job_that_has_changed(tmp_path: Path) -> None:

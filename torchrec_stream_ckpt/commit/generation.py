@@ -161,24 +161,6 @@ def newest_held(log_: Log, control: Control, claim: Claim) -> MarkerId | None:
     return None
 
 
-def changes_since(lineage: Lineage, claim: Claim, parent: MarkerId | None) -> ClaimChanges | None:
-    """What the newest change of the model was told between ``parent`` and a generation that it leads to.
-
-    Args:
-        lineage: The log's.
-        claim: Of the generation.
-        parent: A marker of it, or one that leads to it; None: since its first one.
-
-    Returns:
-        None where the model is that of ``parent``.
-    """
-    while parent is None or claim.generation > parent.generation:
-        if claim.changes is not None or claim.parent is None:
-            return claim.changes
-        claim = lineage.claims[claim.parent.generation]
-    return None
-
-
 def _spans(claim: Claim, ends: Sequence[RankEnd], lineage: Lineage, older: Older) -> list[LogSpan]:
     """What is looked at before a marker with these ends exists, less what was trimmed on purpose."""
     return [*lineage.spans(claim.generation, ends), *older.spans(lineage, claim.parent)]

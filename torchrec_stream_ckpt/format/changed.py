@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -17,6 +17,8 @@ from torchrec_stream_ckpt.types import TOMBSTONE, MarkerId, TableSpec
 
 MAX_TEXT_BYTES = 16_384
 """Limit of the declared changes in a CLAIM; larger ones are known by their digest alone."""
+MAX_EARLIER = 1000
+"""Limit of the earlier changes in a CLAIM."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _ORIGIN = re.compile(r"[0-9a-f]{32} [0-9]{1,9}:[0-9]{1,18}")
 
@@ -31,6 +33,9 @@ class ClaimChanges:
     """That JSON; None where it is too large."""
     origin: str | None = None
     """``JOB GENERATION:MARKER`` of another job, where the first rows came from; None for the generation's parent."""
+    earlier: tuple[ClaimChanges, ...] | None = None
+    """Changes that were made after the parent and before these, the newest first; None where there are none. Only a run
+    whose log lost the markers between says so."""
 
     @classmethod
     def of(cls, canonical: bytes, origin: tuple[bytes, MarkerId] | None = None) -> ClaimChanges:
@@ -43,6 +48,26 @@ class ClaimChanges:
         text = canonical.decode("ascii") if len(canonical) <= MAX_TEXT_BYTES else None
         said = f"{origin[0].hex()} {origin[1]}" if origin is not None else None
         return cls(hashlib.sha256(canonical).hexdigest(), text, said)
+
+    @classmethod
+    def of_several(cls, made: Sequence[ClaimChanges]) -> ClaimChanges | None:
+        """What one CLAIM says of changes that were made one after the other.
+
+        Args:
+            made: The newest first; none: None comes back.
+        """
+        if not made:
+            return None
+        left, briefly = MAX_TEXT_BYTES, []
+        for each in made[: 1 + MAX_EARLIER]:
+            left -= len(each.text or "")
+            briefly.append(each if left >= 0 else replace(each, text=None))
+        return replace(briefly[0], earlier=tuple(briefly[1:]) or None)
+
+    @property
+    def each(self) -> tuple[ClaimChanges, ...]:
+        """These changes and the earlier ones, one by one, the newest first."""
+        return replace(self, earlier=None), *(self.earlier or ())
 
     def check(self, what: str) -> None:
         """Refuse what no writer writes.
@@ -59,6 +84,8 @@ class ClaimChanges:
                 raise CorruptionError(f"{what}.text is not ASCII of at most {MAX_TEXT_BYTES} bytes")
             if hashlib.sha256(self.text.encode("ascii")).hexdigest() != self.digest:
                 raise CorruptionError(f"{what}.text does not have the digest {self.digest}")
+        for each in self.earlier or ():
+            each.check(f"{what}.earlier")
 
     @property
     def source(self) -> tuple[str, MarkerId] | None:

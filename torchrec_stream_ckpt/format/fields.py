@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
-from torchrec_stream_ckpt.format.changed import ClaimChanges
+from torchrec_stream_ckpt.format.changed import MAX_EARLIER, ClaimChanges
 from torchrec_stream_ckpt.format.dense_files import DenseList
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES, VERSION, Buffer
 from torchrec_stream_ckpt.format.proof import MAX_ID, Proof, ReplicatedProof
@@ -124,11 +124,8 @@ class Fields:
         """What a CLAIM says of a change of the model; None where it is left out."""
         if name not in self._raw:
             return None
-        what = f"{self._what}.{name}"
-        raw = self.take(name, dict)
-        _exactly(raw, _names(ClaimChanges), what, SINCE_3)
-        changed = ClaimChanges(**{key: _typed(value, str, f"{what}.{key}") for key, value in raw.items()})
-        changed.check(what)
+        changed = _changes(self._raw[name], f"{self._what}.{name}")
+        changed.check(f"{self._what}.{name}")
         return changed
 
     def optional_markers(self, name: str) -> tuple[MarkerId, ...] | None:
@@ -205,6 +202,16 @@ def _record(item: object, kind: type[T], what: str, **given: object) -> T:
     hints = {name: hint for name, hint in _hints(kind).items() if name not in given}
     _exactly(raw, set(hints), what)
     return kind(**{name: _typed(raw[name], hint, f"{what}.{name}") for name, hint in hints.items()}, **given)
+
+
+def _changes(item: object, what: str, *, nested: bool = False) -> ClaimChanges:
+    raw = dict(_typed(item, dict, what))
+    _exactly(raw, _names(ClaimChanges), what, SINCE_3 - {"earlier"} if nested else SINCE_3)
+    earlier = _typed(raw.pop("earlier"), list, f"{what}.earlier") if "earlier" in raw else None
+    if earlier is not None and (not earlier or len(earlier) > MAX_EARLIER):
+        raise CorruptionError(f"{what}.earlier has {len(earlier)} changes, expected 1 to {MAX_EARLIER}")
+    made = tuple(_changes(each, f"{what}.earlier", nested=True) for each in earlier) if earlier is not None else None
+    return ClaimChanges(**{key: _typed(value, str, f"{what}.{key}") for key, value in raw.items()}, earlier=made)
 
 
 _DROPPED = {"name": "", "rows": 0, "dim": 0, "dtype": "", "optimizer": "", "states": []}

@@ -177,8 +177,7 @@ class Lineage:
 
     def changes_made(self, marker: MarkerId) -> list[ClaimChanges]:
         """What the changed generations on the path to ``marker`` were told, the newest first."""
-        claims = [self.claims[each.generation] for each in reversed(self.way(marker))]
-        return [claim.changes for claim in claims if claim.changes is not None]
+        return told_to(self, self.claims[self.way(marker)[-1].generation])
 
     def previous(self, marker: MarkerId) -> MarkerId | None:
         """The committed marker before ``marker`` in its generation; None at the first one."""
@@ -336,6 +335,23 @@ def changed_tables(lineage: Lineage, claim: Claim) -> list[str]:
     """What became of the tables of a generation's parent, a table a line; nothing where they are the same."""
     parent = lineage.claims.get(claim.parent.generation) if claim.parent is not None else None
     return in_words(parent.schema, claim.schema) if parent is not None else []
+
+
+def told_to(lineage: Lineage, claim: Claim, since: MarkerId | None = None) -> list[ClaimChanges]:
+    """What a generation, and those that it stands on, were told of changed models, the newest first.
+
+    Args:
+        lineage: The log's.
+        claim: Of the generation.
+        since: A marker of one of them: only what was told after it; None: all.
+    """
+    told: list[ClaimChanges] = []
+    while since is None or claim.generation > since.generation:
+        told += claim.changes.each if claim.changes is not None else ()
+        if claim.parent is None:
+            break
+        claim = lineage.claims[claim.parent.generation]
+    return told
 
 
 def towards(lineage: Lineage, marker: MarkerId, since: MarkerId | None = None) -> Lineage:

@@ -18,7 +18,7 @@ from crc32c import crc32c
 from torchrec_stream_ckpt.format.proof import MAX_ID
 from torchrec_stream_ckpt.types import TableShard, TableSpec
 
-SINCE_3 = {"changes", "text", "origin"}
+SINCE_3 = {"changes", "text", "origin", "earlier"}
 """Optional fields that no payload of version 2 has."""
 OPTIONAL = {"proof", "id", "meta", "given_up", "dense_list", "layout", "same_schema", "same_layout", *SINCE_3}
 """Fields that are left out where they have no value. No payload of version 1 has one."""

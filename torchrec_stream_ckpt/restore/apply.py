@@ -129,8 +129,9 @@ def _viewed(
 def set_scalars(plan: RestorePlan, kernels: list[FusedKernel], records: Sequence[TableScalars]) -> None:
     """Give each kernel the state of those whose rows it has got.
 
-    Where the model has changed: that of its tables whose optimizer is the marker's. A kernel without such a table
-    takes that of all tables with its optimizer, if they agree; so it does not depend on the plan what it takes.
+    Where the model has changed: that of its tables whose optimizer is the marker's. A kernel of new tables alone takes
+    that of all kept tables with its optimizer, if they agree: so it does not depend on the plan what it takes. Any
+    other kernel, of a table whose optimizer was switched, stays as the model has made it.
 
     Args:
         plan: What was written.
@@ -172,8 +173,11 @@ def _sources(shard: TableShard, records: Sequence[TableScalars], plan: RestorePl
 
 
 def _likewise(kernel: FusedKernel, records: Sequence[TableScalars], plan: RestorePlan) -> list[TableScalars]:
-    """(a changed model) What kept tables with the optimizer of a kernel's tables say, if they all say the same."""
-    if plan.views is None:
+    """(a changed model) What kept tables with the optimizer of a kernel of new tables say, if they all say the same.
+
+    A table whose optimizer was switched is not a new one: no table's count of steps is its own.
+    """
+    if plan.views is None or any(plan.views.outcomes[index].source is not None for index in _indices(kernel, plan)):
         return []
     optimizers = {(shard.table.optimizer, shard.table.states) for shard in kernel.held}
     kept = {
@@ -184,6 +188,10 @@ def _likewise(kernel: FusedKernel, records: Sequence[TableScalars], plan: Restor
     found = [record for record in records if record.table in kept]
     said = {(each.iteration, each.max_counter, each.learning_rate, each.next_learning_rate) for each in found}
     return found if len(said) == 1 else []
+
+
+def _indices(kernel: FusedKernel, plan: RestorePlan) -> set[int]:
+    return {shard.table_shard(plan.index).table for shard in kernel.held}
 
 
 def _agreed(what: str, tables: str, values: Iterable[T]) -> T:

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Sequence
 
-from torchrec_stream_ckpt.commit.generation import changes_since, claim_generation, newest_held
+from torchrec_stream_ckpt.commit.generation import claim_generation, newest_held
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import (
     CommitUnknownError,
@@ -19,6 +19,7 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.format.changed import ClaimChanges
 from torchrec_stream_ckpt.format.control import Claim
+from torchrec_stream_ckpt.format.lineage import told_to
 from torchrec_stream_ckpt.restore.plan import check_schema
 from torchrec_stream_ckpt.route.job import Tier
 from torchrec_stream_ckpt.tiers.job import Tiered
@@ -103,7 +104,7 @@ class Claims:
     def claim_after_loss(self, lost: Claim, why: StreamLostError) -> tuple[Claim, int] | tuple[()] | None:
         """The next generation, on the newest marker that led here and that the log holds, and the step of that.
 
-        If the model changed after that marker, the new CLAIM says so again.
+        If the model changed after that marker, the new CLAIM says so again: each change, however many there were.
 
         Args:
             lost: The generation of which the log has lost a stream.
@@ -126,7 +127,8 @@ class Claims:
             if newest != lost.generation and lineage.claims[newest].nonce != self.nonce:
                 raise FencedError(f"generation {newest} has taken over this job", hint="stop this one")
             parent = newest_held(tier.log, tier.control, lost)
-            mine = self.claim(parent, self._attached.tables, changes_since(lineage, lost, parent))
+            changes = ClaimChanges.of_several(told_to(lineage, lost, parent))
+            mine = self.claim(parent, self._attached.tables, changes)
         except (LogUnavailableError, StoreUnavailableError, CommitUnknownError) as error:
             log.warning("no marker commits until the log answers: %s", error.headline)
             return ()

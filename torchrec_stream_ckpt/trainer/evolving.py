@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchrec_stream_ckpt.commit.dense import DenseState
-from torchrec_stream_ckpt.commit.generation import changes_since
 from torchrec_stream_ckpt.commit.match import Match
 from torchrec_stream_ckpt.commit.saved_dense import SavedDense
 from torchrec_stream_ckpt.errors import ChangesError, MarkerNotFoundError, SchemaMismatchError, UnsupportedError
@@ -16,10 +15,11 @@ from torchrec_stream_ckpt.evolve.outcome import Evolution, TableOutcome
 from torchrec_stream_ckpt.evolve.report import EvolutionReport
 from torchrec_stream_ckpt.evolve.whole import ModelEvolution, evolve
 from torchrec_stream_ckpt.format.changed import ClaimChanges
-from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.control import Claim
+from torchrec_stream_ckpt.format.lineage import Lineage, told_to
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.route.route import Route
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.types import MarkerId, TableSpec
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,14 @@ def check_plain(route: Route, schema: Schema, dense: DenseState, saved: SavedDen
 
 
 def evolved(
-    route: Route, schema: Schema, dense: DenseState, saved: SavedDense, changes: Changes, *, again: bool
+    route: Route,
+    schema: Schema,
+    dense: DenseState,
+    saved: SavedDense,
+    changes: Changes,
+    *,
+    collisions: frozenset[str],
+    again: bool,
 ) -> Evolved | None:
     """A marker in this model, by what was declared; None: the marker is of this model. Local.
 
@@ -102,6 +109,7 @@ def evolved(
         dense: The live dense state.
         saved: That of the marker.
         changes: What was declared.
+        collisions: Tables with an id map of managed collision on any rank.
         again: Whether they may repeat what was made and is not seen.
 
     Raises:
@@ -122,7 +130,7 @@ def evolved(
             marker=route.marker,
         )
     for outcome in model.tables.tables:
-        _check_outcome(outcome, dense.collisions | saved.collisions, saved.collisions)
+        _check_outcome(outcome, collisions, saved.collisions)
     assert model.dense is not None
     return Evolved(model, Match.of(model.tables, model.dense), ClaimChanges.of(changes.canonical()))
 
@@ -136,7 +144,7 @@ def _resolved(
 
 
 def refuse_changed(lineage: Lineage, generation: int, held: MarkerId) -> None:
-    """(a spare, rank 0) It holds a marker of the model before, and goes on with nothing that another model has sent.
+    """(a spare, rank 0) It holds a marker of its model, and goes on with nothing that another model has sent.
 
     Args:
         lineage: The log's.
@@ -144,15 +152,42 @@ def refuse_changed(lineage: Lineage, generation: int, held: MarkerId) -> None:
         held: The marker that its tables hold.
 
     Raises:
-        SchemaMismatchError: that generation, or one between the two, was restored into a changed model.
+        SchemaMismatchError: that generation has another model: it was restored into a changed one, or back into an
+            older one.
     """
-    if generation > held.generation and changes_since(lineage, lineage.claims[generation], held) is not None:
-        raise SchemaMismatchError(
-            "the trainer was restored into a model that has changed, and this spare has the one before",
-            hint="start the spare anew, with the trainer's model",
-            generation=generation,
-            marker=held,
-        )
+    if generation <= held.generation or _is_same_model(lineage, lineage.claims[generation], held):
+        return
+    raise SchemaMismatchError(
+        "the trainer was restored into another model: a changed one or, by an older marker, the one before a change",
+        hint="start the spare anew, with the trainer's model",
+        generation=generation,
+        marker=held,
+    )
+
+
+def _is_same_model(lineage: Lineage, claim: Claim, held: MarkerId) -> bool:
+    """Whether a generation has the model of a marker: both have the same tables, and were told the same changes.
+
+    One that stands on nothing and was told nothing (``fresh=True``) tells itself by its tables alone.
+    """
+    own = lineage.claims[held.generation]
+    if own.schema is not claim.schema and _tables(own.schema) != _tables(claim.schema):
+        return False
+    told = [each.digest for each in told_to(lineage, claim)]
+    fresh = not told and _root(lineage, claim) != _root(lineage, own)
+    return fresh or told == [each.digest for each in told_to(lineage, own)]
+
+
+def _tables(schema: Schema) -> dict[str, TableSpec]:
+    """By name, whatever their ids and indices."""
+    return {table.name: replace(table, id=None) for _, table in schema.live}
+
+
+def _root(lineage: Lineage, claim: Claim) -> int:
+    """The first generation of those that one stands on."""
+    while claim.parent is not None:
+        claim = lineage.claims[claim.parent.generation]
+    return claim.generation
 
 
 def _check_outcome(outcome: TableOutcome, collisions: frozenset[str], saved: frozenset[str]) -> None:
@@ -160,8 +195,8 @@ def _check_outcome(outcome: TableOutcome, collisions: frozenset[str], saved: fro
 
     Args:
         outcome: Of a table.
-        collisions: Tables with an id map of managed collision, by their names in this model or in the marker.
-        saved: Those of the marker.
+        collisions: Tables with an id map of managed collision, by their names in this model.
+        saved: Those of the marker, by their names there.
 
     Raises:
         UnsupportedError: names the table.

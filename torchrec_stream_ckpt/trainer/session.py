@@ -303,16 +303,17 @@ class Session:
 
     def _plan(self, route: Route) -> RestorePlan:
         merge = self._config.on_column_resplit == "merge"
-        self._evolved = self._team.together(lambda: self._evolve(route))
+        here = self._team.gather(self._dense.collisions)
+        self._evolved = self._team.together(lambda: self._evolve(route, frozenset().union(*here)))
         if self._evolved is None:
             return self._team.together(lambda: self._plan_plain(route, merge=merge))
         return self._team.together(partial(self._plan_evolved, route, self._evolved, merge=merge))
 
-    def _evolve(self, route: Route) -> Evolved | None:
+    def _evolve(self, route: Route, collisions: frozenset[str]) -> Evolved | None:
         if self._changes is None:
             return None
-        saved = self._saved(route)
-        return evolved(route, self._attached.schema, self._dense, saved, self._changes, again=self._named)
+        schema, saved, changes = self._attached.schema, self._saved(route), self._changes
+        return evolved(route, schema, self._dense, saved, changes, collisions=collisions, again=self._named)
 
     def _saved(self, route: Route) -> SavedDense:
         """The dense state of a marker."""

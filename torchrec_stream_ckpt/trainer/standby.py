@@ -122,16 +122,15 @@ class Standby:
             SchemaMismatchError: as of a restore; or the trainer was restored into a model that has changed since.
             CorruptionError, TrimmedError: as of a restore.
         """
-        why = ""
-        while not why:
+        why, ready = "", False
+        while not (why and ready):
             order = self._team.on_rank0(self._look)
             why = order.take_over
-            if order.newest != self._at:
-                self._outlasting(self._follow)
-            if not why:
+            asks = order.newest != self._at or bool(why and self._at is None)
+            # A spare that could not load the marker fences nobody: it may be of another model.
+            ready = not asks or self._outlasting(self._follow) or self._at is not None
+            if not (why and ready):
                 time.sleep(self._takeover.poll_s)
-        if self._at is None:
-            self._outlasting(self._follow)  # a spare that is not of the trainer's model ends here, and fences nobody
         begin = time.monotonic()
         self.outlast(lambda: self._team.on_rank0(self._fence))
         self.outlast(self._follow)  # what was committed just before the fence
@@ -174,6 +173,8 @@ class Standby:
         """
         lineage = self._refresh()
         self._check_model(lineage)
+        if self._at is None and lineage.claims:
+            self._claims.check_schema()  # nothing was committed that tells more of the trainer's model
         if lineage.claims and lineage.claims[lineage.newest_generation].world:
             self._claim = self._claim or fence_of(lineage, self._uri)
             self._control.claim(self._claim)
@@ -211,13 +212,15 @@ class Standby:
                 said = error.headline
                 time.sleep(self._takeover.poll_s)
 
-    def _outlasting(self, action: Callable[[], None]) -> None:
-        """What does not answer now is asked again at the next look."""
+    def _outlasting(self, action: Callable[[], None]) -> bool:
+        """Whether all has answered; what does not answer now is asked again at the next look."""
         try:
             action()
         except (LogUnavailableError, StoreUnavailableError) as error:
             if self._team.rank == 0:
                 log.warning("the spare does not follow for now: %s", error.headline)
+            return False
+        return True
 
     def _follow(self) -> None:
         """(all ranks) Bring the tables to the newest marker: by what changed, otherwise as a whole."""
