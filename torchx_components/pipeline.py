@@ -17,9 +17,10 @@ def stream_ckpt(
     image: str = "",
     name: str = "/",
     h: Optional[str] = None,
-    cpu: int = 2,
+    cpu: int = 0,
     gpu: int = 0,
-    memMB: int = 8192,
+    memMB: int = 0,
+    efa: int = 0,
     env: Optional[Dict[str, str]] = None,
     mounts: Optional[List[str]] = None,
     max_retries: int = 0,
@@ -36,7 +37,8 @@ def stream_ckpt(
 ) -> specs.AppDef:
     """Trains a recipe and folds its stream into a store beside it.
 
-    The materializer follows the log for as long as the job lives, and may be killed at any time.
+    For trials: the materializer shares the trainer's job, and follows the log for as long as that lives. In production
+    run it as a job of its own (service.py:materialize).
     Example: torchx run -s local_cwd torchx_components/pipeline.py:stream_ckpt --uri file://ckpt/log
     --store file://ckpt/store -j 1x2 -- --synthetic small
 
@@ -51,9 +53,10 @@ def stream_ckpt(
         image: container image that holds the recipe and torchrec_stream_ckpt; local_cwd and Slurm use none
         name: EXPERIMENT/RUN, EXPERIMENT/ or /RUN; the run is called as the script is by default
         h: a named resource of TorchX for the trainer; takes precedence over cpu, gpu and memMB
-        cpu: CPUs of a trainer's node
+        cpu: CPUs of a trainer's node; 0: one a process, or 8 beside a GPU
         gpu: GPUs of a trainer's node; 0 trains on CPUs
-        memMB: memory of a trainer's node in MB
+        memMB: memory of a trainer's node in MB, shared memory included; 0: 4096 a process, or 32768 beside a GPU
+        efa: EFA devices of a trainer's node (AWS); 0: those of the named resource h, if it has any
         env: KEY=VALUE,KEY=VALUE for all roles; on Slurm no value may hold a comma
         mounts: type=bind,src=PATH,dst=PATH[,readonly] (volume, device), for all roles
         max_retries: how often the scheduler starts a role that failed again
@@ -90,6 +93,7 @@ def stream_ckpt(
         cpu=cpu,
         gpu=gpu,
         memMB=memMB,
+        efa=efa,
         env=dict(env or {}),
         mounts=mounts,
         max_retries=max_retries,
@@ -98,12 +102,12 @@ def stream_ckpt(
         rdzv_conf=rdzv_conf,
     )
     resource = specs.Resource(cpu=materializer_cpu, gpu=0, memMB=materializer_memMB)
-    options = [part for flag, path in given.items() for part in (f"--{flag.replace('_', '-')}", path)]
-    app.roles.append(
-        roles.materializer(
-            uri, store, options, image=image, env=dict(env or {}), resource=resource, replicas=materializers
-        )
+    options = roles.access_options(given)
+    materializer = roles.materializer(
+        uri, store, options, image=image, env=dict(env or {}), resource=resource, replicas=materializers
     )
+    roles.share_no_fate(materializer)
+    app.roles.append(materializer)
     if broker is not None:
         if roles.parse_nodes(j)[1] > 1:
             roles.refuse(f"--broker answers on loopback only: -j {j} must be one node, 1xPROCS")

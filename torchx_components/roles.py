@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NoReturn
 
-from torchx.specs import AppDef, Resource, Role
+from torchx.specs import AppDef, Resource, RetryPolicy, Role
 from torchx.specs.finder import ComponentValidationException
+from torchx.specs.named_resources_aws import EFA_DEVICE
+
+from torchrec_stream_ckpt.cli.main import mistake_in
 
 RECIPE = "torchrec_stream_ckpt.recipes.train_dlrm"
 """The module that is started where the user names no script."""
@@ -23,6 +26,12 @@ ELASTIC_RESTARTS = 100
 
 ELASTIC_RENDEZVOUS = "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=5"
 """A node that is dead is given up after 10 s, and 5 s are spent waiting for more nodes once there are enough."""
+
+CPUS_A_PROCESS, CPUS_A_GPU_PROCESS = 1, 8
+"""Of a trainer's node: beside a GPU, loading and the threads that send rows have cores of their own."""
+
+MEM_MB_A_PROCESS, MEM_MB_A_GPU_PROCESS = 4096, 32768
+"""Of a trainer's node; shared memory counts."""
 
 _BROKER_WAIT_S = 300
 """For the broker of a trial: the first time it is fetched."""
@@ -84,6 +93,36 @@ def check_gpus(role: Role, procs: int) -> None:
     gpus = role.resource.gpu
     if 0 < gpus < procs:
         refuse(f"{procs} processes do not fit a node of {gpus} GPUs: -j NODESx{gpus}, or a larger --gpu or -h")
+
+
+def node_size(procs: int, *, cpu: int, gpu: int, mem_mb: int) -> tuple[int, int]:
+    """CPUs and MB of a trainer's node; what is 0 follows from its processes."""
+    cpus = cpu or procs * (CPUS_A_GPU_PROCESS if gpu else CPUS_A_PROCESS)
+    return cpus, mem_mb or procs * (MEM_MB_A_GPU_PROCESS if gpu else MEM_MB_A_PROCESS)
+
+
+def add_efa(role: Role, efa: int) -> None:
+    """Ask for EFA devices; a named resource of TorchX may have brought its own, which 0 leaves as they are."""
+    if efa < 0:
+        refuse(f"--efa {efa}: the number of EFA devices of a node, 0 or more")
+    if efa:
+        role.resource.devices[EFA_DEVICE] = efa
+
+
+def access_options(files: Mapping[str, str | None]) -> list[str]:
+    """Flags of ``stream-ckpt`` for the files that are given, by the names that recipes give the flags."""
+    return [part for flag, path in files.items() if path for part in (f"--{flag.replace('_', '-')}", path)]
+
+
+def check_command(arguments: Sequence[str]) -> None:
+    """Refuse here a call of ``stream-ckpt`` that it would refuse on another machine."""
+    if (mistake := mistake_in(arguments)) is not None:
+        refuse(f"stream-ckpt {arguments[0]}: {mistake}")
+
+
+def share_no_fate(role: Role) -> None:
+    """Let a role fail alone, as far as a scheduler can: on Volcano its pods restart nothing, and are optional."""
+    role.retry_policy, role.min_replicas = RetryPolicy.REPLICA, 0
 
 
 def add_to_torchrun(app: AppDef, *options: str) -> None:

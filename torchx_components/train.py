@@ -16,9 +16,10 @@ def dlrm(
     image: str = "",
     name: str = "/",
     h: Optional[str] = None,
-    cpu: int = 2,
+    cpu: int = 0,
     gpu: int = 0,
-    memMB: int = 8192,
+    memMB: int = 0,
+    efa: int = 0,
     env: Optional[Dict[str, str]] = None,
     mounts: Optional[List[str]] = None,
     max_retries: int = 0,
@@ -40,9 +41,10 @@ def dlrm(
         image: container image that holds the recipe and torchrec_stream_ckpt; local_cwd and Slurm use none
         name: EXPERIMENT/RUN, EXPERIMENT/ or /RUN; the run is called as the script is by default
         h: a named resource of TorchX; takes precedence over cpu, gpu and memMB
-        cpu: CPUs of a node
+        cpu: CPUs of a node; 0: one a process, or 8 beside a GPU
         gpu: GPUs of a node; 0 trains on CPUs
-        memMB: memory of a node in MB
+        memMB: memory of a node in MB, shared memory included; 0: 4096 a process, or 32768 beside a GPU
+        efa: EFA devices of a node (AWS); 0: those of the named resource h, if it has any
         env: KEY=VALUE,KEY=VALUE for the processes; on Slurm no value may hold a comma
         mounts: type=bind,src=PATH,dst=PATH[,readonly] (volume, device): what a container sees of its machine
         max_retries: how often the scheduler starts a job that failed again
@@ -56,6 +58,7 @@ def dlrm(
     is_elastic = smallest < nodes
     restarts = max_restarts if max_restarts >= 0 else roles.ELASTIC_RESTARTS * is_elastic
     conf = rdzv_conf or (roles.ELASTIC_RENDEZVOUS if is_elastic else "")
+    cpus, mem_mb = roles.node_size(procs, cpu=cpu, gpu=gpu, mem_mb=memMB)
     app = dist.ddp(
         *recipe_args,
         script=script or None,
@@ -63,9 +66,9 @@ def dlrm(
         image=image,
         name=name,
         h=h,
-        cpu=cpu,
+        cpu=cpus,
         gpu=gpu,
-        memMB=memMB,
+        memMB=mem_mb,
         j=j,
         env=env,
         max_retries=max_retries,
@@ -73,6 +76,7 @@ def dlrm(
         mounts=mounts,
     )
     roles.check_gpus(app.roles[0], procs)
+    roles.add_efa(app.roles[0], efa)
     app.roles[0].name = "trainer"
     if restarts:
         roles.restart_within(app, restarts)

@@ -6,14 +6,16 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from torchx.specs import Role, finder
+from torchx.specs import RetryPolicy, Role, finder
 from torchx.specs.finder import ComponentValidationException, CustomComponentsFinder, ModuleComponentsFinder
 
-from tests.golden.make_torchx import PIPELINE, ROOT, TRAIN, torchx
+from tests.golden.make_torchx import PIPELINE, ROOT, SERVICE, TRAIN, torchx
 from torchrec_stream_ckpt.components import roles
 from torchrec_stream_ckpt.components.pipeline import stream_ckpt
+from torchrec_stream_ckpt.components.service import materialize
 from torchrec_stream_ckpt.components.train import dlrm
 
 KAFKA = "kafka://k1:9092,k2:9092/ads"
@@ -65,6 +67,30 @@ def test_more_processes_than_gpus_are_refused() -> None:
     assert dlrm(j="1x4", gpu=4).roles[0].resource.gpu == 4
 
 
+def test_a_node_has_room_for_its_processes() -> None:
+    def size(j: str, **given: int) -> tuple[int, int]:
+        resource = dlrm(j=j, **given).roles[0].resource
+        return resource.cpu, resource.memMB
+
+    assert [size("1x2"), size("2x8"), size("1:3x4")] == [(2, 8192), (8, 32768), (4, 16384)]
+    assert size("2x8", gpu=8) == (64, 262144)
+    assert size("2x8", gpu=8, cpu=96, memMB=1000000) == (96, 1000000)
+    trainer, beside = stream_ckpt(uri=KAFKA, store="s3://ckpt/ads", j="2x8", gpu=8).roles
+    assert (trainer.resource.cpu, beside.resource.cpu) == (64, 2)
+
+
+def test_efa_devices_are_those_that_were_asked_for_or_those_of_the_named_resource() -> None:
+    def efa(**given: Any) -> dict[str, int]:
+        return dict(dlrm(j="1x8", **given).roles[0].resource.devices)
+
+    assert efa(gpu=8) == {}
+    assert efa(gpu=8, efa=4) == {"vpc.amazonaws.com/efa": 4}
+    assert efa(h="aws_p5.48xlarge") == {"vpc.amazonaws.com/efa": 32}
+    assert efa(h="aws_p5.48xlarge", efa=16) == {"vpc.amazonaws.com/efa": 16}
+    with pytest.raises(ComponentValidationException, match="--efa -1"):
+        dlrm(efa=-1)
+
+
 @pytest.mark.parametrize("conf", ["timeout", "timeout=", "a=1 b=2", "a=1,,b=2"])
 def test_a_rendezvous_setting_of_another_form_is_refused(conf: str) -> None:
     with pytest.raises(ComponentValidationException, match="KEY=VALUE,KEY=VALUE"):
@@ -93,6 +119,43 @@ def test_the_trainer_and_the_materializer_get_one_log_and_one_store() -> None:
     assert [role.max_retries for role in app.roles] == [2, 2]
 
 
+def test_the_materializer_of_a_pipeline_takes_nothing_down_on_volcano() -> None:
+    trainer, beside = stream_ckpt(uri=KAFKA, store="s3://ckpt/ads", max_retries=2).roles
+    assert (trainer.retry_policy, trainer.min_replicas) == (RetryPolicy.APPLICATION, 1)
+    assert (beside.retry_policy, beside.min_replicas) == (RetryPolicy.REPLICA, 0)
+
+
+def test_a_materializer_of_its_own_is_a_job_of_one_process() -> None:
+    app = materialize(
+        "--compact",
+        "span4",
+        uri=KAFKA,
+        store="s3://ckpt/ads",
+        kafka_options="/k",
+        mounts=["type=bind", "src=/a", "dst=/b"],
+    )
+    (role,) = app.roles
+    expected = f"stream-ckpt materialize {KAFKA} --store s3://ckpt/ads --kafka-options /k --compact span4"
+    assert command_of(role) == expected
+    assert (role.num_replicas, role.max_retries, role.resource.gpu) == (1, 10, 0)
+    assert [mount.dst_path for mount in role.mounts] == ["/b"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "mistake"),
+    [
+        (["--compcat", "span4"], "No such option"),
+        (["--compact", "span5"], "span5"),
+        (["--metrics-port", "http"], "metrics-port"),
+        (["file:///other"], "unexpected extra argument"),
+        (["--help"], "it shows its help and ends"),
+    ],
+)
+def test_flags_that_the_materializer_does_not_take_are_refused(flags: list[str], mistake: str) -> None:
+    with pytest.raises(ComponentValidationException, match=mistake):
+        materialize(*flags, uri=KAFKA, store="s3://ckpt/ads")
+
+
 def test_a_second_log_behind_the_pipeline_is_refused() -> None:
     for flag in ("--stream_ckpt", "--store"):
         with pytest.raises(ComponentValidationException, match="give --uri and --store to the component"):
@@ -111,7 +174,7 @@ def test_a_broker_for_trials_is_loopback_on_one_node() -> None:
         assert "until stream-ckpt broker status --dir b" in command_of(role)
 
 
-@pytest.mark.parametrize("component", [TRAIN, PIPELINE])
+@pytest.mark.parametrize("component", [TRAIN, PIPELINE, SERVICE])
 def test_torchx_finds_a_component_by_its_file_and_keeps_its_own_names(component: str) -> None:
     path, function = component.split(":")
     before = dict(vars(finder))
@@ -123,7 +186,11 @@ def test_torchx_finds_a_component_by_its_file_and_keeps_its_own_names(component:
 
 def test_torchx_finds_exactly_the_components_where_a_package_registers_them() -> None:
     found = ModuleComponentsFinder("torchrec_stream_ckpt.components", "ours").find()
-    assert {c.name for c in found if not c.validation_errors} == {"ours.train.dlrm", "ours.pipeline.stream_ckpt"}
+    assert {c.name for c in found if not c.validation_errors} == {
+        "ours.train.dlrm",
+        "ours.pipeline.stream_ckpt",
+        "ours.service.materialize",
+    }
 
 
 @pytest.mark.parametrize("component", [TRAIN, PIPELINE])
@@ -162,7 +229,7 @@ def test_without_a_script_the_installed_recipe_is_started() -> None:
     assert importlib.util.find_spec(roles.RECIPE) is not None
 
 
-@pytest.mark.parametrize("module", ["components", "components.train", "components.pipeline"])
+@pytest.mark.parametrize("module", ["components", "components.train", "components.pipeline", "components.service"])
 def test_without_torchx_the_components_say_what_to_install(module: str) -> None:
     module = f"torchrec_stream_ckpt.{module}"
     program = f"import sys; sys.path = [p for p in sys.path if 'site-packages' not in p]; import {module}"

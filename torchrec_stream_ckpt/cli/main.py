@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Annotated, Any
@@ -161,6 +161,24 @@ def _before(
     ] = False,
 ) -> None:
     ask_for_more(verbose)
+
+
+def mistake_in(arguments: Sequence[str]) -> str | None:
+    """Say what is wrong with a call, and do not make it; None: verb and options are understood.
+
+    Args:
+        arguments: The verb and what follows it.
+    """
+    verb, *rest = arguments
+    if verb not in VERBS:
+        return f"No such command {verb!r}."
+    try:
+        typer.main.get_command(app).commands[verb].make_context(verb, rest)  # type: ignore[attr-defined]
+    except _UsageError as error:
+        return str(error.format_message())
+    except typer.Exit:  # --help, which has been printed
+        return "it shows its help and ends"
+    return None
 
 
 def main() -> None:
