@@ -128,6 +128,7 @@ host-tools:
 
 test-tools: browser-tools host-tools
 	@bash scripts/java_tools.sh kafka s3proxy
+	@$(PY) -m tests.java_classes
 
 browser-tools: $(STAMP)
 	@command -v chromium chromium-browser google-chrome >/dev/null || bash scripts/apt_get.sh Chromium chromium

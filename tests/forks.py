@@ -91,6 +91,10 @@ class Torchrun:
         self.kill()
         return self.returncode or 0, said
 
+    def alive(self) -> bool:
+        """Whether all ranks still run."""
+        return all(rank.is_alive() for rank in self._ranks)
+
     def kill(self) -> None:
         """SIGKILL to the ranks that still run."""
         self._kill_ranks()

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.forks import ROOT, run_script
 
 
 def test_an_old_log_is_written_and_looked_at(tmp_path: Path) -> None:
     script, out = ROOT / "benchmarks" / "age" / "run.py", tmp_path / "result.json"
     sizes = ["--generations", "3", "--markers", "12", "--ranks", "2"]
-    done = subprocess.run(
-        [sys.executable, str(script), *sizes, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, timeout=500
-    )
+    done = run_script(script, *sizes, "--out", str(out), timeout_s=500)
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())
     assert (found["facts"]["list"]["markers"], found["facts"]["list_newest"]["markers"]) == (12, 12)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.forks import ROOT, run_script
+
 MARKERS, NEWEST = ["3", "9", "14"], "14"
 ONE_IMAGE = {"torch.load", "torch.load + copy", "torch.load, mmap + copy", "store, head"}
 
@@ -23,13 +22,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, 
     script = ROOT / "benchmarks" / "recovery" / "run.py"
     sizes = "--rows 4000 --batch 12 --markers 14 --restore 3 9 --rounds 2 --cold-rounds 1 --cold-by fadvise --threads 1"
     places = ["--scratch", str(folder), "--out", str(folder / "result")]
-    done = subprocess.run(
-        [sys.executable, str(script), "--workload", "pnn", *sizes.split(), *places],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    done = run_script(script, "--workload", "pnn", *sizes.split(), *places, timeout_s=500)
     assert done.returncode == 0, done.stderr
     assert [path.name for path in folder.glob("recovery-*")] == [], "the scratch folder is still there"
     return json.loads((folder / "result.json").read_text())["workloads"]["pnn"], done.stdout, folder

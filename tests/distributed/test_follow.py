@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +10,9 @@ import pytest
 import torch
 
 from tests import jobs, ranks
+from tests.forks import ROOT, Torchrun
 from tests.model import PLAN_2, PLAN_3, Spec
-from tests.unit.recipe_helper import RECIPES, load_recipe
+from tests.unit.recipe_helper import load_recipe
 from torchrec_stream_ckpt import FollowedTables, StreamConfig, follow
 from torchrec_stream_ckpt.follower.updates import UpdateKind
 from torchrec_stream_ckpt.types import MarkerId
@@ -77,19 +75,16 @@ def _look(tables: FollowedTables, seen: dict[MarkerId, tuple[int, Weights]]) -> 
 
 def test_the_recipe_serves_a_live_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     uri = f"file://{tmp_path / 'log'}"
-    trainer = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    trainer += [str(RECIPES / "train_dlrm.py"), "--synthetic", "small", "--num_embeddings", "300", "--batch_size", "16"]
-    trainer += ["--limit_train_batches", "100000", "--marker_every", "20", "--stream_ckpt", uri]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(trainer, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    flags = ["--synthetic", "small", "--num_embeddings", "300", "--batch_size", "16", "--stream_ckpt", uri]
+    flags += ["--limit_train_batches", "100000", "--log_every", "100000", "--marker_every", "20"]
+    trainer = Torchrun(2, ROOT / "tests" / "paced_rank.py", *flags)
     recipe = load_recipe("online_follow")
     try:
         flags = ["--stream_ckpt", uri, "--verify", "--markers", "3", "--batch_size", "32", "--idle_s", "90"]
         assert recipe.main(flags) == 3
-        assert process.poll() is None  # it was alive all the time
+        assert trainer.alive()  # all the time
     finally:
-        process.terminate()
-        process.wait(180)
+        trainer.kill()
     said = capsys.readouterr().err
     seen = dict(re.findall(r"marker 1:(\d+), step (\d+), ", said))
     assert len(seen) == 3

@@ -35,7 +35,7 @@ KILLED = ("train_two_tower", "train_bert4rec", "train_dlrm_fsdp")
 """Those whose jobs differ: DeepFM and PNN restart by the same lines."""
 PROVED = ("train_bert4rec",)
 BY_TORCHRUN = ("train_two_tower",)
-"""The ranks of the others find the same in their environment, and are forked."""
+"""Killed under a launcher. The ranks of the others find the same in their environment, and are forked."""
 
 
 class Users:
@@ -55,13 +55,6 @@ class Users:
         self.stdout: IO[str] = self._process.stdout
         self.returncode: int | None = None
 
-    def end(self, timeout_s: float) -> tuple[int, str]:
-        try:
-            said, _ = self._process.communicate(timeout=timeout_s)
-        finally:
-            self.kill()
-        return self.returncode or 0, said
-
     def kill(self) -> None:
         """SIGKILL to all ranks, and to torchrun should it not end by that."""
         job = self._process
@@ -76,13 +69,9 @@ class Users:
             self.stdout.close()
 
 
-def start(world: int, recipe: str, *flags: str) -> Users | Torchrun:
-    return (Users if recipe in BY_TORCHRUN else Torchrun)(world, ROOT / "recipes" / f"{recipe}.py", *flags)
-
-
 def run(world: int, recipe: str, *flags: str) -> tuple[int, str]:
     """Exit status and output of a job that ends by itself."""
-    return start(world, recipe, *flags).end(120)
+    return Torchrun(world, ROOT / "recipes" / f"{recipe}.py", *flags).end(120)
 
 
 def losses(output: str) -> dict[int, float]:
@@ -105,7 +94,9 @@ def lines_until_killed(job: Users | Torchrun) -> Iterator[str]:
 @pytest.mark.parametrize("recipe", KILLED)
 def test_a_killed_recipe_goes_on_on_another_number_of_ranks(recipe: str, tmp_path: Path) -> None:
     flags = [*COMMON, *RECIPES[recipe], "--stream_ckpt", f"file://{tmp_path}"]
-    job = start(2, recipe, *flags, "--epochs", "1000", "--sharding", "column_wise")
+    launcher = Users if recipe in BY_TORCHRUN else Torchrun
+    script = ROOT / "recipes" / f"{recipe}.py"
+    job = launcher(2, script, *flags, "--epochs", "1000", "--sharding", "column_wise")
     first = "".join(lines_until_killed(job))
     assert job.returncode
     assert f"no committed marker in file://{tmp_path}: starting afresh" in first

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests import synthetic
 from tests.synthetic import Job
+from tests.unit.folded_job import made_once
 from tests.unit.test_fold import fold, lineage_of
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.store import catalog as catalog_module
@@ -21,7 +24,16 @@ POLICIES = [Policy(rebase=0), Policy(), Policy(rebase=0, compact="span4"), Polic
 
 
 def history(root: Path, markers: int) -> Job:
-    job = Job(root / "log", world=1)
+    return _history(markers)(root / "log")
+
+
+@functools.cache
+def _history(markers: int) -> Callable[[Path], Job]:
+    return made_once(functools.partial(_write_history, markers=markers))
+
+
+def _write_history(log: Path, markers: int) -> Job:
+    job = Job(log, world=1)
     job.begin()
     for number in range(markers):
         job.touch(1)

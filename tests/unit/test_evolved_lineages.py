@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +16,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests import stores
+from tests import evolved, stores
 from tests.builders import JOB
-from tests.evolved import EvolvingJob, TableTruth, random_job, random_schema, random_table
+from tests.evolved import EvolvingJob, TableTruth, random_schema, random_table
+from tests.synthetic import Job
+from tests.unit.folded_job import made_once
 from tests.unit.test_fold import lineage_of
 from torchrec_stream_ckpt import follow
 from torchrec_stream_ckpt.cli.main import app
@@ -41,6 +45,18 @@ from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.head import Head
 from torchrec_stream_ckpt.types import TOMBSTONE, MarkerId, TableShard
+
+
+def random_job(root: Path, seed: int) -> EvolvingJob:
+    """The random job of a seed, made once and copied."""
+    job = _maker(seed)(root)
+    assert isinstance(job, EvolvingJob)
+    return job
+
+
+@functools.cache
+def _maker(seed: int) -> Callable[[Path], Job]:
+    return made_once(functools.partial(evolved.random_job, seed=seed))
 
 
 def check(job: EvolvingJob, marker: MarkerId, objects: Objects | None, scratch: Path) -> None:

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from tests import stores, tiered
 from tests.builders import JOB, Stream, table
-from tests.evolved import EvolvingJob, random_change, random_job, random_schema
+from tests.evolved import EvolvingJob, random_change, random_schema
 from tests.tiered import TieredJob
-from tests.unit.test_evolved_lineages import POLICIES, check, flip, lineage_of, materialize
+from tests.unit.test_evolved_lineages import POLICIES, check, flip, lineage_of, materialize, random_job
 from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.commit.generation import fence_of
