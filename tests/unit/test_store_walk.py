@@ -52,7 +52,7 @@ class Walk(History):
     def __init__(self, root: Path, seed: int, pool: Executor) -> None:
         super().__init__(root)
         self.random, self._pool = random.Random(seed), pool
-        self.store = HeldObjects({})
+        self.held = HeldObjects({})
         self.now_s = 10 * DAY
         self._skew_s = 0.0
         self._hosts = {"a": 50.0, "b": 9e5}
@@ -69,7 +69,7 @@ class Walk(History):
 
     @property
     def objects(self) -> HeldObjects:  # type: ignore[override]
-        return self.store
+        return self.held
 
     def time_of(self, marker: MarkerId) -> float:
         self.now_s += self.random.uniform(0, HOUR)
@@ -114,7 +114,7 @@ class Walk(History):
 
     def fold(self) -> None:
         policy = self.random.choice(POLICIES)
-        made = Materializer(self.log, self.store, lambda _: open_dense(str(self.root)), self._pool, policy)  # type: ignore[arg-type]
+        made = Materializer(self.log, self.held, lambda _: open_dense(str(self.root)), self._pool, policy)  # type: ignore[arg-type]
         self._refusing(lambda: list(made.catch_up(self.lineage)))
 
     def gc(self) -> None:
@@ -128,7 +128,7 @@ class Walk(History):
         host, lineage = self.random.choice(sorted(self._hosts)), self.lineage
         before, clocks = self._offered(), {host: self.now_s + self._hosts[host]}
         if lineage.commits and before:
-            done = self._refusing(lambda: collect(self.store, lineage, lineage.job, rules, self._pool, lambda: clocks))
+            done = self._refusing(lambda: collect(self.held, lineage, lineage.job, rules, self._pool, lambda: clocks))
             self.deleted += len(done.now) if done is not None else 0
         for marker in before - self._offered():
             assert retention.keep_all_for is None or self.now_s - self._committed[marker] > float(
@@ -141,7 +141,7 @@ class Walk(History):
             return
         marker = self.random.choice(known)
         try:
-            pin(self.store, self.lineage.job, marker)
+            pin(self.held, self.lineage.job, marker)
         except (MarkerNotFoundError, CorruptionError):
             assert marker not in self._offered() or self._destroyed
         else:
@@ -151,14 +151,14 @@ class Walk(History):
         if self._pinned:
             marker = self.random.choice(sorted(self._pinned))
             self._pinned.remove(marker)
-            unpin(self.store, self.lineage.job, marker)
+            unpin(self.held, self.lineage.job, marker)
 
     def trim(self) -> None:
         if not self._offered():
             return
-        holdings = Holdings.load(self.store, self.lineage)
+        holdings = Holdings.load(self.held, self.lineage)
         whole, (host, booted_s) = self.random.random() < 0.3, self.random.choice(sorted(self._hosts.items()))
-        read_back = ReadBack(self.store, self.lineage.job, self._pool, {host: self.now_s + booted_s})  # type: ignore[arg-type]
+        read_back = ReadBack(self.held, self.lineage.job, self._pool, {host: self.now_s + booted_s})  # type: ignore[arg-type]
         synced = self._refusing(
             lambda: check_synced(holdings, None, self._pool, whole=whole, read_back=None if whole else read_back)
         )
@@ -171,37 +171,37 @@ class Walk(History):
         if not self._offered():
             return
         lineage, rules, before = self.lineage, GcRules(give_up={}, grace_s=GRACE), self._offered()
-        stock = self._refusing(lambda: take_stock(self.store, lineage, lineage.job))  # type: ignore[arg-type]
+        stock = self._refusing(lambda: take_stock(self.held, lineage, lineage.job))  # type: ignore[arg-type]
         if stock is not None:
             ways = WaysBack(stock, self.log, lambda _: [open_dense(str(self.root))], self._pool)
             rules = replace(rules, give_up=lost_markers(stock, ways))
         assert not rules.give_up or self._destroyed
         host, booted_s = self.random.choice(sorted(self._hosts.items()))
         clocks = {host: self.now_s + booted_s}
-        self._refusing(lambda: collect(self.store, lineage, lineage.job, rules, self._pool, lambda: clocks))  # type: ignore[arg-type]
+        self._refusing(lambda: collect(self.held, lineage, lineage.job, rules, self._pool, lambda: clocks))  # type: ignore[arg-type]
         assert before - self._offered() <= (rules.give_up or {}).keys() - self._pinned
 
     def destroy(self) -> None:
         """Flip a bit of an object, or lose it."""
         kinds = ("segments/", "folds/", "manifests/")
-        names = sorted(entry.name for entry in self.store.list("") if entry.name.startswith(kinds))
+        names = sorted(entry.name for entry in self.held.list("") if entry.name.startswith(kinds))
         if not names or self.random.random() < 0.6:
             return
         name = self.random.choice(names)
         self._destroyed.add(name)
         if self.random.random() < 0.5:
-            self.store.delete(name)
+            self.held.delete(name)
             return
-        data = bytearray(self.store.read(name))
+        data = bytearray(self.held.read(name))
         data[self.random.randrange(len(data))] ^= 1 << self.random.randrange(8)
-        self.store.put(name, [bytes(data)])
+        self.held.put(name, [bytes(data)])
 
     def scrub(self) -> None:
         """Read the store, as far as somebody lets it, and mend: what is damaged was destroyed by the walk."""
         if not self.lineage.commits:
             return
         found: list[Damage] = []
-        made = Scrubber(self.store, lambda: self.lineage, "command", self._mender(), found.append)  # type: ignore[arg-type]
+        made = Scrubber(self.held, lambda: self.lineage, "command", self._mender(), found.append)  # type: ignore[arg-type]
         pieces = made.pieces(anew=self.random.random() < 0.5)
         for _ in range(self.random.choice([3, 30, 10**6])):
             if next(pieces, None) is None:
@@ -212,9 +212,9 @@ class Walk(History):
 
     def _mender(self) -> ScrubMender:
         progress = Progress()
-        intervals = IntervalFolder(self.log, self.store, lambda _: True, progress)  # type: ignore[arg-type]
-        repairer = Repairer(self.store, self._pool, intervals, progress, lambda _: None)  # type: ignore[arg-type]
-        return ScrubMender(self.store, repairer, lambda _: open_dense(str(self.root)), progress)  # type: ignore[arg-type]
+        intervals = IntervalFolder(self.log, self.held, lambda _: True, progress)  # type: ignore[arg-type]
+        repairer = Repairer(self.held, self._pool, intervals, progress, lambda _: None)  # type: ignore[arg-type]
+        return ScrubMender(self.held, repairer, lambda _: open_dense(str(self.root)), progress)  # type: ignore[arg-type]
 
     def skew(self) -> None:
         """The next trainer runs on a host of another wall clock; a host of gc boots."""
@@ -232,7 +232,7 @@ class Walk(History):
         if not offered:
             return
         marker, lineage = self.random.choice(offered), self.lineage
-        catalog = Catalog.load(self.store, lineage.job)  # type: ignore[arg-type]
+        catalog = Catalog.load(self.held, lineage.job)  # type: ignore[arg-type]
         cover = self._refusing(lambda: catalog.cover(lineage.chain(marker)))
         if cover and cover[-1].end == marker:
             self._readers.append((self.now_s, marker, catalog, cover))
@@ -251,7 +251,7 @@ class Walk(History):
         assert self._pinned <= offered or self._destroyed
         lineage = self.lineage
         for marker in {*self.random.sample(sorted(offered), min(2, len(offered))), *sorted(self._pinned & offered)[:1]}:
-            self._reads(marker, lambda marker=marker: stores.rows_of(self.store, lineage, marker))  # type: ignore[misc]
+            self._reads(marker, lambda marker=marker: stores.rows_of(self.held, lineage, marker))  # type: ignore[misc]
 
     def _reads(self, marker: MarkerId, read: Callable[[], stores.Rows]) -> None:
         try:
@@ -259,7 +259,7 @@ class Walk(History):
         except AssertionError:
             if not self._destroyed:
                 raise
-            cover = Catalog.load(self.store, self.lineage.job).cover(self.lineage.chain(marker))  # type: ignore[arg-type]
+            cover = Catalog.load(self.held, self.lineage.job).cover(self.lineage.chain(marker))  # type: ignore[arg-type]
             assert not cover or cover[-1].end != marker, f"marker {marker} comes back with other rows"
             self.told += 1
         except CorruptionError as error:
@@ -280,7 +280,7 @@ class Walk(History):
 
     def _offered(self) -> set[MarkerId]:
         claims = self.lineage.claims
-        catalog = Catalog.load(self.store, self.lineage.job) if claims else None  # type: ignore[arg-type]
+        catalog = Catalog.load(self.held, self.lineage.job) if claims else None  # type: ignore[arg-type]
         return set(catalog.markers - catalog.dropped) if catalog is not None else set()
 
 
