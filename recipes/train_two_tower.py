@@ -186,7 +186,9 @@ def make_plan(
     if args.stream is not None and args.restore != "none" and dist.get_rank() == 0:  # rank 0 makes the plan for all
         from torchrec_stream_ckpt import planner_constraints
 
-        constraints = planner_constraints(args.stream, args.restore, constraints)
+        constraints = planner_constraints(
+            args.stream, args.restore, constraints, source=args.source, changes=args.changes
+        )
     topology = Topology(world_size=world, compute_device=device.type)
     planner = EmbeddingShardingPlanner(topology, batch_size=-(-args.batch_size // world), constraints=constraints)
     try:

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchrec_stream_ckpt.config import StreamConfig, Takeover
+from torchrec_stream_ckpt.config import Source, StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import TORCH_HINT, StreamCkptError
 from torchrec_stream_ckpt.loader import GlobalBatches, TrackedLoader
 from torchrec_stream_ckpt.types import Committed, MarkerId, Restored
@@ -32,6 +32,7 @@ __all__ = [
     "OpenMarker",
     "Restored",
     "RowChange",
+    "Source",
     "StreamCheckpointer",
     "StreamCkptError",
     "StreamConfig",

@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.commit.collective import Team, end_group, meet, new_gr
 from torchrec_stream_ckpt.commit.dense import DenseState, Stateful
 from torchrec_stream_ckpt.commit.pace import Pace
 from torchrec_stream_ckpt.commit.roll import Roll
-from torchrec_stream_ckpt.config import StreamConfig, Takeover
+from torchrec_stream_ckpt.config import Source, StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import ConfigError, UnsupportedError
 from torchrec_stream_ckpt.evolve.changes import Changes
 from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
@@ -135,7 +135,14 @@ class StreamCheckpointer:
                 self._config, parts, self._tiers, self._cadence, pace, self._roll, self._telemetry
             )
             self._restoring = Restoring(
-                self._config, self._team, self._tier, self._tiers, self._attached, self._session, self._streaming
+                self._config,
+                self._team,
+                self._tier,
+                self._tiers,
+                self._dense,
+                self._attached,
+                self._session,
+                self._streaming,
             )
             self._closed = False
             self._showing = Showing(config, self._team, self.stats, self._telemetry)
@@ -203,6 +210,34 @@ class StreamCheckpointer:
         """
         self._check_open()
         return self._restoring.restore(MarkerId.of(marker), changes, once=once, accept_unproved=accept_unproved)
+
+    @collective("warm_start()")
+    def warm_start(
+        self, source: Source | str, *, changes: Changes | None = None, accept_unproved: bool = False
+    ) -> Restored:
+        """Begin in a marker of another job, with all that it holds, on any number of ranks and any plan.
+
+        Instead of ``restore()``. The other job's log and store are only read. This job's first generation stands on
+        nothing and its first marker holds every table; its CLAIM names the other job's marker. Once this job has a
+        marker of its own it goes on from its newest one, as ``restore()`` does, and does not look at the source: the
+        call may stay in a script that is started again.
+
+        Args:
+            source: The other job's marker; a string as ``URI`` or ``URI@GENERATION:MARKER``.
+            changes: In what this model differs from that of the marker, as of :meth:`restore`.
+            accept_unproved: As of :meth:`restore`.
+
+        Returns:
+            What was restored; ``origin`` is the source's URI when it is a marker of the other job.
+
+        Raises:
+            ConfigError: the source is this job's own log; or this job has markers, and did not begin in that source.
+            MarkerNotFoundError: the source has no such marker, or none at all.
+            StreamCkptError: as :meth:`restore` of the other job's marker.
+        """
+        self._check_open()
+        there = Source.of(source) if isinstance(source, str) else source
+        return self._restoring.warm_start(there, changes, accept_unproved=accept_unproved)
 
     @collective("standby()")
     def standby(self, takeover: Takeover | None = None, *, accept_unproved: bool = False) -> Restored | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from torchrec_stream_ckpt.stats import RESTORE_BYTES_PER_S
 from torchrec_stream_ckpt.uris import FileUri, KafkaUri, check_store_url, parse_uri
 
 _MARKER_EVERY = 100
+_MARKER = re.compile(r"\d{1,9}:\d{1,18}")
 PROOF_BYTES = 4 * 2**20
 """Default of ``StreamConfig.proof_bytes``."""
 
@@ -200,6 +202,62 @@ class StreamConfig:
         parsed = parse_uri(self.uris[-1])
         assert isinstance(parsed, FileUri)
         return f"file://{parsed.directory}"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A marker of another job, in which a new job begins (``StreamCheckpointer.warm_start()``). It is only read.
+
+    Raises:
+        ConfigError: the URI, the store or the marker has no known form.
+    """
+
+    uri: str
+    """Its log, ``file://DIR`` or ``kafka://HOST:PORT[,HOST:PORT...]/JOB``; of two tiers the outer one."""
+    marker: str | None = None
+    """Which one, as ``GENERATION:MARKER``; None: the newest that is whole."""
+    store: str | None = None
+    """Its store. Default: inside the file log's folder; required with Kafka."""
+    store_options: Options = field(default=None, repr=False)
+    """Of its store, if that is an object store; None: this job's."""
+    kafka_options: Options = field(default=None, repr=False)
+    """Of its log; None: this job's."""
+    commit_key_file: str | Path | None = None
+    """Its commit key; None: this job's. With a key, markers that are not signed with it do not count."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.uri, str):
+            raise ConfigError(f"the source of a warm start is {self.uri!r:.80}", hint="name one log: file:///old/job")
+        parse_uri(self.uri)
+        if self.marker is not None and not _MARKER.fullmatch(self.marker):
+            raise ConfigError(f"{self.marker!r:.80} is not a marker", hint="name it as GENERATION:MARKER, as in 2:17")
+
+    @staticmethod
+    def of(text: str, *, store: str | None = None) -> Source:
+        """Read ``URI`` or ``URI@GENERATION:MARKER``."""
+        uri, separator, marker = text.rpartition("@")
+        if separator and _MARKER.fullmatch(marker):
+            return Source(uri, marker, store)
+        return Source(text, store=store)
+
+    def settings(self, own: StreamConfig) -> StreamConfig:
+        """How this source is read by a job with the settings ``own``.
+
+        Raises:
+            ConfigError: no store is named, and it is not inside the log.
+        """
+        there = StreamConfig(uri=self.uri, store=self.store)
+        remote = check_store_url(there.store_url).folder is None
+        return replace(
+            own,
+            uri=self.uri,
+            outer_every=1,
+            store=self.store,
+            store_options=(self.store_options or own.store_options) if remote else None,
+            kafka_options=self.kafka_options or own.kafka_options,
+            commit_key_file=self.commit_key_file or own.commit_key_file,
+            fresh=False,
+        )
 
 
 def check_tiers(uris: Sequence[str], outer_every: int) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from torchrec_stream_ckpt.config import PROOF_BYTES, StreamConfig, Takeover
+from torchrec_stream_ckpt.config import PROOF_BYTES, Source, StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import ChangesError, ConfigError
 from torchrec_stream_ckpt.types import Restored
 
@@ -116,6 +116,7 @@ class FlagParser(argparse.ArgumentParser):
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the group "streaming checkpoints": ``--stream_ckpt URI`` and what belongs to it."""
+    parser.set_defaults(source=None)
     group = parser.add_argument_group("streaming checkpoints")
     group.add_argument(
         "--stream_ckpt",
@@ -140,6 +141,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=changes,
         help="in what this model differs from the marker's, as TOML (docs/evolve.md); may stay when the job is started "
         "again",
+    )
+    group.add_argument(
+        "--warm_start",
+        metavar="URI[@MARKER]",
+        help="begin in the newest marker, or in GENERATION:MARKER, of another job's log; as soon as this job has a "
+        "marker of its own, it goes on from that",
+    )
+    group.add_argument(
+        "--warm_start_store",
+        metavar="URL",
+        help="the other job's store; required with --warm_start kafka://...",
     )
     group.add_argument(
         "--accept_unproved",
@@ -189,7 +201,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def config_from(args: argparse.Namespace) -> StreamConfig | None:
     """The settings that the flags ask for, None without ``--stream_ckpt``.
 
-    Flags that were not given have their defaults in ``args`` from here on.
+    Flags that were not given have their defaults in ``args`` from here on; ``args.source`` is what ``--warm_start``
+    names, None without it.
 
     Args:
         args: What a parser with ``add_flags`` has parsed.
@@ -206,15 +219,16 @@ def config_from(args: argparse.Namespace) -> StreamConfig | None:
             setattr(args, flag, value)
     if args.stream_ckpt is None:
         return None
+    if args.warm_start is not None:
+        args.source = Source.of(args.warm_start, store=args.warm_start_store)
     uris = args.stream_ckpt
     settings = {name: getattr(args, name) for name in SETTINGS}
     return StreamConfig(uri=uris[0] if len(uris) == 1 else tuple(uris), fresh=args.restore == "none", **settings)
 
 
 def _given_without_stream(args: argparse.Namespace) -> str | None:
-    given = [
-        flag for flag in dict.fromkeys((*DEFAULTS, *SETTINGS, "standby", "changes")) if getattr(args, flag) is not None
-    ]
+    others = ("standby", "changes", "warm_start", "warm_start_store")
+    given = [flag for flag in dict.fromkeys((*DEFAULTS, *SETTINGS, *others)) if getattr(args, flag) is not None]
     return f"--{given[0]} needs --stream_ckpt URI, file://DIR or kafka://BROKERS/JOB" if given else None
 
 
@@ -233,6 +247,8 @@ def _wrong_together(args: argparse.Namespace) -> str | None:
         return "--store_options needs --store s3://..."
     if args.standby is not None and args.restore is not None:
         return "--standby takes over from the newest marker: leave out --restore"
+    if problem := _wrong_warm_start(args):
+        return problem
     if args.changes is not None and args.standby is not None:
         return "--standby takes no changes: start the spare with the trainer's model, and leave out --changes"
     if args.changes is not None and args.restore == "none":
@@ -244,6 +260,18 @@ def _wrong_together(args: argparse.Namespace) -> str | None:
         if path is not None and not path.is_file():
             return f"--{flag} {path}: no such file"
     return None
+
+
+def _wrong_warm_start(args: argparse.Namespace) -> str | None:
+    if args.warm_start is None:
+        return "--warm_start_store needs --warm_start URI" if args.warm_start_store is not None else None
+    if not re.match(r"(file|kafka)://.", args.warm_start):
+        return f"--warm_start '{args.warm_start}' is neither file://DIR nor kafka://BROKERS/JOB"
+    if args.warm_start.startswith("kafka://") and args.warm_start_store is None:
+        return "--warm_start kafka://... needs --warm_start_store URL, where its dense state is"
+    if args.restore is not None:
+        return "--warm_start begins in another job's marker, and goes on from this job's newest: leave out --restore"
+    return "--standby takes over a job that has begun: leave out --warm_start" if args.standby is not None else None
 
 
 def _wrong_tiers(uris: list[str], outer_every: int | None) -> str | None:
@@ -270,6 +298,9 @@ class Restorable(Protocol):
     ) -> Restored | None:
         """Bring a marker back."""
 
+    def warm_start(self, source: Source, *, changes: Changes | None = None, accept_unproved: bool = False) -> Restored:
+        """Begin in another job's marker."""
+
     def standby(self, takeover: Takeover | None = None, *, accept_unproved: bool = False) -> Restored | None:
         """Keep the newest marker loaded, and take the job over."""
 
@@ -288,10 +319,17 @@ def restore_from(args: argparse.Namespace, checkpointer: Restorable) -> Restored
         return checkpointer.standby(Takeover(after_s=args.standby), accept_unproved=accept)
     if args.restore == "none":
         return None
+    if args.source is not None:
+        return _said(checkpointer.warm_start(args.source, changes=args.changes, accept_unproved=accept))
     marker = None if args.restore == "latest" else args.restore
     restored = checkpointer.restore(marker, changes=args.changes, once=True, accept_unproved=accept)
     if restored is None:
         log.info("no committed marker in %s: starting afresh", " and ".join(args.stream_ckpt))
-    elif restored.evolved is not None:
+    return _said(restored)
+
+
+def _said(restored: Restored | None) -> Restored | None:
+    """What was restored, its report of a changed model logged."""
+    if restored is not None and restored.evolved is not None:
         log.info("the model has changed:\n%s", "\n".join(restored.evolved.lines()))
     return restored

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from torchrec.distributed.planner.types import ParameterConstraints
 
-from torchrec_stream_ckpt.config import StreamConfig
+from torchrec_stream_ckpt.config import Source, StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError, UnsupportedError
+from torchrec_stream_ckpt.evolve.changes import Changes
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.route.find import find
 from torchrec_stream_ckpt.route.job import open_tier
@@ -28,6 +29,9 @@ def planner_constraints(
     config: StreamConfig | str,
     marker: MarkerId | str | None = None,
     base: Mapping[str, ParameterConstraints] | None = None,
+    *,
+    source: Source | str | None = None,
+    changes: Changes | None = None,
 ) -> Constraints:
     """Constraints for ``EmbeddingShardingPlanner`` under which a marker can be restored exactly, on any world size.
 
@@ -44,6 +48,8 @@ def planner_constraints(
         config: The job's settings; a URI alone where they are all defaults.
         marker: Which one will be restored, as ``"GENERATION:MARKER"``; None or ``"latest"``: the newest that is whole.
         base: Constraints of your own by table. They are kept, narrowed to what the marker allows.
+        source: Of a warm start: its marker counts as long as this job has none.
+        changes: Those of the restore: a table that is renamed keeps the split that it had under its old name.
 
     Returns:
         Constraints by table name; ``base`` alone where nothing was committed.
@@ -61,10 +67,14 @@ def planner_constraints(
     constraints = dict(base or {})
     with closing(open_tiers(config) if config.outer is not None else open_tier(config, copies=False)) as job:
         route = find(job, marker)
+    if route is None and source is not None:
+        there = Source.of(source) if isinstance(source, str) else source
+        with closing(open_tier(there.settings(config), copies=False)) as job:
+            route = find(job, MarkerId.of(there.marker))
     if route is not None:
         schema = route.schema
         widths = _widths(schema, route.own_shards)
-        for name, tables in _by_name(schema).items():
+        for name, tables in _by_name(schema, changes.renamed if changes is not None else {}).items():
             mine = constraints.get(name, ParameterConstraints())
             constraints[name] = constrain(name, {table: widths[table.name] for table in tables}, mine)
     return constraints
@@ -78,11 +88,12 @@ def _widths(schema: Schema, shards: Iterable[TableShard]) -> dict[str, tuple[int
     return {name: tuple(cols for _, cols in sorted(split)) for name, split in splits.items()}
 
 
-def _by_name(schema: Schema) -> dict[str, list[TableSpec]]:
+def _by_name(schema: Schema, renamed: Mapping[str, str]) -> dict[str, list[TableSpec]]:
     """The planner knows a table by its own name, in whatever module it is."""
     tables: dict[str, list[TableSpec]] = {}
     for _, table in schema.live:
-        tables.setdefault(table.name.rpartition(".")[2], []).append(table)
+        name = renamed.get(table.name, table.name)
+        tables.setdefault(name.rpartition(".")[2], []).append(table)
     return tables
 
 

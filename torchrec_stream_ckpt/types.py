@@ -187,6 +187,8 @@ class Restored:
     evolved: Any = None
     """The ``EvolutionReport`` of a model that has changed: what was kept, and what stayed as the model had made it; its
     ``lines()`` are for people. None: the model is that of the marker."""
+    origin: str | None = None
+    """URI of the other job whose marker it is, after a warm start; None: the marker is this job's."""
 
     @property
     def id(self) -> MarkerId:

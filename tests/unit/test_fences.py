@@ -84,7 +84,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trainer/showing": LEAVES | {"commit", "trainer"},
     "checkpointer": LEAVES
     | {"loader", "format", "evolve", "capture", "commit", "route", "restore", "tiers", "trainer"},
-    "planner": LEAVES | {"format", "route"},
+    "planner": LEAVES | {"format", "evolve", "route"},
     "broker": {"errors", "broker"},
     "reporting": LEAVES | {"format", "log", "store", "route", "reporting"},
     "sizing": LEAVES | {"format", "sizing"},
@@ -172,6 +172,7 @@ WITH_TORCH = frozenset(
         "restore/target.py",
         "tiers/job.py",
         "trainer/attached.py",
+        "trainer/begin.py",
         "trainer/calls.py",
         "trainer/checking.py",
         "trainer/claims.py",

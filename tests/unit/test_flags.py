@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrec_stream_ckpt import Restored, StreamConfig, Takeover
+from torchrec_stream_ckpt import Restored, Source, StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.evolve.changes import Changes
 from torchrec_stream_ckpt.flags import add_flags, config_from, restore_from
@@ -148,6 +148,38 @@ def test_declared_changes_reach_the_restore(tmp_path: Path) -> None:
         restore_from(args, checkpointer)
         assert checkpointer.asked == [asked]
         assert checkpointer.changes == Changes(added=("ebc.t_city",))
+
+
+def test_a_warm_start_reaches_the_checkpointer_and_its_options_do_not_go_with_others() -> None:
+    asked: list[object] = []
+
+    class Begins:
+        def warm_start(self, source: Source, **more: object) -> Restored:
+            asked.append(source)
+            return Restored(1, 3, 1, 1, 1, origin=source.uri)
+
+    mine = ("--stream_ckpt", "file://x", "--warm_start")
+    for argv, source in (
+        (("file://a@b/c",), Source("file://a@b/c")),
+        (("file://a@b/c@1:3", "--warm_start_store", "s3://b/p"), Source("file://a@b/c", "1:3", "s3://b/p")),
+        (("kafka://h:1/j@2:17", "--warm_start_store", "x"), Source("kafka://h:1/j", "2:17", "x")),
+    ):
+        args = parse(*mine, *argv)
+        config_from(args)
+        assert args.source == source
+        assert restore_from(args, Begins()) is not None  # type: ignore[arg-type]
+        assert asked.pop() == source
+    for argv, message in (
+        (("--warm_start", "file://a"), "--warm_start needs --stream_ckpt"),
+        (("--stream_ckpt", "file://x", "--warm_start_store", "y"), "--warm_start_store needs --warm_start URI"),
+        ((*mine, "a"), "--warm_start 'a' is neither"),
+        ((*mine, "kafka://h:1/j"), "needs --warm_start_store URL"),
+        ((*mine, "kafka://h/j", "--warm_start_store", "y"), "names no broker as HOST:PORT"),
+        ((*mine, "file://a", "--restore", "latest"), "leave out --restore"),
+        ((*mine, "file://a", "--standby", "5"), "leave out --warm_start"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            config_from(parse(*argv))
 
 
 def test_changes_that_cannot_be_made_are_refused_before_anything_starts(

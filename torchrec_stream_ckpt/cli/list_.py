@@ -117,8 +117,9 @@ def _print_newest(job: Job) -> None:
 
 
 def _origin(claim: Claim) -> str:
-    origin = claim.changes.origin if claim.changes is not None else None
-    return f"its rows are from marker {origin.rpartition(' ')[2]} of another job" if origin else "no table"
+    """Where a generation has its first rows from, if not from the marker that it stands on."""
+    source = claim.changes.source if claim.changes is not None else None
+    return f"it began in marker {source[1]} of job {source[0]}" if source else "the model changed: no table"
 
 
 def _print_tree(job: Job, rows: dict[str, dict[str, Any]]) -> None:
@@ -132,7 +133,7 @@ def _print_tree(job: Job, rows: dict[str, dict[str, Any]]) -> None:
         if changed := changed_tables(job.lineage, claim):
             branch.add(f"the model changed: {plain('; '.join(changed))}")
         elif claim.changes is not None:
-            branch.add(f"the model changed: {plain(_origin(claim))}")
+            branch.add(plain(_origin(claim)))
         for marker in made.get(generation, ()):
             row = rows.get(str(marker))
             if row is None:

@@ -67,6 +67,16 @@ def _changes(job: Job, commit: Commit) -> list[dict[str, Any]]:
     ]
 
 
+def _said(change: dict[str, Any]) -> str:
+    """How the model has changed in a generation, in words."""
+    if change["origin"] and not change["parent"]:
+        job, _, marker = change["origin"].partition(" ")
+        changed = ", by declared changes" if change["declared"] != "{}" else ""
+        return f"generation {change['generation']} began in marker {marker} of job {job}{changed}"
+    tables = "; ".join(change["tables"]) or "no table"
+    return f"generation {change['generation']} changed the model of {change['parent'] or 'no marker'}: {tables}"
+
+
 def _dense_files(job: Job, commit: Commit) -> tuple[DenseFile, ...]:
     """The marker's dense files; none if their list is gone or altered, which ``reason`` says."""
     try:
@@ -122,8 +132,7 @@ def _print(job: Job, commit: Commit) -> None:
         what = f"log up to marker {trimmed['up_to']}: trimmed {age(trimmed['time_s'])} ago, in the store"
         out.print(f"{what} {plain(trimmed['store'])}", soft_wrap=True)
     for each in record["changes"]:
-        said = f"generation {each['generation']} changed the model of {each['parent'] or each['origin'] or 'no marker'}"
-        out.print(f"{said}: {plain('; '.join(each['tables']) or 'no table')}", soft_wrap=True)
+        out.print(plain(_said(each)), soft_wrap=True)
     names = short_names(out, [table["name"] for table in record["tables"]])
     tables = table("table", "rows", "dim", "dtype", "optimizer", "states", "sent whole in generation")
     for name, each in zip(names, record["tables"], strict=True):

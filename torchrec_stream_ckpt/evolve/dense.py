@@ -285,10 +285,13 @@ def _numbered(groups: Iterable[Iterable[str]]) -> list[tuple[int, frozenset[str]
 
 def _stateful(saved: ModelSchema, here: ModelSchema, found: Findings) -> tuple[StatefulOutcome, ...]:
     declared = found.declared
+    anew = {*declared.stateful_added} & {*declared.stateful_dropped} & {*saved.stateful} & {*here.stateful}
     for name in here.stateful:
-        if (name not in saved.stateful) != (name in declared.stateful_added):
+        if name not in anew and (name not in saved.stateful) != (name in declared.stateful_added):
             if name in declared.stateful_added:
-                found.problems.append(f"stateful_added: {name!r} is in the marker")
+                found.problems.append(
+                    f"stateful_added: {name!r} is in the marker; to begin it anew, declare it dropped as well"
+                )
             else:
                 found.differs(f"stateful {name!r}: only this job has it", "stateful_added", name)
     gone = [name for name in saved.stateful if name not in here.stateful]
@@ -301,8 +304,8 @@ def _stateful(saved: ModelSchema, here: ModelSchema, found: Findings) -> tuple[S
                 f"stateful_added: {name!r}: this job has no such object{nearest(name, here.stateful)}"
             )
     for name in declared.stateful_dropped:
-        if name not in gone:
+        if name not in gone and name not in anew:
             where = "this job has it" if name in here.stateful else "the marker has no such object"
             found.problems.append(f"stateful_dropped: {name!r}: {where}{nearest(name, set(saved.stateful) - {name})}")
-    kept = (StatefulOutcome(name, EXACT if name in saved.stateful else FRESH) for name in here.stateful)
+    kept = (StatefulOutcome(name, EXACT if name in {*saved.stateful} - anew else FRESH) for name in here.stateful)
     return (*kept, *(StatefulOutcome(name, DROPPED) for name in gone))

@@ -40,6 +40,8 @@ def _unseen(record: Mapping[str, Any]) -> set[str]:
     found = {f"rows: {name!r} has an id map" for name, row in _mapping(record, "rows").items() if "ids" in _row(row)}
     added, dropped = set(record.get("added", ())), set(record.get("dropped", ()))
     found |= {f"{name!r} is dropped and added" for name in added & dropped}
+    objects = set(record.get("stateful_added", ())) & set(record.get("stateful_dropped", ()))
+    found |= {f"stateful {name!r} is dropped and added" for name in objects}
     found |= _renamed(_mapping(record, "renamed"), added, dropped, "")
     dense = _mapping(record, "dense")
     fresh, gone = set(dense.get("fresh", ())), set(dense.get("dropped", ()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torchrec_stream_ckpt.commit.collective import Team
 from torchrec_stream_ckpt.config import StreamConfig
@@ -22,6 +22,15 @@ from torchrec_stream_ckpt.tiers.job import Tiered
 from torchrec_stream_ckpt.types import MarkerId
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A job that has markers of its own."""
+
+    newest: MarkerId
+    origin: tuple[str, MarkerId] | None
+    """The job, in hex, and the marker that it began in by a warm start; None: it did not."""
 
 
 class Finder:
@@ -74,6 +83,24 @@ class Finder:
         if route is None or route.head is None:
             self.close()
         return route
+
+    def begun(self) -> Begun | None:
+        """(rank 0) The newest marker, and where the first rows of the way to it come from.
+
+        Returns:
+            None where nothing was ever committed.
+
+        Raises:
+            CorruptionError: the log was lost, and its store holds markers.
+        """
+        state = TierState.read(self._job)
+        newest = next(state.newest_first(), None)
+        if newest is None:
+            find(self._job, None)  # looks whether a log was lost
+            return None
+        lineage = state.lineage(next(state.places(newest.id)))
+        changes = lineage.claims[lineage.way(newest.id)[0].generation].changes
+        return Begun(newest.id, changes.source if changes is not None else None)
 
     def made_of(self, marker: MarkerId, digest: str) -> MarkerId | None:
         """(rank 0) The newest marker, if the way to it leads through ``marker`` and the changes with this digest."""

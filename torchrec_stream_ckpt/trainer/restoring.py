@@ -1,19 +1,23 @@
-"""What brings a job back: a marker of its own log, or a spare that takes it over; then a generation on it."""
+"""What a job begins with: a marker of its own log or of another job's, or what a spare holds; then a generation."""
 
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 
 from torchrec_stream_ckpt.commit.collective import Team
-from torchrec_stream_ckpt.config import StreamConfig, Takeover
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
-from torchrec_stream_ckpt.evolve.changes import Changes
+from torchrec_stream_ckpt.commit.dense import DenseState
+from torchrec_stream_ckpt.config import Source, StreamConfig, Takeover
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
+from torchrec_stream_ckpt.evolve.changes import NO_CHANGES, Changes
 from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.format.changed import ClaimChanges
 from torchrec_stream_ckpt.restore.plan import RestorePlan
-from torchrec_stream_ckpt.route.job import Tier
+from torchrec_stream_ckpt.route.job import Tier, open_tier
 from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.tiers.job import Tiered
 from torchrec_stream_ckpt.trainer.attached import Attached
+from torchrec_stream_ckpt.trainer.begin import check_apart, check_begun
 from torchrec_stream_ckpt.trainer.patience import Patience, at_once
 from torchrec_stream_ckpt.trainer.session import Session
 from torchrec_stream_ckpt.trainer.standby import Standby
@@ -31,6 +35,7 @@ class Restoring:
         team: All ranks.
         tier: What the job writes to.
         tiers: Both tiers, if there are two.
+        dense: The live dense state.
         attached: The live tables.
         session: Reads this job's markers.
         streaming: Opens its generations.
@@ -42,6 +47,7 @@ class Restoring:
         team: Team,
         tier: Tier,
         tiers: Tiered | None,
+        dense: DenseState,
         attached: Attached,
         session: Session,
         streaming: Streaming,
@@ -50,6 +56,7 @@ class Restoring:
         self._team = team
         self._tier = tier
         self._tiers = tiers
+        self._dense = dense
         self._attached = attached
         self._session = session
         self._streaming = streaming
@@ -91,12 +98,7 @@ class Restoring:
         patience: Patience = at_once,
     ) -> Restored | None:
         """As ``StreamCheckpointer.restore()``; ``patience`` waits for a log that does not answer."""
-        if (stream := self._streaming.stream) is not None:
-            raise ConfigError(
-                f"this StreamCheckpointer has opened generation {stream.claim.generation} already, by an earlier "
-                "restore(), step() or mark()",
-                hint="call restore() once, before the first step(); for another marker make a new one, after close()",
-            )
+        self._check_first("restore()")
         if self._config.fresh:
             if wanted is not None or changes is not None:
                 given = f"marker {wanted}" if wanted is not None else "changes"
@@ -115,6 +117,87 @@ class Restoring:
             self._streaming.open_root()
             return None
         return self._go_on_from(*found, accept_unproved=accept_unproved, patience=patience)
+
+    def warm_start(self, source: Source, changes: Changes | None, *, accept_unproved: bool) -> Restored:
+        """As ``StreamCheckpointer.warm_start()``."""
+        self._check_first("warm_start()")
+        if self._config.fresh:
+            raise ConfigError(
+                "fresh=True starts from nothing, and a warm start does not", hint="leave out one of the two"
+            )
+        said = self._team.gather((source.uri, source.marker, source.store))
+        if len(set(said)) > 1:
+            raise ConfigError("ranks name different sources", hint="give all ranks the same one")
+        own = [self._tier.uri] if self._tiers is None else [self._tier.uri, self._tiers.logs.outer.uri]
+        self._team.together(lambda: check_apart(source, own))
+        begun = self._session.begun()
+        if begun is not None:
+            self._team.together(lambda: check_begun(begun, source, own[-1]))
+            if self._team.rank == 0:
+                log.info(
+                    "this job began in marker %s of job %s and goes on from its own newest marker, %s: %s is not read",
+                    *reversed(begun.origin or ("", "")),
+                    begun.newest,
+                    source.uri,
+                )
+            found = self.restore(None, changes, accept_unproved=accept_unproved)
+            assert found is not None
+            return found
+        self._streaming.check_root()
+        config = self._team.together(lambda: source.settings(self._config))
+        with closing(self._team.together(lambda: open_tier(config, signs=self._team.rank == 0, copies=False))) as tier:
+            self._team.on_rank0(tier.preflight)
+            other = Session(config, self._team, tier, None, self._dense, self._attached, own=False)
+            return self._begin_in(other, source, changes, accept_unproved=accept_unproved)
+
+    def _begin_in(self, other: Session, source: Source, changes: Changes | None, *, accept_unproved: bool) -> Restored:
+        """(all ranks) Load a marker of another job, and open this one's first generation with all that it holds."""
+        schema, wanted = self._attached.schema, MarkerId.of(source.marker)
+        if wanted is None and other.begun() is None:
+            raise MarkerNotFoundError(
+                "the source of a warm start has no committed marker", hint="check the URI", uri=source.uri
+            )
+        try:
+            found = other.rows(wanted, changes)
+            failpoint("restore.rows")
+            assert found is not None
+            plan, route, rows = found
+            loaded = other.finish(plan, route, accept_unproved=accept_unproved)
+        except BaseException as error:
+            self.broken = error if other.touched else None
+            raise
+        try:
+            self._attached.adopt(schema)  # this lineage numbers its tables itself
+            said = changes if changes is not None else NO_CHANGES
+            begun = ClaimChanges.of(said.canonical(), (route.lineage.job, plan.marker))
+            self._streaming.open_root(plan.step, begun)
+        except BaseException as error:
+            self.broken = error
+            raise
+        if self._team.rank == 0:
+            loaded.say(plan)
+            log.info("that is a marker of %s, where this job begins; its first marker holds every table", source.uri)
+        generation, marker = plan.marker
+        return Restored(
+            generation,
+            marker,
+            plan.step,
+            plan.world,
+            rows,
+            route.skipped,
+            loaded.source,
+            loaded.share,
+            plan.report,
+            source.uri,
+        )
+
+    def _check_first(self, call: str) -> None:
+        if (stream := self._streaming.stream) is not None:
+            raise ConfigError(
+                f"this StreamCheckpointer has opened generation {stream.claim.generation} already, by an earlier "
+                "restore(), step() or mark()",
+                hint=f"call {call} once, before the first step(); for another marker make a new one, after close()",
+            )
 
     def _go_on_from(
         self, plan: RestorePlan, route: Route, rows: int, *, accept_unproved: bool, patience: Patience

@@ -52,7 +52,7 @@ from torchrec_stream_ckpt.trainer.evolving import (
     model_schema,
     nothing_to_change,
 )
-from torchrec_stream_ckpt.trainer.finder import Finder
+from torchrec_stream_ckpt.trainer.finder import Begun, Finder
 from torchrec_stream_ckpt.types import MarkerId, RowRange, TableShard
 
 log = logging.getLogger(__name__)
@@ -102,6 +102,7 @@ class Session:
         tiers: Both tiers, if there are two.
         dense: Checks and loads the dense state of a marker.
         attached: The live tables.
+        own: Whether the log is this job's; nothing is written to that of another one, or to its store.
     """
 
     def __init__(
@@ -112,6 +113,8 @@ class Session:
         tiers: Tiered | None,
         dense: DenseState,
         attached: Attached,
+        *,
+        own: bool = True,
     ) -> None:
         self._config = config
         self._team = team
@@ -119,6 +122,7 @@ class Session:
         self._tiers = tiers
         self._dense = dense
         self._attached = attached
+        self._own = own
         self._finder = Finder(config, team, tier, tiers)
         self._met = Met(Path())
         """What the rows of the live tables came with."""
@@ -190,6 +194,10 @@ class Session:
         finally:
             self._finder.close()
 
+    def begun(self) -> Begun | None:
+        """The newest marker of this log, and what it began in; as :meth:`Finder.begun`."""
+        return self._team.on_rank0(self._finder.begun)
+
     def newest_rows(self) -> tuple[RestorePlan, Route, int] | None:
         """Write the newest marker into the live tables; None while nothing is committed. A spare calls it."""
         try:
@@ -231,7 +239,7 @@ class Session:
         schema = new.schema if new is not None else plan.schema
         checked = check_live(team, attached.kernels, schema, self._comparable(plan, schema), self._met)
         unproved = checked.compared.unproved
-        if unproved is not None and team.rank == 0:
+        if unproved is not None and team.rank == 0 and self._own:
             say_unproved(self._tier.objects, route.commit, unproved, schema)
         refuse_or_accept(unproved, plan.marker, accept=accept_unproved, say=team.rank == 0)
         dense, match = self._finder.dense, new.match if new is not None else None

@@ -186,12 +186,22 @@ class Streaming:
         """(all ranks) Refuse a run that forgot ``restore()``."""
         self._team.on_rank0(self.claims.check_restored)
 
-    def open_root(self) -> None:
-        """Open a generation that stands on nothing: every table is sent whole."""
+    def check_root(self) -> None:
+        """(all ranks) Refuse a log of other tables, which no generation without a marker can begin in."""
         self._team.on_rank0(self.claims.check_schema)
+
+    def open_root(self, step: int = 0, changes: ClaimChanges | None = None) -> None:
+        """Open a generation that stands on nothing: every table is sent whole.
+
+        Args:
+            step: Steps that the job has made already: those of another one.
+            changes: Where its first rows come from; None: they are as the model has made them.
+        """
+        self.check_root()
+        self.steps = step
         tables = self._attached.tables
         self._attached.begin(tables)
-        self._open(None, tables, parent_bytes=0)
+        self._open(None, tables, parent_bytes=0, changes=changes)
 
     def go_on_from(
         self,

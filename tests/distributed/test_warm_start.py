@@ -1,0 +1,216 @@
+"""A job that begins in a marker of another job: all that it holds comes bit for bit, and the other job is only read."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from tests import ranks, stores, zoo
+from tests.distributed.test_changed_model_faults import (
+    ALONE,
+    CHANGES,
+    EVENTS,
+    NEW,
+    OLD,
+    THREE,
+    TWO,
+    check,
+    tree,
+)
+from tests.evolving import State
+from tests.laps import config
+from tests.model import differences
+from tests.ranks import RankFailed
+from tests.zoo import MARK, Marks, Model, Place, Plan
+from torchrec_stream_ckpt import Source, StreamConfig, failpoints
+from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.errors import StreamCkptError
+from torchrec_stream_ckpt.evolve.changes import Changes
+from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.types import Restored
+
+pytestmark = pytest.mark.distributed
+
+ELSEWHERE = Plan(3, 1, (Place("tw", (2,)), Place("rw"), Place("rw")))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Marks]]:
+    directory = tmp_path_factory.mktemp("trained") / "log"
+    return directory, ranks.run(2, zoo.start, OLD, TWO, config(directory), EVENTS)
+
+
+def begun(
+    model: Model, plan: Plan, settings: StreamConfig, source: Source | str, changes: Changes | None, events: Any = ()
+) -> tuple[State, State, Marks, Restored]:
+    """What a job held before and after a warm start, and at the markers that it sets from there on."""
+    job = zoo.build(model, plan)
+    job.step = 900
+    zoo.train(job)
+    before = zoo.truth(job)
+    with zoo.attach(job, settings) as checkpointer:
+        found = checkpointer.warm_start(source, changes=changes)
+        after = zoo.truth(job)
+        zoo.play(job, checkpointer, events)
+    return before, after, job.marks, found
+
+
+def same(marks: list[Marks], marker: str, said: list[Any]) -> None:
+    for rank, (_, after, *_) in enumerate(said):
+        there = marks[min(rank, len(marks) - 1)][marker]
+        assert differences(there, after, rng=rank < len(marks)) == []
+
+
+@pytest.mark.parametrize(("world", "plan", "place"), [(1, ALONE, "log"), (3, ELSEWHERE, "store")])
+def test_all_of_the_other_jobs_marker_comes_and_the_first_own_marker_is_whole(
+    place: str, world: int, plan: Plan, trained: tuple[Path, list[Marks]], tmp_path: Path
+) -> None:
+    source = shutil.copytree(trained[0], tmp_path / "other")
+    if place == "store":
+        stores.fold(source)
+        stores.lose_rows(source)
+    there, settings = tree(source), config(tmp_path / "log")
+    said = ranks.run(world, begun, OLD, plan, settings, f"file://{source}@1:1", None, EVENTS)
+    same(trained[1], "1:1", said)
+    found = said[0][3]
+    assert (str(found.id), found.step, found.world, found.origin) == ("1:1", 1, 2, f"file://{source}")
+    assert found.source == ("log" if place == "log" else "store 1:1")
+    assert tree(source) == there, "the other job is only read"
+    shutil.rmtree(source)
+    marks = said[0][2]
+    assert {marker: int(state["step"]) for marker, state in marks.items()} == {"1:1": 2, "1:2": 3}
+    for marker in marks:
+        (state, _), *_ = ranks.run(1, zoo.resume, OLD, ALONE, settings, marker, ())
+        assert differences(marks[marker], state) == []
+    if place == "store":
+        stores.fold(tmp_path / "log")
+        stores.lose_rows(tmp_path / "log")
+        (state, _), *_ = ranks.run(2, zoo.resume, OLD, TWO, settings, None, ())
+        assert differences(marks["1:2"], state) == []
+
+
+def test_a_changed_model_begins_in_another_job_and_goes_on_from_its_own_markers(
+    trained: tuple[Path, list[Marks]], tmp_path: Path
+) -> None:
+    """By the same call each time: the other job may be gone then, and no change is made twice."""
+    source = shutil.copytree(trained[0], tmp_path / "other")
+    settings = config(tmp_path / "log")
+    said = ranks.run(3, begun, NEW, THREE, settings, f"file://{source}", CHANGES, EVENTS)
+    check(trained[1], said, "1:2")
+    claim = Control(FileLog(tmp_path / "log")).refresh().claims[1]
+    theirs = Control(FileLog(source)).refresh().job.hex()
+    assert claim.changes is not None
+    assert (claim.parent, claim.swept, claim.changes.digest) == (None, (0, 1, 2), CHANGES.digest)
+    assert claim.changes.origin == f"{theirs} 1:2"
+    shutil.rmtree(source)
+    again = ranks.run(1, begun, NEW, ALONE, settings, f"file://{source}", CHANGES, ("train", MARK))
+    assert differences(said[0][2]["1:2"], again[0][1]) == []
+    assert (str(again[0][3].id), again[0][3].origin, again[0][3].evolved) == ("1:2", None, None)
+    uri = f"file://{tmp_path}/log"
+    shown, listed = (CliRunner().invoke(app, [*words, uri]) for words in (["show"], ["list", "--tree"]))
+    assert f"generation 1 began in marker 1:2 of job {theirs}, by declared changes" in shown.output, shown.output
+    assert f"it began in marker 1:2 of job {theirs}" in "".join(listed.output.split("\n")), listed.output
+
+
+def broken(settings: StreamConfig, source: str, fuse: str, where: int, report: Path) -> None:
+    """A warm start in which one rank is killed."""
+    job = zoo.build(NEW, TWO)
+    with zoo.attach(job, settings, paranoid=False) as checkpointer:
+        if dist.get_rank() == where:
+            failpoints.arm(fuse, report)
+        checkpointer.warm_start(source, changes=CHANGES)
+        zoo.play(job, checkpointer, ("train", MARK))
+
+
+@pytest.mark.parametrize(
+    ("point", "where"),
+    [("restore.frame", 1), ("restore.dense", 0), ("claim.appended", 0), ("hello.submitted", 1), ("sweep.sent", 1)],
+)
+def test_what_is_killed_before_the_first_own_marker_begins_again(
+    trained: tuple[Path, list[Marks]], point: str, where: int, tmp_path: Path
+) -> None:
+    settings, report = config(tmp_path / "log", sweep_bytes=2**10), tmp_path / "fired"
+    with pytest.raises(RankFailed):
+        ranks.run(2, broken, settings, f"file://{trained[0]}", f"{point}=kill", where, report, timeout_s=60)
+    assert report.read_text().split() == [point]
+    if point.startswith("restore"):
+        assert not (tmp_path / "log").exists(), "nothing is written before all is loaded"
+    said = ranks.run(3, begun, NEW, THREE, settings, f"file://{trained[0]}", CHANGES, EVENTS)
+    check(trained[1], said, "1:2")
+    newest = max(said[0][2])
+    (state, _), *_ = ranks.run(1, zoo.resume, NEW, ALONE, settings, newest, ())
+    assert differences(said[0][2][newest], state) == []
+
+
+def refused(settings: StreamConfig, source: Source | str, changes: Changes | None = None) -> str:
+    with zoo.attach(zoo.build(OLD, TWO), settings, paranoid=False) as checkpointer:
+        try:
+            checkpointer.warm_start(source, changes=changes)
+        except StreamCkptError as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_wrong_sources_are_refused_on_all_ranks_and_nothing_is_written(
+    trained: tuple[Path, list[Marks]], tmp_path: Path
+) -> None:
+    log, own = tmp_path / "log", f"file://{tmp_path}/own"
+    (tmp_path / "link").symlink_to(trained[0])
+    for name in ("damaged", "lost"):
+        shutil.copytree(trained[0], tmp_path / name)
+    stores.fold(tmp_path / "lost")
+    stores.lose_log(tmp_path / "lost")
+    for path in (tmp_path / "damaged" / "data").rglob("*.seg*"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    before = tree(tmp_path)
+    for source, message in (
+        (f"file://{tmp_path}/none", "MarkerNotFoundError: the source of a warm start has no committed marker"),
+        (f"file://{tmp_path}/none@1:1", "MarkerNotFoundError: there is no log"),
+        (f"file://{trained[0]}@1:7", "MarkerNotFoundError: marker 1:7 is not committed"),
+        (f"file://{tmp_path}/damaged@1:2", "CorruptionError"),
+        (f"file://{tmp_path}/lost", "stream-ckpt recover"),
+        (Source(f"file://{trained[0]}", store=f"file://{tmp_path}/none"), "dense state is gone"),
+        ("s3://bucket/log", "ConfigError: 's3://bucket/log' is not a known kind of log"),
+    ):
+        said = ranks.run(2, refused, config(log), source)
+        assert all(message in each for each in said), (source, said)
+        assert not log.exists()
+    assert tree(tmp_path) == before
+    for source in (own, f"file://{tmp_path}/./own", f"file://{tmp_path}/own@1:1"):
+        said = ranks.run(2, refused, StreamConfig(uri=own), source)
+        assert all("is this job's own log" in each for each in said), said
+    said = ranks.run(2, refused, config(tmp_path / "link"), f"file://{trained[0]}")
+    assert all("is this job's own log" in each for each in said), said
+
+
+def test_a_job_with_markers_of_its_own_begins_in_no_other_one(
+    trained: tuple[Path, list[Marks]], tmp_path: Path
+) -> None:
+    mine = shutil.copytree(trained[0], tmp_path / "mine")
+    before = tree(mine)
+    for said in ranks.run(2, refused, config(mine), f"file://{tmp_path}/another"):
+        assert "has markers of its own, the newest is 1:2, and did not begin in another job" in said
+    assert tree(mine) == before
+    settings = config(tmp_path / "log")
+    ranks.run(2, begun, OLD, TWO, settings, f"file://{trained[0]}@1:1", None, EVENTS)
+    for said in ranks.run(2, refused, settings, f"file://{trained[0]}@1:2"):
+        assert "began in marker 1:1 of job" in said
+        assert "not in 1:2, and has markers of its own, the newest is 1:2" in said
+
+
+def test_an_object_of_the_user_may_begin_anew(trained: tuple[Path, list[Marks]], tmp_path: Path) -> None:
+    """As the position of a loader, which means nothing in the data of another job."""
+    changes = Changes(stateful_added=("loader",), stateful_dropped=("loader",))
+    for times in range(2):
+        said = ranks.run(2, begun, OLD, TWO, config(tmp_path / "log"), f"file://{trained[0]}", changes, ("train", MARK))
+        assert int(said[0][1]["step"]) == (900, 901)[times], "the loader that the job came with, then its own"
+    first = ranks.run(2, begun, OLD, TWO, config(tmp_path / "log2"), f"file://{trained[0]}", changes)
+    assert differences({**trained[1][0]["1:2"], "step": first[0][1]["step"]}, first[0][1]) == []
