@@ -23,7 +23,7 @@ GPU_PY ?= python3
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kafka test test-unit test-all test-kafka test-slow test-matrix test-gpu fuzz chaos coverage \
+.PHONY: help setup demo demo-kafka demo-evolve test test-unit test-all test-kafka test-slow test-matrix test-gpu fuzz chaos coverage \
   lint docs deploy-check bench bench-age lock clean kafka-tools host-tools browser-tools test-tools compiled
 
 help: ## Show these lines
@@ -42,6 +42,9 @@ demo: $(STAMP) ## Train, kill, restore on other ranks, prove it bit for bit (DEM
 
 demo-kafka: kafka-tools ## The same over a Kafka broker that it starts and stops
 	@$(PY) recipes/demo.py --kafka $(DEMO_ARGS)
+
+demo-evolve: $(STAMP) ## Train, change the model, go on, prove what was kept bit for bit (DEMO_ARGS=...)
+	@$(PY) recipes/evolve.py $(DEMO_ARGS)
 
 # One thread a process: ranks that share few cores otherwise wait for each other's spinning threads.
 test: test-tools compiled ## Run all tests, Kafka and S3 included (WORKERS=3 PYTEST_ARGS="tests/unit -x")
@@ -117,7 +120,7 @@ lock: $(STAMP) ## Resolve requirements/cpu*.txt anew from pyproject.toml (UPGRAD
 	@bash scripts/lock.sh $(if $(UPGRADE),--upgrade)
 
 clean: ## Remove caches, build products and the demo's folder; .venv* stay
-	rm -rf build dist demo-run *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist demo-run evolve-run *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 kafka-tools: $(STAMP)

@@ -100,7 +100,8 @@ class Finder:
             return None
         lineage = state.lineage(next(state.places(newest.id)))
         changes = lineage.claims[lineage.way(newest.id)[0].generation].changes
-        return Begun(newest.id, changes.source if changes is not None else None)
+        told = changes.each if changes is not None else ()
+        return Begun(newest.id, next((each.source for each in reversed(told) if each.source is not None), None))
 
     def made_of(self, marker: MarkerId, digest: str) -> MarkerId | None:
         """(rank 0) The newest marker, if the way to it leads through ``marker`` and the changes with this digest."""
@@ -110,9 +111,8 @@ class Finder:
             return None
         lineage = state.lineage(next(state.places(newest.id)))
         claims = (lineage.claims[each.generation] for each in lineage.way(newest.id))
-        made = any(
-            claim.parent == marker and claim.changes is not None and claim.changes.digest == digest for claim in claims
-        )
+        told = (claim.changes.each for claim in claims if claim.parent == marker and claim.changes is not None)
+        made = any(change.digest == digest for each in told for change in each)
         return newest.id if made else None
 
     def go_elsewhere(self, route: Route, error: CorruptionError, *, may_pass: bool) -> None:
