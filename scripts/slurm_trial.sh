@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Start a Slurm of one machine, train on it through TorchX, kill the ranks, and see the job go on: first by itself (the
-# scheduler requeues it), then launched again on three ranks. Everything lives in one folder and ends with this script.
+# Start a Slurm of one machine, train on it through TorchX with a materializer in a job of its own, kill the materializer
+# and then the ranks, and see each job go on without the other: the scheduler requeues it. Then launch the training again,
+# on three ranks. Everything lives in one folder and ends with this script.
 # usage: scripts/slurm_trial.sh [FOLDER]        (Debian: apt-get install slurm-wlm munge)
 # The environment of the project must be active: python, torchx and stream-ckpt are taken from PATH.
 set -euo pipefail
@@ -96,8 +97,24 @@ launch() {
   echo "${handle##*/}"
 }
 
+# Prints the number of the materializer's job.
+launch_service() {
+  local handle
+  handle=$(HOME=$folder/home torchx run -s slurm -cfg partition=trial "$root/torchx_components/service.py:materialize" \
+    --uri "file://$folder/ckpt" --store "file://$folder/store" --cpu 1 --memMB 2000 -- --json \
+    2>>"$folder/torchx.log" | grep '^slurm://') || true
+  [ -n "$handle" ] || die "torchx run failed: $folder/torchx.log"
+  echo "${handle##*/}"
+}
+
 # Whether a job has said something, to the file that TorchX names.
 has_said() { grep -q "$2" "slurm-$1-trainer-0.err" "slurm-$1-trainer-0.out"; }
+
+# Whether the store has more markers than so many.
+has_folded() { [ "$(find "$folder/store/manifests" -type f 2>/dev/null | wc -l)" -gt "$1" ]; }
+
+# Whether a job runs, after so many requeues.
+runs_after() { scontrol show job "$1" | grep -q "JobState=RUNNING" && scontrol show job "$1" | grep -q " Restarts=$2 "; }
 
 kill_ranks() { pgrep -f "train_dlrm.py.*$folder/ckpt" | while read -r pid; do
   if tr '\0' '\n' <"/proc/$pid/environ" | grep -q '^LOCAL_RANK='; then kill -9 "$pid"; fi
@@ -108,13 +125,23 @@ say "starting Slurm in $folder"
 start_slurm
 say "$(sinfo --version): $(sinfo --noheader)"
 
+service=$(launch_service)
 job=$(launch 1x2)
 wait_for "markers of job $job" has_said "$job" 'marker 1:3 committed'
-say "job $job trains on 2 ranks; its ranks are killed at $(date +%T)"
+wait_for "job $service folds" has_folded 1
+say "job $job trains on 2 ranks, job $service folds; the materializer is killed at $(date +%T)"
+kill -9 "$(pgrep -o -f "^[^ ]*python[^ ]* [^ ]*stream-ckpt materialize file://$folder/")"
+wait_for "job $service is requeued and runs" runs_after "$service" 1
+folded=$(find "$folder/store/manifests" -type f | wc -l)
+wait_for "job $service folds again" has_folded "$folded"
+runs_after "$job" 0 || die "job $job did not go on: $(scontrol show job "$job" | grep -o 'JobState=.*')"
+say "job $service was requeued and folds again, $(date +%T); job $job went on meanwhile, newest marker: $(newest)"
+say "the ranks of job $job are killed at $(date +%T)"
 kill_ranks
 wait_for "job $job is requeued and restores" has_said "$job" 'restored marker 1:'
 say "job $job was requeued and goes on, $(date +%T): $(grep -h 'restored marker' "slurm-$job-trainer-0.err" | tail -1)"
 wait_for "new markers of job $job" has_said "$job" 'marker 2:[0-9]* committed'
+runs_after "$service" 1 || die "job $service did not go on: $(scontrol show job "$service" | grep -o 'JobState=.*')"
 scancel "$job"
 wait_for "job $job ends" bash -c "! squeue --noheader | grep -q ' $job '"
 say "job $job canceled; newest marker and its ranks: $(newest)"
@@ -125,5 +152,8 @@ wait_for "markers of job $job" has_said "$job" 'marker 3:[0-9]* committed'
 say "job $job on 3 ranks: $(grep -h 'restored marker' "slurm-$job-trainer-0.err" | tail -1)"
 scancel "$job"
 wait_for "job $job ends" bash -c "! squeue --noheader | grep -q ' $job '"
+runs_after "$service" 1 || die "job $service did not outlive the training"
+scancel "$service"
+wait_for "job $service ends" bash -c "! squeue --noheader | grep -q ' $service '"
 [ "$(newest | cut -d' ' -f2)" = 3 ] || die "the newest marker is not of 3 ranks: $(newest)"
 say "done; newest marker and its ranks: $(newest)"
