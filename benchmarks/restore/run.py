@@ -11,6 +11,11 @@ all, trains some steps on a tenth of the rows, commits a marker, and saves the s
 ``ours, log``          ``StreamCheckpointer.restore()``: lineage, plan, rows, dense state, a new generation
 ``ours, store``        the same once a materializer has folded the log into a store in a local folder
 
+The same job over a Kafka broker on loopback, if one can be started (``--no-kafka`` leaves it out):
+
+``raw consume``        every record of the log's partition, by one consumer of our settings, and nothing done with it
+``ours, kafka``        ``StreamCheckpointer.restore()`` from that log
+
 Every restore is compared with the saved tables, bit for bit. The time is that of the slowest rank.
 """
 
@@ -18,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +51,7 @@ from common import (  # noqa: E402
 from device import add_device  # noqa: E402
 from job import Job, Shape, build, spread  # noqa: E402
 
-from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
+from torchrec_stream_ckpt import StreamCheckpointer, StreamCkptError, StreamConfig  # noqa: E402
 from torchrec_stream_ckpt.control.partition import Control  # noqa: E402
 from torchrec_stream_ckpt.log.files import FileLog  # noqa: E402
 from torchrec_stream_ckpt.materialize.materializer import Materializer  # noqa: E402
@@ -54,10 +60,12 @@ from torchrec_stream_ckpt.store.dense import open_dense  # noqa: E402
 from torchrec_stream_ckpt.types import Restored  # noqa: E402
 
 LOAD, DCP, LOG, STORE = "torch.load + copy", "dcp.load", "ours, log", "ours, store"
+RAW, KAFKA = "raw consume", "ours, kafka"
+JOB = "restore"
 
 
-def attach(job: Job, log: Path, store: Path) -> StreamCheckpointer:
-    config = StreamConfig(uri=f"file://{log}", store=f"file://{store}", marker_every=None, head=None)
+def attach(job: Job, uri: str, store: Path) -> StreamCheckpointer:
+    config = StreamConfig(uri=uri, store=f"file://{store}", marker_every=None, head=None)
     return StreamCheckpointer(job.model, job.optimizer, config=config)
 
 
@@ -69,11 +77,12 @@ def slowest(action: Callable[[], object]) -> float:
     return float(taken)
 
 
-def train(shape: Shape, folder: Path, steps: int) -> dict[str, Any]:
+def train(shape: Shape, folder: Path, steps: int, uri: str) -> dict[str, Any]:
     """(one rank) Make everything that is restored from."""
+    folder.mkdir(exist_ok=True)
     job = build(shape)
     touched = max(shape.rows) // 10 // steps // 10 * 10
-    with attach(job, folder / "log", folder / "store") as checkpointer:
+    with attach(job, uri, folder / "store") as checkpointer:
         checkpointer.mark().result(600)
         for _ in range(steps):
             job.train([torch.randint(0, rows, (touched,)) for rows in shape.rows], bags=touched // 10)
@@ -96,8 +105,8 @@ def fold(folder: Path) -> None:
 class Restores:
     """The variants of one rank."""
 
-    def __init__(self, shape: Shape, folder: Path) -> None:
-        self._job, self._folder = build(shape), folder
+    def __init__(self, shape: Shape, folder: Path, uri: str) -> None:
+        self._job, self._folder, self._uri = build(shape), folder, uri
         saved = torch.load(folder / "tables.pt", mmap=True, map_location="cpu")
         device = torch.device(shape.device)
         self._truth = {name: self._mine(name, value).clone().to(device) for name, value in saved.items()}
@@ -108,6 +117,11 @@ class Restores:
         return whole[begin : begin + len(shard.tensor)]
 
     def variants(self, ours: str, log: str) -> dict[str, Callable[[], float]]:
+        if ours == KAFKA:
+            return {
+                RAW: lambda: slowest(lambda: consume(self._uri)),
+                ours: partial(self._run, partial(self._ours, log)),
+            }
         return {
             LOAD: partial(self._run, partial(slowest, self._load)),
             DCP: partial(self._run, partial(slowest, self._dcp)),
@@ -135,16 +149,37 @@ class Restores:
 
     def _ours(self, wanted: str) -> float:
         found: list[Restored | None] = []
-        with contextlib.closing(attach(self._job, self._folder / "log", self._folder / "store")) as checkpointer:
+        with contextlib.closing(attach(self._job, self._uri, self._folder / "store")) as checkpointer:
             taken = slowest(lambda: found.append(checkpointer.restore()))
         if found[0] is None or not found[0].source.startswith(wanted):
             raise RuntimeError(f"restored {found[0]}, not from the {wanted}")
         return taken
 
 
-def measure(shape: Shape, folder: Path, rounds: int, ours: str, source: str) -> Measured:
+def consume(uri: str) -> None:
+    """All records of a log's data partitions, by a client of our own settings that does nothing else."""
+    import confluent_kafka as ck
+
+    from torchrec_stream_ckpt.log.kafka.settings import consumer_settings
+    from torchrec_stream_ckpt.uris import KafkaUri, parse_uri
+
+    log = parse_uri(uri)
+    assert isinstance(log, KafkaUri)
+    consumer = ck.Consumer(consumer_settings(log, {}))
+    try:
+        partitions = consumer.list_topics(log.data_topic).topics[log.data_topic].partitions
+        places = [ck.TopicPartition(log.data_topic, number, 0) for number in partitions]
+        left = sum(consumer.get_watermark_offsets(place)[1] for place in places)
+        consumer.assign(places)
+        while left > 0:
+            left -= sum(message.error() is None for message in consumer.consume(min(64, left), timeout=1))
+    finally:
+        consumer.close()
+
+
+def measure(shape: Shape, folder: Path, rounds: int, ours: str, source: str, uri: str) -> Measured:
     """(all ranks)"""
-    return take_turns(Restores(shape, folder).variants(ours, source), rounds)
+    return take_turns(Restores(shape, folder, uri).variants(ours, source), rounds)
 
 
 def main() -> None:
@@ -153,6 +188,7 @@ def main() -> None:
     parser.add_argument("--dim", type=at_least(4), default=64)
     parser.add_argument("--steps", type=at_least(1), default=10)
     parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2])
+    parser.add_argument("--no-kafka", action="store_true", help="without the broker and the job on it")
     add_device(parser)
     args = parser.parse_args()
     if args.rows < 100 * args.steps:
@@ -169,6 +205,10 @@ def main() -> None:
         for ours in (LOG, STORE):
             point = f"{ours.partition(', ')[2]}, on {ranks}"
             report.goals.append(Goal.at_least(f"{point}: dcp.load / ours", 1, report.paired(point, DCP, ours)))
+        if not args.no_kafka:
+            share = report.paired(f"kafka, on {ranks}", RAW, KAFKA)
+            share = share if share is None else 100 * share
+            report.goals.append(Goal.at_least(f"kafka, on {ranks}: of raw consume's speed", 60, share, "%"))
     report.finish()
 
 
@@ -176,14 +216,36 @@ def _measure_all(args: argparse.Namespace, report: Report) -> None:
     shape = Shape((args.rows, args.rows), args.dim, sharding="row_wise", device=args.device)
     check_memory(5 * shape.table_bytes, f"tables of {shape.table_bytes / 1e9:.1f} GB, the truth and what is loaded")
     with scratch("restore") as folder:
-        report.facts |= spread(train, 1, folder, shape, folder, args.steps, device=args.device)
+        uri = f"file://{folder / 'log'}"
+        report.facts |= spread(train, 1, folder, shape, folder, args.steps, uri, device=args.device)
         for ours, source in ((LOG, "log"), (STORE, "store")):
             if ours == STORE:
                 fold(folder)
             for ranks in args.ranks:
-                what = (shape, folder, args.rounds, ours, source)
+                what = (shape, folder, args.rounds, ours, source, uri)
                 measured = spread(measure, ranks, folder, *what, device=args.device)
                 report.add(f"{source}, on {ranks}", measured, LOAD)
+    if not args.no_kafka:
+        with scratch("restore") as folder:
+            _measure_kafka(args, report, shape, folder)
+
+
+def _measure_kafka(args: argparse.Namespace, report: Report, shape: Shape, folder: Path) -> None:
+    from torchrec_stream_ckpt.broker.kraft import Broker
+
+    broker = Broker(folder / "broker")
+    try:
+        uri = broker.start(die_with=os.getpid()).uri(JOB)
+    except (StreamCkptError, OSError) as error:
+        report.facts["kafka, not measured"] = f"no broker: {error}"
+        return
+    try:
+        spread(train, 1, folder, shape, folder / "job", args.steps, uri, device=args.device)
+        for ranks in args.ranks:
+            what = (shape, folder / "job", args.rounds, KAFKA, "log", uri)
+            report.add(f"kafka, on {ranks}", spread(measure, ranks, folder, *what, device=args.device), RAW)
+    finally:
+        broker.stop()
 
 
 if __name__ == "__main__":
