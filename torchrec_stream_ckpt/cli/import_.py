@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import TimeElapsedColumn
@@ -13,43 +14,82 @@ from torchrec_stream_ckpt.cli.common import print_json, progress_bar
 from torchrec_stream_ckpt.cli.options import Access, Json
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import TORCH_HINT, ConfigError
-from torchrec_stream_ckpt.interchange.target import parse_target
+from torchrec_stream_ckpt.evolve.changes import NO_CHANGES, Changes
+from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
 from torchrec_stream_ckpt.route.job import open_tier
 from torchrec_stream_ckpt.units import size
+
+if TYPE_CHECKING:
+    from torchrec_stream_ckpt.interchange.checkpoint import Checkpoint
+    from torchrec_stream_ckpt.interchange.importing import Imported
 
 
 def import_checkpoint(
     access: Access,
-    from_: Annotated[str, typer.Option("--from", help="dcp://DIR: a checkpoint of a TorchRec job.", metavar="URL")],
+    from_: Annotated[
+        str,
+        typer.Option(
+            "--from", help="dcp://DIR, torch://FILE, or torch://DIR with one file of each rank.", metavar="URL"
+        ),
+    ],
     to: Annotated[str, typer.Option("--to", help="file://DIR or kafka://HOST:PORT/JOB: an empty log.", metavar="URI")],
     optimizer: Annotated[
-        str, typer.Option(help="The job's fused optimizer, such as exact_rowwise_adagrad.", metavar="NAME")
+        str,
+        typer.Option(
+            help="The fused optimizer that made it, such as exact_rowwise_adagrad; none: take weights alone.",
+            metavar="NAME",
+        ),
     ],
     model_key: Annotated[str, typer.Option(help="Where dmp.state_dict() stands in the checkpoint.")] = "",
     optimizer_key: Annotated[str, typer.Option(help="Where the state dict of the optimizer stands.")] = "",
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Another name for parameters: a pattern of whole names, such as 'module\\.(.+)=\\1'.",
+            metavar="PATTERN=NEW",
+        ),
+    ] = None,
     data_parallel: Annotated[
         list[str] | None,
         typer.Option(help="(an optimizer without state) A table that is replicated, not sharded.", metavar="TABLE"),
     ] = None,
+    of_rank0: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--of-rank0", help="(one file a rank) A tensor that ranks hold differently: take rank 0's.", metavar="NAME"
+        ),
+    ] = None,
     step: Annotated[int, typer.Option(help="Steps that the job had made.", min=0)] = 0,
+    schema: Annotated[
+        Path | None,
+        typer.Option(help="The model that goes on: StreamCheckpointer.schema().save(FILE).", metavar="FILE"),
+    ] = None,
+    changes: Annotated[
+        Path | None,
+        typer.Option(help="(with --schema) In what that model differs, a TOML file.", metavar="FILE"),
+    ] = None,
     store: Annotated[
         str | None, typer.Option(help="Where dense state goes (default: into the file log).", metavar="URL")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Write a checkpoint of torch's DCP as the first marker of a new log. Any job restores it, on any plan.
+    """Write a checkpoint of DCP or torch.save as the first marker of a new log. Any job restores it, on any plan.
 
-    Brings over what the checkpoint holds: tables with their fused state, the dense model, dense optimizers. Opening a
-    checkpoint of DCP runs what is pickled in it: import only what you trust.
+    Brings over what the checkpoint holds: tables with their fused state, the dense model, dense optimizers. With
+    --schema it is compared with the model before anything is written. Opening a checkpoint of DCP runs what is pickled
+    in it: import only what you trust. Of files of torch.save, nothing is run.
     """
-    target = parse_target(from_)
-    if target.format != "dcp":
-        raise ConfigError("only a checkpoint of DCP can be imported", hint="--from dcp://DIR")
+    if changes is not None and schema is None:
+        raise ConfigError(
+            "--changes says in what a model differs, and there is no model", hint="name it with --schema FILE"
+        )
     try:
-        from torchrec_stream_ckpt.interchange.dcp_contents import DcpSource
-        from torchrec_stream_ckpt.interchange.dcp_import import import_dcp
+        from torchrec_stream_ckpt.interchange.contents import Source, states_of
+        from torchrec_stream_ckpt.interchange.importing import import_checkpoint as write
+        from torchrec_stream_ckpt.interchange.into_model import IntoModel
     except ModuleNotFoundError as error:
         raise ConfigError(f"import needs {error.name}", hint=TORCH_HINT) from None
+    states_of(optimizer)
     config = StreamConfig(
         uri=to,
         store=store,
@@ -57,33 +97,77 @@ def import_checkpoint(
         kafka_options=access.kafka_options,
         commit_key_file=access.commit_key_file,
     )
-    source = DcpSource(
+    source = Source(
         optimizer=optimizer,
         model_key=model_key,
         optimizer_key=optimizer_key,
         data_parallel=tuple(data_parallel or ()),
+        renamed=tuple(_renaming(each) for each in rename or ()),
         step=step,
     )
+    into = None
+    if schema is not None:
+        into = IntoModel(ModelSchema.load(schema), Changes.load(changes) if changes is not None else NO_CHANGES)
+    checkpoint = _opened(from_, tuple(of_rank0 or ()))
     with closing(open_tier(config)) as job, progress_bar(TimeElapsedColumn(), quiet=json) as progress:
         task = progress.add_task("rows", total=None)
-        imported = import_dcp(
-            target.folder,
+        imported = write(
+            checkpoint,
             job.log,
             job.control,
             job.dense,
             job.objects,
             config,
             source,
+            into,
             lambda count: progress.advance(task, count),
         )
     if json:
         print_json(asdict(imported))
-        return
+    else:
+        _print(imported, changes)
+
+
+def _renaming(text: str) -> tuple[str, str]:
+    pattern, separator, new = text.rpartition("=")
+    if not separator or not pattern or not new:
+        raise ConfigError(f"--rename {text} is not PATTERN=NEW", hint=r"for example --rename 'module\.(.+)=\1'")
+    return pattern, new
+
+
+def _opened(url: str, of_rank_0: tuple[str, ...]) -> Checkpoint:
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme not in ("dcp", "torch") or not rest or not url.isprintable():
+        raise ConfigError(
+            f"{url!r} is not a checkpoint that can be imported", hint="--from dcp://DIR, torch://FILE or torch://DIR"
+        )
+    path = Path(rest).absolute()
+    if scheme == "torch":
+        from torchrec_stream_ckpt.interchange.torch_checkpoint import TorchCheckpoint
+
+        return TorchCheckpoint(path, of_rank_0)
+    from torchrec_stream_ckpt.interchange.dcp_checkpoint import DcpCheckpoint
+
+    if of_rank_0:
+        raise ConfigError("--of-rank0 is for files of ranks", hint="leave it out: DCP keeps one value of each tensor")
+    return DcpCheckpoint(path)
+
+
+def _print(imported: Imported, changes: Path | None) -> None:
     typer.echo(
-        f"marker {imported.marker} (step {imported.step}) of {to}: {len(imported.tables)} tables of {imported.rows} "
-        f"rows ({size(imported.num_bytes)}), {imported.dense} dense entries, "
+        f"marker {imported.marker} (step {imported.step}) of {imported.uri}: {len(imported.tables)} tables of "
+        f"{imported.rows} rows ({size(imported.num_bytes)}), {imported.dense} dense entries, "
         f"{imported.dense_states} of dense optimizers"
     )
+    if imported.without_states:
+        typer.echo(
+            f"weights alone, without states: {', '.join(imported.without_states)}; a restore has to declare their "
+            "optimizer, and begins its states anew"
+        )
     typer.echo(f"not in such a checkpoint, and left as the job makes it: {', '.join(imported.lost)}")
     if imported.not_taken:
         typer.echo(f"not taken over: {', '.join(imported.not_taken)}")
+    for line in imported.becomes:
+        typer.echo(f"in that model: {line}")
+    if changes is not None:
+        typer.echo(f"the changes are made by the restore: checkpointer.restore(changes=Changes.load({str(changes)!r}))")

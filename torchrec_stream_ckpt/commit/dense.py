@@ -340,7 +340,7 @@ class DenseState:
             mine = {name for group in groups for name in group["params"]}
             state = {name: imported[there] for name, (_, there) in kept.items() if name in mine and there in imported}
             there = OptimizerState(type(optimizer).__name__, groups, state)
-            optimizer_state.put_back(optimizer, parameters, there, parameters.keys() - kept.keys())
+            optimizer_state.put_back(optimizer, parameters, there, parameters.keys() - state.keys())
         log.warning(
             "the marker was imported: random state, stateful objects, param groups, learning rates and the kernels' "
             "iterations stay as this job has made them"

@@ -47,6 +47,18 @@ class SavedDense:
         """Whether ``stream-ckpt import`` has made it."""
         return "shared.imported" in self.entries
 
+    @property
+    def imported_states(self) -> dict[str, set[str]] | None:
+        """(of an imported marker) Names of the states of dense optimizers, by parameter; None: it was not imported."""
+        if not self.imported:
+            return None
+        found: dict[str, set[str]] = {}
+        for entry in self.entries:
+            if entry.startswith("optim."):
+                name, _, state = entry.split(".", 2)[2].rpartition(".")
+                found.setdefault(name, set()).add(state)
+        return found
+
     @cached_property
     def model(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each parameter; of an imported marker those of buffers too."""

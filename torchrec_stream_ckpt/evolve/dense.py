@@ -15,6 +15,7 @@ from torchrec_stream_ckpt.evolve.dense_outcome import (
     StateOutcome,
 )
 from torchrec_stream_ckpt.evolve.findings import Findings
+from torchrec_stream_ckpt.evolve.imported import ImportedOptimizers, States, imported_stateful
 from torchrec_stream_ckpt.evolve.labels import BY_RULE, DROPPED, EXACT, FRESH
 from torchrec_stream_ckpt.evolve.model_schema import DenseEntry, DenseOptimizer, ModelSchema
 from torchrec_stream_ckpt.evolve.toml_file import nearest
@@ -41,11 +42,19 @@ def resolve_dense(saved: ModelSchema, here: ModelSchema, changes: Changes = NO_C
     return evolution
 
 
-def compare_dense(saved: ModelSchema, here: ModelSchema, found: Findings) -> DenseEvolution:
-    """As :func:`resolve_dense`; what speaks against it goes to ``found``: what comes back counts if that is nothing."""
+def compare_dense(
+    saved: ModelSchema, here: ModelSchema, found: Findings, imported: States | None = None
+) -> DenseEvolution:
+    """As :func:`resolve_dense`; what speaks against it goes to ``found``: what comes back counts if that is nothing.
+
+    With ``imported``, the states that an imported marker has, its optimizers and objects are not looked at.
+    """
     entries = _Entries(saved, here, found)
     outcomes = entries.outcomes()
     kept = {entry.name: entry.source for entry in outcomes if entry.source is not None}
+    if imported is not None:
+        taken = ImportedOptimizers(imported, here, found, kept)
+        return DenseEvolution(outcomes, taken.states(), taken.outcomes(), imported_stateful(here, found))
     optimizers = _Optimizers(saved, here, found, entries.sources, kept)
     return DenseEvolution(outcomes, optimizers.states(), optimizers.outcomes(), _stateful(saved, here, found))
 

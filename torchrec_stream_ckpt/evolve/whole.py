@@ -9,6 +9,7 @@ from torchrec_stream_ckpt.evolve.changes import NO_CHANGES, Changes
 from torchrec_stream_ckpt.evolve.dense import compare_dense
 from torchrec_stream_ckpt.evolve.dense_outcome import DenseEvolution
 from torchrec_stream_ckpt.evolve.findings import Findings
+from torchrec_stream_ckpt.evolve.imported import States
 from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
 from torchrec_stream_ckpt.evolve.outcome import Evolution
 from torchrec_stream_ckpt.evolve.placement import check_placement
@@ -43,6 +44,7 @@ def evolve(
     trained_rows: TrainedRows | None = None,
     made: Sequence[ClaimChanges] = (),
     again: bool = False,
+    imported: States | None = None,
 ) -> ModelEvolution:
     """What becomes of a marker in a model.
 
@@ -57,6 +59,7 @@ def evolve(
             twice.
         again: Whether other changes may repeat what was made and is not seen, such as an id map: the user has named
             this marker.
+        imported: (of a marker that was imported) Names of the states that it has of dense optimizers, by parameter.
 
     Raises:
         ChangesError: declarations are wrong; names all of them.
@@ -65,11 +68,11 @@ def evolve(
     """
     check_placement(saved, here, changes)
     if made and made[0].digest == changes.digest and not changes.is_empty:
-        as_it_is = _compared(saved, here, Findings(NO_CHANGES), dense, trained_rows)
+        as_it_is = _compared(saved, here, Findings(NO_CHANGES), dense, trained_rows, imported)
         if as_it_is is not None:
             return ModelEvolution(as_it_is.tables, as_it_is.dense, already=True)
     found = Findings(changes)
-    evolution = _compared(saved, here, found, dense, trained_rows)
+    evolution = _compared(saved, here, found, dense, trained_rows, imported)
     found.check()
     assert evolution is not None
     if not again:
@@ -78,9 +81,14 @@ def evolve(
 
 
 def _compared(
-    saved: ModelSchema, here: ModelSchema, found: Findings, dense: bool, trained_rows: TrainedRows | None
+    saved: ModelSchema,
+    here: ModelSchema,
+    found: Findings,
+    dense: bool,
+    trained_rows: TrainedRows | None,
+    imported: States | None,
 ) -> ModelEvolution | None:
     """None if something speaks against it, which ``found`` has."""
     tables = compare_tables(Schema(saved.tables), here.tables, found, trained_rows)
-    rest = compare_dense(saved, here, found) if dense else None
+    rest = compare_dense(saved, here, found, imported) if dense else None
     return ModelEvolution(tables, rest) if tables is not None and not found.against else None

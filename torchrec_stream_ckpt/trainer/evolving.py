@@ -122,13 +122,6 @@ def evolved(
         log.info("marker %s is of a model that has these changes: nothing is left to change", route.marker)
     if model.already or model.is_plain:
         return None
-    if saved.imported:
-        raise UnsupportedError(
-            "the marker was imported, and its dense state says nothing of optimizers and objects: no change of it can "
-            "be made exactly",
-            hint="give the changes to `stream-ckpt import`, or restore it as it is, mark, and restore that one",
-            marker=route.marker,
-        )
     for outcome in model.tables.tables:
         _check_outcome(outcome, collisions, saved.collisions)
     assert model.dense is not None
@@ -140,7 +133,7 @@ def _resolved(
 ) -> ModelEvolution:
     there = ModelSchema(route.schema.tables, *saved.described())
     made = route.lineage.changes_made(route.marker)
-    return evolve(there, model_schema(schema, dense), changes, dense=not saved.imported, made=made, again=again)
+    return evolve(there, model_schema(schema, dense), changes, made=made, again=again, imported=saved.imported_states)
 
 
 def refuse_changed(lineage: Lineage, generation: int, held: MarkerId) -> None:

@@ -333,7 +333,7 @@ class Session:
             plan = self._plain(route, merge=merge)
             self._dense.check(self._finder.dense.local(route.commit), plan.world)
             saved = self._saved(route)
-            if not saved.imported and saved.optimizers_named != self._dense.optimizers_named:
+            if saved.imported or saved.optimizers_named != self._dense.optimizers_named:
                 check_plain(route, attached.schema, self._dense, saved)  # said before a row is written
         except ColumnResplitError:
             raise

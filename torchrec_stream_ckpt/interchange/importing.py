@@ -1,8 +1,8 @@
-"""A checkpoint of torch's DCP, as a TorchRec job has saved it, as the first marker of a new log.
+"""A checkpoint of another kind as the first marker of a new log.
 
-The tables become rows of generation 1, with their fused optimizer state. The dense model and dense optimizers go into
-the marker's dense directory. What such a checkpoint does not hold, a restore leaves as the job has made it: random
-state, loaders and schedules, param groups, learning rates, and what the kernels count.
+The tables become rows of generation 1, with their fused optimizer state as far as there is one. The dense model and
+dense optimizers go into the marker's dense directory. What such a checkpoint does not hold, a restore leaves as the job
+has made it: random state, loaders and schedules, param groups, learning rates, and what the kernels count.
 """
 
 from __future__ import annotations
@@ -10,37 +10,37 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Event
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchrec_stream_ckpt.commit.generation import claim_generation
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.evolve.model_schema import DenseEntry, ModelSchema
+from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.rows import Array
-from torchrec_stream_ckpt.interchange.dcp_contents import (
+from torchrec_stream_ckpt.interchange.checkpoint import Checkpoint, Part
+from torchrec_stream_ckpt.interchange.contents import (
+    NO_OPTIMIZER,
     Contents,
-    DcpSource,
     SavedTable,
+    Source,
     read_contents,
     tensor_entry,
 )
-from torchrec_stream_ckpt.interchange.dense_state import load_here, read_entries
+from torchrec_stream_ckpt.interchange.into_model import IntoModel
 from torchrec_stream_ckpt.interchange.writer import MARKER, Batch, write_stream
 from torchrec_stream_ckpt.layout import dense_name
 from torchrec_stream_ckpt.log.api import Log
@@ -54,10 +54,7 @@ LOST = (
     "param groups and learning rates",
     "what the fused kernels count (iterations)",
 )
-"""What a checkpoint of DCP does not hold, and so a restore does not bring back."""
-
-Part = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""An entry, offsets in it, sizes."""
+"""What such a checkpoint does not hold, and so a restore does not bring back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,42 +74,48 @@ class Imported:
     """Entries of dense optimizers."""
     not_taken: tuple[str, ...]
     """Entries of the checkpoint that nothing here takes."""
+    without_states: tuple[str, ...]
+    """Tables whose weights came alone."""
     lost: tuple[str, ...] = LOST
+    becomes: tuple[str, ...] = ()
+    """(with a model) What becomes of it in that model: a line for each difference, and one of totals."""
 
 
-def import_dcp(
-    folder: Path,
+def import_checkpoint(
+    checkpoint: Checkpoint,
     log: Log,
     control: Control,
     dense: DenseStore,
     objects: Objects,
     config: StreamConfig,
-    source: DcpSource,
+    source: Source,
+    into: IntoModel | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Imported:
     """Write a checkpoint as marker 1:1 of a log that is empty. Holds one saved chunk, and the dense model.
 
-    The checkpoint's metadata is a pickle: opening it runs what is in it.
-
     Args:
-        folder: The checkpoint.
+        checkpoint: What is imported.
         log: Where to.
         control: Its control partition.
         dense: Where the dense state goes.
         objects: The store in which that is.
         config: The URI and store of both, as the job will have them.
         source: What the checkpoint does not say.
+        into: The model that goes on with it; None: it is not compared.
         progress: Called with the bytes of each chunk.
 
     Raises:
         ConfigError: the log is not empty, or ``source`` does not fit the checkpoint.
+        ChangesError, SchemaMismatchError: the model of ``into`` differs from it in what was not declared.
         UnsupportedError: the checkpoint holds what cannot be brought over.
         CorruptionError: it cannot be read.
         LogUnavailableError, StoreUnavailableError: one of them does not take it.
     """
-    reader = FileSystemReader(folder)
-    metadata = _read_metadata(reader, folder)
-    contents = read_contents(metadata, source)
+    contents = read_contents(checkpoint, into.place(source) if into is not None else source)
+    report = into.compare(held(checkpoint, contents), states_by_parameter(contents)) if into is not None else None
+    checkpoint.check(contents.taken)
+    values = checkpoint.whole([*contents.dense.values(), *contents.dense_states.values()])
     if control.refresh().claims:
         raise ConfigError(
             "this log is not empty: an import begins a lineage",
@@ -127,9 +130,10 @@ def import_dcp(
     ]
     layout, swept = RankShards.of([shards]), tuple(range(len(schema.tables)))
     claim = claim_generation(log, control, dense, objects, config, schema, 1, None, swept, layout=layout)
-    batches = _batches(reader, metadata, contents.tables, progress)
+    batches = _batches(checkpoint, contents.tables, progress)
     end = write_stream(log, claim, shards, batches, source.step, config.commit_timeout_s)
-    files = _write_dense(reader, metadata, contents, dense, claim)
+    failpoint("import.rows")
+    files = _write_dense(values, contents, dense, claim)
     marker = MarkerId(claim.generation, MARKER)
     named, list_ = name_files(dense, claim.job, marker, files)
     commit = Commit(
@@ -147,28 +151,49 @@ def import_dcp(
     )
     control.commit(commit, config.commit_timeout_s, Event())
     dense.settle(claim.job, marker)
-    names = tuple(table.spec.name for table in contents.tables)
-    rows = sum(table.spec.rows for table in contents.tables)
-    counts = (len(contents.dense), len(contents.dense_states))
-    return Imported(str(marker), source.step, config.uris[-1], names, rows, end.num_bytes, *counts, contents.rest)
+    specs = [table.spec for table in contents.tables]
+    return Imported(
+        marker=str(marker),
+        step=source.step,
+        uri=config.uris[-1],
+        tables=tuple(spec.name for spec in specs),
+        rows=sum(spec.rows for spec in specs),
+        num_bytes=end.num_bytes,
+        dense=len(contents.dense),
+        dense_states=len(contents.dense_states),
+        not_taken=contents.rest,
+        without_states=tuple(spec.name for spec in specs if spec.optimizer == NO_OPTIMIZER),
+        becomes=tuple(report.lines()) if report is not None else (),
+    )
 
 
-def _read_metadata(reader: FileSystemReader, folder: Path) -> Metadata:
-    try:
-        return reader.read_metadata()
-    except FileNotFoundError:
-        raise ConfigError("there is no checkpoint of DCP here: no .metadata", path=folder) from None
-    except Exception as error:  # whatever reading raises if it is not a pickle
-        raise CorruptionError(f"the checkpoint's metadata cannot be read: {error}", path=folder) from None
+def held(checkpoint: Checkpoint, contents: Contents) -> ModelSchema:
+    """What the marker will hold, as far as it is known: no dense optimizers, no objects."""
+    return ModelSchema(contents.schema.tables, tuple(_entry(checkpoint, *each) for each in contents.dense.items()))
+
+
+def _entry(checkpoint: Checkpoint, name: str, entry: str) -> DenseEntry:
+    saved = checkpoint.metadata.state_dict_metadata[entry]
+    if not isinstance(saved, TensorStorageMetadata):
+        return DenseEntry(name, (), "object")
+    return DenseEntry(name, tuple(saved.size), str(saved.properties.dtype).removeprefix("torch."))
+
+
+def states_by_parameter(contents: Contents) -> dict[str, set[str]]:
+    """Names of the states that dense optimizers had for each parameter."""
+    found: dict[str, set[str]] = {}
+    for parameter, state in contents.dense_states:
+        found.setdefault(parameter, set()).add(state)
+    return found
 
 
 def _batches(
-    reader: FileSystemReader, metadata: Metadata, tables: tuple[SavedTable, ...], progress: Callable[[int], None]
+    checkpoint: Checkpoint, tables: tuple[SavedTable, ...], progress: Callable[[int], None]
 ) -> Iterator[Batch]:
     """The rows of each saved chunk, with their states."""
     for index, table in enumerate(tables):
         rows = table.spec.rows
-        for chunk in tensor_entry(metadata, table.weight).chunks:
+        for chunk in tensor_entry(checkpoint.metadata, table.weight).chunks:
             if 0 in chunk.sizes:
                 continue
             (row0, col0), (count, cols) = chunk.offsets, chunk.sizes
@@ -179,15 +204,9 @@ def _batches(
                     wanted.append((key, (place * rows + row0,), (count,)))
                 else:
                     wanted.append((key, (row0, col0), (count, cols)))
-            weights, *states = _read_parts(reader, metadata, wanted)
+            weights, *states = map(_array, checkpoint.parts(wanted))
             yield Batch(TableShard(index, 0, rows, col0, cols), row0, weights, tuple(states))
             progress(weights.nbytes + sum(state.nbytes for state in states))
-
-
-def _read_parts(reader: FileSystemReader, metadata: Metadata, parts: Sequence[Part]) -> list[Array]:
-    planner = _PartPlanner(metadata, parts)
-    load_here({}, reader, planner)
-    return [_array(planner.tensors[name, offsets]) for name, offsets, _ in parts]
 
 
 def _array(tensor: torch.Tensor) -> Array:
@@ -195,39 +214,8 @@ def _array(tensor: torch.Tensor) -> Array:
     return bits.numpy()
 
 
-class _PartPlanner(DefaultLoadPlanner):
-    """Loads given parts of entries into tensors of their size."""
-
-    def __init__(self, metadata: Metadata, parts: Sequence[Part]) -> None:
-        super().__init__()
-        self._entries = {name: tensor_entry(metadata, name) for name, _, _ in parts}
-        self._parts = parts
-        self.tensors = {
-            (name, offsets): torch.empty(sizes, dtype=self._entries[name].properties.dtype, device="cpu")
-            for name, offsets, sizes in parts
-        }
-
-    def create_local_plan(self) -> LoadPlan:
-        return LoadPlan(
-            [
-                item
-                for name, offsets, sizes in self._parts
-                for item in create_read_items_for_chunk_list(
-                    name, self._entries[name], [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))]
-                )
-            ]
-        )
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        assert index.offset is not None
-        return self.tensors[index.fqn, tuple(index.offset)]
-
-
-def _write_dense(
-    reader: FileSystemReader, metadata: Metadata, contents: Contents, dense: DenseStore, claim: Claim
-) -> tuple[DenseFile, ...]:
+def _write_dense(values: dict[str, Any], contents: Contents, dense: DenseStore, claim: Claim) -> tuple[DenseFile, ...]:
     """The marker's dense directory, as ``commit/dense.py`` reads one that was imported."""
-    values = read_entries(reader, metadata, [*contents.dense.values(), *contents.dense_states.values()])
     optim: dict[str, dict[str, Any]] = {}
     for (parameter, kind), entry in contents.dense_states.items():
         optim.setdefault(parameter, {})[kind] = values[entry]

@@ -1,9 +1,9 @@
-"""What a checkpoint of DCP holds of a TorchRec job, by its metadata: tables, fused states, dense entries."""
+"""What a checkpoint holds of a TorchRec job, by its metadata: tables, fused states, dense entries."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,22 +13,31 @@ from torchrec_stream_ckpt.adapter import optimizer_states
 from torchrec_stream_ckpt.errors import ConfigError, UnsupportedError
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.interchange.names import TorchRecName
+from torchrec_stream_ckpt.interchange.checkpoint import Checkpoint
+from torchrec_stream_ckpt.interchange.names import TorchRecName, nearest
 from torchrec_stream_ckpt.types import StateSpec, TableSpec
+
+NO_OPTIMIZER = "none"
+"""Of a table that was imported without states: a restore has to be told which optimizer goes on with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DcpSource:
+class Source:
     """What is known of a checkpoint besides its bytes."""
 
     optimizer: str
-    """The fused optimizer, such as ``exact_rowwise_adagrad``: a checkpoint does not name it."""
+    """The fused optimizer, such as ``exact_rowwise_adagrad``: a checkpoint does not name it. :data:`NO_OPTIMIZER`:
+    weights alone."""
     model_key: str = ""
     """Where the model's state dict stands; empty: at the top."""
     optimizer_key: str = ""
     """Where that of the optimizer stands."""
     data_parallel: tuple[str, ...] = ()
     """(an optimizer without state) Tables that are replicated, by name: otherwise those without fused state are."""
+    sharded: tuple[str, ...] = ()
+    """Tables that are known to be sharded: one without fused state comes as weights alone."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Patterns of whole names of parameters and buffers, and what becomes of them, in this order."""
     step: int = 0
     """Steps that the job had made."""
 
@@ -59,18 +68,25 @@ class Contents:
 
     @property
     def schema(self) -> Schema:
+        """Its tables, in this order."""
         return Schema(tuple(table.spec for table in self.tables))
 
+    @property
+    def taken(self) -> list[str]:
+        """All entries that a marker takes."""
+        tables = (key for table in self.tables for key in (table.weight, *table.states))
+        return [*tables, *self.dense.values(), *self.dense_states.values()]
 
-def read_contents(metadata: Metadata, source: DcpSource) -> Contents:
+
+def read_contents(checkpoint: Checkpoint, source: Source) -> Contents:
     """Sort the entries of a checkpoint: tables, their fused states, the dense model, its optimizers.
 
     Raises:
         ConfigError: the keys, or what is said of the optimizer, do not fit the checkpoint.
         UnsupportedError: it holds what cannot be brought over.
     """
-    entries = metadata.state_dict_metadata
-    _check_keys(metadata, source)
+    entries = checkpoint.metadata.state_dict_metadata
+    _check_keys(checkpoint.metadata, source)
     model_prefix = f"{source.model_key}." if source.model_key else ""
     state_prefix = f"{source.optimizer_key}.state." if source.optimizer_key else "state."
     states = {name.removeprefix(state_prefix): name for name in entries if name.startswith(state_prefix)}
@@ -84,48 +100,94 @@ def read_contents(metadata: Metadata, source: DcpSource) -> Contents:
             "a checkpoint with managed collision cannot be imported: its id maps belong to their shards",
             hint="load it in the job with dcp.load, then attach StreamCheckpointer: the first marker holds all of it",
         )
+    known = states_of(source.optimizer)
     tables: dict[str, SavedTable] = {}
     others: set[str] = set()
-    for name in list(model):
-        parsed = TorchRecName.parse(name)
-        fused = _fused_states(states, name, parsed) if parsed is not None else {}
+    names = _renamed(model, source.renamed)
+    for name, new_name in names.items():
+        parsed, before = TorchRecName.parse(new_name), TorchRecName.parse(name)
         if parsed is None or parsed.spec_name in source.data_parallel:
             continue
-        if not fused and optimizer_states(source.optimizer):
+        fused = _fused_states(states, name, before) if before is not None else {}
+        sharded = parsed.spec_name in source.sharded or model[name] in checkpoint.sharded
+        if not fused and known and not sharded:
             continue  # a replicated table is trained by a dense optimizer
+        optimizer = source.optimizer if fused or not known else NO_OPTIMIZER
+        fused = fused if optimizer != NO_OPTIMIZER else {}
         others |= {model[name], *fused.values()}
         if parsed.spec_name not in tables:  # our own exports have each table under two names
-            tables[parsed.spec_name] = _table(entries, parsed, model[name], fused, source.optimizer)
-    return _contents(tables, model, states, others, entries)
+            tables[parsed.spec_name] = _table(entries, parsed, model[name], fused, optimizer)
+    if not tables:
+        raise _no_tables(model)
+    return _contents(tables, {names[name]: (name, entry) for name, entry in model.items()}, states, others, checkpoint)
+
+
+def states_of(optimizer: str) -> tuple[str, ...]:
+    """Names of the states that rows have under a fused optimizer, or under none.
+
+    Raises:
+        ConfigError: it is not captured.
+    """
+    return () if optimizer == NO_OPTIMIZER else optimizer_states(optimizer)
+
+
+def _no_tables(model: Mapping[str, str]) -> ConfigError:
+    known = ", ".join(sorted(model)[:5]) or "none"
+    return ConfigError(
+        "the checkpoint has no sharded table with the state of a fused optimizer",
+        hint="say where the state dicts stand, with --model-key and --optimizer-key; take weights alone with "
+        f"--optimizer {NO_OPTIMIZER}; give names that are not TorchRec's (MODULE.embedding_bags.TABLE.weight) with "
+        f"--rename. Names are: {known}",
+    )
+
+
+def _renamed(model: Mapping[str, str], renamed: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """New name by name in the checkpoint, of all parameters and buffers."""
+    names = {name: name for name in model}
+    for pattern, template in renamed:
+        try:
+            compiled = re.compile(pattern)
+            matches = {name: match for name in names if (match := compiled.fullmatch(names[name])) is not None}
+            names |= {name: match.expand(template) for name, match in matches.items()}
+        except re.error as error:
+            raise ConfigError(
+                f"--rename {pattern}={template}: {error}", hint="give PATTERN=NEW, as re.fullmatch and expand take them"
+            ) from None
+        if not matches:
+            raise ConfigError(
+                f"--rename {pattern}={template}: no name fits the pattern",
+                hint=f"a pattern matches whole names; near are {nearest(pattern, names.values())}",
+            )
+    sources: dict[str, str] = {}
+    for name, new_name in names.items():
+        if new_name in sources:
+            raise ConfigError(f"--rename: {sources[new_name]} and {name} both become {new_name}")
+        sources[new_name] = name
+    return names
 
 
 def _contents(
     tables: Mapping[str, SavedTable],
-    model: Mapping[str, str],
+    model: Mapping[str, tuple[str, str]],
     states: Mapping[str, str],
     fused: set[str],
-    entries: Mapping[str, Any],
+    checkpoint: Checkpoint,
 ) -> Contents:
-    if not tables:
-        raise ConfigError(
-            "the checkpoint has no sharded table with the state of a fused optimizer",
-            hint="say where the state dicts stand, with --model-key and --optimizer-key; without the state of the "
-            "fused optimizer, load the checkpoint in the job, with dcp.load, before StreamCheckpointer is attached",
-        )
-    dense = {name: entry for name, entry in model.items() if entry not in fused}
+    dense = {name: entry for name, (_, entry) in model.items() if entry not in fused}
+    new_names = {old: name for name, (old, entry) in model.items() if entry not in fused}
     dense_states = {}
     for name, entry in states.items():
         parameter, _, state = name.rpartition(".")
-        while parameter and parameter not in dense:
+        while parameter and parameter not in new_names:
             parameter = parameter.partition(".")[2]  # a CombinedOptimizer puts the optimizer's name in front
         if parameter and entry not in fused:
-            dense_states[parameter, state] = entry
+            dense_states[new_names[parameter], state] = entry
     taken = {*fused, *dense.values(), *dense_states.values()}
-    rest = tuple(sorted(entries.keys() - taken))
-    return Contents(tuple(tables[name] for name in sorted(tables)), dense, dense_states, rest)
+    rest = {*checkpoint.unread, *(checkpoint.metadata.state_dict_metadata.keys() - taken)}
+    return Contents(tuple(tables[name] for name in sorted(tables)), dense, dense_states, tuple(sorted(rest)))
 
 
-def _check_keys(metadata: Metadata, source: DcpSource) -> None:
+def _check_keys(metadata: Metadata, source: Source) -> None:
     """A table below a key that was not named would become one of another name."""
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     for name, path in paths.items():
@@ -160,12 +222,19 @@ def _table(
     for position, state in enumerate(_states_of(optimizer, fused.keys() - {"iter"}, name)):
         key = fused["momentum1" if position == 0 else state]
         kind = entries[key]
+        if not isinstance(kind, TensorStorageMetadata):
+            raise UnsupportedError(f"{key} is no tensor", **where)
         per_row = tuple(kind.size) == (rows * len(slices),)
         if not per_row and tuple(kind.size) != (rows, dim):
-            raise UnsupportedError(f"{key} has size {tuple(kind.size)}, the table {(rows, dim)}", **where)
-        specs.append(StateSpec(state, _dtype(kind), per_row))
+            raise UnsupportedError(
+                f"{key} has size {tuple(kind.size)}, the table {(rows, dim)}",
+                hint="a state is as large as its table, or has one value a row and column shard; of a table that was "
+                "cut by columns, import the ShardedTensors: what was gathered does not say where it was cut",
+                **where,
+            )
+        specs.append(StateSpec(state, _dtype(kind, key), per_row))
         keys.append(key)
-    spec = TableSpec(name.spec_name, rows, dim, _dtype(saved), optimizer, tuple(specs))
+    spec = TableSpec(name.spec_name, rows, dim, _dtype(saved, weight), optimizer, tuple(specs))
     return SavedTable(spec, weight, tuple(keys), slices)
 
 
@@ -179,7 +248,7 @@ def _edges(slices: tuple[tuple[int, int], ...]) -> list[int]:
 
 def _states_of(optimizer: str, found: set[str], name: TorchRecName) -> tuple[str, ...]:
     """The states' names in the schema, in order; TorchRec calls the first one ``momentum1``."""
-    known = optimizer_states(optimizer)
+    known = states_of(optimizer)
     for more in ((), ("prev_iter", "row_counter"), ("prev_iter",), ("row_counter",)):
         states = (*known, *more)
         if {"momentum1" if position == 0 else state for position, state in enumerate(states)} == found:
@@ -198,8 +267,8 @@ def tensor_entry(metadata: Metadata, name: str) -> TensorStorageMetadata:
     return entry
 
 
-def _dtype(saved: TensorStorageMetadata) -> str:
+def _dtype(saved: TensorStorageMetadata, key: str) -> str:
     name = str(saved.properties.dtype).removeprefix("torch.")
     if name not in DTYPE_BYTES:
-        raise UnsupportedError(f"values of {name} are not captured")
+        raise UnsupportedError(f"{key} has values of {name}, which are not captured")
     return name

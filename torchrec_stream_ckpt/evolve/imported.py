@@ -1,0 +1,118 @@
+"""Dense optimizers and objects of an imported marker: it has states by parameter, and nothing else is known of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from torchrec_stream_ckpt.evolve.dense_outcome import OptimizerOutcome, StatefulOutcome, StateOutcome
+from torchrec_stream_ckpt.evolve.findings import Findings
+from torchrec_stream_ckpt.evolve.labels import BY_RULE, FRESH
+from torchrec_stream_ckpt.evolve.model_schema import DenseOptimizer, ModelSchema
+from torchrec_stream_ckpt.evolve.toml_file import nearest
+
+States = Mapping[str, Collection[str]]
+"""Names of the states that an imported marker has, by parameter."""
+IMPORTED = "imported"
+"""Stands for the optimizer that has them: a checkpoint does not name it."""
+
+_KEEPS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
+    "Adagrad": (frozenset({"step", "sum"}), frozenset()),
+    "Adam": (frozenset({"step", "exp_avg", "exp_avg_sq"}), frozenset({"max_exp_avg_sq"})),
+    "AdamW": (frozenset({"step", "exp_avg", "exp_avg_sq"}), frozenset({"max_exp_avg_sq"})),
+    "RMSprop": (frozenset({"step", "square_avg"}), frozenset({"momentum_buffer", "grad_avg"})),
+    "SGD": (frozenset(), frozenset({"momentum_buffer"})),
+}
+"""What torch's own optimizers keep for each parameter, and what some of their settings add."""
+
+
+class ImportedOptimizers:
+    """Which state goes on under an optimizer of this job: that of the same parameter, where names of states fit.
+
+    Args:
+        states: What the marker has.
+        here: What this model has.
+        found: Takes what speaks against it.
+        kept: For each parameter of this model whose value is the marker's its name there.
+    """
+
+    def __init__(self, states: States, here: ModelSchema, found: Findings, kept: Mapping[str, str]) -> None:
+        self._states = states
+        self._here = {each.key: each for each in here.optimizers}
+        self._found = found
+        self._kept = kept
+        self._declared = found.declared.dense.optimizer
+
+    def outcomes(self) -> tuple[OptimizerOutcome, ...]:
+        """Hyperparameters are those of this job."""
+        return tuple(
+            OptimizerOutcome(each.key, each.kind, None, (None,) * len(each.groups), FRESH)
+            for each in self._here.values()
+        )
+
+    def states(self) -> tuple[StateOutcome, ...]:
+        """What becomes of the state of each parameter."""
+        self._check_names()
+        return tuple(
+            outcome for each in self._here.values() for outcome in self._of(each, anew=self._declared.get(each.key))
+        )
+
+    def _of(self, optimizer: DenseOptimizer, anew: str | None) -> list[StateOutcome]:
+        kept = {name: self._kept[name] for name in optimizer.parameters if self._kept.get(name) in self._states}
+        wrong = {name: said for name, old in kept.items() if (said := self._misfit(optimizer.kind, old))}
+        if anew is not None and anew != optimizer.kind:
+            self._found.problems.append(
+                f"dense.optimizer: {optimizer.key!r}: {anew!r} is declared, this job has {optimizer.kind!r}"
+            )
+        elif anew is not None and not kept:
+            self._found.problems.append(f"dense.optimizer: {optimizer.key!r}: the marker has no state of it")
+        elif anew is None and wrong:
+            name, said = min(wrong.items())
+            self._found.differs(
+                f"dense {optimizer.key!r}: {optimizer.kind} here; the marker has {said} of {name!r}",
+                "dense.optimizer",
+                optimizer.key,
+                optimizer.kind,
+            )
+        outcomes = []
+        for name in optimizer.parameters:
+            stays = name in kept and anew is None and self._declared.get(name) != FRESH
+            source = (IMPORTED, kept[name]) if stays else None
+            outcomes.append(StateOutcome(optimizer.key, name, source, BY_RULE if stays else FRESH))
+        return outcomes
+
+    def _misfit(self, kind: str, name: str) -> str:
+        """States that an optimizer of this class does not take, in words; empty if it does, or is not known."""
+        if kind not in _KEEPS:
+            return ""
+        needed, more = _KEEPS[kind]
+        states = set(self._states[name])
+        return "" if needed <= states <= needed | more else ", ".join(sorted(states)) or "none"
+
+    def _check_names(self) -> None:
+        trained = {name for each in self._here.values() for name in each.parameters}
+        for name, said in self._declared.items():
+            if name in self._here:
+                continue
+            if name not in trained:
+                self._found.problems.append(
+                    f"dense.optimizer: {name!r}: neither an optimizer nor a parameter that one trains"
+                    f"{nearest(name, (*self._here, *trained))}"
+                )
+            elif said != FRESH:
+                self._found.problems.append(
+                    f"dense.optimizer: {name!r}: {said!r} is declared, a parameter can be 'fresh'"
+                )
+            elif self._kept.get(name) not in self._states:
+                self._found.problems.append(f"dense.optimizer: {name!r}: its state starts anew without this")
+
+
+def imported_stateful(here: ModelSchema, found: Findings) -> tuple[StatefulOutcome, ...]:
+    """Objects of the user stay as this job has made them: a checkpoint has none."""
+    declared = found.declared
+    for name in declared.stateful_added:
+        if name not in here.stateful:
+            said = f"stateful_added: {name!r}: this job has no such object{nearest(name, here.stateful)}"
+            found.problems.append(said)
+    for name in declared.stateful_dropped:
+        found.problems.append(f"stateful_dropped: {name!r}: the marker was imported, and has no objects")
+    return tuple(StatefulOutcome(name, FRESH) for name in here.stateful)

@@ -1,0 +1,257 @@
+"""A file that ``torch.save`` has written, read without running anything that is pickled in it.
+
+``torch.load(weights_only=True)`` opens it, which makes tensors and plain values alone. A ``ShardedTensor`` of TorchRec
+is read as what it was pickled from: inert classes stand for torch's own, which would ask for a process group.
+"""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, UnsupportedError
+
+_SHARDED = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
+_GETATTR = "builtins.getattr"
+"""Names ``ShardedTensor.ProcessGroupState`` in it."""
+_PARTS = (
+    "torch.distributed._shard.metadata.ShardMetadata",
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+    "torch.distributed._shard.sharded_tensor.metadata.ShardedTensorMetadata",
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+    "torch.distributed._shard.sharded_tensor.shard.Shard",
+    "torch.distributed._shard.sharding_spec.api.EnumerableShardingSpec",
+    "torch.distributed._shard.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
+    "torch.distributed.remote_device._remote_device",
+)
+"""What a ``ShardedTensor`` is pickled with."""
+_MOST_LEVELS = 32
+_READ_BYTES = 4 * 2**20
+_SAVE_ANEW = "save tensors, dictionaries and numbers alone: torch.save(dmp.state_dict(), FILE)"
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """What one rank has saved of a ``ShardedTensor``."""
+
+    size: tuple[int, ...]
+    """Of the whole tensor."""
+    own: dict[tuple[int, ...], torch.Tensor]
+    """This rank's shards, by their offsets."""
+    places: dict[tuple[int, ...], tuple[tuple[int, ...], int]]
+    """Sizes and rank of each shard of all ranks, by its offsets."""
+    dtype: torch.dtype | None
+    """As its own metadata say."""
+
+
+def read_file(path: Path) -> Mapping[str, Any]:
+    """The dictionary of a file: its tensors are mapped, and read when they are used. Compares checksums: reads all.
+
+    Raises:
+        ConfigError: there is no such file, or it holds no dictionary.
+        CorruptionError: it is cut short, or a record of it is not as its checksum says.
+        UnsupportedError: it holds objects besides tensors and plain values; names them. Or it is of an older kind.
+    """
+    _check_bytes(path)
+    try:
+        with torch.serialization.safe_globals(
+            [(_Sharded, _SHARDED), (_inert, _GETATTR), *((_Inert, name) for name in _PARTS)]
+        ):
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # whatever the bytes make of it
+        objects = _objects(path)
+        if objects:
+            raise UnsupportedError(
+                f"the file has pickled objects that are neither tensors nor plain values: {', '.join(objects)}; "
+                "nothing of it was run",
+                hint=_SAVE_ANEW,
+                path=path,
+            ) from None
+        raise UnsupportedError(
+            f"the file cannot be read without running what is pickled in it ({_reason(error)})",
+            hint=_SAVE_ANEW,
+            path=path,
+        ) from None
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"the file holds a {type(found).__name__}, not a dictionary",
+            hint=f"import a state dict: {_SAVE_ANEW}",
+            path=path,
+        )
+    return found
+
+
+def leaves(values: Mapping[str, Any], path: Path) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The values of nested dictionaries, with the keys that lead to each: tensors, :class:`Shards`, or anything else.
+
+    Raises:
+        UnsupportedError: a tensor is of a kind that is not brought over, or dictionaries are nested without an end.
+    """
+    yield from _below((), values, path)
+
+
+def _below(keys: tuple[str, ...], value: Any, path: Path) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(value, dict):
+        if len(keys) == _MOST_LEVELS:
+            raise UnsupportedError(f"its dictionaries have more than {_MOST_LEVELS} levels", path=path)
+        for key, inner in value.items():
+            yield from _below((*keys, str(key)), inner, path)
+    elif isinstance(value, _Sharded):
+        yield keys, _shards(value, ".".join(keys), path)
+    elif isinstance(value, torch.Tensor):
+        _check_kind(value, ".".join(keys), path)
+        yield keys, value.detach()
+    else:
+        yield keys, value
+
+
+def _check_kind(value: torch.Tensor, name: str, path: Path) -> None:
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+    if not plain or value.is_quantized or value.device.type != "cpu":
+        raise UnsupportedError(
+            f"{name} is not imported: a {type(value).__name__} ({value.layout}, {value.dtype}, {value.device})",
+            hint="save a plain tensor there, such as DTensor.full_tensor() gives",
+            path=path,
+        )
+
+
+# What the bytes are, before anything of them is opened.
+
+
+def _check_bytes(path: Path) -> None:
+    try:
+        with open(path, "rb") as file:
+            begin = file.read(4)
+        if not zipfile.is_zipfile(path):
+            raise _no_archive(path, begin)
+        with zipfile.ZipFile(path) as archive:
+            for record in archive.infolist():
+                _check_record(archive, record, path)
+    except OSError as error:
+        raise ConfigError(f"the file cannot be read: {error.strerror}", path=path) from None
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError, RuntimeError) as error:
+        raise CorruptionError(f"the file is damaged: {error}", hint="take another copy of it", path=path) from None
+
+
+def _no_archive(path: Path, begin: bytes) -> Exception:
+    if begin[:2] == b"PK":
+        return CorruptionError("the file is cut short: it is a zip archive without its end", path=path)
+    if begin[:1] == b"\x80":
+        return UnsupportedError(
+            "the file is a pickle, not a zip archive of torch.save",
+            hint="of torch before 1.6: torch.save(torch.load(FILE, weights_only=True), NEW)",
+            path=path,
+        )
+    return ConfigError("this is not a file of torch.save", hint="--from torch://FILE, or dcp://DIR", path=path)
+
+
+def _check_record(archive: zipfile.ZipFile, record: zipfile.ZipInfo, path: Path) -> None:
+    try:
+        with archive.open(record) as data:
+            while data.read(_READ_BYTES):
+                pass
+    except zipfile.BadZipFile as error:
+        raise CorruptionError(
+            f"the record {record.filename} is not as its checksum says: {error}",
+            hint="take another copy; one saved under set_crc32_options(False) has no checksums: save it without that",
+            path=path,
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    """What torch says, without its advice."""
+    lines = [line.strip() for line in str(error).rpartition("WeightsUnpickler error:")[2].splitlines() if line.strip()]
+    return f"{lines[0]:.200}" if lines else type(error).__name__
+
+
+def _objects(path: Path) -> list[str]:
+    """Names of what is pickled and not allowed."""
+    try:
+        found = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:  # whatever the bytes make of it: then the first error is told
+        return []
+    return sorted(set(found) - {_SHARDED, _GETATTR, *_PARTS})
+
+
+# ShardedTensor.
+
+
+class _Inert:
+    """Stands for an object of a pickle: has what it was given, and does nothing."""
+
+    def __init__(self, *args: Any) -> None:
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def get(self, name: str) -> Any:
+        """One attribute; None if the pickle has none of this name."""
+        parts = self.state if isinstance(self.state, tuple) else (self.state,)
+        return next((part[name] for part in parts if isinstance(part, dict) and name in part), None)
+
+
+def _inert(*_: Any) -> type[_Inert]:
+    """Stands for ``getattr``: whatever it is asked for is inert, too."""
+    return _Inert
+
+
+class _Sharded(torch.Tensor):
+    """Stands for a ``ShardedTensor``, which is a tensor without values of its own."""
+
+    state: Any
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Any:
+        raise TypeError("a ShardedTensor is taken apart, not computed with")
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _shards(value: _Sharded, name: str, path: Path) -> Shards:
+    wrong = UnsupportedError(f"{name} is a ShardedTensor of a form that is not known", path=path)
+    state = getattr(value, "state", None)
+    if not isinstance(state, tuple) or len(state) < 2 or not isinstance(state[1], _Inert):
+        raise wrong
+    local, metadata = state[:2]
+    size, places = _numbers(metadata.get("size")), {}
+    for each in metadata.get("shards_metadata") or ():
+        offsets, sizes, rank = _place(each)
+        if offsets is None or sizes is None or size is None or not len(offsets) == len(sizes) == len(size):
+            raise wrong
+        places[offsets] = sizes, rank
+    own: dict[tuple[int, ...], torch.Tensor] = {}
+    for shard in local if isinstance(local, list) else ():
+        tensor = shard.get("tensor") if isinstance(shard, _Inert) else None
+        offsets, sizes, _ = _place(shard.get("metadata")) if isinstance(shard, _Inert) else (None, None, 0)
+        if not isinstance(tensor, torch.Tensor) or offsets not in places or sizes != tuple(tensor.shape):
+            raise wrong
+        _check_kind(tensor, name, path)
+        own[offsets] = tensor.detach()
+    if size is None or not isinstance(local, list):
+        raise wrong
+    properties = metadata.get("tensor_properties")
+    kinds = properties.state if isinstance(properties, _Inert) and isinstance(properties.state, tuple) else ()
+    dtype = next((each for each in kinds if isinstance(each, torch.dtype)), None)
+    return Shards(size, own, places, dtype)
+
+
+def _place(metadata: Any) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None, int]:
+    """Offsets, sizes and rank of a shard; -1: which rank is not said."""
+    if not isinstance(metadata, _Inert):
+        return None, None, -1
+    placement = metadata.get("placement")
+    rank = placement.get("_rank") if isinstance(placement, _Inert) else None
+    return _numbers(metadata.get("shard_offsets")), _numbers(metadata.get("shard_sizes")), -1 if rank is None else rank
+
+
+def _numbers(value: Any) -> tuple[int, ...] | None:
+    known = isinstance(value, list | tuple) and all(isinstance(each, int) and each >= 0 for each in value)
+    return tuple(value) if known else None
