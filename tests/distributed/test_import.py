@@ -13,10 +13,11 @@ import torch.distributed.checkpoint as dcp
 from typer.testing import CliRunner
 
 from tests import jobs, ranks
+from tests.evolving import pasted
 from tests.model import OPTIMIZERS, PLAN_1, PLAN_2, PLAN_3, Spec, differences, trainer, truth
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
+from torchrec_stream_ckpt.errors import ConfigError, SchemaMismatchError, StreamCkptError
 
 pytestmark = pytest.mark.distributed
 
@@ -120,6 +121,35 @@ def test_what_does_not_fit_the_checkpoint_is_refused(
     with pytest.raises(ConfigError, match=said):
         run("import", f"--from=dcp://{folder}", f"--to=file://{tmp_path}/log", *arguments)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("saved", ["rowwise"], indirect=True)
+def test_weights_alone_are_no_marker_of_a_model_with_states_until_that_is_declared(
+    saved: tuple[str, Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    _, folder, expected = saved
+    uri = f"file://{tmp_path}/log"
+    arguments = ("--optimizer=none", "--data-parallel=ebc.t_dp", *KEYS)
+    found = run("import", f"--from=dcp://{folder}", f"--to={uri}", *arguments)
+    assert found["without_states"] == ["ebc.t_item", "ebc.t_small", "ebc.t_user", "ebc.t_wide"]
+    refused, before, after = ranks.run(1, restore_declared, StreamConfig(uri=uri, marker_every=None))[0]
+    assert "table 'ebc.t_user': trained by exact_rowwise_adagrad here, none in the marker" in refused
+    kept = {name: value for name, value in expected.items() if name.startswith(("model.", "dense."))}
+    assert differences(before | kept, after) == []
+
+
+def restore_declared(settings: StreamConfig) -> tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What a plain restore says, and the truth before and after one with what it has named."""
+    job = trainer(PLAN_1)
+    job.step()
+    with jobs.attach(job, settings, paranoid=False) as checkpointer:
+        with pytest.raises(SchemaMismatchError) as refused:
+            checkpointer.restore()
+        before = truth(job)
+        restored = checkpointer.restore(changes=pasted(str(refused.value)))
+        assert restored is not None
+        assert restored.evolved is not None
+        return str(refused.value), before, truth(job)
 
 
 @pytest.mark.parametrize("saved", ["rowwise"], indirect=True)

@@ -1,4 +1,4 @@
-"""What TorchRec jobs have saved with ``torch.save`` becomes the first marker of a lineage, in a model that may differ."""
+"""What TorchRec jobs have saved with ``torch.save`` becomes the first marker of a lineage, for any model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WHOLE_PLAN = Plan(2, 2, (Place("rw"), Place("tw", (0,)), Place("dp")))
 
 
 def save(folder: str, model: Model, plan: Plan) -> State:
-    """A job that knows nothing of this project: a file a rank, and one with all tensors gathered; the truth about it."""
+    """A job that knows nothing of this project: a file a rank, and one of gathered tensors; the truth about it."""
     job = zoo.build(model, plan)
     for _ in range(3):
         zoo.train(job)
@@ -77,13 +77,13 @@ def write_schema(folder: str, model: Model, plan: Plan) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, State]]:
-    yield _saved(pool, tmp_path_factory.mktemp("cut"), MODEL, PLAN)
+def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
+    return _saved(pool, tmp_path_factory.mktemp("cut"), MODEL, PLAN)
 
 
 @pytest.fixture(scope="module")
-def whole(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, State]]:
-    yield _saved(pool, tmp_path_factory.mktemp("whole"), WHOLE, WHOLE_PLAN)
+def whole(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
+    return _saved(pool, tmp_path_factory.mktemp("whole"), WHOLE, WHOLE_PLAN)
 
 
 def _saved(pool: Pool, folder: Path, model: Model, plan: Plan) -> tuple[Path, State]:
@@ -150,7 +150,7 @@ def test_weights_alone_come_to_another_model_by_changes_that_the_refusal_has_nam
     log = tmp_path / "log"
     arguments = ["import", f"--from=torch://{folder}/weights.pt", f"--to=file://{log}", "--optimizer=none"]
     arguments.append(f"--schema={tmp_path}/model.json")
-    with pytest.raises(ConfigError, match="called 'module.part0.t_user' in the checkpoint") as refused:
+    with pytest.raises(ConfigError, match=r"called 'module\.part0\.t_user' in the checkpoint") as refused:
         run(*arguments)
     assert r"--rename 'module\.(.+)=\1'" in str(refused.value)
     arguments.append(r"--rename=module\.(.+)=\1")

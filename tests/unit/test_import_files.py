@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,10 @@ def spoil(path: Path, how: str) -> None:
         data[data.index(torch.arange(24.0).numpy().tobytes()) + 9] ^= 1
     elif how == "text":
         data = bytearray(b"hello")
+    elif how == "zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("model/word.xml", "hello")
+        return
     path.write_bytes(data)
 
 
@@ -89,6 +94,7 @@ def spoil(path: Path, how: str) -> None:
         ("cut", "cut short: it is a zip archive without its end"),
         ("flipped", r"the record model/data/\d is not as its checksum says"),
         ("text", "this is not a file of torch.save"),
+        ("zip", "this is not a file of torch.save"),
     ],
 )
 def test_bytes_that_are_not_as_they_were_saved_are_refused(tmp_path: Path, how: str, said: str) -> None:
@@ -221,5 +227,5 @@ def test_a_damaged_rank_file_is_a_corruption(tmp_path: Path) -> None:
     (tmp_path / "ranks").mkdir()
     torch.save(state(), tmp_path / "ranks" / "rank0.pt")
     (tmp_path / "ranks" / "rank1.pt").write_bytes((tmp_path / "ranks" / "rank0.pt").read_bytes()[:300])
-    with pytest.raises(CorruptionError, match="rank1.pt"):
+    with pytest.raises(CorruptionError, match=r"rank1\.pt"):
         run(tmp_path, *ROWWISE, source=tmp_path / "ranks")

@@ -59,10 +59,10 @@ class IntoModel:
         if not here or not there or here & there or not self.changes.is_empty:
             return
         for longer, shorter, of_file in ((there, here, True), (here, there, False)):
-            pairs = ((each, each.removesuffix(name)) for each in longer for name in shorter if each.endswith(f".{name}"))
-            for each, prefix in sorted(pairs):
+            pairs = [(each, name) for each in longer for name in shorter if each.endswith(f".{name}")]
+            for each, name in sorted(pairs):
+                prefix = each.removesuffix(name)
                 pattern = f"{re.escape(prefix)}(.+)=\\1" if of_file else f"(.+)={prefix}\\1"
-                name = each.removeprefix(prefix)
                 said = (each, name) if of_file else (name, each)
                 raise ConfigError(
                     f"a table is called {said[0]!r} in the checkpoint, and {said[1]!r} in the model: another prefix",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from torchrec_stream_ckpt.interchange.torch_file import Shards, leaves, read_fil
 _OF_RANK = re.compile(r"(.*?)(\d+)(\.\w+)")
 """A file of one rank: ``rank0.pt`` and the like."""
 Offsets = tuple[int, ...]
+Box = tuple[Offsets, tuple[int, ...]]
+"""Offsets and sizes."""
 
 
 @dataclass(slots=True)
@@ -177,9 +180,20 @@ class TorchCheckpoint:
                     hint="name the folder that has the files of all ranks: --from torch://DIR with rank0.pt, rank1.pt",
                     path=self.path,
                 )
-            area = sum(prod(sizes) for sizes, _ in entry.places.values())
-            if area != prod(entry.size):
-                raise CorruptionError(f"the shards of {name} have {area} values of {prod(entry.size)}", path=self.path)
+            boxes = [(offsets, sizes) for offsets, (sizes, _) in entry.places.items() if 0 not in sizes]
+            inside = all(
+                begin + length <= most
+                for offsets, sizes in boxes
+                for begin, length, most in zip(offsets, sizes, entry.size, strict=True)
+            )
+            area = sum(prod(sizes) for _, sizes in boxes)
+            if not inside or area != prod(entry.size) or any(_overlap(*pair) for pair in combinations(boxes, 2)):
+                raise CorruptionError(f"the shards of {name} do not lie side by side in {entry.size}", path=self.path)
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    axes = zip(*one, *other, strict=True)
+    return all(begin < there + far and there < begin + length for begin, length, there, far in axes)
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

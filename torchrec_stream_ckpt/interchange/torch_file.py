@@ -131,6 +131,9 @@ def _check_bytes(path: Path) -> None:
         if not zipfile.is_zipfile(path):
             raise _no_archive(path, begin)
         with zipfile.ZipFile(path) as archive:
+            names = {name.rpartition("/")[2] for name in archive.namelist()}
+            if "data.pkl" not in names or "constants.pkl" in names:
+                raise _no_archive(path, b"")
             for record in archive.infolist():
                 _check_record(archive, record, path)
     except OSError as error:
@@ -148,7 +151,11 @@ def _no_archive(path: Path, begin: bytes) -> Exception:
             hint="of torch before 1.6: torch.save(torch.load(FILE, weights_only=True), NEW)",
             path=path,
         )
-    return ConfigError("this is not a file of torch.save", hint="--from torch://FILE, or dcp://DIR", path=path)
+    return ConfigError(
+        "this is not a file of torch.save",
+        hint="name one: --from torch://FILE; of a program that torch.jit.save has written, save the state_dict()",
+        path=path,
+    )
 
 
 def _check_record(archive: zipfile.ZipFile, record: zipfile.ZipInfo, path: Path) -> None:
