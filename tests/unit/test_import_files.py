@@ -183,6 +183,8 @@ def test_all_differences_are_said_at_once_and_what_is_pasted_accepts_them(tmp_pa
     user = TableSpec("ebc.t_user", 9, 4, "float32", "exact_rowwise_adagrad", (SUM,))
     city = TableSpec("ebc.t_city", 5, 4, "float32", "exact_rowwise_adagrad", (SUM,))
     given = schema(tmp_path, user, city, kind="Adagrad", head="top.weight")
+    with pytest.raises(ConfigError, match="no sharded table with the state"):
+        run(tmp_path, *ROWWISE[:2], given)  # without the key of the optimizer all states would be left out
     with pytest.raises(SchemaMismatchError) as refused:
         run(tmp_path, *ROWWISE, given)
     said = str(refused.value)

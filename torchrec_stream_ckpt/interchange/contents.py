@@ -117,7 +117,7 @@ def read_contents(checkpoint: Checkpoint, source: Source) -> Contents:
         others |= {model[name], *fused.values()}
         if parsed.spec_name not in tables:  # our own exports have each table under two names
             tables[parsed.spec_name] = _table(entries, parsed, model[name], fused, optimizer)
-    if not tables:
+    if not tables or (known and all(table.spec.optimizer == NO_OPTIMIZER for table in tables.values())):
         raise _no_tables(model)
     return _contents(tables, {names[name]: (name, entry) for name, entry in model.items()}, states, others, checkpoint)
 
