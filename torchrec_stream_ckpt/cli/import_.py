@@ -84,7 +84,7 @@ def import_checkpoint(
             "--changes says in what a model differs, and there is no model", hint="name it with --schema FILE"
         )
     try:
-        from torchrec_stream_ckpt.interchange.contents import Source, states_of
+        from torchrec_stream_ckpt.interchange.contents import ImportSource, states_of
         from torchrec_stream_ckpt.interchange.importing import import_checkpoint as write
         from torchrec_stream_ckpt.interchange.into_model import IntoModel
     except ModuleNotFoundError as error:
@@ -97,7 +97,7 @@ def import_checkpoint(
         kafka_options=access.kafka_options,
         commit_key_file=access.commit_key_file,
     )
-    source = Source(
+    source = ImportSource(
         optimizer=optimizer,
         model_key=model_key,
         optimizer_key=optimizer_key,

@@ -22,7 +22,7 @@ NO_OPTIMIZER = "none"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class ImportSource:
     """What is known of a checkpoint besides its bytes."""
 
     optimizer: str
@@ -78,7 +78,7 @@ class Contents:
         return [*tables, *self.dense.values(), *self.dense_states.values()]
 
 
-def read_contents(checkpoint: Checkpoint, source: Source) -> Contents:
+def read_contents(checkpoint: Checkpoint, source: ImportSource) -> Contents:
     """Sort the entries of a checkpoint: tables, their fused states, the dense model, its optimizers.
 
     Raises:
@@ -187,7 +187,7 @@ def _contents(
     return Contents(tuple(tables[name] for name in sorted(tables)), dense, dense_states, tuple(sorted(rest)))
 
 
-def _check_keys(metadata: Metadata, source: Source) -> None:
+def _check_keys(metadata: Metadata, source: ImportSource) -> None:
     """A table below a key that was not named would become one of another name."""
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     for name, path in paths.items():

@@ -35,8 +35,8 @@ from torchrec_stream_ckpt.interchange.checkpoint import Checkpoint, Part
 from torchrec_stream_ckpt.interchange.contents import (
     NO_OPTIMIZER,
     Contents,
+    ImportSource,
     SavedTable,
-    Source,
     read_contents,
     tensor_entry,
 )
@@ -88,7 +88,7 @@ def import_checkpoint(
     dense: DenseStore,
     objects: Objects,
     config: StreamConfig,
-    source: Source,
+    source: ImportSource,
     into: IntoModel | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Imported:

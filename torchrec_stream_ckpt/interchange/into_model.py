@@ -15,7 +15,7 @@ from torchrec_stream_ckpt.evolve.whole import evolve
 from torchrec_stream_ckpt.interchange.names import TorchRecName
 
 if TYPE_CHECKING:
-    from torchrec_stream_ckpt.interchange.contents import Source
+    from torchrec_stream_ckpt.interchange.contents import ImportSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class IntoModel:
     model: ModelSchema
     changes: Changes
 
-    def place(self, source: Source) -> Source:
+    def place(self, source: ImportSource) -> ImportSource:
         """What the model says of the checkpoint's tables: which are sharded, and which data-parallel."""
         old_names = {new: old for old, new in self.changes.renamed.items()}
         dense_names = {new: old for old, new in self.changes.dense.renamed.items()}
