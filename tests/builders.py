@@ -11,6 +11,7 @@ import numpy as np
 
 from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark, Trim
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_frame, parse_header, seal
+from torchrec_stream_ckpt.format.remarks import End
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import Ack, Log
@@ -55,6 +56,11 @@ def commit(generation: int, marker: int, ranks: Sequence[RankEnd] = (), **more: 
         "store": "",
     }
     return Commit(generation=generation, marker=marker, **{**values, **more})  # type: ignore[arg-type]
+
+
+def end(generation: int, outcome: str = "finished", **more: object) -> End:
+    values: dict[str, object] = {"job": JOB, "nonce": f"nonce-{generation}", "step": 70, "reason": "", "time_s": 0.0}
+    return End(generation=generation, outcome=outcome, **{**values, **more})  # type: ignore[arg-type]
 
 
 def trim(*markers: str, store: str = "file:///store", **more: object) -> Trim:

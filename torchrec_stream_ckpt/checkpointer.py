@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -30,6 +31,7 @@ from torchrec_stream_ckpt.stats import Stats
 from torchrec_stream_ckpt.tiers.job import Tiered
 from torchrec_stream_ckpt.trainer.attached import Attached
 from torchrec_stream_ckpt.trainer.calls import Calls, collective
+from torchrec_stream_ckpt.trainer.ending import Ending, LastWord
 from torchrec_stream_ckpt.trainer.restoring import Restoring
 from torchrec_stream_ckpt.trainer.session import Session
 from torchrec_stream_ckpt.trainer.showing import Showing
@@ -144,6 +146,9 @@ class StreamCheckpointer:
                 self._session,
                 self._streaming,
             )
+            self._ending = Ending(self._roll.store, self._team.rank, self._team.world)
+            self._handled = sys.exception()
+            """What was in flight here: of no meaning to the job's end."""
             self._closed = False
             self._showing = Showing(config, self._team, self.stats, self._telemetry)
             undo.pop_all()
@@ -151,8 +156,13 @@ class StreamCheckpointer:
     def __enter__(self) -> StreamCheckpointer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except Exception:
+            if error is None:
+                raise
+            log.exception("the StreamCheckpointer was not closed")  # and the user's own error goes on
 
     @property
     def steps(self) -> int:
@@ -255,6 +265,7 @@ class StreamCheckpointer:
             What was taken over; None when nothing was ever committed.
 
         Raises:
+            JobFinishedError: the trainer has said that the job is finished.
             FencedError: another trainer, or spare, was first.
             ColumnResplitError: this plan splits columns of a row-wise optimizer otherwise; a spare merges nothing.
         """
@@ -326,17 +337,27 @@ class StreamCheckpointer:
         """
         self._attached.capture.outside.mark_all()
 
-    def close(self, timeout_s: float = 60.0) -> None:
-        """Remove the hooks, wait for the marker in flight and let go of the log; takes at most ``timeout_s``.
+    def close(self, timeout_s: float = 60.0, *, outcome: str | None = None) -> None:
+        """Remove the hooks, wait for the marker in flight, say how the job has ended, and let go of the log.
 
-        Rows that changed since the last marker are not part of any: call ``mark()`` before if they shall be.
+        Takes at most ``timeout_s``, and 10 s more for the last word. Rows that changed since the last marker are not
+        part of any: call ``mark()`` before if they shall be.
+
+        Args:
+            timeout_s: How long the marker in flight and the other ranks are waited for.
+            outcome: ``finished``, ``preempted`` or ``failed``: what the log says from then on, until another trainer
+                takes the job over. Default: ``failed`` while an exception is in flight (in a ``finally`` or ``except``,
+                at the end of a ``with``), otherwise ``finished``. See docs/training_loop.md.
 
         Raises:
-            ConfigError: another call is running, on this thread or on another one; nothing is closed.
+            ConfigError: another call is running, on this thread or on another one, or there is no such outcome; nothing
+                is closed.
         """
         if self._closed or self._calls.in_fork:  # a fork has nothing to close: all of it is its parent's
             return
         self._calls.check_none("close()")
+        error = sys.exception()
+        word = LastWord.of(outcome, error if error is not self._handled else None)
         self._closed = True
         deadline = time.monotonic() + timeout_s
         self._showing.close()
@@ -344,6 +365,8 @@ class StreamCheckpointer:
             self._streaming.check_kernels()
         self._attached.unhook()
         self._streaming.close(timeout_s)
+        self._roll.close()  # ranks that wait in another call are told
+        self._ending.say(self._streaming.stream, self._streaming.steps, word, deadline)
         if self._tiers is not None:
             self._tiers.close(max(JOIN_S, deadline - time.monotonic()))
         self._tier.close()

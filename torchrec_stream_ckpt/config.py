@@ -297,7 +297,8 @@ class Takeover:
 
     after_s: float | None = 60.0
     """Seconds without a sign of life: nothing new in the log, no rows and no record. Longer than the longest pause of
-    the trainer (evaluation, compilation). One that has come to its end is silent, too. None: never by itself."""
+    the trainer (evaluation, compilation). A trainer that says that it has failed is taken over at once, one that says
+    that it was preempted after this time; one that says that the job is finished, never. None: never by itself."""
     trigger: Path | str | None = None
     """A file on rank 0's host: once it is there, the spare takes over."""
     poll_s: float = 0.2

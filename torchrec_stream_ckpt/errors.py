@@ -117,6 +117,10 @@ class FencedError(StreamCkptError):
     """Another trainer owns the job: this one must stop."""
 
 
+class JobFinishedError(StreamCkptError):
+    """The job is finished, and a spare has nothing to take over: end the spare, or train on by ``restore()``."""
+
+
 class MarkerNotFoundError(StreamCkptError):
     """No such committed marker: list the markers and choose one."""
 

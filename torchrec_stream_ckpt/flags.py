@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from torchrec_stream_ckpt.config import PROOF_BYTES, Source, StreamConfig, Takeover
-from torchrec_stream_ckpt.errors import ChangesError, ConfigError
+from torchrec_stream_ckpt.errors import ChangesError, ConfigError, JobFinishedError
 from torchrec_stream_ckpt.types import Restored
 
 if TYPE_CHECKING:
@@ -313,10 +313,15 @@ def restore_from(args: argparse.Namespace, checkpointer: Restorable) -> Restored
 
     Raises:
         StreamCkptError: as ``StreamCheckpointer.restore()``.
+        SystemExit: (``--standby``) with status 0: the job is finished, and there is nothing to take over.
     """
     accept = bool(args.accept_unproved)
     if args.standby is not None:
-        return checkpointer.standby(Takeover(after_s=args.standby), accept_unproved=accept)
+        try:
+            return checkpointer.standby(Takeover(after_s=args.standby), accept_unproved=accept)
+        except JobFinishedError as error:
+            log.info("%s", error.message)
+            raise SystemExit(0) from None
     if args.restore == "none":
         return None
     if args.source is not None:

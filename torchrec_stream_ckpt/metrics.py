@@ -55,6 +55,7 @@ METRICS: Mapping[str, Metric] = {
     "newest_marker": Metric(f"{_PREFIX}_newest_marker", "Its number in that generation."),
     "head_generation": Metric(f"{_PREFIX}_head_generation", "Generation of the marker that HEAD stands at; 0: none."),
     "head_marker": Metric(f"{_PREFIX}_head_marker", "Its number in that generation."),
+    "ended": Metric(f"{_PREFIX}_job_ended", "The trainer's last word: 0 none, 1 finished, 2 preempted, 3 failed."),
     "workers": Metric(f"{_PREFIX}_workers", "Materializers of this job that are alive."),
 }
 """The materializer's, by the name of the value that :func:`serve_metrics` reads."""

@@ -83,7 +83,7 @@ class Service(ABC):
                     continue
                 retry_s = self._retry_s[0]
                 self._say_recovered()
-                if last:
+                if last or self._is_over():
                     return True
                 self._wait(poll_s)
         except Stopped:
@@ -103,6 +103,10 @@ class Service(ABC):
 
     def _is_last(self) -> bool:
         """Whether nothing more is to come."""
+        return False
+
+    def _is_over(self) -> bool:
+        """Whether the round that was just done is the last one, by what it has seen."""
         return False
 
     def _wait(self, seconds: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torchrec_stream_ckpt import StreamConfig, Takeover
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import SchemaMismatchError, StoreUnavailableError
 from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.trainer.ending import Ending
 from torchrec_stream_ckpt.types import MarkerId
 
 pytestmark = pytest.mark.distributed
@@ -30,12 +32,18 @@ def claim_only(settings: StreamConfig) -> None:
         assert checkpointer.restore(changes=CHANGES) is not None
 
 
+def killed(play: Callable[..., Any], *args: Any) -> Any:
+    """What a trainer does that has no last word: a spare waits for none of those that finish."""
+    Ending.say = lambda *_: None  # type: ignore[method-assign]
+    return play(*args)
+
+
 def change(settings: StreamConfig, *, marks: bool) -> None:
     """Restore the job into the new model."""
     if marks:
-        ranks.run(2, restored, NEW, TWO, settings, None, CHANGES, EVENTS)
+        ranks.run(2, killed, restored, NEW, TWO, settings, None, CHANGES, EVENTS)
     else:
-        ranks.run(2, claim_only, settings)
+        ranks.run(2, killed, claim_only, settings)
 
 
 def stand_by(
@@ -73,7 +81,7 @@ def newest(settings: StreamConfig) -> int:
 def test_a_spare_that_holds_the_old_model_ends_and_fences_nobody(*, told: bool, marks: bool, tmp_path: Path) -> None:
     """Before a takeover can be due, and where it is due at once."""
     settings, trigger = config(tmp_path / "log"), tmp_path / "now"
-    ranks.run(2, zoo.start, OLD, TWO, settings, EVENTS)
+    ranks.run(2, killed, zoo.start, OLD, TWO, settings, EVENTS)
     if told:
         change(settings, marks=marks)
         trigger.touch()
@@ -94,19 +102,19 @@ def test_a_spare_that_holds_the_old_model_ends_and_fences_nobody(*, told: bool, 
     finally:
         spare.close()
     assert newest(settings) == 2
-    ranks.run(2, restored, NEW, TWO, settings, None, CHANGES, ("train", MARK))
+    ranks.run(2, killed, restored, NEW, TWO, settings, None, CHANGES, ("train", MARK))
 
 
 def test_a_spare_of_the_new_model_does_not_fence_a_trainer_that_went_back_to_the_old_one(tmp_path: Path) -> None:
     settings, trigger = config(tmp_path / "log"), tmp_path / "now"
-    ranks.run(2, zoo.start, OLD, TWO, settings, EVENTS)
-    ranks.run(2, restored, NEW, TWO, settings, None, CHANGES, ("train", MARK))
+    ranks.run(2, killed, zoo.start, OLD, TWO, settings, EVENTS)
+    ranks.run(2, killed, restored, NEW, TWO, settings, None, CHANGES, ("train", MARK))
     spare = ranks.start(
         1, stand_by, NEW, ALONE, settings, Takeover(after_s=None, trigger=trigger, poll_s=0.05), tmp_path
     )
     try:
         wait_for((tmp_path / "loaded").exists, spare)
-        ranks.run(2, zoo.resume, OLD, TWO, settings, "1:2", ())  # it ends before its first marker
+        ranks.run(2, killed, zoo.resume, OLD, TWO, settings, "1:2", ())  # it ends before its first marker
         trigger.touch()
         (error,) = spare.join()
     finally:
@@ -137,7 +145,7 @@ def stand_by_in_vain(settings: StreamConfig, takeover: Takeover) -> tuple[list[i
 
 def test_a_spare_that_could_not_load_a_marker_fences_nobody(tmp_path: Path) -> None:
     settings, trigger = config(tmp_path / "log"), tmp_path / "now"
-    ranks.run(2, zoo.start, OLD, TWO, settings, EVENTS)
+    ranks.run(2, killed, zoo.start, OLD, TWO, settings, EVENTS)
     trigger.touch()
     (seen, marker), *_ = ranks.run(1, stand_by_in_vain, settings, Takeover(trigger=trigger, poll_s=0.01))
     assert (seen, marker) == ([1, 1, 1, 1], "1:2")
@@ -160,14 +168,14 @@ def test_a_spare_of_another_model_does_not_fence_a_trainer_without_a_marker(tmp_
 
 def test_a_spare_of_the_new_model_takes_over_a_job_that_has_changed(tmp_path: Path) -> None:
     settings = config(tmp_path / "log")
-    ranks.run(2, zoo.start, OLD, TWO, settings, EVENTS)
-    said = ranks.run(2, restored, NEW, TWO, settings, None, CHANGES, ("train", MARK))
+    ranks.run(2, killed, zoo.start, OLD, TWO, settings, EVENTS)
+    said = ranks.run(2, killed, restored, NEW, TWO, settings, None, CHANGES, ("train", MARK))
     spare = ranks.start(
         3, stand_by, NEW, THREE, settings, Takeover(after_s=None, trigger=tmp_path / "now", poll_s=0.05), tmp_path
     )
     try:
         wait_for((tmp_path / "loaded").exists, spare)
-        again = ranks.run(2, zoo.resume, NEW, TWO, settings, None, EVENTS)
+        again = ranks.run(2, killed, zoo.resume, NEW, TWO, settings, None, EVENTS)
         (tmp_path / "now").touch()
         found = spare.join()
     finally:

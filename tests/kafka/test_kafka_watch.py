@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.builders import end
 from tests.jobs_on_paper import PaperJob, tables
 from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.log.api import open_log
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -35,8 +37,12 @@ def test_a_job_on_a_broker_is_watched_and_reported(bootstrap: str, tmp_path: Pat
     assert [rank["partition"] for rank in seen["ranks"]] == [0, 1]
     assert seen["restore"]["seconds"] == pytest.approx(seen["restore"]["num_bytes"] / 2 / 0.15e9)
     assert [alert["kind"] for alert in seen["alerts"]] == ["late"]
+    Control(log).end(end(2))
+    seen = json.loads(run("watch", uri, "--store", store, "--once", "--json"))
+    assert (seen["ended"]["outcome"], seen["alerts"]) == ("finished", [])
     run("report", uri, "--store", store, "--out", str(tmp_path / "report.html"))
     page = (tmp_path / "report.html").read_text()
     assert "2: 2 ranks, 2 markers" in page
     assert "are not in the log" not in page
+    assert "the trainer has ended: finished at step 70" in page
     log.close()

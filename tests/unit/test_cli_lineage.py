@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.builders import claim, commit
+from tests.builders import claim, commit, end
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import CorruptionError, FencedError, MarkerNotFoundError
@@ -54,6 +54,21 @@ def depth(text: str, piece: str) -> int:
     """How far a line of the tree is indented."""
     (line,) = (line for line in text.splitlines() if piece in line)
     return line.index(piece)
+
+
+def test_a_list_says_how_generations_have_ended(uri: str) -> None:
+    assert json.loads(run("list", uri, "--json"))["ended"] is None
+    log = FileLog(Path(uri.removeprefix("file://")))
+    log.append_control(end(3, "failed", reason="ValueError").to_frame())
+    assert "the trainer of generation 3 has ended: failed at step 70 (ValueError)" in run("list", uri)
+    ended = json.loads(run("list", uri, "--json"))["ended"]
+    assert ended == {"outcome": "failed", "reason": "ValueError", "step": 70, "time_s": 0.0}
+    log.append_control(claim(4, parent=MarkerId(1, 1)).to_frame())
+    log.close()
+    assert json.loads(run("list", uri, "--json"))["ended"] is None
+    tree = run("list", uri, "--tree")
+    assert "has ended" not in tree
+    assert "failed at step 70" in next(each for each in tree.splitlines() if "generation 3" in each)
 
 
 def test_the_newest_are_listed_beside_an_older_commit_that_nobody_wrote_and_all_are_not(tmp_path: Path) -> None:

@@ -183,6 +183,7 @@ WITH_TORCH = frozenset(
         "trainer/claims.py",
         "trainer/cuts.py",
         "trainer/drains.py",
+        "trainer/ending.py",
         "trainer/evolving.py",
         "trainer/finder.py",
         "trainer/restoring.py",

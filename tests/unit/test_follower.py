@@ -322,6 +322,28 @@ def test_rows_are_seen_before_their_marker_which_then_costs_nothing(job: Job, ea
     assert eager.image == image == truth(job, marker.id)
 
 
+def test_rows_after_the_last_word_of_a_trainer_are_taken_back_and_a_finished_job_ends_its_followers(
+    job: Job, eager: Replica
+) -> None:
+    parent = job.commit()
+    eager.catch_up()
+    job.touch()
+    assert [kind for kind, _ in eager.catch_up()] == [ROWS]
+    job.log.append_control(builders.end(1, "preempted").to_frame())
+    assert eager.catch_up() == [(ROLLBACK, "1:1")]
+    assert eager.image == truth(job, parent.id)
+    ended = eager.follower.stats.ended
+    assert ended is not None
+    assert ended.outcome == "preempted"
+    job.begin(parent.id)
+    job.touch()
+    marker = job.commit()
+    job.log.append_control(builders.end(2).to_frame())
+    for update in eager.follower.updates(until_closed=True):
+        eager.put(update)
+    assert eager.image == truth(job, marker.id)
+
+
 def test_rows_of_a_dead_generation_are_taken_back(job: Job, eager: Replica) -> None:
     parent = job.commit()
     eager.catch_up()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests import builders
 from tests.synthetic import Job
 from tests.unit.folded_job import check_folded, command, folded_job, materialize, store_of
 from torchrec_stream_ckpt.cli.events import Panel, line
@@ -128,6 +129,51 @@ def test_once_that_a_signal_ends_early_says_so(job: Job, monkeypatch: pytest.Mon
     check_folded(job, [1, 2, 3])
     monkeypatch.undo()
     assert materialize(job)[0] == 0
+
+
+def test_until_closed_ends_with_a_finished_job_and_with_no_other(job: Job) -> None:
+    log, heard = job.log, []
+    log.append_control(builders.end(1, "failed", reason="ValueError").to_frame())
+
+    def hear(event: Event) -> None:
+        heard.append(event)
+        if event.event == "ended" and event.fields["outcome"] == "failed":
+            job.begin(MarkerId(1, 4))
+            job.touch(1)
+            job.commit()
+            log.append_control(builders.end(2, "preempted").to_frame())
+        elif event.event == "ended" and event.fields["outcome"] == "preempted":
+            log.append_control(builders.end(2).to_frame())  # once more: the later one counts
+
+    control, pool = Control(log), ThreadPoolExecutor(1)
+    objects = open_store(str(store_of(job)))
+    made = Materializer(log, objects, lambda commit: open_dense(f"file://{job.root}"), pool)
+    service = MaterializeService(control.refresh, lambda _: made, hear, until_closed=True)
+    assert service.run(poll_s=0.01)
+    said = [(each.event, each.fields.get("outcome", each.fields.get("marker"))) for each in heard]
+    assert said == [
+        ("marker", "1:4"),
+        ("ended", "failed"),
+        ("marker", "2:1"),
+        ("ended", "preempted"),
+        ("ended", "finished"),
+        ("stop", None),
+    ]
+    pool.shutdown()
+    status, events, _ = command(f"file://{job.root}", "--store", str(store_of(job)), "--until-closed", "--json")
+    assert (status, [each["event"] for each in events]) == (0, ["start", "ended", "stop"])
+    assert line(Event("ended", {"outcome": "preempted", "reason": "SIGTERM", "step": 7})) == (
+        "the job was preempted at step 7 (SIGTERM); another trainer may go on"
+    )
+    status, _, said_ = command(f"file://{job.root}", "--once", "--until-closed")
+    assert (status, "leave out one of the two" in said_) == (1, True)
+
+
+def test_until_closed_ends_with_a_job_that_finished_without_a_marker(tmp_path: Path) -> None:
+    log = FileLog(tmp_path)
+    log.append_control(builders.claim(1, incarnation=log.prepare(1).id).to_frame())
+    log.append_control(builders.end(1).to_frame())
+    assert command(f"file://{tmp_path}", "--until-closed")[0] == 0
 
 
 def test_a_store_of_a_newer_format_gets_no_sign_of_life(job: Job) -> None:

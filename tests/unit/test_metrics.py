@@ -160,6 +160,7 @@ def test_the_dashboard_asks_for_metrics_that_exist_and_for_nearly_all_of_them() 
         "unacknowledged_frames",
         "materializer_folds_read_bytes_total",
         "materializer_head_generation",
+        "materializer_job_ended",
         "materializer_markers_total",
         "materializer_newest_generation",
         "materializer_scrub_oldest_seconds",

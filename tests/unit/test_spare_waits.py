@@ -14,6 +14,7 @@ from torchrec_stream_ckpt.config import Takeover
 from torchrec_stream_ckpt.errors import (
     CommitUnknownError,
     FencedError,
+    JobFinishedError,
     LogUnavailableError,
     StoreUnavailableError,
     StreamCkptError,
@@ -159,3 +160,29 @@ def test_a_trainer_that_began_between_the_fence_and_its_answer_is_not_fenced() -
     control = _Control(claim_fails=[overtaken])
     with pytest.raises(FencedError, match="generation 3 has taken over"):
         spare(control, loaded(control)).wait()
+
+
+@pytest.mark.parametrize(("outcome", "at_once"), [("failed", True), ("preempted", False)])
+def test_a_spare_takes_over_at_once_from_a_trainer_that_failed_and_after_a_while_from_one_that_was_preempted(
+    outcome: str, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = _Control()
+    control.lineage.apply(builders.end(1, outcome))
+    waiting, waits = spare(control, loaded(control)), []
+    waiting._pulse.after_s = 600.0
+
+    def nap(_: float) -> None:
+        waits.append(len(control.claims))
+        waiting._pulse.after_s = -1.0
+
+    monkeypatch.setattr("torchrec_stream_ckpt.trainer.standby.time.sleep", nap)
+    assert waiting.wait() == MarkerId(1, 1)
+    assert waits == ([] if at_once else [0])
+
+
+def test_a_spare_of_a_finished_job_ends_and_fences_nobody() -> None:
+    control = _Control()
+    control.lineage.apply(builders.end(1))
+    with pytest.raises(JobFinishedError, match="has finished at step 70"):
+        spare(control, loaded(control)).wait()
+    assert control.claims == []

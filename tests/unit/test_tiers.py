@@ -29,6 +29,7 @@ from torchrec_stream_ckpt.errors import (
     StreamCkptError,
     TrimmedError,
 )
+from torchrec_stream_ckpt.format.remarks import End
 from torchrec_stream_ckpt.layout import CONTROL_FILE, DATA_DIR, DENSE_DIR, dense_name
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.restore.verify import verify_marker
@@ -69,6 +70,24 @@ def image(job: TieredJob, found: Route) -> Image:
 
 def where(found: Route) -> str:
     return f"{found.marker} {found.place}"
+
+
+def test_the_last_word_comes_to_the_outer_log_after_the_newest_marker(tmp_path: Path) -> None:
+    made = TieredJob(tmp_path / "inner", settings=tiered.config(tmp_path / "inner", tmp_path / "outer", every=2))
+    claim = made.begin()
+    made.markers(3)
+    assert relay(made.tiers) == ["1:2"]
+    last = End(claim.job, 1, claim.nonce, 7, "failed", "ValueError", 0.0)
+    made.tiers.inner.control.end(last)
+    assert relay(made.tiers) == ["1:3"]  # nothing more is to come
+    assert relay(made.tiers) == []
+    outer = TierState.read(made.tiers).outer
+    assert outer.ended == last
+    assert outer.stale == 0
+    again = another_node(made, "inner-2")
+    again.begin("1:3")
+    assert relay(again.tiers) == []
+    assert TierState.read(again.tiers).outer.ended is None
 
 
 def test_the_outer_log_is_a_log_of_its_own_with_the_same_frames(job: TieredJob) -> None:

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tests.builders import claim
+from tests.builders import claim, end
 from tests.jobs_on_paper import EVIL, PaperJob, tables
 from tests.stores import lose_rows
 from torchrec_stream_ckpt.cli.common import open_job
@@ -95,6 +95,31 @@ def test_a_fence_a_silent_start_and_a_gap_alarm(job: PaperJob) -> None:
     assert kinds(seen(job)) == ["fenced"]
 
 
+def pictured(look: Look) -> str:
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(view("file:///job", look, 200))
+    return captured.get()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "soon", "later"),
+    [("finished", [], []), ("preempted", [], ["preempted"]), ("failed", ["failed"], ["failed"])],
+)
+def test_a_trainer_that_has_said_how_it_ended_is_not_late(
+    outcome: str, soon: list[str], later: list[str], job: PaperJob
+) -> None:
+    job.log.append_control(end(2, outcome, reason="Why", time_s=job.time_s).to_frame())
+    now, then = seen(job, since_s=70.0), seen(job, since_s=700.0)
+    assert (kinds(now), kinds(then)) == (soon, later)
+    assert f"{outcome} at step 70 (Why), 1.2 min ago" in pictured(now)
+    assert line(now).endswith(f"; {outcome} at step 70 (Why), 1.2 min ago")
+    assert now.ended is not None
+    assert run(f"file://{job.root}", "--once", "--json").count(f'"outcome": "{outcome}"') == 1
+    job.log.append_control(claim(3, parent=MarkerId(2, 9), schema=job.schema, time_s=job.time_s + 70).to_frame())
+    assert (seen(job, since_s=80.0).ended, kinds(seen(job, since_s=80.0))) == (None, [])
+
+
 def test_rows_that_are_lost_between_two_looks_alarm(job: PaperJob, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchrec_stream_ckpt.cli.watch._GAP_EVERY_S", -1.0)
     with open_job(Job.open(f"file://{job.root}"), warn=False) as opened:
@@ -155,6 +180,7 @@ def test_json_names_are_stable(job: PaperJob) -> None:
         "proved",
         "backlog",
         "alerts",
+        "ended",
     ]
     assert record["newest"]["marker"] == "2:9"
 

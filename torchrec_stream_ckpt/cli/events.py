@@ -82,6 +82,7 @@ def line(event: Event) -> str:
         "waiting": lambda: f"waiting for {fields['for']}",
         "marker": lambda: _marker(fields),
         "head": lambda: _head(fields),
+        "ended": lambda: _ended(fields),
         "trouble": lambda: f"{fields['message']}\n  Try: {fields['hint']}\n  It is tried again until it works.",
         "recovered": lambda: "it works again",
         "repaired": lambda: _repaired(fields),
@@ -96,6 +97,13 @@ def line(event: Event) -> str:
 def _marker(fields: Mapping[str, Any]) -> str:
     left = f"{fields['lag_markers']} to fold" if fields["lag_markers"] else "up to date"
     return f"marker {fields['marker']}, step {fields['step']}: in the store after {fields['took_s']:.1f} s, {left}"
+
+
+def _ended(fields: Mapping[str, Any]) -> str:
+    why = f" ({fields['reason']})" if fields["reason"] else ""
+    verb = "was" if fields["outcome"] == "preempted" else "has"
+    said = f"the job {verb} {fields['outcome']} at step {fields['step']}{why}"
+    return said if fields["outcome"] == "finished" else f"{said}; another trainer may go on"
 
 
 def _repaired(fields: Mapping[str, Any]) -> str:

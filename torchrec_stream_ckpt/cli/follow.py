@@ -35,6 +35,9 @@ def follow_stream(
     ] = "markers",
     tables: Globs = None,
     once: Annotated[bool, typer.Option("--once", help="End when all that is there now has been read.")] = False,
+    until_closed: Annotated[
+        bool, typer.Option("--until-closed", help="End once the job is finished, by its trainer's own word.")
+    ] = False,
     poll_s: Annotated[float, typer.Option(min=0.01, max=DAY_S, help="Seconds between two looks at the log.")] = 0.5,
     outage_s: Annotated[
         float, typer.Option(min=0.0, help="Give up when log or store has not answered for this many seconds.")
@@ -88,7 +91,7 @@ def follow_stream(
             stack.callback(serving.close)
         stack.enter_context(stopping(follower.stop))
         report = stack.enter_context(_reporter(follower, as_json=json))
-        for update in follower.updates(0 if once else None):
+        for update in follower.updates(0 if once else None, until_closed=until_closed):
             record = _read(update, serving)
             if record["rows"] or update.kind is not UpdateKind.ROWS:
                 report(record)
@@ -141,8 +144,9 @@ def _now(follower: Follower) -> Text:
     stats = follower.stats
     if stats.marker is None:
         return Text("waiting for the first marker")
+    ended = f"; the trainer has ended: {printable(stats.ended.outcome)}" if stats.ended is not None else ""
     newer = "" if stats.newest in (None, stats.marker) else f", {stats.newest} is committed"
-    return Text(f"at marker {stats.marker}, {stats.age_s:.0f} s old{newer}; {stats.rows_per_s:,.0f} rows/s")
+    return Text(f"at marker {stats.marker}, {stats.age_s:.0f} s old{newer}; {stats.rows_per_s:,.0f} rows/s{ended}")
 
 
 def _line(record: dict[str, Any]) -> str:

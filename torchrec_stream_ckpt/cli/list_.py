@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from dataclasses import asdict
 from itertools import groupby, islice
 from typing import Annotated, Any
 
@@ -13,6 +15,7 @@ from torchrec_stream_ckpt.cli.common import check_named_store, console, plain, p
 from torchrec_stream_ckpt.cli.options import JobOptions, Json
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.lineage import changed_tables
+from torchrec_stream_ckpt.reporting.now import ended_of
 from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.route.survey import Survey
 from torchrec_stream_ckpt.types import MarkerId
@@ -43,7 +46,9 @@ def list_markers(
             check_named_store(job)
         if json:
             counts = {"generations": job.lineage.newest_generation, "unsigned": job.lineage.unsigned}
-            print_json_rows({"uri": options.uri, **counts}, "markers", rows)
+            ended = ended_of(job.lineage)
+            said = {"ended": asdict(ended) if ended is not None else None}
+            print_json_rows({"uri": options.uri, **counts, **said}, "markers", rows)
             return
         if tree:
             _print_tree(job, {row["marker"]: row for row in rows})
@@ -108,6 +113,8 @@ def _print_newest(job: Job) -> None:
     if job.lineage.unsigned:
         console().print(f"{job.lineage.unsigned} records are not signed with the commit key, and do not count")
     newest, marker = job.lineage.newest_generation, job.lineage.commits.newest
+    if (ended := ended_of(job.lineage)) is not None:
+        console().print(f"the trainer of generation {newest} has ended: {plain(ended.said(time.time()))}")
     if not newest or (marker is not None and marker.generation == newest):
         return
     if job.lineage.claims[newest].world:
@@ -129,7 +136,11 @@ def _print_tree(job: Job, rows: dict[str, dict[str, Any]]) -> None:
     made = {number: list(each) for number, each in groupby(job.lineage.commits, lambda marker: marker.generation)}
     for generation, claim in sorted(job.lineage.claims.items()):
         ranks = f"{claim.world} ranks" if claim.world else "a fence"
-        branch = markers.get(claim.parent, roots).add(f"generation {generation} ({ranks}, {age(claim.time_s)} ago)")
+        ended = ended_of(job.lineage, generation)
+        how = f"; {plain(ended.said(time.time()))}" if ended is not None else ""
+        branch = markers.get(claim.parent, roots).add(
+            f"generation {generation} ({ranks}, {age(claim.time_s)} ago{how})"
+        )
         if changed := changed_tables(job.lineage, claim):
             branch.add(f"the model changed: {plain('; '.join(changed))}")
         elif claim.changes is not None:

@@ -17,6 +17,7 @@ from torchrec_stream_ckpt.cli.events import reporter
 from torchrec_stream_ckpt.cli.options import DAY_S, Access, Json, Uri
 from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.remarks import Outcome
 from torchrec_stream_ckpt.materialize.background_scrub import BackgroundScrub
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.crew import Crew
@@ -34,6 +35,8 @@ from torchrec_stream_ckpt.store.identity import prepare_store
 from torchrec_stream_ckpt.units import parse_rate
 
 _READERS = 4
+_OUTCOMES = (Outcome.FINISHED, Outcome.PREEMPTED, Outcome.FAILED)
+"""As the metric numbers them, from 1."""
 
 Target = Annotated[
     str | None,
@@ -46,6 +49,13 @@ Dense = Annotated[
     str | None, typer.Option(help="Where dense state lies (default: where the job keeps it).", metavar="URL")
 ]
 Once = Annotated[bool, typer.Option("--once", help="End when all that is there now is in the store.")]
+UntilClosed = Annotated[
+    bool,
+    typer.Option(
+        "--until-closed",
+        help="End once the job is finished, by its trainer's own word, and all its markers are in the store.",
+    ),
+]
 Poll = Annotated[float, typer.Option(min=0.01, max=DAY_S, help="Seconds between two looks at the log.")]
 Rebase = Annotated[
     float,
@@ -170,6 +180,7 @@ def materialize_log(
     store: Target = None,
     dense: Dense = None,
     once: Once = False,
+    until_closed: UntilClosed = False,
     poll_s: Poll = 2.0,
     rebase: Rebase = 1.0,
     compact: Compact = "none",
@@ -184,8 +195,11 @@ def materialize_log(
     """Follow a log and fold it into its store, so that any marker comes back at disk speed and the log can be trimmed.
 
     Checks every frame. Reads the log and changes nothing there. May be killed at any time: it goes on where the store
-    ends. Several may run on one job and share its partitions. Needs no torch.
+    ends. Several may run on one job and share its partitions. With --until-closed it ends with the job: not when the
+    trainer failed or was preempted, for then another one goes on. Needs no torch.
     """
+    if once and until_closed:
+        raise ConfigError("--once ends now, --until-closed when the job is finished", hint="leave out one of the two")
     policy = Policy(rebase=rebase, compact=compact)
     rate = parse_rate(scrub_bytes_per_s) if scrub_bytes_per_s is not None else None
     if rate is not None and once:
@@ -207,7 +221,9 @@ def materialize_log(
             pool=closing.enter_context(ThreadPoolExecutor(_READERS, "reader")),
             closing=closing,
         )
-        service = MaterializeService(setup.read, lambda lineage: setup.open(lineage, service))
+        service = MaterializeService(
+            setup.read, lambda lineage: setup.open(lineage, service), until_closed=until_closed
+        )
         if metrics_port is not None:
             endpoint = serve_metrics(metrics_host, metrics_port, lambda: _values(service, setup.crew))
             closing.callback(endpoint.close)
@@ -215,7 +231,7 @@ def materialize_log(
         service.report(Event("start", {"uri": uri, "store": store, "once": once}))
         with stopping(service.stop):
             ended = service.run(once=once, poll_s=poll_s)
-    if once and not ended:  # by a signal: a script that waits for the store must not take it for complete
+    if (once or until_closed) and not ended:  # by a signal: nobody must take the store for complete
         raise typer.Exit(1)
 
 
@@ -227,6 +243,7 @@ def _values(service: MaterializeService, crew: Crew | None) -> Mapping[str, floa
         **asdict(service.counts),
         **asdict(scrub.counts if scrub is not None else ScrubCounts()),
         "scrub_oldest_s": scrub.oldest_s if scrub is not None else 0.0,
+        "ended": _OUTCOMES.index(status.ended.outcome) + 1 if status.ended is not None else 0,
         "errors": status.errors,
         "lag_markers": status.lag_markers,
         "lag_bytes": status.lag_bytes,

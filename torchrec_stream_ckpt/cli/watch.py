@@ -213,7 +213,7 @@ class _Lines:
         self._alerts: tuple[Alert, ...] = ()
 
     def show(self, seen: Look) -> None:
-        state = (seen.generation, seen.newest.marker if seen.newest is not None else None)
+        state = (seen.generation, seen.newest.marker if seen.newest is not None else None, seen.ended)
         if state != self._said:
             print(line(seen), flush=True)
         kinds = {alert.kind for alert in self._alerts}

@@ -62,6 +62,7 @@ def facts(seen: Look) -> list[tuple[str, str]]:
         ("age = loss now", duration(seen.loss_s) if seen.loss_s is not None else "all of it"),
         ("generation", f"{seen.generation}, {what}" if seen.generation else "none"),
         ("markers", f"{seen.markers:,}" + (f", every {duration(seen.interval_s)}" if seen.interval_s else "")),
+        ("ended", seen.ended.said(seen.time_s) if seen.ended is not None else "no"),
         ("steps a second", f"{seen.steps_per_s:.2f}" if seen.steps_per_s is not None else "-"),
         ("restore", f"{duration(restore.seconds)} from {restore.source}" if restore is not None else "-"),
         ("it reads", size(restore.num_bytes) if restore is not None else "-"),
@@ -132,8 +133,9 @@ def _side_by_side(left: Table, right: Table) -> Table:
 def line(seen: Look) -> str:
     """One look as one line of text."""
     newest = seen.newest
+    ended = f"; {seen.ended.said(seen.time_s)}" if seen.ended is not None else ""
     if newest is None:
-        return f"{clock(seen.time_s)} generation {seen.generation}: no marker yet"
+        return f"{clock(seen.time_s)} generation {seen.generation}: no marker yet{ended}"
     parts = [
         f"marker {newest.marker}, step {newest.step}, {duration(seen.loss_s or 0.0)} ago",
         f"{newest.rows} rows, {size(newest.num_bytes)}",
@@ -141,4 +143,4 @@ def line(seen: Look) -> str:
         f"restore {duration(seen.restore.seconds)} from {seen.restore.source}" if seen.restore is not None else "",
         f"store {seen.backlog.markers} behind" if seen.backlog is not None else "",
     ]
-    return f"{clock(seen.time_s)} " + "; ".join(part for part in parts if part)
+    return f"{clock(seen.time_s)} " + "; ".join(part for part in parts if part) + ended

@@ -115,6 +115,11 @@ class Roll:
             return True
 
     @property
+    def store(self) -> Any:
+        """Shared by all ranks; None: there is none."""
+        return self._store
+
+    @property
     def current(self) -> str:
         """The call that the training thread is in."""
         return self._call

@@ -26,6 +26,7 @@ from torchrec_stream_ckpt.format.control import Claim, Commit, Trim
 from torchrec_stream_ckpt.format.folding import Folded, is_snapshot
 from torchrec_stream_ckpt.format.lineage import Lineage, knows
 from torchrec_stream_ckpt.format.mac import CommitKey, Record
+from torchrec_stream_ckpt.format.remarks import End
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.uris import FileUri, KafkaUri
@@ -276,6 +277,19 @@ class Control:
                 failure = error.headline
             if time.monotonic() > deadline or abandoned.wait(_RETRY_S):
                 raise _gave_up(commit, sent, unanswered or failure)
+
+    def end(self, end: End) -> None:
+        """Say how a generation has ended; its writer has no marker in flight. Void once a higher one is claimed.
+
+        Raises:
+            LogUnavailableError: it is not there.
+            CommitUnknownError: whether it arrived is unknown.
+        """
+        failpoint("end.append")
+        self._append(self.records.frame_of(end))
+        failpoint("end.appended")
+        self.refresh()
+        self._copy()
 
     def trim(self, trim: Trim) -> None:
         """Say for all readers and trainers what may be gone from here on; behind this call it may be deleted.

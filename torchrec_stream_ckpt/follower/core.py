@@ -29,6 +29,7 @@ from torchrec_stream_ckpt.follower.updates import Changed, Update, UpdateKind
 from torchrec_stream_ckpt.format.changed import in_words
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.remarks import End, Outcome
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.options import Options
 from torchrec_stream_ckpt.restore.plan import check_schema
@@ -62,6 +63,8 @@ class FollowStats:
     rollbacks: int = 0
     outages: int = 0
     """Times that log or store did not answer."""
+    ended: End | None = None
+    """The last word of the job's trainer, as of the last look; None while there is none."""
     heard_s: float = field(default_factory=time.time)
     """When the log last answered."""
     _recent: deque[tuple[float, int]] = field(default_factory=deque)
@@ -164,13 +167,16 @@ class Follower:
         self._stop.set()
         self._source.close()
 
-    def updates(self, timeout_s: float | None = None, *, once: bool = False) -> Iterator[Update]:
+    def updates(
+        self, timeout_s: float | None = None, *, once: bool = False, until_closed: bool = False
+    ) -> Iterator[Update]:
         """What changes, one update after the other. An update counts as applied once the next one is asked for; one
         at which the loop was left, or that could not be read, comes again, as a whole.
 
         Args:
             timeout_s: End when nothing has come for so long; 0: when all that is there now has come. None: never.
             once: Once something has come, end when all that is there then has come.
+            until_closed: End when the trainer has said that the job is finished, and all of it has come.
 
         Raises:
             SchemaMismatchError: a new generation has other tables, and does not stand on the one that was followed;
@@ -190,6 +196,9 @@ class Follower:
                     yield update
                     self._took(update)
                 self._outages.over()
+                end = self.stats.ended
+                if until_closed and not found and end is not None and end.outcome == Outcome.FINISHED:
+                    return
             except (LogUnavailableError, StoreUnavailableError) as error:
                 self._outages.outlast(error, 0.0 if timeout_s == 0 else self.outage_s)
             if found:
@@ -207,6 +216,7 @@ class Follower:
 
     def _round(self) -> Iterator[Update]:
         lineage = self._source.look()
+        self.stats.ended = lineage.ended
         newest = lineage.newest if self._at is not None else self._source.newest_offered(lineage)
         if self._tail is not None and self._at is not None and self._tail.is_over(lineage):
             yield from self._end_generation(lineage, self._at)
@@ -284,7 +294,7 @@ class Follower:
     # Rows that no marker has.
 
     def _follow_rows(self, lineage: Lineage, at: Commit) -> Iterator[Update]:
-        if at.generation != lineage.newest_generation:
+        if at.generation != lineage.newest_generation or lineage.ended is not None:
             return  # its trainer is gone; the next one's rows come with its first marker
         if self._tail is None or not self._tail.stands_on(at):
             self._tail = Tail(self._source.job.log, lineage.claims[at.generation], at)
@@ -326,7 +336,7 @@ class Follower:
         return False
 
     def _end_generation(self, lineage: Lineage, at: Commit) -> Iterator[Update]:
-        """A newer generation was claimed: what no marker of the old one has will be in none."""
+        """The generation is over: what no marker of the old one has will be in none."""
         mine = [commit for commit in lineage.commits.values() if commit.generation == at.generation]
         if mine[-1].id != at.id:
             try:

@@ -63,8 +63,9 @@ class Tail:
         return self._at.id == commit.id
 
     def is_over(self, lineage: Lineage) -> bool:
-        """Whether a newer generation has been claimed: nothing more of this one will be committed."""
-        return lineage.newest_generation != self._claim.generation
+        """Whether it has ended, or a newer one has been claimed: nothing more of it will be committed."""
+        generation = self._claim.generation
+        return lineage.newest_generation != generation or generation in lineage.ends
 
     def reaches(self, commit: Commit) -> bool:
         """Whether all rows of a marker have been handed out by this tail, and are those that it commits."""

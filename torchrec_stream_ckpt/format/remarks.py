@@ -12,7 +12,8 @@ from torchrec_stream_ckpt.format.frame import VERSION, Buffer, Header, Kind
 from torchrec_stream_ckpt.format.record import MAC, Meta, Record
 from torchrec_stream_ckpt.types import MarkerId
 
-_MAX_REASON_CHARS = 200
+MAX_REASON_CHARS = 200
+"""Limit of what END says for people."""
 
 
 class Outcome(StrEnum):
@@ -60,7 +61,7 @@ class End(Record):
         )
         if end.outcome not in list(Outcome):
             raise CorruptionError(f"END.outcome is {end.outcome!r:.80}, expected one of {', '.join(Outcome)}")
-        if len(end.reason) > _MAX_REASON_CHARS or not (end.reason.isprintable()):
+        if len(end.reason) > MAX_REASON_CHARS or not (end.reason.isprintable()):
             raise CorruptionError(f"END.reason is not a short line: {end.reason!r:.80}")
         return end
 

@@ -17,6 +17,7 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.remarks import End, Outcome
 from torchrec_stream_ckpt.materialize.background_scrub import BackgroundScrub
 from torchrec_stream_ckpt.materialize.materializer import Materializer, backlog_bytes
 from torchrec_stream_ckpt.materialize.progress import Counts
@@ -42,6 +43,8 @@ class Status:
     """Frames that lead to them."""
     waiting_since_s: float | None = None
     """When the oldest of them was committed, by the trainer's wall clock."""
+    ended: End | None = None
+    """The job's last word; None while a trainer may be at work, or has died without one."""
     errors: int = 0
     """Failures that were outlasted, retries of one not counted."""
 
@@ -53,13 +56,14 @@ class Status:
 class MaterializeService(Service):
     """Follows one log.
 
-    Its own events are ``head``, ``waiting``, ``repaired``, ``passed_over``, ``damaged`` and ``scrubbed``.
+    Its own events are ``head``, ``waiting``, ``ended``, ``repaired``, ``passed_over``, ``damaged`` and ``scrubbed``.
 
     Args:
         read: The control partition as of now; None while there is no log.
         open_: Makes the materializer, once the log has something to say; None while it cannot be known where the store
             is.
         report: Takes events, on the thread of :meth:`run`.
+        until_closed: Come to an end once the job is finished, and all its markers are in the store.
     """
 
     def __init__(
@@ -67,10 +71,14 @@ class MaterializeService(Service):
         read: Callable[[], Lineage | None],
         open_: Callable[[Lineage], Materializer | None],
         report: Callable[[Event], None] = lambda _: None,
+        *,
+        until_closed: bool = False,
     ) -> None:
         super().__init__(report, (LogUnavailableError, StoreUnavailableError), (FIRST_RETRY_S, LAST_RETRY_S))
         self._read = read
         self._open = open_
+        self._until_closed = until_closed
+        self._over = False
         self._materializer: Materializer | None = None
         self._compared = False
         self._missed = ""
@@ -144,6 +152,7 @@ class MaterializeService(Service):
             MarkerNotFoundError: (``once``) there is no log.
             CorruptionError, UnsupportedError, ConfigError: waiting does not help. The store is as it was.
         """
+        self._over = False
         lineage = self._read()
         if lineage is None and once:
             raise MarkerNotFoundError("there is no log here", hint="check the URI; a job makes its log")
@@ -151,6 +160,8 @@ class MaterializeService(Service):
             self._materializer = self._open(lineage)
         if lineage is None or self._materializer is None:
             self._wait_for("a log" if lineage is None else "its first marker")
+            if lineage is not None:
+                self._hear_end(lineage, missing=len(lineage.commits))
             return
         if not self._compared:
             self._materializer.compare(lineage.job, self._read_again)
@@ -164,6 +175,19 @@ class MaterializeService(Service):
             self._missed = error.headline
             self._catch_up(lineage, self._materializer)
         self._missed = ""
+        self._hear_end(lineage, missing=len(self._materializer.missing))
+
+    def _hear_end(self, lineage: Lineage, missing: int) -> None:
+        """Whether the job has ended, as of the lineage of this round, and how many of its markers are not folded."""
+        end = lineage.ended
+        self._over = self._until_closed and not missing and end is not None and end.outcome == Outcome.FINISHED
+        if end != self.status.ended and end is not None:
+            fields = {"outcome": str(end.outcome), "reason": end.reason, "step": end.step}
+            self.report(Event("ended", {"generation": end.generation, **fields}))
+        self.status.ended = end
+
+    def _is_over(self) -> bool:
+        return self._over
 
     def _read_again(self) -> Lineage:
         lineage = self._read()

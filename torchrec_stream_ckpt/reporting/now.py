@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import Proved
+from torchrec_stream_ckpt.format.remarks import Outcome
 from torchrec_stream_ckpt.route.holdings import Holdings
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.units import duration
@@ -73,10 +74,27 @@ class Restore:
 
 
 @dataclass(frozen=True, slots=True)
+class Ended:
+    """The last word of a job's trainer."""
+
+    outcome: str
+    """``finished``, ``preempted`` or ``failed``."""
+    reason: str
+    """For people: the class of the exception, or why it was preempted; may be empty."""
+    step: int
+    time_s: float
+
+    def said(self, now_s: float) -> str:
+        """As a line: ``failed at step 120 (ValueError), 3.0 min ago``."""
+        why = f" ({self.reason})" if self.reason else ""
+        return f"{self.outcome} at step {self.step:,}{why}, {duration(max(0.0, now_s - self.time_s))} ago"
+
+
+@dataclass(frozen=True, slots=True)
 class Alert:
     kind: str
-    """``lost``, ``late``, ``first``, ``fenced``, ``gap``, ``lag``, ``strays``, ``unsigned`` or ``unavailable``: stable,
-    for programs."""
+    """``lost``, ``late``, ``first``, ``failed``, ``preempted``, ``fenced``, ``gap``, ``lag``, ``strays``, ``unsigned``
+    or ``unavailable``: stable, for programs."""
     text: str
 
 
@@ -105,6 +123,8 @@ class Look:
     backlog: Backlog | None
     """None where no store is known, or nothing was written there."""
     alerts: tuple[Alert, ...]
+    ended: Ended | None = None
+    """None while a trainer may be at work, or has died without a word."""
 
 
 def look(
@@ -156,7 +176,19 @@ def look(
             *_alerts(lineage, loss_s, interval_s, backlog, time_s, gap, lost),
             *([Alert("strays", f"records among the newest marker's frames, {in_words(strays)}")] if strays else ()),
         ),
+        ended=ended_of(lineage),
     )
+
+
+def ended_of(lineage: Lineage, generation: int | None = None) -> Ended | None:
+    """How a generation has ended, by its trainer's own word; None without one.
+
+    Args:
+        lineage: The control partition.
+        generation: Which one; None: the newest, so that this is how the job has ended.
+    """
+    end = lineage.ends.get(generation if generation is not None else lineage.newest_generation)
+    return Ended(str(end.outcome), end.reason, end.step, end.time_s) if end is not None else None
 
 
 def strays_of(commit: Commit) -> dict[int, int]:
@@ -254,6 +286,15 @@ def _rate(rows: list[MarkerRow]) -> float | None:
     return (rows[0].step - rows[-1].step) / seconds if seconds > 0 else None
 
 
+def _of_end(ended: Ended, time_s: float) -> list[Alert]:
+    """What is alarming about a trainer's last word: a job that is not finished, and with which nobody goes on."""
+    if ended.outcome == Outcome.FAILED:
+        return [Alert("failed", f"its trainer has {ended.said(time_s)}")]
+    if ended.outcome == Outcome.PREEMPTED and time_s - ended.time_s > _FIRST_S:
+        return [Alert("preempted", f"its trainer was {ended.said(time_s)}, and no other one has gone on")]
+    return []
+
+
 def _alerts(
     lineage: Lineage,
     loss_s: float | None,
@@ -268,6 +309,8 @@ def _alerts(
     generation, newest = lineage.newest_generation, lineage.newest
     if generation and not lineage.claims[generation].world:
         found.append(Alert("fenced", f"generation {generation} is a fence: an operator has ended the trainer before"))
+    elif (ended := ended_of(lineage)) is not None:
+        found += _of_end(ended, time_s)
     elif generation and (newest is None or newest.generation != generation):
         since_s = time_s - lineage.claims[generation].time_s
         if since_s > _FIRST_S:

@@ -47,7 +47,7 @@ def page(report: Report) -> str:
         '<meta name="color-scheme" content="light dark">'
         f"<title>{text_of(title)}</title><style>{STYLE}</style></head>\n<body><main>"
         f'<header><h1>Checkpoint stream</h1><p class="where">{text_of(report.uri)}</p>'
-        f"<p>As of {made}{_job(report)}</p></header>\n{_joined(parts)}</main></body></html>\n"
+        f"<p>As of {made}{_job(report)}{_ended(report.look)}</p></header>\n{_joined(parts)}</main></body></html>\n"
     )
 
 
@@ -57,6 +57,10 @@ def _joined(parts: Sequence[str]) -> str:
 
 def _job(report: Report) -> str:
     return f", job {report.lineage.job.hex()}" if report.lineage.claims else ""
+
+
+def _ended(look: Look) -> str:
+    return f"; the trainer has ended: {text_of(look.ended.said(look.time_s))}" if look.ended is not None else ""
 
 
 def _cards(report: Report) -> str:

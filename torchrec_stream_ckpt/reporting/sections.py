@@ -172,11 +172,12 @@ def _generations(whole: Lineage, ends: dict[int, tuple[int, int, int]]) -> str:
             f"{ends[generation][2]:,}",
             f"{ends[generation][0]:,} to {ends[generation][1]:,}",
             time.strftime("%Y-%m-%d %H:%M", time.gmtime(claim.time_s)),
+            whole.ends[generation].outcome if generation in whole.ends else "-",
             "; ".join(changed_tables(whole, claim)) or "-",
         )
         for generation, claim in sorted(whole.claims.items(), reverse=True)
     ]
-    head = ("generation", "parent", "ranks", "markers", "steps", "began (UTC)", "changes of the model")
+    head = ("generation", "parent", "ranks", "markers", "steps", "began (UTC)", "ended", "changes of the model")
     return details(f"As a table: {len(rows):,} generations", table(head, rows[:200]))
 
 

@@ -161,8 +161,15 @@ class Relay:
             there, beginning = state.outer.newest, MarkerId(state.generation, 0)
             self._note(state.inner.job, there.id if there is not None and there.id > beginning else beginning)
         missing = [each for each in state.unrelayed if upto is None or each.id <= upto]
-        if not missing:
-            return
+        end = state.inner.ended if upto is None and state.owns(state.generation) else None
+        if missing:
+            yield from self._copy(state, missing, upto, everything=everything or end is not None)
+        if end is not None and end.generation == state.generation and state.outer.ended is None:
+            self._tiers.outer.control.end(replace(end, mac=""))
+
+    def _copy(
+        self, state: TierState, missing: list[Commit], upto: MarkerId | None, *, everything: bool
+    ) -> Iterator[Commit]:
         self._begin(state)
         for commit in missing:
             last = commit is missing[-1] and (everything or commit.id == upto)

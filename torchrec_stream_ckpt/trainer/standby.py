@@ -20,12 +20,14 @@ from torchrec_stream_ckpt.errors import (
     ColumnResplitError,
     CommitUnknownError,
     CorruptionError,
+    JobFinishedError,
     LogUnavailableError,
     StoreUnavailableError,
     TrimmedError,
 )
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.remarks import Outcome
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.restore.plan import RestorePlan
 from torchrec_stream_ckpt.route.locate import locate
@@ -117,6 +119,7 @@ class Standby:
             was ever committed.
 
         Raises:
+            JobFinishedError: the trainer has said that the job is finished.
             FencedError: another trainer, or spare, was first.
             ColumnResplitError: this plan splits columns otherwise, and row-wise state would have to be merged.
             SchemaMismatchError: as of a restore; or the trainer was restored into a model that has changed since.
@@ -153,6 +156,15 @@ class Standby:
             return _Order(newest=self._at)
         silent = self._pulse.is_gone(sign) and bool(lineage.claims)
         newest = lineage.newest.id if lineage.newest is not None else None
+        end = lineage.ended
+        if end is not None and end.outcome == Outcome.FINISHED:
+            raise JobFinishedError(
+                f"the job has finished at step {end.step}: there is nothing to take over",
+                hint="end this spare; to train on, start the job with restore()",
+                generation=end.generation,
+            )
+        if end is not None and end.outcome == Outcome.FAILED and takeover.after_s is not None:
+            return _Order(f"its trainer has failed: {end.reason}", newest)
         return _Order(f"no sign of life for {takeover.after_s:g} s" if silent else "", newest)
 
     def _refresh(self) -> Lineage:
@@ -164,7 +176,8 @@ class Standby:
             return None
         claim = lineage.claims[lineage.newest_generation]
         ends = self._log.ends(claim.generation, range(claim.partitions))
-        return claim.nonce, lineage.newest.id if lineage.newest else None, tuple(sorted(ends.items()))
+        newest, ended = lineage.newest.id if lineage.newest else None, lineage.ended is not None
+        return claim.nonce, newest, ended, tuple(sorted(ends.items()))
 
     def _fence(self) -> None:
         """(rank 0) From here on the trainer before commits nothing: the newest marker is the last one.
