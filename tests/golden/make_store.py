@@ -111,6 +111,9 @@ def objects() -> dict[str, bytes]:
         ).to_bytes(),
         "pin": Pin(TIME_S).to_bytes(),
         "reading": Reading(TIME_S, {"store": 5.25}, (ReadUnit(FOLD_NAME.name, 0x1A2B3C4D, 4096),)).to_bytes(),
+        "reading_2": Reading(
+            TIME_S, {"store s3://bucket/job": 5.25}, (ReadUnit(FOLD_NAME.name, 0x1A2B3C4D, 4096),), "s3://bucket/job"
+        ).to_bytes(),
         "verdict": Verdict(make.JOB, MARKER, chain, (TableRows(2**53 - 1, 64, 128),), TIME_S).to_bytes(),
     }
 

@@ -130,6 +130,9 @@ def test_golden_json_objects_read_as_written() -> None:
     )
     reading = Reading.from_bytes(golden("reading"), "golden")
     assert (reading.clocks, [unit.name for unit in reading.units]) == ({"store": 5.25}, [make_store.FOLD_NAME.name])
+    assert not reading.store
+    named = Reading.from_bytes(golden("reading_2"), "golden")
+    assert (named.store, named.units, named.to_bytes()) == ("s3://bucket/job", reading.units, golden("reading_2"))
     verdict = Verdict.from_bytes(golden("verdict"), "golden")
     assert (verdict.job, verdict.marker, verdict.chain) == (make.JOB, make_store.MARKER, golden_commit().ranks[0].chain)
     assert verdict.rows == (TableRows(2**53 - 1, 64, 128),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import shutil
@@ -19,19 +20,24 @@ from tests.stores import HeldObjects, History
 from tests.unit.gc_history import ALWAYS, NEVER, SPANS, branched
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.manifest import Fold
 from torchrec_stream_ckpt.format.reading import Reading, ReadUnit
 from torchrec_stream_ckpt.format.scrub_place import ScrubPlace
-from torchrec_stream_ckpt.layout import READINGS_DIR, scrub_place_name
+from torchrec_stream_ckpt.layout import READINGS_DIR, FoldName, scrub_place_name
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.gc import GcRules, collect
 from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
 from torchrec_stream_ckpt.materialize.materializer import Materializer
-from torchrec_stream_ckpt.materialize.read_back import COUNTS_FOR_S
+from torchrec_stream_ckpt.materialize.read_back import COUNTS_FOR_S, ReadBack
 from torchrec_stream_ckpt.materialize.retention import Retention
 from torchrec_stream_ckpt.materialize.scrubber import Scrubber
+from torchrec_stream_ckpt.route.damaged import Damaged
+from torchrec_stream_ckpt.route.find import find
 from torchrec_stream_ckpt.route.holdings import Holdings
+from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.store.readings import take_back
 from torchrec_stream_ckpt.types import MarkerId
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
@@ -166,6 +172,63 @@ def test_what_no_clock_of_this_run_tells_does_not_count(history: History, pool: 
     assert store.bases_read() == {3}
 
 
+def test_what_was_read_of_another_store_does_not_count_in_its_copy(history: History, pool: Executor) -> None:
+    """A copy takes the readings along, on the same host: nobody has read its bytes."""
+    store = Watched(history, pool)
+    gc(history, store, pool, 0.0, 4)
+    store.bases_read()
+    store.url = "held://copy"
+    gc(history, store, pool, HOUR, 3)
+    assert store.bases_read() == {3}
+    store.url = HeldObjects.url
+    gc(history, store, pool, 2 * HOUR, 3)
+    assert store.bases_read() == set(), "the first store's own reading is there still"
+
+
+def test_what_an_older_program_has_read_is_of_no_store(history: History, pool: Executor) -> None:
+    store = Watched(history, pool)
+    gc(history, store, pool, 0.0, 4)
+    (name,) = (entry.name for entry in store.list(f"{READINGS_DIR}/"))
+    reading = replace(Reading.from_bytes(store.read(name), name), store="")
+    store.put(name, [reading.to_bytes()])
+    assert Reading.from_bytes(store.read(name), name) == reading
+    store.bases_read()
+    gc(history, store, pool, HOUR, 3)
+    assert store.bases_read() == {3}
+    assert store.size(name) is None
+
+
+def test_what_a_reader_found_damaged_is_read_again(history: History, pool: Executor) -> None:
+    """What gc had read within a week counted, whoever had found the base damaged since: its sources were deleted."""
+    store = Watched(history, pool)
+    gc(history, store, pool, 0.0, 4)
+    name, others = store.flip("-m00000003-from-root-p000"), units(store)
+    take_back(store, history.lineage.job, [CorruptionError("flipped", path=f"/somewhere/{name}")])  # type: ignore[arg-type]
+    assert units(store) == others - {FoldName(history.lineage.job, MarkerId(1, 3), None).name}
+    done = gc(history, store, pool, 2 * HOUR, 4)
+    assert [said for said in done.damaged if "-m00000003-from-root" in said]
+    take_back(store, history.lineage.job, [CorruptionError("of the log", path="/log/data/p00000/x")])  # type: ignore[arg-type]
+    assert units(store)
+
+
+def units(store: HeldObjects) -> set[str]:
+    """What all readings name."""
+    names = [entry.name for entry in store.list(f"{READINGS_DIR}/")]
+    return {unit.name for name in names for unit in Reading.from_bytes(store.read(name), name).units}
+
+
+def test_a_fold_that_was_written_anew_within_one_run_is_read_again(history: History, pool: Executor) -> None:
+    store = Watched(history, pool)
+    lineage, step = history.lineage, (None, MarkerId(1, 3))
+    read_back = ReadBack(store, lineage.job, pool, {"a host": 0.0})  # type: ignore[arg-type]
+    assert read_back.is_whole(Holdings.load(store, lineage), step)  # type: ignore[arg-type]
+    name = FoldName(lineage.job, step[1], None).name
+    fold = Fold.from_bytes(store.read(name), name)
+    store.put(name, [replace(fold, chain=fold.chain ^ 1).to_bytes()])
+    store.flip("-m00000003-from-root-p000")
+    assert not read_back.is_whole(Holdings.load(store, lineage), step)  # type: ignore[arg-type]
+
+
 def test_what_a_scrub_found_damaged_is_read_again(history: History, pool: Executor) -> None:
     store = Watched(history, pool)
     gc(history, store, pool, 0.0, 4)
@@ -278,6 +341,37 @@ def _markers(holdings: Holdings, start: MarkerId | None, end: MarkerId) -> set[M
 
 
 # What trim relies on.
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [("verify", "1:6"), ("verify", "--all"), ("trim", "--verify"), ("gc", "--give-up", "lost"), ("restore",)],
+    ids=" ".join,
+)
+def test_every_reader_that_finds_damage_takes_back_what_was_read(history: History, reader: tuple[str, ...]) -> None:
+    stores.fold(history.root, Policy(rebase=1e-9))
+    root, uri = str(history.root), f"file://{history.root}"
+    assert trim(history, "--upto", "1:3")[0] == 0
+    with ThreadPoolExecutor(2) as pool:
+        read_back = ReadBack(history.objects, history.lineage.job, pool, {"a host": 0.0})
+        holdings = Holdings.load(history.objects, history.lineage)
+        assert read_back.is_whole(holdings, (None, MarkerId(1, 6)))
+        read_back.save()
+    base = FoldName(history.lineage.job, MarkerId(1, 6), None).name
+    assert base in units(history.objects)  # type: ignore[arg-type]
+    flip(history, "m00000006-from-root-p000")
+    if reader == ("restore",):
+        job = Job.open(uri, store=root)
+        damaged = Damaged()
+        with contextlib.closing(job):
+            route = find(job, None, damaged=damaged)
+            assert route is not None
+            name = next(each.ref.name for each in route.segments if "m00000006-from-root" in each.ref.name)
+            damaged.segments[name] = CorruptionError("a checksum does not match", name=name)  # as reading raises it
+            find(job, None, damaged=damaged)
+    else:
+        CliRunner().invoke(app, [reader[0], uri, "--store", root, *reader[1:]])
+    assert base not in units(history.objects)  # type: ignore[arg-type]
 
 
 def trim(history: History, *more: str) -> tuple[int, dict[str, Any], str]:

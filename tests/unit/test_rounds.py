@@ -15,6 +15,7 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.materialize import rounds
 from torchrec_stream_ckpt.materialize.rounds import ages, elapsed, read_clocks
 from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.identity import place_of
 from torchrec_stream_ckpt.types import MarkerId
 
 JOB = bytes(16)
@@ -37,11 +38,38 @@ def test_a_host_tells_the_time_since_its_boot_whatever_its_wall_clock_says(
 
 def test_an_object_store_tells_its_own_time_and_keeps_nothing_of_the_question(tmp_path: Path) -> None:
     store = open_store(f"memory://{tmp_path.name}")
-    assert "store" not in read_clocks(store, JOB, probe=False)
-    begin = read_clocks(store, JOB)["store"]
+    clock = f"store memory://{tmp_path.name}"
+    assert clock not in read_clocks(store, JOB, probe=False)
+    begin = read_clocks(store, JOB)[clock]
     time.sleep(0.02)
-    assert read_clocks(store, JOB)["store"] > begin
+    assert read_clocks(store, JOB)[clock] > begin
     assert not list(store.list(""))
+
+
+def test_a_copy_of_an_object_store_does_not_read_its_clock(tmp_path: Path) -> None:
+    """The lists of garbage and the readings go along with a copy, and the clocks of two servers may be hours apart."""
+    first, copy = open_store(f"memory://{tmp_path.name}"), open_store(f"memory://{tmp_path.name}/copy")
+    host = read_clocks(first, JOB, probe=False).keys()
+    assert read_clocks(first, JOB).keys() & read_clocks(copy, JOB).keys() == host
+
+
+def test_one_bucket_name_on_two_servers_is_two_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    def place(**options: str) -> str:
+        return place_of(open_store("s3://bucket/job", options))
+
+    pytest.importorskip("s3fs")
+    assert place() == "s3://bucket/job"
+    assert place(endpoint_url="https://one:9000/") == "s3://bucket/job at https://one:9000"
+    assert place(**{"client_kwargs.endpoint_url": "https://u:secret@two"}) == "s3://bucket/job at https://***@two"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://three")
+    assert place() == "s3://bucket/job at https://three"
+
+
+def test_a_folder_is_one_store_whatever_link_leads_there(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    assert place_of(open_store(str(tmp_path / "link"))) == place_of(open_store(f"file://{tmp_path}/disk"))
+    assert place_of(HeldObjects({})) == "held://"  # type: ignore[arg-type]
 
 
 def test_a_sandbox_that_shows_no_boot_has_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.store.api import Entry, Objects
 from torchrec_stream_ckpt.store.dense import DenseStore, dense_in
 from torchrec_stream_ckpt.store.jobs import some_jobs_in
+from torchrec_stream_ckpt.store.readings import take_back
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.units import parse_duration, size
 from torchrec_stream_ckpt.uris import check_store_url
@@ -110,6 +111,8 @@ def collect_garbage(
                 stock = take_stock(objects, lineage, jobs[0])
                 ways = ways_in(stock)
                 rules = replace(rules, give_up=_given_up(stock, named, ways, force=force))
+                if not dry_run:
+                    take_back(objects, jobs[0], ways.damaged)
                 again = Reasked(ways, lambda: take_stock(objects, lineage, jobs[0]))
                 plans = [_run(objects, lineage, jobs[0], rules, None if force else again.why_not, dry_run=dry_run)]
     idle = rules.keeps_all

@@ -32,6 +32,7 @@ from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.dense import dense_in
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.reached import copied_upto
+from torchrec_stream_ckpt.store.readings import take_back_if_possible
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.units import size
 from torchrec_stream_ckpt.uris import FileUri, parse_uri
@@ -111,16 +112,25 @@ def _check(job: Job, objects: Objects, upto: str, *, verify: bool, dry_run: bool
     with ThreadPoolExecutor(_READERS) as pool:
         clocks = read_clocks(objects, job.lineage.job, probe=not dry_run)
         read_back = ReadBack(objects, job.lineage.job, pool, clocks)
-        synced = check_synced(holdings, marker, pool, whole=verify, read_back=None if verify else read_back)
+        try:
+            synced = check_synced(holdings, marker, pool, whole=verify, read_back=None if verify else read_back)
+            if verify:
+                _verify_dense(job, holdings, objects, synced)
+        except CorruptionError as error:
+            if not dry_run:
+                take_back_if_possible(objects, job.lineage.job, [error])
+            raise
         if not dry_run:
             _remember(read_back)
-    if verify:
-        dense = dense_in(objects)
-        for each in sorted((holdings.catalog.markers - holdings.catalog.dropped) & job.lineage.commits.keys()):
-            if each <= synced.upto.id:
-                dense.verify(job.lineage.find(each))
-                dense.release()
     return synced, given_up(holdings), read_back.num_bytes
+
+
+def _verify_dense(job: Job, holdings: Holdings, objects: Objects, synced: Synced) -> None:
+    dense = dense_in(objects)
+    for each in sorted((holdings.catalog.markers - holdings.catalog.dropped) & job.lineage.commits.keys()):
+        if each <= synced.upto.id:
+            dense.verify(job.lineage.find(each))
+            dense.release()
 
 
 def _remember(read_back: ReadBack) -> None:

@@ -20,6 +20,7 @@ from torchrec_stream_ckpt.restore.verdicts import MarkerVerdict, Verifier
 from torchrec_stream_ckpt.restore.verify import CompareDense, Verified, verify_marker
 from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.route.survey import Survey
+from torchrec_stream_ckpt.store.readings import take_back_if_possible
 from torchrec_stream_ckpt.store.verdicts import leave_verdict
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.units import size
@@ -55,6 +56,8 @@ def verify_markers(
         said: list[Verified | MarkerVerdict | _NotRead]
         if all_markers:
             said = [*_verdicts(job, quiet=json, log_alone=log_alone)]
+            if not log_alone:
+                _take_back(job, [error for each in said if isinstance(each, MarkerVerdict) for error in each.damage])
         else:
             said = [_verify(job, job.find(options.chosen), quiet=json, log_alone=log_alone)]
         if verdict:
@@ -71,6 +74,12 @@ def verify_markers(
             raise each.unproved.error(each.marker)
     if any(isinstance(each, Verified) and each.read_around for each in said):
         raise typer.Exit(1)  # every row is there, but not where a trim or gc would count on it
+
+
+def _take_back(job: Job, found: list[CorruptionError]) -> None:
+    """What gc and trim remember of damaged objects counts no more; a reader without the right to write says so."""
+    if found:
+        take_back_if_possible(job.objects, job.lineage.job, found)
 
 
 def _is_damaged(verdict: MarkerVerdict, *, accept: bool) -> bool:
@@ -133,12 +142,18 @@ def _verify(job: Job, commit: Commit, *, quiet: bool, log_alone: bool) -> Verifi
         def advance(count: int) -> None:
             progress.advance(task, count)
 
+        found: list[CorruptionError] = []
         try:
-            return verify_marker(job.log, job.lineage, dense, commit.id, advance, objects, _compare())
+            return verify_marker(
+                job.log, job.lineage, dense, commit.id, advance, objects, _compare(), told=found.append
+            )
         except CorruptionError as error:
+            found.append(error)
             read = intervals(job.lineage, commit.id)
             raise located(error, job.log, read, job.lineage.claims[commit.generation].schema) from None
         finally:
+            if objects is not None:
+                _take_back(job, found)
             dense.release()
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Container, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from crc32c import crc32c
@@ -36,10 +36,20 @@ class Reading:
     clocks: Mapping[str, float]
     """What clocks that are never set showed then, by name, in seconds."""
     units: tuple[ReadUnit, ...]
+    store: str = ""
+    """Which store it was: a copy elsewhere is another one. Empty: of no store, as older programs wrote it."""
+
+    def without(self, names: Container[str]) -> Reading:
+        """The same without units of these names."""
+        return replace(self, units=tuple(unit for unit in self.units if unit.name not in names))
 
     def to_bytes(self) -> bytes:
-        body = {"time_s": self.time_s, "clocks": dict(self.clocks), "units": [asdict(each) for each in self.units]}
-        return canonical({"format": 1, "kind": "reading", "crc32c": f"{crc32c(canonical(body)):08x}", "body": body})
+        body: dict[str, Any] = {"time_s": self.time_s, "clocks": dict(self.clocks)}
+        body |= {"units": [asdict(each) for each in self.units]} | ({"store": self.store} if self.store else {})
+        version = 2 if self.store else 1
+        return canonical(
+            {"format": version, "kind": "reading", "crc32c": f"{crc32c(canonical(body)):08x}", "body": body}
+        )
 
     @classmethod
     def from_bytes(cls, data: Buffer, where: str) -> Reading:
@@ -51,7 +61,8 @@ class Reading:
         try:
             body = json.loads(bytes(data))["body"]
             units = tuple(ReadUnit(**unit) for unit in body["units"])
-            found = cls(body["time_s"], body["clocks"], units) if _is_sound(body, units) else None
+            store = body.get("store", "")
+            found = cls(body["time_s"], body["clocks"], units, store) if _is_sound(body, units) else None
         except (ValueError, TypeError, KeyError, RecursionError):
             found = None
         if found is None or found.to_bytes() != data:
@@ -64,4 +75,4 @@ def _is_sound(body: dict[str, Any], units: tuple[ReadUnit, ...]) -> bool:
     seconds = [body["time_s"], *body["clocks"].values()]
     plain = all(type(each) in (int, float) and math.isfinite(each) for each in seconds)
     whole = all(type(each.crc) is int and type(each.num_bytes) is int and isinstance(each.name, str) for each in units)
-    return plain and whole
+    return plain and whole and isinstance(body.get("store", ""), str)

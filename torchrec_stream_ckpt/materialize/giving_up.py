@@ -47,6 +47,8 @@ class WaysBack:
         self._places = places
         self._pool = pool
         self._damaged: dict[str, CorruptionError] = {}
+        self._beside_rows: list[CorruptionError] = []
+        """Of dense state and directories."""
         self._read: set[str] = set()
 
     def anew(self, stock: Stock) -> WaysBack:
@@ -54,6 +56,11 @@ class WaysBack:
         made = WaysBack(stock, self._log, self._places, self._pool)
         made._read |= self._read
         return made
+
+    @property
+    def damaged(self) -> list[CorruptionError]:
+        """What was found damaged in the store."""
+        return [*self._damaged.values(), *self._beside_rows]
 
     def why_not(self, marker: MarkerId) -> str:
         """Why nothing brings a marker back; empty when something does.
@@ -66,6 +73,8 @@ class WaysBack:
             self._check_dense(self._lineage.find(marker))
             self._check_rows(marker)
         except (CorruptionError, TrimmedError) as error:
+            if isinstance(error, CorruptionError):
+                self._beside_rows.append(error)
             return error.headline
         return ""
 
@@ -77,6 +86,7 @@ class WaysBack:
                     _check_mounted(dense)
                     dense.verify(commit)
                 except CorruptionError as error:
+                    self._beside_rows.append(error)
                     first = first or error
                 else:
                     return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
+from functools import partial
 
 from crc32c import crc32c
 
@@ -20,20 +21,19 @@ from torchrec_stream_ckpt.format.reading import Reading, ReadUnit
 from torchrec_stream_ckpt.format.scrub_place import MAX_DAMAGED, ScrubPlace
 from torchrec_stream_ckpt.layout import (
     DENSE_DIR,
-    READINGS_DIR,
     SCRUB_DIR,
     FoldName,
     dense_file_name,
     dense_name,
-    is_reading,
     manifest_name,
     parse_scrub_place,
-    reading_name,
 )
 from torchrec_stream_ckpt.route.holdings import Holdings, Step
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.dense_objects import files_in, read_dense_file
+from torchrec_stream_ckpt.store.identity import place_of
 from torchrec_stream_ckpt.store.reader import load_notes, open_segments, read_chunks
+from torchrec_stream_ckpt.store.readings import list_readings, load_reading, put_reading, take_back
 from torchrec_stream_ckpt.types import MarkerId
 
 COUNTS_FOR_S = 7 * 86400.0
@@ -66,15 +66,17 @@ class ReadBack:
         self._pool = pool
         self._clocks = dict(clocks)
         self._progress = progress
-        self._readings = self._load()
+        self._place = place_of(objects)
+        names = list_readings(objects, job)
+        self._readings = dict(zip(names, pool.map(partial(load_reading, objects), names), strict=True))
         self._known = {
             unit
             for reading in self._readings.values()
-            if reading is not None and _counts(reading, self._clocks)
+            if reading is not None and reading.store == self._place and _counts(reading, self._clocks)
             for unit in reading.units
         }
         self._suspects = self._load_suspects()
-        self._whole: set[Step] = set()
+        self._whole: set[ReadUnit] = set()
         self._fresh: list[ReadUnit] = []
         self.damaged: dict[Step, CorruptionError] = {}
         """Folds and intervals with other bytes than were written."""
@@ -93,21 +95,21 @@ class ReadBack:
         Raises:
             StoreUnavailableError: the store does not answer.
         """
-        if step not in self._whole and step not in self.damaged:
-            try:
-                self._look(holdings, step)
-            except CorruptionError as error:
-                self.damaged[step] = error
+        if step in self.damaged:
+            return False
+        try:
+            if step[0] == step[1]:
+                self._look_beside_rows(holdings, step[1])
             else:
-                self._whole.add(step)
-        return step in self._whole
+                self._look(holdings, step)
+        except CorruptionError as error:
+            self.damaged[step] = error
+        return step not in self.damaged
 
     def _look(self, holdings: Holdings, step: Step) -> None:
+        """Of what stands there now: a fold may be written anew with other bytes between two looks of one run."""
         catalog, (start, end) = holdings.catalog, step
         refs: list[SegmentRef]
-        if start == end:
-            self._look_beside_rows(holdings, end)
-            return
         if step in catalog.folds:
             fold = catalog.fold(start, end)
             name, data, refs = FoldName(self._job, end, start).name, fold.to_bytes(), list(fold.segments)
@@ -116,13 +118,13 @@ class ReadBack:
             name, data = manifest_name(self._job, end), manifest.to_bytes()
             refs = [ref for ranks in manifest.segments for ref in ranks]
         unit = ReadUnit(name, crc32c(data), sum(ref.num_bytes for ref in refs))
-        if unit in self._known and self._is_as_it_was(holdings, unit, refs):
+        if unit in self._whole or (unit in self._known and self._is_as_it_was(holdings, unit, refs)):
             return
         opened = open_segments(catalog.objects, refs, self._job, self._pool)
         for _, _, chunk in read_chunks(catalog.objects, opened, self._pool):
             self.num_bytes += len(chunk)
             self._progress(len(chunk))
-        self._fresh.append(unit)
+        self._remember(unit)
 
     def _look_beside_rows(self, holdings: Holdings, marker: MarkerId) -> None:
         load_notes(holdings.catalog, marker, self._pool)
@@ -131,12 +133,18 @@ class ReadBack:
         names = [dense_file_name(commit.job, marker, file.name) for file in files]
         num_bytes = sum(file.num_bytes for file in files)
         unit = ReadUnit(dense_name(commit.job, marker), crc32c(commit.to_frame()), num_bytes)
+        if unit in self._whole:
+            return
         if unit in self._known and self._suspects is not None and self._suspects.isdisjoint(names):
             return
         for file, name in zip(files, names, strict=True):
             for piece in read_dense_file(self._objects, name, file):
                 self.num_bytes += piece
                 self._progress(piece)
+        self._remember(unit)
+
+    def _remember(self, unit: ReadUnit) -> None:
+        self._whole.add(unit)
         self._fresh.append(unit)
 
     def _is_as_it_was(self, holdings: Holdings, unit: ReadUnit, refs: list[SegmentRef]) -> bool:
@@ -153,14 +161,16 @@ class ReadBack:
     # What is remembered.
 
     def save(self) -> None:
-        """Remember what was read.
+        """Remember what was read, and nothing any more of what is damaged.
 
         Raises:
             StoreUnavailableError: it was not written.
         """
+        take_back(self._objects, self._job, self.damaged.values())
         if self._fresh and self._clocks:
-            data = Reading(time.time(), self._clocks, tuple(sorted(self._fresh))).to_bytes()
-            self._objects.put(reading_name(self._job, int(time.time() * 1000), crc32c(data)), [data])
+            put_reading(
+                self._objects, self._job, Reading(time.time(), self._clocks, tuple(sorted(self._fresh)), self._place)
+            )
             failpoint("read_back.saved")
         self._fresh = []
 
@@ -178,20 +188,11 @@ class ReadBack:
 
     def _may_count(self, reading: Reading) -> bool:
         """Whether a reading counts here, or may elsewhere. The wall clock decides only what is read once more."""
-        if reading.clocks.keys() & self._clocks.keys():
+        if not reading.store:
+            return False
+        if reading.store == self._place and reading.clocks.keys() & self._clocks.keys():
             return _counts(reading, self._clocks)
         return abs(time.time() - reading.time_s) <= _FORGOTTEN_S
-
-    def _load(self) -> dict[str, Reading | None]:
-        entries = self._objects.list(f"{READINGS_DIR}/{self._job.hex()}/")
-        names = sorted(entry.name for entry in entries if is_reading(entry.name))
-        return dict(zip(names, self._pool.map(self._reading, names), strict=True))
-
-    def _reading(self, name: str) -> Reading | None:
-        try:
-            return Reading.from_bytes(self._objects.read(name), name)
-        except CorruptionError:
-            return None
 
     def _load_suspects(self) -> frozenset[str] | None:
         """What scrubs have found damaged; None where nobody can tell what else is."""

@@ -18,6 +18,7 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Garbage
 from torchrec_stream_ckpt.layout import probe_name
 from torchrec_stream_ckpt.store.api import KeepsTime, Objects
+from torchrec_stream_ckpt.store.identity import place_of
 from torchrec_stream_ckpt.types import MarkerId
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -45,7 +46,7 @@ def read_clocks(objects: Objects, job: bytes, *, probe: bool = True) -> dict[str
         shown = objects.put_at(name)
         objects.delete(name)
         if shown is not None:
-            clocks["store"] = shown
+            clocks[f"store {place_of(objects)}"] = shown
     return clocks
 
 

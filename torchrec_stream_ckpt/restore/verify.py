@@ -74,6 +74,7 @@ def verify_marker(
     progress: Callable[[int], None] = lambda _: None,
     objects: Objects | None = None,
     compare_dense: CompareDense | None = None,
+    told: Callable[[CorruptionError], None] = lambda _: None,
 ) -> Verified:
     """Check every byte that restoring ``marker`` would read: a damaged piece of the store is read around.
 
@@ -85,6 +86,7 @@ def verify_marker(
         progress: Called with the bytes of each chunk and frame.
         objects: The store that a restore takes rows from; None for the log alone.
         compare_dense: For replicated tables; None: they are not compared.
+        told: Called with each thing that is damaged in the store, and read around.
 
     Raises:
         MarkerNotFoundError: it is not committed, or the store says that it was given up.
@@ -95,7 +97,7 @@ def verify_marker(
     commit = lineage.find(marker)
     catalog, damaged = load_catalog(objects, lineage), dict[str, CorruptionError]()
     while True:
-        route = locate(lineage, marker, catalog, damaged=damaged)
+        route = locate(lineage, marker, catalog, damaged=damaged, told=told)
         if not route.wrote_to(log.incarnation()):
             route.check_trimmed(log)  # its dense state is where its rows are
         if not damaged:
@@ -112,6 +114,7 @@ def verify_marker(
                 damage = next(iter(damaged.values()), None) or damage_of(catalog, lineage, marker)
                 raise error if damage is None or damage is error else lost(damage, marker, error) from None
             damaged[name] = error
+            told(error)
 
 
 def _verify(

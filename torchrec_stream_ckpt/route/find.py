@@ -33,6 +33,7 @@ from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.route.tiers import OUTER, Place, Tiers, TierState
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore
+from torchrec_stream_ckpt.store.readings import take_back_if_possible
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.uris import parse_uri
 
@@ -238,6 +239,8 @@ class Search:
                 if self._state.inner.claims:
                     log.warning("the %s tier cannot give marker %s: %s", place, marker, error.headline)
                 failures.append(error)
+                if isinstance(error, CorruptionError):
+                    self._take_back(place, self._state.lineage(place).job, [error])
         if named:
             raise self._not_there(marker, failures)
         self._pass_over(marker, failures)
@@ -251,7 +254,9 @@ class Search:
             catalog.check_offered(marker)
         self._check_dense(place.nearest(self._job), commit)
         head = warm(self._head(lineage.job), lineage, marker)
-        route = locate(lineage, marker, catalog, head=head, damaged=self._damaged.segments)
+        found = list(self._damaged.segments.values())
+        route = locate(lineage, marker, catalog, head=head, damaged=self._damaged.segments, told=found.append)
+        self._take_back(place, lineage.job, found)
         try:
             route.check(data)
             route.check_own(data)
@@ -259,6 +264,11 @@ class Search:
         except (TrimmedError, CorruptionError) as error:
             damage = damage_of(catalog, lineage, marker, self._damaged.segments)
             raise damage or error from None  # that of the store comes first: without it the log would not be asked
+
+    def _take_back(self, place: Place, job: bytes, errors: list[CorruptionError]) -> None:
+        """Nobody is to delete other copies in favor of what is damaged."""
+        if errors:
+            take_back_if_possible(place.objects(self._job), job, errors)
 
     def _catalog(self, lineage: Lineage, place: Place) -> Catalog | None:
         objects = place.objects(self._job)

@@ -65,6 +65,7 @@ def locate(
     since: MarkerId | None = None,
     head: HeadState | None = None,
     damaged: Mapping[str, CorruptionError] = NONE,
+    told: Callable[[CorruptionError], None] = lambda _: None,
 ) -> Route:
     """Where the bytes of ``marker`` are: what HEAD and the store give, as far as their directories tell, and that the
     log has to give the rest. Whether the log has it, :meth:`Route.check` says.
@@ -80,6 +81,7 @@ def locate(
         since: A marker on the path that the reader has: only what is newer comes from the store.
         head: A HEAD on the path: the same.
         damaged: Segments of the store that are known to be damaged.
+        told: Called with the first thing on the way that is damaged, if it is read around.
 
     Raises:
         MarkerNotFoundError: ``marker`` was never committed, or given up.
@@ -90,7 +92,7 @@ def locate(
     if catalog is None:
         return route
     catalog.check_offered(marker)
-    route = _around_damage(catalog, route, damaged)
+    route = _around_damage(catalog, route, damaged, told)
     if head is None:
         return route
     chain = lineage.chain(marker)
@@ -99,7 +101,7 @@ def locate(
     if not any(each in catalog.markers and each in strides for each in beyond):
         return route
     # What leads on from HEAD may be gone: gc takes away what a base has made needless.
-    cold = _around_damage(catalog, cold, damaged)
+    cold = _around_damage(catalog, cold, damaged, told)
     if cold.stored not in beyond:
         return route
     log.info("HEAD is not used: it leads to marker %s, the store without it to %s", route.stored, cold.stored)
@@ -113,11 +115,17 @@ def damage_of(
     return _with_store(catalog, Route(lineage, lineage.find(marker)), damaged)[1] if catalog is not None else None
 
 
-def _around_damage(catalog: Catalog, route: Route, damaged: Mapping[str, CorruptionError]) -> Route:
+def _around_damage(
+    catalog: Catalog,
+    route: Route,
+    damaged: Mapping[str, CorruptionError],
+    told: Callable[[CorruptionError], None],
+) -> Route:
     """As :func:`_with_store`, but around what is damaged, as far along the path as that leads."""
     found, error = _with_store(catalog, route, damaged)
     if error is None:
         return found
+    told(error)
     intact = _intact(catalog, route, damaged)
     found, _ = _with_store(intact, route, damaged)
     if not found.pieces:

@@ -80,6 +80,9 @@ class ReadsInto(Protocol):
 class KeepsTime(Protocol):
     """A store that says by one clock of its own when it took an object."""
 
+    server: str
+    """Where its server or account is, as far as settings name one; empty for the service's own."""
+
     def put_at(self, name: str) -> float | None:
         """When an object was put, in seconds since some beginning; None when the store does not say."""
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, UnsupportedError
 from torchrec_stream_ckpt.layout import STORE_FILE
-from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.api import KeepsTime, Objects
 
 FORMAT = 1
 _MAX_BYTES = 2**16
@@ -65,6 +66,18 @@ def check_store(objects: Objects) -> bool:
             store=objects.url,
         )
     return True
+
+
+def place_of(objects: Objects) -> str:
+    """Which store it is: its URL, of a folder without links, of an object store with the server that was named.
+
+    A copy in another place is another store. Two ways to one store may have two names.
+    """
+    scheme, _, folder = objects.url.partition("://")
+    if scheme == "file":
+        return f"file://{os.path.realpath(folder)}"
+    server = objects.server if isinstance(objects, KeepsTime) else ""
+    return f"{objects.url} at {server}" if server else objects.url
 
 
 def _write(objects: Objects) -> None:

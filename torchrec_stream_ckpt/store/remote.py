@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.layout import check_object_name, is_object_name
 from torchrec_stream_ckpt.store.api import Entry
-from torchrec_stream_ckpt.uris import StoreUrl
+from torchrec_stream_ckpt.uris import StoreUrl, without_login
 
 _WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"})
 """Protocols under which an upload is seen whole or not at all."""
@@ -107,6 +108,7 @@ class FsspecObjects:
             found = url_to_fs(self.url, skip_instance_cache=True, use_listings_cache=False, **settings)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"the store's options do not fit: {error}", url=self.url) from None
+        self.server = _server(settings)
         self._fs, root = found
         self._root = root.rstrip("/")
 
@@ -227,6 +229,15 @@ def _typed(key: str, text: str) -> Any:
         return json.loads(text)
     except ValueError:
         raise ConfigError(f"the store's option '{key}' is not JSON") from None
+
+
+def _server(settings: Mapping[str, Any]) -> str:
+    """The server or the account that settings or the environment name; empty: none."""
+    client = settings.get("client_kwargs")
+    named = [settings.get("endpoint_url"), client.get("endpoint_url") if isinstance(client, Mapping) else None]
+    named += [os.environ.get("AWS_ENDPOINT_URL_S3"), os.environ.get("AWS_ENDPOINT_URL"), settings.get("account_name")]
+    found = next((each for each in named if isinstance(each, str) and each), "")
+    return without_login(found).rstrip("/")
 
 
 def _check_protocol(where: StoreUrl) -> None:
