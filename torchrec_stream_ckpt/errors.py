@@ -84,6 +84,10 @@ class StoreUnavailableError(StreamCkptError):
     """The store cannot be reached or written now: repair the disk, rights, credentials or network and retry."""
 
 
+class ScratchUnavailableError(StoreUnavailableError):
+    """Temporary files cannot be written here now, the store itself is well: make room, or set ``TMPDIR``, and retry."""
+
+
 class CorruptionError(StreamCkptError):
     """Bytes are not what was written: restore another marker, or another copy of the log."""
 

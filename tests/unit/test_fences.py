@@ -33,6 +33,7 @@ LEAVES = {
     "units",
     "service",
     "durable",
+    "scratch",
 }
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -47,6 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "flags": {"errors", "types", "config", "evolve"},
     "failpoints": {"errors"},
     "locks": set(),
+    "scratch": {"locks"},
     "service": {"errors"},
     "durable": set(),
     "units": {"errors"},

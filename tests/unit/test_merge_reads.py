@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
+import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +20,7 @@ from tests import builders, stores, synthetic
 from tests.synthetic import Job
 from tests.unit.folded_job import made_once
 from tests.unit.test_fold import fold, history, lineage_of
-from torchrec_stream_ckpt.errors import CorruptionError, StoreUnavailableError
+from torchrec_stream_ckpt.errors import CorruptionError, ScratchUnavailableError, StoreUnavailableError
 from torchrec_stream_ckpt.format import segment as segment_module
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
@@ -26,12 +30,14 @@ from torchrec_stream_ckpt.materialize import fold as fold_module
 from torchrec_stream_ckpt.materialize import merge as merge_module
 from torchrec_stream_ckpt.materialize import narrow
 from torchrec_stream_ckpt.materialize.compactor import Policy
+from torchrec_stream_ckpt.materialize.gc import GcRules, collect
 from torchrec_stream_ckpt.materialize.merge import merge
+from torchrec_stream_ckpt.materialize.retention import Retention
 from torchrec_stream_ckpt.materialize.sorter import RowSorter
 from torchrec_stream_ckpt.route.locate import locate
 from torchrec_stream_ckpt.store import reader, runs
 from torchrec_stream_ckpt.store.api import Objects, open_store
-from torchrec_stream_ckpt.store.catalog import Catalog, Piece
+from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
 from torchrec_stream_ckpt.store.folder import FolderObjects
 from torchrec_stream_ckpt.types import StateSpec
 
@@ -190,6 +196,95 @@ def test_without_room_for_temporary_files_a_merge_says_which_folder(
     assert told.value.where["path"] == tmp_path / "none"
 
 
+def test_a_full_disk_of_temporary_files_is_not_said_of_the_store(
+    tmp_path: Path, spread: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(narrow, "FAN_IN", 4)
+    scratch, objects = tmp_path / "scratch", open_store(str(tmp_path / "store"))
+    scratch.mkdir()
+    fill_up(scratch, monkeypatch)
+    with pytest.raises(ScratchUnavailableError, match=r"temporary files: .*No space left on device") as told:
+        merged(spread, objects, scratch=scratch)
+    assert str(told.value.where["path"]).startswith(str(scratch))
+    assert "TMPDIR" in told.value.hint
+    assert "gc" not in told.value.hint, "to delete markers makes no room there"
+    assert not list(scratch.iterdir())
+
+
+def fill_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk of one folder takes nothing more."""
+    writev = os.writev
+
+    def write(fd: int, parts: Sequence[Any]) -> int:
+        if Path(os.readlink(f"/proc/self/fd/{fd}")).is_relative_to(folder):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return writev(fd, parts)
+
+    monkeypatch.setattr(os, "writev", write)
+
+
+def test_a_temporary_file_that_somebody_deletes_is_not_said_of_the_store(
+    tmp_path: Path, spread: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(narrow, "FAN_IN", 4)
+    scratch, lost = tmp_path / "scratch", list[Path]()
+    scratch.mkdir()
+
+    def lose(_: int) -> None:
+        for path in list(scratch.rglob("*.seg"))[: 1 - len(lost)]:
+            path.unlink()
+            lost.append(path)
+
+    objects = open_store(str(tmp_path / "store"))
+    pieces = pieces_of(spread, objects)
+    with ThreadPoolExecutor(2) as pool, pytest.raises(ScratchUnavailableError, match="a temporary file is gone"):
+        merge(objects, lineage_of(spread), pieces, pool, lose, scratch)
+    assert lost
+
+
+def test_temporary_files_go_as_soon_as_they_are_read(
+    tmp_path: Path, spread: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stayed up to the end of a merge: those of all passes, and of all tables."""
+    monkeypatch.setattr(narrow, "FAN_IN", 2)
+    scratch, most = tmp_path / "scratch", [0]
+    scratch.mkdir()
+
+    def look(_: int) -> None:
+        most[0] = max(most[0], sum(path.stat().st_size for path in scratch.rglob("*.seg")))
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = open_store(str(tmp_path / "store"))
+        pieces = pieces_of(spread, objects)
+        merge(objects, lineage_of(spread), pieces, pool, look, scratch)
+    rows = sum(ref.num_bytes for piece in pieces_of_intervals(spread) if piece.start for ref in piece.segments)
+    assert 0 < most[0] <= 1.7 * rows, "what a pass reads and what it writes; 6 passes write each row"
+
+
+def test_gc_deletes_what_it_can_while_nothing_can_be_merged(
+    tmp_path: Path, spread: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended at the first merge, run after run, and deleted nothing ever."""
+    monkeypatch.setattr(narrow, "FAN_IN", 4)
+    objects, lineage, rules = open_store(str(tmp_path / "store")), lineage_of(spread), Retention(then_every=15)
+    full = tmp_path / "full"
+    full.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(full))
+    fill_up(full, monkeypatch)
+    with ThreadPoolExecutor(2) as pool:
+        done = collect(objects, lineage, lineage.job, GcRules(retention=rules, grace_s=0.0, compact=True), pool)
+    assert done.dropping
+    assert done.unmerged
+    assert not done.spans
+    assert "No space left on device" in done.describe()
+    assert "Try: make room there" in done.describe()
+    monkeypatch.undo()
+    monkeypatch.setattr(narrow, "FAN_IN", 4)
+    with ThreadPoolExecutor(2) as pool:
+        again = collect(objects, lineage, lineage.job, GcRules(retention=rules, grace_s=0.0, compact=True), pool)
+    assert (again.unmerged, bool(again.spans), bool(again.now)) == ((), True, True)
+
+
 @pytest.mark.parametrize("fan_in", [2, 64])
 def test_a_table_is_read_once_by_windows(
     tmp_path: Path, spread: Job, fan_in: int, monkeypatch: pytest.MonkeyPatch
@@ -227,6 +322,43 @@ def test_windows_may_go_back_and_leave_rows_out(tmp_path: Path, spread: Job) -> 
         table = TableReader(found, 0)
         for row0, rows in [(0, 50), (25, 100), (3000, 1000), (10, 5), (15, 3985), (0, 1), (3999, 1), (3999, 1)]:
             np.testing.assert_array_equal(table.read(row0, rows).weights, whole[row0 : row0 + rows])
+
+
+@pytest.mark.parametrize("how", ["fails", "is not used up"])
+def test_the_window_after_one_that_ended_early_has_all_rows(tmp_path: Path, spread: Job, how: str) -> None:
+    """Chunks that reach into the next window were not kept: older versions of their rows came in their place."""
+    objects, lineage = open_store(str(tmp_path / "store")), lineage_of(spread)
+    broken = [False]
+    with ThreadPoolExecutor(2) as pool:
+        pieces = reader.open_pieces(objects, pieces_of_intervals(spread), synthetic.JOB, pool)
+        newest = [each for piece in reversed(pieces) for each in piece.opened]
+
+        def read(picked: Iterable[Picked]) -> Iterator[Any]:
+            for number, each in enumerate(reader.read_chunks(objects, picked, pool)):
+                if broken[0] and number == 3:
+                    raise StoreUnavailableError("away")
+                yield each
+
+        def versions(begin: int) -> dict[int, int]:
+            found: dict[int, int] = {}
+            for given in table.window(begin, begin + 500):
+                for row in given.view.ids.tolist():
+                    if begin <= row < begin + 500:
+                        found.setdefault(row, given.place)
+            return found
+
+        table = runs.Runs(newest, lineage.claims[1].schema, read)
+        wanted = [versions(begin) for begin in (1000, 1500)]
+        table = runs.Runs(newest, lineage.claims[1].schema, read)
+        versions(500)
+        broken[0] = how == "fails"
+        if how == "fails":
+            with pytest.raises(StoreUnavailableError):
+                versions(1000)
+        else:
+            next(table.window(1000, 1500))
+        broken[0] = False
+        assert [versions(begin) for begin in (1500, 1000)][::-1] == wanted
 
 
 def test_chunks_that_are_open_at_once_are_counted_by_columns(tmp_path: Path, spread: Job) -> None:

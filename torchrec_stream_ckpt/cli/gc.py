@@ -118,6 +118,7 @@ def collect_garbage(
     idle = rules.keeps_all
     if json:
         print_json([_record(plan) | {"dry_run": dry_run or idle} for plan in plans])
+        _check_merged(plans)
         return
     for plan in plans:
         typer.echo(plan.describe(every=is_verbose()) if dry_run or idle else _done(plan))
@@ -125,6 +126,13 @@ def collect_garbage(
         typer.echo("nothing was deleted: say what to keep, such as --keep-all-for 24h --then-every 10")
     elif check_store_url(store).folder is None and not dry_run:
         typer.echo("uploads that were broken off are not seen here: let a lifecycle rule of the bucket abort them")
+    _check_merged(plans)
+
+
+def _check_merged(plans: Sequence[GcPlan]) -> None:
+    """All else is done: the next run merges what this one could not."""
+    if any(plan.unmerged for plan in plans):
+        raise typer.Exit(1)
 
 
 def _check_log(uri: str | None, *, no_log: bool) -> None:
@@ -225,6 +233,7 @@ def _record(plan: GcPlan) -> dict[str, Any]:
         "later_bytes": _bytes(plan.later),
         "not_whole": list(plan.not_whole),
         "damaged": list(plan.damaged),
+        "unmerged": list(plan.unmerged),
         "stands_still": plan.stands_still,
         "awaited": [str(marker) for marker in plan.awaited],
         "elsewhere": list(plan.elsewhere),

@@ -7,7 +7,6 @@ folder, as the materializer does it, and then read as the store is.
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.route.locate import load_catalog, locate, lost
 from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.route.tiers import Tiers
+from torchrec_stream_ckpt.scratch import ScratchFolder
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
 from torchrec_stream_ckpt.store.folder import FolderObjects
@@ -238,13 +238,13 @@ def rows_at(job: Job | Tiers, route: Route, scratch: Path) -> Iterator[MarkerRow
 @contextlib.contextmanager
 def _scratch(folder: Path) -> Iterator[Path]:
     try:
-        made = tempfile.TemporaryDirectory(prefix=".stream-ckpt-", dir=folder)
+        made = ScratchFolder(folder)
     except OSError as error:
         raise StoreUnavailableError(
             f"cannot make a folder for scratch: {error.strerror}", hint="name another one with --scratch", path=folder
         ) from None
-    with made as name:
-        yield Path(name)
+    with contextlib.closing(made):
+        yield made.path
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 
 from crc32c import crc32c
 
-from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, ScratchUnavailableError, StreamCkptError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import BY_HAND, RETENTION, Dropped, Garbage
@@ -42,7 +43,7 @@ from torchrec_stream_ckpt.layout import (
     pin_name,
 )
 from torchrec_stream_ckpt.log.api import Incarnation
-from torchrec_stream_ckpt.materialize.compact import plan_spans
+from torchrec_stream_ckpt.materialize.compact import Span, plan_spans
 from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
 from torchrec_stream_ckpt.materialize.merge import merge
 from torchrec_stream_ckpt.materialize.read_back import ReadBack
@@ -273,15 +274,19 @@ def collect(
             came_back.append(marker)
             continue
         _drop(objects, stock.holdings.lineage, marker, BY_HAND if by_hand else RETENTION)
-    for span in plan.spans:
-        merge(objects, stock.holdings.lineage, span.pieces, pool)
-        failpoint("gc.merged")
+    unmerged = _merge_all(objects, stock.holdings.lineage, plan.spans, pool)
     stock, now = take_stock(objects, lineage, job), read()
     # Of what is there now, whoever has come meanwhile; and of what its bytes prove.
     idle_now = plan_gc(_apart_from_damage(stock, read_back), GcRules(grace_s=rules.grace_s), now)
     aging = _newest(stock.holdings.lineage) if rules.retention.keep_all_for is not None else None
     listed = _list(objects, job, stock, idle_now.later, now, aging)  # it waits from now on, however long reading takes
-    stock, found = _proved(stock, GcRules(grace_s=rules.grace_s), now, read_back)
+    try:
+        stock, found = _proved(stock, GcRules(grace_s=rules.grace_s), now, read_back)
+    except BaseException:
+        if listed is not None:
+            with suppress(StreamCkptError):  # a scrub leaves out what is listed, and this was not proved to be needless
+                _shorten(objects, job, listed, set())
+        raise
     read_back.save()
     for kind in _PHASES:
         names = [entry.name for entry in found.now if entry.name.startswith(f"{kind}/")]
@@ -300,10 +305,26 @@ def collect(
         dropping=tuple(sorted(given_up)),
         by_hand=tuple(said for said in plan.by_hand if MarkerId.parse(said.split()[0]) not in came_back),
         came_back=tuple(came_back),
+        spans=tuple(span for span in plan.spans if not any(span is each for each, _ in unmerged)),
+        unmerged=tuple(f"{span}: {error}" for span, error in unmerged),
         now=found.now,
         later=found.later,
         damaged=found.damaged,
     )
+
+
+def _merge_all(
+    objects: Objects, lineage: Lineage, spans: Iterable[Span], pool: Executor
+) -> list[tuple[Span, StreamCkptError]]:
+    """Merge spans; returns those that cannot be, each with the reason: no reason to delete nothing at all."""
+    unmerged: list[tuple[Span, StreamCkptError]] = []
+    for span in spans:
+        try:
+            merge(objects, lineage, span.pieces, pool)
+        except (CorruptionError, ScratchUnavailableError) as error:
+            unmerged.append((span, error))
+        failpoint("gc.merged")
+    return unmerged
 
 
 def _surely_restorable(stock: Stock, rules: GcRules, clocks: Mapping[str, float], read_back: ReadBack) -> GcPlan:

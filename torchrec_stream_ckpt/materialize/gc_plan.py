@@ -41,6 +41,8 @@ class GcPlan:
     """Markers that a person gives up, each with the reason."""
     came_back: tuple[MarkerId, ...] = ()
     """Markers that a person gave up, and that could be restored again when it was their turn: they stay."""
+    unmerged: tuple[str, ...] = ()
+    """Spans that could not be merged, each with the reason: what they would replace stays."""
     stands_still: str = ""
     """Why what waits for the grace period does not get older; empty where it does."""
 
@@ -81,6 +83,7 @@ class GcPlan:
             where = "run gc on one host that is not booted in between, or over an object store"
             lines.append(f"  {self.stands_still}; {where}")
         lines += [f"  {each}; its sources stay: let stream-ckpt materialize repair it" for each in self.damaged]
+        lines += [f"  not merged: {each}" for each in self.unmerged]
         lines += [_awaited(self.awaited)] if self.awaited else []
         return lines + [f"  dense state in {place} stays: it is not in this store" for place in self.elsewhere]
 

@@ -77,7 +77,8 @@ def merge(
 
     Raises:
         CorruptionError: a piece is damaged.
-        StoreUnavailableError: the fold was not written, or there is no room for temporary files.
+        ScratchUnavailableError: there is no room for temporary files.
+        StoreUnavailableError: the fold was not written.
     """
     start, end, job = pieces[0].start, pieces[-1].end, lineage.job
     schema, bases = lineage.claims[end.generation].schema, lineage.bases(end)
@@ -173,3 +174,4 @@ def _merge_table(
                     rows.add(held.table, col0, stop - col0, part)
                     merged.add(held.table, col0, stop - col0, part)
             yield
+    scratch.free(newest)

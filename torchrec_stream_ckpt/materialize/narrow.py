@@ -6,21 +6,28 @@ first: a base, the oldest and the largest, is passed only where its columns are 
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from torchrec_stream_ckpt.errors import CorruptionError, StoreUnavailableError
+from torchrec_stream_ckpt.errors import (
+    CorruptionError,
+    MissingObjectError,
+    ScratchUnavailableError,
+    StoreUnavailableError,
+)
 from torchrec_stream_ckpt.format.rows import RowLayout, RowsView
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import ChunkEntry, SegmentId, SegmentKind
 from torchrec_stream_ckpt.materialize.fold import SegmentWriter
 from torchrec_stream_ckpt.materialize.row_digests import RowDigests
 from torchrec_stream_ckpt.materialize.sorter import RowSorter
+from torchrec_stream_ckpt.scratch import ScratchFolder
 from torchrec_stream_ckpt.store.catalog import Picked
 from torchrec_stream_ckpt.store.folder import FolderObjects
 from torchrec_stream_ckpt.store.newest import NewestFirst
@@ -32,6 +39,9 @@ FAN_IN = 64
 """Runs that are merged at once: as many chunks, of at most 4 MB, are held in memory."""
 PASS_BYTES = 64 * 2**20
 """Rows that one window of a pass takes at most, and one segment of it before it is written."""
+
+
+_ROOM_HINT = "make room there, or set TMPDIR to a folder with room for the rows that came since the last base"
 
 
 class ScratchRuns:
@@ -55,7 +65,7 @@ class ScratchRuns:
         self._pool = pool
         self._where = folder
         self._progress = progress
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: ScratchFolder | None = None
         self._made: FolderObjects | None = None
         self._names: set[str] = set()
         self._groups = 0
@@ -63,8 +73,10 @@ class ScratchRuns:
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
         """A range of a segment, wherever it is."""
-        objects = self._made if self._made is not None and name in self._names else self._objects
-        return objects.read(name, begin, end)
+        if self._made is None or name not in self._names:
+            return self._objects.read(name, begin, end)
+        with self._named():
+            return self._made.read(name, begin, end)
 
     def saw(self, given: Given) -> None:
         """Told of each chunk that a merge was given, for :meth:`check`."""
@@ -96,7 +108,8 @@ class ScratchRuns:
 
         Raises:
             CorruptionError: a segment is damaged, or row-wise state lies under two column splits.
-            StoreUnavailableError: a store does not answer, or there is no room for temporary files.
+            ScratchUnavailableError: there is no room for temporary files.
+            StoreUnavailableError: a store does not answer.
         """
         held, cuts = [each for each in newest if len(each.chunks)], cuts_of(columns_of(newest))
         is_wide = not as_wide and not columns_of(held) <= _slices(cuts)
@@ -107,13 +120,27 @@ class ScratchRuns:
             while held and (is_wide or open_at_once([*done, *held, *oldest], cuts) > FAN_IN):
                 count = _most(held, cuts)
                 done += self._pass(schema, held[:count], table, cuts)
+                self.free(held[:count])
                 held = held[count:]
             held, is_wide = done + held, False
         return held + oldest
 
+    def free(self, done: Iterable[Picked]) -> None:
+        """Delete what nobody reads any more of what passes have made; segments of the store stay."""
+        for name in {each.ref.name for each in done} & self._names:
+            assert self._made is not None
+            with self._named():
+                self._made.delete(name)
+
     def _pass(self, schema: Schema, newest: Sequence[Picked], table: int, cuts: Sequence[int]) -> list[Picked]:
         """Merge some segments into new ones in the folder."""
-        folder, group = self._open(), self._groups
+        with self._named():
+            return self._merged(self._open(), schema, newest, table, cuts)
+
+    def _merged(
+        self, folder: FolderObjects, schema: Schema, newest: Sequence[Picked], table: int, cuts: Sequence[int]
+    ) -> list[Picked]:
+        group = self._groups
         self._groups += 1
         writer = SegmentWriter(
             folder,
@@ -152,20 +179,34 @@ class ScratchRuns:
     def _open(self) -> FolderObjects:
         if self._made is None:
             try:
-                self._folder = tempfile.TemporaryDirectory(prefix=".stream-ckpt-", dir=self._where)
+                self._folder = ScratchFolder(self._where)
             except OSError as error:
-                raise StoreUnavailableError(
-                    f"cannot make a folder for temporary files: {error.strerror}",
-                    hint="name one with room by TMPDIR",
+                raise ScratchUnavailableError(
+                    f"cannot make a folder for temporary files: {error.strerror or error}",
+                    hint=_ROOM_HINT,
                     path=self._where or tempfile.gettempdir(),
                 ) from None
-            self._made = FolderObjects(Path(self._folder.name))
+            self._made = FolderObjects(self._folder.path)
         return self._made
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """What fails in the folder is said to have failed there: it looks like a store."""
+        try:
+            yield
+        except (StoreUnavailableError, MissingObjectError) as error:
+            path = error.where.get("path")
+            if self._folder is None or path is None or self._folder.path not in Path(str(path)).parents:
+                raise
+            what = "a temporary file is gone" if isinstance(error, MissingObjectError) else error.message
+            raise ScratchUnavailableError(
+                f"the merge cannot go on in its folder for temporary files: {what}", hint=_ROOM_HINT, path=path
+            ) from error
 
     def close(self) -> None:
         """Delete the folder, if one was made."""
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.close()
 
 
 def cut_rows(view: RowsView, chosen: np.ndarray, entry: ChunkEntry, col0: int, cols: int, name: str) -> RowsView:

@@ -61,7 +61,8 @@ def read_from(objects: Readable, pool: Executor, progress: Callable[[int], None]
 class Runs:
     """The runs of some segments, window by window.
 
-    Each chunk is read once while windows ascend. A window that begins before the end of the last one begins anew.
+    Each chunk is read once while windows ascend. A window that begins before the end of the last one, or after one
+    that failed or was not used up, begins anew.
 
     Memory: one chunk a run that is open at the end of a window, and what ``read`` reads ahead.
 
@@ -88,6 +89,8 @@ class Runs:
         self._names = {each.ref.name: place for place, each in enumerate(newest)}
         self._at, self._stop = 0, 0
         self._kept: list[Given] = []
+        self._is_open = False
+        """Whether a window was begun and not used up: what it would have kept is not there."""
 
     def window(self, row0: int, stop: int) -> Iterator[Given]:
         """Chunks with ids of [row0, stop), newest segment first; to be used up before the next window.
@@ -103,13 +106,14 @@ class Runs:
         planned = [(window, self._begin(*window)) for window in windows]
         reads = self._read(picked for _, each in planned for picked in each)
         for window, picked in planned:
+            assert not self._is_open, "the window before was not used up"
             if picked or self._kept:
                 yield window, self._give(islice(reads, sum(len(each.chunks) for each in picked)), window[1])
 
     def _begin(self, row0: int, stop: int) -> list[Picked]:
         """The chunks that are to be read for a window, newest segment first."""
-        if row0 < self._stop:
-            self._at, self._kept = 0, []
+        if row0 < self._stop or self._is_open:
+            self._at, self._kept, self._is_open = 0, [], False
         begin, self._at = self._at, max(self._at, int(np.searchsorted(self._first, stop)))
         self._stop = stop
         new = np.sort(self._order[begin : self._at])
@@ -119,11 +123,12 @@ class Runs:
         return [Picked(each.ref, each.front, self._chunks[chosen]) for each, chosen in segments]
 
     def _give(self, reads: Iterable[tuple[Picked, ChunkEntry, memoryview]], stop: int) -> Iterator[Given]:
-        kept, self._kept = self._kept, []
+        kept, self._kept, self._is_open = self._kept, [], True
         for given in merge(kept, self._decode(reads), key=attrgetter("place")):
             yield given
             if given.entry.last >= stop:
                 self._kept.append(given if given.is_kept else _rest(given, stop))
+        self._is_open = False
 
     def _decode(self, reads: Iterable[tuple[Picked, ChunkEntry, memoryview]]) -> Iterator[Given]:
         for picked, entry, data in reads:
