@@ -173,7 +173,7 @@ class History:
         self.root = root
         self.log = FileLog(root)
         self._incarnation = self.log.prepare(1).id
-        self.store = ""
+        self.dense_url = ""
         """What COMMITs say of the store; empty: it is in the log's folder."""
         self.rows: dict[MarkerId, Rows] = {}
         """What is true at each marker, as :func:`rows_of` says it."""
@@ -203,7 +203,7 @@ class History:
         folder.mkdir(parents=True)
         (folder / ".metadata").write_bytes(f"dense state of {marker}".encode())
         files = digest_files(folder, [".metadata"])
-        self.log.append_control(replace(made, dense_files=files, store=self.store).to_frame())
+        self.log.append_control(replace(made, dense_files=files, store=self.dense_url).to_frame())
 
     def time_of(self, marker: MarkerId) -> float:
         """What the trainer's wall clock says when it commits a marker."""

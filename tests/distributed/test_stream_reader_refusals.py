@@ -223,6 +223,33 @@ def test_a_row_wise_state_beside_weights_of_other_columns_is_refused(log: Path, 
     assert "[16, 32)" in said
 
 
+def test_columns_are_checked_whatever_is_loaded_first_and_not_by_an_earlier_model(log: Path) -> None:
+    reader = StreamReader(f"file://{log}")
+    look = reader._looked()
+    table = look.entries.tables[WIDE].table
+    reader._columns[table] = {(0, 11), (11, 11), (22, 10)}  # of a model of three ranks
+    dcp.load(plain(), storage_reader=reader, no_dist=True)
+    assert reader._columns[table] == {(0, 32)}
+    assert table in reader._states
+    reader._columns[table] = {(0, 11)}
+    with pytest.raises(ColumnResplitError):
+        reader._check_table(look, table)  # as the weights of another model would, after these states
+    reader.reset()
+    assert not reader._states
+
+
+def test_a_failure_to_find_a_marker_is_not_raised_by_a_later_load(log: Path) -> None:
+    reader = StreamReader(f"file://{log}", "1:9")
+    reader.read_metadata()  # as a program does that only looks
+    reader.reset("1:2")
+    reader.set_up_storage_reader(reader.read_metadata(), True)
+    commits, reader = log / "control.log", StreamReader(f"file://{log}", "1:2")
+    commits.rename(log / "away")
+    reader.read_metadata()
+    (log / "away").rename(commits)
+    reader.set_up_storage_reader(reader.read_metadata(), True)
+
+
 def test_weights_that_share_a_shard_with_their_average_are_refused_in_other_columns(pool: Pool, tmp_path: Path) -> None:
     settings = StreamConfig(uri=f"file://{tmp_path}/log", marker_every=3)
     ranks.run(2, jobs.train_with, PLAN_2, settings, 3, {"optimizer": "ema"})

@@ -227,7 +227,7 @@ def test_the_second_question_is_put_to_a_listing_of_now(history: History, pool: 
 def test_a_marker_of_whose_dense_state_nobody_can_tell_is_not_given_up(tmp_path: Path, named: str, log: str) -> None:
     """The place where the trainer keeps it is not mounted here: that looks like a loss."""
     history = History(tmp_path / "job")
-    history.store = f"file://{tmp_path / 'away'}"
+    history.dense_url = f"file://{tmp_path / 'away'}"
     history.generation(1, range(1, 4))
     stores.fold(history.root, Policy(rebase=0))
     harm(history, "g00000001-m00000002/.metadata", "lost")

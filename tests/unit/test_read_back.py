@@ -19,11 +19,12 @@ from tests import stores
 from tests.stores import HeldObjects, History
 from tests.unit.gc_history import ALWAYS, NEVER, SPANS, branched
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.errors import CorruptionError, StoreUnavailableError
 from torchrec_stream_ckpt.format.manifest import Fold
 from torchrec_stream_ckpt.format.reading import Reading, ReadUnit
 from torchrec_stream_ckpt.format.scrub_place import ScrubPlace
 from torchrec_stream_ckpt.layout import READINGS_DIR, FoldName, scrub_place_name
+from torchrec_stream_ckpt.materialize import gc as gc_module
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.gc import GcRules, collect
 from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
@@ -242,13 +243,14 @@ def test_what_a_scrub_found_damaged_is_read_again(history: History, pool: Execut
     assert not [name for name in gone if "-m00000002-from-root" in name]
 
 
-@pytest.mark.parametrize("place", ["cut", "full"])
+@pytest.mark.parametrize("place", ["cut", "full", "more"])
 def test_a_scrub_that_does_not_say_all_leaves_nothing_to_rely_on(history: History, pool: Executor, place: str) -> None:
     store = Watched(history, pool)
     gc(history, store, pool, 0.0, 4)
     store.bases_read()
-    said = ScrubPlace(1, 1.0, damaged=tuple(f"x{number}" for number in range(1000))).to_bytes()
-    store.put(scrub_place_name(history.lineage.job, "service", 1), [said if place == "full" else said[:-3]])
+    many = tuple(f"x{number}" for number in range(1000))
+    said = ScrubPlace(1, 1.0, damaged=() if place == "more" else many, more=int(place == "more")).to_bytes()
+    store.put(scrub_place_name(history.lineage.job, "service", 1), [said[:-3] if place == "cut" else said])
     gc(history, store, pool, 2 * HOUR, 4)
     assert store.bases_read() == {3}
 
@@ -295,6 +297,25 @@ def test_what_goes_later_is_listed_before_anything_long_is_read(history: History
     floor = [place for place, (what, name) in enumerate(store.done) if (what, "dropped/" in name) == ("put", True)]
     reads = [place for place, (what, name) in enumerate(store.done) if what == "read" and "-from-root-p" in name]
     assert not [place for place in reads if floor[-1] < place < listed]
+
+
+def test_a_gc_that_fails_while_it_reads_leaves_no_list_of_what_may_be_needed(
+    history: History, pool: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scrub leaves out what is listed."""
+    store = Watched(history, pool)
+
+    def fail(*args: Any) -> Any:
+        assert list(store.list("garbage/"))
+        raise StoreUnavailableError("away")
+
+    monkeypatch.setattr(gc_module, "_proved", fail)
+    with pytest.raises(StoreUnavailableError):
+        gc(history, store, pool, 0.0, 4)
+    assert not list(store.list("garbage/"))
+    monkeypatch.undo()
+    assert gc(history, store, pool, HOUR / 2, 4).now == ()
+    assert gc(history, store, pool, 2 * HOUR, 4).now
 
 
 def test_a_list_loses_what_was_found_to_be_needed_after_all(history: History, pool: Executor) -> None:

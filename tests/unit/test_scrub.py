@@ -31,11 +31,12 @@ from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.manifest import Dropped
 from torchrec_stream_ckpt.format.scrub_place import ScrubPlace
 from torchrec_stream_ckpt.layout import SCRUB_DIR, dense_name, dropped_name, manifest_name, scrub_place_name
+from torchrec_stream_ckpt.materialize import scrubber as scrubber_module
 from torchrec_stream_ckpt.materialize.allowance import Allowance
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.gc import GcRules, collect
 from torchrec_stream_ckpt.materialize.retention import Retention
-from torchrec_stream_ckpt.materialize.scrubber import Scrubber
+from torchrec_stream_ckpt.materialize.scrubber import Damage, Scrubber
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -262,6 +263,48 @@ def test_damage_in_what_gc_has_listed_is_not_looked_for(tmp_path: Path) -> None:
         harm(tmp_path / name)
     done = invoke(f"file://{tmp_path}", "--json")
     assert (done.exit_code, json.loads(done.stdout)[0]["damaged"]) == (0, [])
+
+
+def test_what_gc_has_listed_is_read_if_what_stands_in_for_it_is_damaged(tmp_path: Path) -> None:
+    """A gc that dies in a long read leaves a list of what it has not proved to be needless."""
+    history = History(tmp_path)
+    history.generation(1, range(1, 5))
+    stores.fold(tmp_path, Policy(rebase=1e-9))
+    lineage = history.lineage
+    interval = "g00000001-r00000-m00000002-p000.seg"
+    with ThreadPoolExecutor(2) as pool:
+        plan = collect(history.objects, lineage, lineage.job, GcRules(retention=Retention(newest=1)), pool)
+    assert any(each.name.endswith(interval) for each in plan.later)
+    for path in tmp_path.glob("segments/*/*"):
+        if path.name == interval or "m00000004-from-root" in path.name:
+            harm(path)
+    done = invoke(f"file://{tmp_path}", "--json")
+    named = [Path(each["name"]).name for each in json.loads(done.stdout)[0]["damaged"]]
+    assert (done.exit_code, named) == (1, ["f-g00000001-m00000004-from-root-p000.seg", interval])
+
+
+def test_damage_beyond_what_a_place_names_is_counted_and_told(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond that number, a scrub that was killed began far back, and one that ended forgot names."""
+    monkeypatch.setattr(scrubber_module, "MAX_DAMAGED", 2)
+    objects, lineage = open_store(str(store_of(job))), Control(job.log).refresh()
+    for path in store_of(job).glob(KINDS["interval"]):
+        harm(path)
+    first: list[Damage] = []
+    made = Scrubber(objects, lambda: lineage, "command", told=first.append)
+    pieces = made.pieces()
+    while len(first) < 4:
+        next(pieces)
+    made.save()
+    place = Scrubber(objects, lambda: lineage, "command").place
+    assert (len(place.damaged), place.more) == (2, len(first) - 2)
+    assert ScrubPlace.from_bytes(place.to_bytes(), "here") == place
+    status, record = scrub(job)
+    names = {each["name"] for each in record["damaged"]}
+    assert (status, record["unnamed"]) == (1, place.more), "they are not read again before the next pass"
+    assert len(names) == MARKERS - place.more
+    status, record = scrub(job)
+    assert (status, record["unnamed"], len(record["damaged"])) == (1, 0, MARKERS)
+    assert "--anew reads everything again" not in invoke(f"file://{job.root}", "--store", str(store_of(job))).output
 
 
 # How fast.

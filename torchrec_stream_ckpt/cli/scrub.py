@@ -84,7 +84,7 @@ def scrub_store(
     else:
         for result in results:
             typer.echo(result.describe(repaired=repair))
-    if any(result.left or not result.place.ended for result in results):
+    if any(result.left or result.unnamed or not result.place.ended for result in results):
         raise typer.Exit(1)
 
 
@@ -110,6 +110,8 @@ class _Result:
     store: str
     place: ScrubPlace
     damage: tuple[Damage, ...]
+    unnamed: int
+    """Objects that earlier scrubs of this pass found damaged, and that nobody has named since."""
 
     @property
     def left(self) -> int:
@@ -126,6 +128,7 @@ class _Result:
             "objects": self.place.objects,
             "bytes": self.place.num_bytes,
             "damaged": [_damage(each) for each in self.damage],
+            "unnamed": self.unnamed,
         }
 
     def describe(self, *, repaired: bool) -> str:
@@ -140,6 +143,9 @@ class _Result:
             lines.append("  nothing is damaged" if self.place.ended else "  nothing was damaged")
         if self.left and not repaired:
             lines.append("  to repair them: the same command with --repair")
+        if self.unnamed:
+            more = f"{self.unnamed} more were damaged when an earlier scrub of this pass read them"
+            lines.append(f"  {more}, and are not named here: --anew reads everything again")
         if not self.place.ended:
             lines.append("  the same command goes on from here")
         return "\n".join(lines)
@@ -215,7 +221,7 @@ class _Run:
                 raise
         if scrubber.unkept is not None:
             typer.echo(f"Warning: where this scrub stands is not kept: {scrubber.unkept.headline}", err=True)
-        return _Result(lineage.job, objects.url, scrubber.place, tuple(found))
+        return _Result(lineage.job, objects.url, scrubber.place, tuple(found), scrubber.unnamed)
 
 
 def _total(objects: Objects, job: bytes) -> int:

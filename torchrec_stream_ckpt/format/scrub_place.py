@@ -13,7 +13,10 @@ from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.schema import canonical
 
 MAX_DAMAGED = 1000
-"""Names of damaged objects that a place holds. A scrub that finds more leaves its place where it is."""
+"""Names of damaged objects that a place holds; of others it has the number."""
+
+
+_COUNTS = ("done", "objects", "num_bytes", "more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +41,13 @@ class ScrubPlace:
     """Whether the pass has read everything."""
     whole_s: float = 0.0
     """When the last pass began that has read everything, Unix time; 0: there was none."""
+    more: int = 0
+    """Objects that are damaged and that ``damaged`` does not name."""
 
     def to_bytes(self) -> bytes:
         body = asdict(self)
+        if not self.more:
+            del body["more"]  # as older programs write and read it
         return canonical({"format": 1, "kind": "scrub", "crc32c": f"{crc32c(canonical(body)):08x}", "body": body})
 
     @classmethod
@@ -71,4 +78,4 @@ def _is_sound(values: dict[str, Any]) -> bool:
         if each.name != "damaged"
     )
     names = all(isinstance(name, str) for name in values["damaged"])
-    return plain and names and values["number"] > 0 and min(values["done"], values["objects"], values["num_bytes"]) >= 0
+    return plain and names and values["number"] > 0 and min(values[name] for name in _COUNTS) >= 0

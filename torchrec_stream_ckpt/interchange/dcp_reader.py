@@ -100,7 +100,9 @@ class StreamReader(StorageReader):
         self._look: _Look | None = None
         self._failure: StreamCkptError | None = None
         self._columns: dict[int, set[tuple[int, int]]] = {}
-        """Columns of the shards into which weights were loaded, by table."""
+        """Columns of the shards into which weights were loaded last, by table."""
+        self._states: set[int] = set()
+        """Tables of which row-wise state was loaded."""
 
     @property
     def marker(self) -> MarkerId | None:
@@ -125,8 +127,8 @@ class StreamReader(StorageReader):
         """
         if checkpoint_id is not None:
             self._marker = check_marker(os.fspath(checkpoint_id))
-        self._look = None
-        self._columns.clear()
+        self._look, self._failure = None, None
+        self._forget_columns()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -140,6 +142,7 @@ class StreamReader(StorageReader):
         """(all ranks) Find the marker and name its entries. What fails here is raised by the next call: DCP takes an
         error of this one, or a ``kwargs`` in its signature, for a checkpoint of another kind.
         """
+        self._failure = None  # of a load that ended before it was raised
         try:
             return self._looked().entries.metadata
         except StreamCkptError as error:
@@ -223,7 +226,13 @@ class StreamReader(StorageReader):
                 hint="give all ranks the same URI, and name the marker",
             )
         self._look = other
+        self._forget_columns()
         return other
+
+    def _forget_columns(self) -> None:
+        """What is loaded from here on is of another marker."""
+        self._columns.clear()
+        self._states.clear()
 
     # Reading.
 
@@ -263,17 +272,20 @@ class StreamReader(StorageReader):
             elif spec.states[entry.state].per_row:
                 slices = look.entries.slices[entry.table]
                 states.setdefault(entry.table, set()).add(slices.index((shard.col0, shard.cols)))
+        for table in {table for _, table in pieces}:
+            self._columns[table] = set()  # of another model, perhaps, into which this reader has loaded before
         for (_, table), of_one in pieces.items():
             begin, end = min(first for first, _ in of_one), max(last for _, last in of_one)
-            self._columns.setdefault(table, set()).add((begin, end - begin))
+            self._columns[table].add((begin, end - begin))
+        self._states |= states.keys()
         for table in states.keys() | {table for _, table in pieces}:
-            self._check_table(look, table, states.get(table, set()))
+            self._check_table(look, table)
 
-    def _check_table(self, look: _Look, table: int, states: set[int]) -> None:
+    def _check_table(self, look: _Look, table: int) -> None:
         spec, there, here = look.route.schema.tables[table], look.entries.slices[table], self._columns.get(table, set())
         # A tensor of the whole table is a state dict made by hand: its states are those of the marker, end to end.
         cut = {each for each in here if each != (0, spec.dim)}
-        wrong = bool(cut - set(there)) and bool(states)
+        wrong = bool(cut - set(there)) and table in self._states
         if spec.optimizer.startswith("emainplace"):  # weights on the left of a shard, their average on its right
             wrong = bool(here - set(there))
         if wrong:

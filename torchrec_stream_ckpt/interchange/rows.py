@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StoreUnavailableError, TrimmedError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, ScratchUnavailableError, TrimmedError
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array, RowsView
@@ -240,7 +240,7 @@ def _scratch(folder: Path) -> Iterator[Path]:
     try:
         made = ScratchFolder(folder)
     except OSError as error:
-        raise StoreUnavailableError(
+        raise ScratchUnavailableError(
             f"cannot make a folder for scratch: {error.strerror}", hint="name another one with --scratch", path=folder
         ) from None
     with contextlib.closing(made):

@@ -200,12 +200,12 @@ class ReadBack:
         for entry in self._objects.list(f"{SCRUB_DIR}/{self._job.hex()}/"):
             if parse_scrub_place(entry.name) is not None:
                 try:
-                    damaged = ScrubPlace.from_bytes(self._objects.read(entry.name), entry.name).damaged
+                    place = ScrubPlace.from_bytes(self._objects.read(entry.name), entry.name)
                 except CorruptionError:
                     return None
-                if len(damaged) >= MAX_DAMAGED:
+                if place.more or len(place.damaged) >= MAX_DAMAGED:  # older programs named no more, and did not say so
                     return None
-                found.update(damaged)
+                found.update(place.damaged)
         return frozenset(found)
 
 

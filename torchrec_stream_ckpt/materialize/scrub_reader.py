@@ -58,6 +58,8 @@ class ScrubReader:
         self._objects = objects
         self._lineage = lineage
         self._catalog = catalog
+        self.heeds_lists = True
+        """Whether what gc has listed counts as needless."""
         self._refs: tuple[str, dict[str, SegmentRef]] = ("", {})
         """Segments that a fold or a manifest names: of the one that was read last."""
         self._files: tuple[str, dict[str, DenseFile]] = ("", {})
@@ -93,6 +95,8 @@ class ScrubReader:
     def listed(self) -> set[str]:
         """Names of what nobody needs, as gc has listed them. A list that cannot be read says nothing."""
         found: set[str] = set()
+        if not self.heeds_lists:
+            return found
         for entry in self._objects.list(f"{GARBAGE_DIR}/{self._catalog.job.hex()}/"):
             if is_garbage_list(entry.name):
                 try:

@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from torchrec_stream_ckpt.errors import (
     CorruptionError,
@@ -22,9 +23,12 @@ from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.scrub_place import MAX_DAMAGED, ScrubPlace
 from torchrec_stream_ckpt.layout import (
+    MANIFESTS_DIR,
     SCRUB_DIR,
     dropped_name,
     manifest_name,
+    parse_fold_name,
+    parse_fold_segment,
     parse_scrub_place,
     scrub_place_name,
 )
@@ -99,8 +103,12 @@ class Scrubber:
         """Number of the place in the store."""
         self._saved_s = time.monotonic()
         self._place: ScrubPlace | None = None
-        self._failed: list[str] = []
-        """Objects that are damaged now."""
+        self._failed: dict[str, None] = {}
+        """Objects that are damaged now, in the order in which they were found."""
+        self._is_resumed = False
+        self.unnamed = 0
+        """Objects that earlier scrubs found damaged, beyond those that the place names: this one does not read them
+        again before it comes to them."""
         self.counts = ScrubCounts()
         self.unkept: StreamCkptError | None = None
         """Why a scrub that repairs nothing does not keep its place."""
@@ -123,11 +131,20 @@ class Scrubber:
         for name in again:
             if name not in self._failed:
                 yield from self._one(reader, lineage, catalog, name)
-        for unit in reader.units():
+        for unit in self._units(reader):
             if unit < self.place.unit:
                 continue
             yield from self._unit(reader, lineage, catalog, unit)
         self._end()
+
+    def _units(self, reader: ScrubReader) -> Iterator[str]:
+        """All units. What gc has listed is left out only while the folds that stand in for it are whole."""
+        units = reader.units()
+        yield from (unit for unit in units if unit < MANIFESTS_DIR)
+        if any(parse_fold_name(name) or parse_fold_segment(name) for name in self._failed):
+            reader.heeds_lists = False  # of a gc that died before it had read them
+            units = reader.units()
+        yield from (unit for unit in units if unit >= MANIFESTS_DIR)
 
     def _unit(self, reader: ScrubReader, lineage: Lineage, catalog: Catalog, unit: str) -> Iterator[int]:
         """Read what is left of a unit."""
@@ -149,13 +166,14 @@ class Scrubber:
 
     def _begin(self, *, anew: bool) -> tuple[str, ...]:
         """Go on with a pass, or begin one; returns what is to be read again."""
-        self._failed = []
-        if not anew and self.place.begun_s and not self.place.ended:
+        self._failed = {}
+        self.unnamed, self._is_resumed = self.place.more, not anew and self.place.begun_s > 0 and not self.place.ended
+        if self._is_resumed:
             return self.place.damaged
         before = self.place
         number = before.number + 1 if before.begun_s else 1
         # What the last pass has named stays named until it was read again: gc and trim rely on nothing of it.
-        self._place = ScrubPlace(number, time.time(), whole_s=before.whole_s, damaged=before.damaged)
+        self._place = ScrubPlace(number, time.time(), whole_s=before.whole_s, damaged=before.damaged, more=before.more)
         return before.damaged
 
     def _one(self, reader: ScrubReader, lineage: Lineage, catalog: Catalog, name: str) -> Iterator[int]:
@@ -234,7 +252,7 @@ class Scrubber:
         if damage.repair is not None:
             self.counts.scrub_repaired += 1
         else:
-            self._failed.append(damage.name)
+            self._failed[damage.name] = None
         self._told(damage)
 
     # The place.
@@ -282,15 +300,26 @@ class Scrubber:
             self.unkept = error
 
     def _advance(self, unit: str, done: int) -> None:
-        if len(self._failed) < MAX_DAMAGED:
-            self._place = replace(self.place, unit=unit, done=done, damaged=tuple(self._failed))
+        self._place = replace(self.place, unit=unit, done=done, damaged=self._named, more=self._more + self.unnamed)
         if time.monotonic() - self._saved_s >= SAVE_S:
             self.keep()
 
     def _end(self) -> None:
-        damaged = tuple(self._failed[:MAX_DAMAGED])
-        self._place = replace(self.place, ended=True, damaged=damaged, whole_s=self.place.begun_s)
+        if not self._is_resumed:
+            self.unnamed = 0  # everything was read
+        more = self._more + self.unnamed
+        self._place = replace(self.place, ended=True, damaged=self._named, more=more, whole_s=self.place.begun_s)
         self.keep()
+
+    @property
+    def _named(self) -> tuple[str, ...]:
+        """What the place names of what is damaged."""
+        return tuple(islice(self._failed, MAX_DAMAGED))
+
+    @property
+    def _more(self) -> int:
+        """How many damaged objects it does not name."""
+        return max(0, len(self._failed) - MAX_DAMAGED)
 
     def _load(self) -> ScrubPlace:
         """The newest place that can be read; of a scrub that has not begun if there is none."""
