@@ -183,7 +183,7 @@ class Restored:
     ``inner: log``, ``inner + outer: log``, ``outer: store 1:40 + log``."""
     proved: float = 0.0
     """Share of all rows that were compared with what markers proved of them; weights and states count apart. Rows of
-    tables that have changed are not compared, and do not count."""
+    tables that have changed, or were added, count as not compared."""
     evolved: Any = None
     """The ``EvolutionReport`` of a model that has changed: what was kept, and what stayed as the model had made it; its
     ``lines()`` are for people. None: the model is that of the marker."""

@@ -14,6 +14,7 @@ from torchrec_stream_ckpt.format.changed import (
     TableChange,
     changes_of,
     check_follows,
+    in_words,
     same_tables,
 )
 from torchrec_stream_ckpt.format.control import Claim, parse_control
@@ -21,6 +22,7 @@ from torchrec_stream_ckpt.format.frame import parse_header
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.referring import alone, brief
 from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.route.path import Path
 from torchrec_stream_ckpt.types import TOMBSTONE, MarkerId, TableShard
 
 A, B, C = table("a", 6), table("b", 8, 4, "float32", ROWWISE), table("c", 3)
@@ -155,6 +157,28 @@ def test_a_change_in_a_frame_of_version_2_is_refused() -> None:
         frame = claim(1, **more).to_frame()  # type: ignore[arg-type]
         with pytest.raises(CorruptionError, match=match):
             parse_control(frame)
+
+
+def test_what_changed_is_told_by_what_is_other_than_before() -> None:
+    a, b = OLD.tables
+    wide = replace(ROWWISE, per_row=False)
+    schema = evolved(replace(a, id=None), replace(b, states=(wide,), id=None, name="z"))
+    assert in_words(OLD, schema) == [
+        "a: rows have other ids",
+        "b: renamed z, states momentum1 (float32 a row) -> momentum1 (float32 a weight)",
+    ]
+    assert in_words(OLD, evolved(a, replace(b, states=(), id=None)))[0].endswith("(float32 a row) -> none")
+
+
+def test_an_earlier_marker_proves_a_table_by_its_id_and_not_by_its_index() -> None:
+    schema = evolved(replace(OLD.tables[0], rows=9, id=None), OLD.tables[1], C)
+    ids = {number: tuple(table.id for table in each.tables) for number, each in ((1, OLD), (2, schema))}
+    path = Path((PARENT, MarkerId(1, 2), MarkerId(2, 3)), ids=ids)
+    assert [path.same_table(index).tolist() for index in range(3)] == [
+        [False, False, True],
+        [True, True, True],
+        [False, False, True],
+    ]
 
 
 def test_a_dropped_table_holds_no_shard() -> None:

@@ -80,6 +80,12 @@ class EvolutionReport:
         return kept, fresh, dropped
 
     @property
+    def kept_in_part(self) -> tuple[str, ...]:
+        """Tables that have rows of the marker and are sent whole: no proof of the marker is of them."""
+        tables = (part for part in self.parts if part.sent_whole and part.rows is not None and part.rows[0])
+        return tuple(part.name for part in tables)
+
+    @property
     def swept_bytes(self) -> int:
         """Bytes of the tables that the new generation sends whole."""
         return sum(sum(part.num_bytes[:2]) for part in self.parts if part.sent_whole and part.num_bytes is not None)

@@ -150,7 +150,10 @@ def differences(before: TableSpec, now: TableSpec) -> str:
 def _short(value: object) -> str:
     if not isinstance(value, tuple):
         return str(value)
-    return "+".join(state.name for state in value) or "none"
+    return (
+        " + ".join(f"{state.name} ({state.dtype} a {'row' if state.per_row else 'weight'})" for state in value)
+        or "none"
+    )
 
 
 def in_words(parent: Schema, schema: Schema) -> list[str]:
@@ -161,7 +164,7 @@ def in_words(parent: Schema, schema: Schema) -> list[str]:
             lines.append(f"{before.name}: renamed {now.name}")
         elif what is TableChange.CHANGED:
             renamed = f"renamed {now.name}, " if before.name != now.name else ""
-            lines.append(f"{before.name}: {renamed}{differences(before, now) or 'begun anew'}")
+            lines.append(f"{before.name}: {renamed}{differences(before, now) or 'rows have other ids'}")
         else:
             lines.append(f"{now.name or before.name}: {what.value}")
     return lines

@@ -50,8 +50,8 @@ def check_live(
     Args:
         team: All ranks.
         kernels: Of this rank.
-        schema: As the marker's generation claimed it: with ids.
-        shards: What this rank holds.
+        schema: As the marker's generation claimed it: with ids. Of a changed model, that of the new generation.
+        shards: What this rank holds of it that can be compared; all else counts as not compared.
         met: What it met when it read them.
     """
     marks = met.marks
@@ -70,7 +70,7 @@ def check_live(
             tally += check.close(table, part, *_added(team, check, table, part))
     tally = sum(team.gather(tally), Tally())
     end = windows[max(windows)].following.position if windows else 0
-    return Checked(Compared(tally.checked, tally.total, name_blocks(tally, schema, met.path, circle)), end)
+    return Checked(Compared(tally.checked, _cells(schema), name_blocks(tally, schema, met.path, circle)), end)
 
 
 def _cells(schema: Schema) -> int:

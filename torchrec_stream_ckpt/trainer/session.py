@@ -90,6 +90,8 @@ class Loaded:
         if self.merged:
             names = ", ".join(plan.schema.tables[table].name for table in self.merged)
             log.info("row-wise state of %s is merged from other columns: it was not compared", names)
+        if plan.report is not None and (changed := plan.report.kept_in_part):
+            log.info("rows of %s come into tables that have changed: they were not compared", ", ".join(changed))
 
 
 class Session:
