@@ -16,8 +16,9 @@ from tests.distributed.test_changed_model_faults import ALONE, CHANGES, EVENTS, 
 from tests.evolving import State, restored
 from tests.laps import config
 from tests.model import differences
+from tests.ranks import RankFailed
 from tests.zoo import MARK, Marks, Place
-from torchrec_stream_ckpt import StreamConfig
+from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.evolve.changes import Changes, DenseChanges
@@ -42,20 +43,25 @@ def train_through_a_loss(
     with zoo.attach(job, settings) as checkpointer:
         assert checkpointer.restore(changes=changes) is not None
         zoo.play(job, checkpointer, before)
-        opened = checkpointer.generation
-        dist.barrier()
-        if dist.get_rank() == 1:
-            cut(root, lost)
-        dist.barrier()
-        with pytest.raises(StreamCkptError):
-            checkpointer.mark().result(60)
-        for _ in range(20):
-            zoo.play(job, checkpointer, ("train",))
-            if checkpointer.generation != opened:
-                break
-        job.marks.clear()
-        zoo.play(job, checkpointer, ("train", MARK, "train", MARK))
+        lose(job, checkpointer, root, lost)
         return checkpointer.generation or 0, job.marks
+
+
+def lose(job: zoo.Job, checkpointer: StreamCheckpointer, root: Path, lost: tuple[int, ...]) -> None:
+    """Rows of these generations go; the job notices, goes on, and sets two markers."""
+    opened = checkpointer.generation
+    dist.barrier()
+    if dist.get_rank() == 1:
+        cut(root, lost)
+    dist.barrier()
+    with pytest.raises(StreamCkptError):
+        checkpointer.mark().result(60)
+    for _ in range(20):
+        zoo.play(job, checkpointer, ("train",))
+        if checkpointer.generation != opened:
+            break
+    job.marks.clear()
+    zoo.play(job, checkpointer, ("train", MARK, "train", MARK))
 
 
 @pytest.mark.parametrize(
@@ -108,8 +114,8 @@ def resumed(settings: StreamConfig, marker: str) -> State:
     return found[0][0]
 
 
-def reshard(settings: StreamConfig) -> Marks:
-    """Rows move between ranks after the change, so that kernels are described anew."""
+def reshard(settings: StreamConfig, root: Path) -> tuple[Marks, Marks]:
+    """Rows move between ranks after the change, so that kernels are described anew; then the log loses some."""
     job = zoo.build(NEW, TWO)
     with zoo.attach(job, settings) as checkpointer:
         assert checkpointer.restore(changes=CHANGES) is not None
@@ -121,21 +127,41 @@ def reshard(settings: StreamConfig) -> Marks:
         job.dmp.reshard({"part0": (0.0, {name: plan[name] for name in ("u1", "n")})}, "part0")
         job.optimizer = CombinedOptimizer([job.dmp.fused_optimizer, job.optimizer.optimizers[-1][1]])
         zoo.play(job, checkpointer, ("train", MARK, "train", MARK))
-    return job.marks
+        marks = dict(job.marks)
+        lose(job, checkpointer, root, (3,))
+    return marks, job.marks
 
 
 def test_a_reshard_after_a_change_keeps_the_indices_of_tables(tmp_path: Path) -> None:
     settings = config(tmp_path / "log")
     ranks.run(2, zoo.start, OLD, TWO, settings, EVENTS)
-    marks = ranks.run(2, reshard, settings)[0]
+    marks, later = ranks.run(2, reshard, settings, tmp_path / "log")[0]
     claims = Control(FileLog(tmp_path / "log")).refresh().claims
-    newest = claims[max(claims)]
-    assert newest.generation > 2
+    newest = claims[3]
     assert newest.schema.is_same(claims[2].schema)
     assert [table.name for table in newest.schema.tables] == ["part0.t0", "part0.u1", "", "part0.n"]
     assert newest.swept == ()
-    for marker in marks:
-        assert differences(marks[marker], resumed(settings, marker)) == []
+    assert (claims[4].swept, claims[4].schema.is_same(newest.schema)) == ((0, 1, 2, 3), True), "a dropped table, too"
+    assert len(later) == 2
+    for marker, state in {**{each: marks[each] for each in marks if each.startswith("2:")}, **later}.items():
+        assert differences(state, resumed(settings, marker)) == []
+
+
+def test_a_damaged_marker_of_the_new_model_does_not_lead_to_one_of_before_the_change(tmp_path: Path) -> None:
+    """Its rows stand where the older marker would leave those of the new model."""
+    root = tmp_path / "log"
+    settings = config(root)
+    begun = ranks.run(1, zoo.start, OLD, ALONE, settings, EVENTS)
+    ranks.run(1, restored, NEW, ALONE, settings, None, CHANGES, ("train", MARK))
+    (segment,) = (root / "data").rglob("g00000002-*.seg")
+    data = bytearray(segment.read_bytes())
+    data[len(data) // 2] ^= 1
+    segment.write_bytes(data)
+    with pytest.raises(RankFailed, match="rows of it stand where marker 1:2 leaves those of the new model") as refused:
+        ranks.run(1, restored, NEW, ALONE, settings, None, CHANGES, ())
+    assert "marker 2:3 is damaged" in str(refused.value)
+    assert "name the older marker with the same changes: '1:2'" in str(refused.value)
+    check(begun, ranks.run(1, restored, NEW, ALONE, settings, "1:2", CHANGES, ()), "1:2")
 
 
 LATER = Changes(dense=DenseChanges(optimizer={"heads.0_b.weight": "fresh"}))

@@ -24,7 +24,7 @@ Answer = tuple[float, list[str]] | str
 
 
 def cells(*names: str) -> int:
-    """Of tables of the new model, weights and the state of each (Adagrad: as many)."""
+    """Of tables of the new model: weights and, counted apart, the state."""
     return sum(2 * table.rows * table.dim for table in NEW.parts[0].tables if table.name in names)
 
 

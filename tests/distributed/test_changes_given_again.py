@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from typer.testing import CliRunner
 
 from tests import ranks, zoo
-from tests.distributed.test_changed_model_faults import CHANGES, EVENTS, NEW, OLD, TWO, tree
-from tests.evolving import State
+from tests.distributed.test_changed_model_faults import ALONE, CHANGES, EVENTS, NEW, OLD, TWO, tree
+from tests.evolving import State, pasted
 from tests.laps import config
 from tests.model import differences
 from tests.ranks import RankFailed
 from tests.zoo import MARK, Marks, Model, Plan
-from torchrec_stream_ckpt import StreamConfig
+from torchrec_stream_ckpt import ModelSchema, StreamConfig
+from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.evolve.changes import Changes, RowChange
 from torchrec_stream_ckpt.evolve.row_maps import IdMap
@@ -65,9 +68,67 @@ def test_an_id_map_that_is_edited_after_the_change_moves_no_row_twice(
     assert tree(directory) == before
     (state, *_), *_ = ranks.run(2, moved, TWO, settings, None, first, ())
     assert differences(changed[0][2][newest], state) == []
+    again = replace(first, label="once more")
+    (state, *_), *_ = ranks.run(2, moved, TWO, settings, newest, again, ())
+    name = "model.part0.embedding_bags.t1.weight"
+    assert torch.equal(state[name][MOVED], changed[0][2][newest][name])
     (state, *_), *_ = ranks.run(2, moved, TWO, settings, newest, edited, ())
     name = "model.part0.embedding_bags.t1.weight"
     assert torch.equal(state[name][MOVED[::-1]], changed[0][2][newest][name])
+
+
+# The command line.
+
+
+def save_schema(settings: StreamConfig, file: Path) -> None:
+    with zoo.attach(zoo.build(NEW, ALONE), settings, paranoid=False) as checkpointer:
+        checkpointer.schema().save(file)
+
+
+def test_the_command_line_compares_the_dense_state_too(trained: tuple[Path, list[Marks]], tmp_path: Path) -> None:
+    new, own, toml = tmp_path / "new.json", tmp_path / "own.json", tmp_path / "changes.toml"
+    ranks.run(1, save_schema, config(tmp_path / "other"), new)
+    uri = f"file://{trained[0]}"
+    assert plan("--save", str(own), "--dense", uri=uri)[0] == 0
+    code, said, _ = plan("--schema", str(own), "--dense", uri=uri)
+    assert (code, "dense state: 8 of 8 parts as they were" in said) == (0, True), said
+    code, _, error = plan("--schema", str(new), "--dense", uri=uri)
+    assert code == 1
+    needed = pasted(error)
+    assert Changes(dense=needed.dense).digest == Changes(dense=CHANGES.dense).digest
+    toml.write_text(CHANGES.to_toml())
+    code, said, _ = plan("--schema", str(new), "--changes", str(toml), "--dense", uri=uri)
+    assert code == 0
+    assert "dense heads.0_d.weight: fresh" in said
+    assert "dense heads.0_c.weight: dropped" in said
+    code, said, _ = plan("--schema", str(new), "--changes", str(toml), uri=uri)
+    assert (code, "dense state: not compared" in said) == (0, True)
+    damaged = shutil.copytree(trained[0], tmp_path / "log")
+    for each in damaged.rglob("*.distcp"):
+        each.write_bytes(each.read_bytes()[:-1] + b"x")
+    code, _, error = plan("--schema", str(new), "--dense", uri=f"file://{damaged}")
+    assert (code, ".distcp" in error) == (1, True), "no pickle is opened that COMMIT does not vouch for"
+
+
+def test_the_command_line_counts_trained_rows_that_would_go(trained: tuple[Path, list[Marks]], tmp_path: Path) -> None:
+    own, uri = tmp_path / "own.json", f"file://{trained[0]}"
+    assert plan("--save", str(own), uri=uri)[0] == 0
+    model = ModelSchema.load(own)
+    small = tuple(replace(each, rows=9) if each.name == "part0.t0" else each for each in model.tables)
+    replace(model, tables=small).save(own)
+    (state,) = (value[9:] for name, value in trained[1][0]["1:2"].items() if name.startswith("fused.part0.t0.0"))
+    count = int((state != 0).reshape(len(state), -1).any(1).sum())
+    assert 0 < count < 51
+    code, _, error = plan("--schema", str(own), "--count-trained", uri=uri)
+    assert (code, f"51 rows would go, {count} of them trained" in error) == (1, True), error
+    assert "51 rows would go, which may be trained" in plan("--schema", str(own), uri=uri)[2]
+
+
+def plan(*arguments: str, uri: str) -> tuple[int, str, str]:
+    """What ``stream-ckpt evolve-plan`` says of marker 1:2."""
+    done = CliRunner().invoke(app, ["evolve-plan", uri, "1:2", *arguments], env={"COLUMNS": "240"})
+    error = str(done.exception) if done.exception is not None else ""
+    return done.exit_code, done.stdout, error + done.output
 
 
 MOVED = [*range(13, 40), *range(13)]

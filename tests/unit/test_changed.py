@@ -159,6 +159,17 @@ def test_a_change_in_a_frame_of_version_2_is_refused() -> None:
             parse_control(frame)
 
 
+def test_an_older_fence_with_the_tables_of_another_root_is_read() -> None:
+    """Older programs wrote into a fence the tables of the newest generation, whatever its parent: here other ids."""
+    other = Schema((replace(A, id=None), replace(B, id=None))).named(None, JOB, 2)
+    fence = claim(3, parent=PARENT, schema=other, world=0, swept=(), layout=None)
+    log = [claim(1, schema=OLD), commit(1, 1), claim(2, schema=other), fence]
+    found = Lineage.of([parse_control(record.to_frame()) for record in log])  # type: ignore[misc]
+    assert (found.newest_generation, found.claims[3].world, found.stale) == (3, 0, 0)
+    with pytest.raises(CorruptionError, match="the generation does not send it whole"):
+        Lineage.of([*log[:3], replace(fence, world=1)])  # type: ignore[list-item]
+
+
 def test_what_changed_is_told_by_what_is_other_than_before() -> None:
     a, b = OLD.tables
     wide = replace(ROWWISE, per_row=False)

@@ -126,6 +126,8 @@ def test_a_shrunk_table_wants_leave_for_the_rows_that_go() -> None:
         resolve(SAVED, smaller, Changes(rows={"b": 7}), trained_rows=trained)
     assert asked == [(1, 7)]
     assert resolve(SAVED, smaller, Changes(rows={"b": 7}), trained_rows=lambda *_: 0).of(1).rows_dropped == 3
+    with pytest.raises(ChangesError, match="3 rows would go, which may be trained: no optimizer state of theirs tells"):
+        resolve(SAVED, smaller, Changes(rows={"b": 7}), trained_rows=lambda *_: None)
     allowed = Changes(rows={"b": RowChange(7, allow_dropped_rows=True)})
     assert resolve(SAVED, smaller, allowed).of(1).rows_dropped == 3
 

@@ -34,6 +34,7 @@ FULL = Changes(
     ),
     stateful_added=("loader",),
     stateful_dropped=("per_rank.meter",),
+    label='the "second" one',
 )
 
 
@@ -47,6 +48,7 @@ def written(folder: Path, text: str) -> Path:
     [
         FULL,
         Changes(),
+        Changes(label="x"),
         Changes(dense=DenseChanges(fresh=("f",))),
         Changes(dense=DenseChanges(renamed={"a": "b"})),
         Changes(columns={"w": 1}, dense=DenseChanges(renamed={"a": "b"}, optimizer={"p": "fresh"})),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,12 +11,16 @@ import typer
 
 from torchrec_stream_ckpt.cli.common import console, plain, print_json, table
 from torchrec_stream_ckpt.cli.options import Json, MarkerOptions
+from torchrec_stream_ckpt.cli.trained import trained_rows
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.evolve.changes import NO_CHANGES, Changes
 from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
 from torchrec_stream_ckpt.evolve.report import EvolutionReport
+from torchrec_stream_ckpt.evolve.resolve import TrainedRows
 from torchrec_stream_ckpt.evolve.whole import evolve
 from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.interchange.rows import open_rows
+from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.units import size
 
 
@@ -28,14 +34,23 @@ def plan_evolution(
         Path | None, typer.Option(help="The declared changes, a TOML file (default: none).", metavar="FILE")
     ] = None,
     save: Annotated[
-        Path | None, typer.Option(help="Write the marker's own schema, of its tables alone.", metavar="FILE")
+        Path | None, typer.Option(help="Write the marker's own schema; without --dense of its tables.", metavar="FILE")
     ] = None,
+    dense: Annotated[
+        bool, typer.Option("--dense", help="Compare the dense state, too: opens the marker's dense files; needs torch.")
+    ] = False,
+    count_trained: Annotated[
+        bool,
+        typer.Option(
+            "--count-trained", help="Read the rows of tables that shrink, and say how many that would go are trained."
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Say what becomes of a marker's tables in a model that has changed: what is kept, moved, fresh, dropped.
+    """Say what becomes of a marker in a model that has changed: what is kept, moved, fresh, dropped.
 
     Reads the log and restores nothing. Differences that the changes do not declare are an error that prints the changes
-    that do. The dense state is not compared here: what the changes say of it counts in the job alone.
+    that do. Without --dense only tables are compared: what the changes say of the dense state counts in the job alone.
     """
     if schema is None and save is None:
         raise ConfigError(
@@ -47,19 +62,48 @@ def plan_evolution(
     with options.open() as job:
         commit = job.find(options.chosen)
         saved = ModelSchema(job.lineage.claims[commit.generation].schema.tables)
+        imported = False
+        if dense:
+            saved, imported = _with_dense(job, commit, saved)
         if save is not None:
             live = tuple(each for each in saved.tables if not each.dropped)
-            ModelSchema(live).save(save)
-            typer.echo(f"schema of marker {commit.id}, {len(live)} tables: {save}", err=True)
+            replace(saved, tables=live).save(save)
+            rest = f" and {len(saved.dense)} dense entries" if dense else ""
+            typer.echo(f"schema of marker {commit.id}, {len(live)} tables{rest}: {save}", err=True)
         if here is None:
             return
-        made = job.lineage.changes_made(commit.id)
-        evolution = evolve(saved, here, declared, dense=False, made=made, again=options.chosen not in (None, "latest"))
+        made, named = job.lineage.changes_made(commit.id), options.chosen not in (None, "latest")
+        trained = _trained(job, commit) if count_trained else None
+        both = dense and not imported
+        evolution = evolve(saved, here, declared, dense=both, trained_rows=trained, made=made, again=named)
     report = EvolutionReport.of(evolution)
     if json:
         print_json({"marker": str(commit.id), "already": evolution.already, **report.record})
     else:
         _print(commit, report, already=evolution.already)
+
+
+def _with_dense(job: Job, commit: Commit, saved: ModelSchema) -> tuple[ModelSchema, bool]:
+    """The schema of a marker with its dense part, from files that COMMIT vouches for; whether it was imported."""
+    job.check_vouched(commit)
+    try:
+        from torchrec_stream_ckpt.commit.saved_dense import SavedDense
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--dense needs {error.name}, which is not installed", hint="leave out --dense: tables need no torch"
+        ) from None
+    files = job.dense_of(commit)
+    files.verify(commit)
+    try:
+        found = SavedDense(files.local(commit), len(commit.ranks), rank=0)
+        return ModelSchema(saved.tables, *found.described()), found.imported
+    finally:
+        files.release()
+
+
+def _trained(job: Job, commit: Commit) -> TrainedRows:
+    folder, objects = Path(tempfile.gettempdir()), job.objects_of(commit)
+    return trained_rows(lambda: open_rows(job.log, job.lineage, commit.id, objects, folder))
 
 
 def _print(commit: Commit, report: EvolutionReport, *, already: bool) -> None:
@@ -68,8 +112,8 @@ def _print(commit: Commit, report: EvolutionReport, *, already: bool) -> None:
     out.print(f"marker {commit.id}, step {commit.step}{made}")
     rows = table("table", "what", "rows kept", "fresh", "dropped", "bytes kept", "fresh", "dropped", "label", "sent")
     for part in report.parts:
-        assert part.rows is not None
-        assert part.num_bytes is not None
+        if part.rows is None or part.num_bytes is None:  # of the dense state
+            continue
         rows.add_row(
             plain(part.name),
             plain(part.change) or "as it was",
@@ -83,4 +127,9 @@ def _print(commit: Commit, report: EvolutionReport, *, already: bool) -> None:
     out.print(
         f"kept {kept}, fresh {fresh}, dropped {dropped}; the new generation sends {size(report.swept_bytes)} whole"
     )
-    out.print("dense state: not compared here")
+    rest = [part for part in report.parts if part.rows is None]
+    for part in rest:
+        if part.change:
+            out.print(plain(f"{part.kind} {part.name}: {part.change}; {part.label}"))
+    same = sum(not part.change for part in rest)
+    out.print(f"dense state: {same} of {len(rest)} parts as they were" if report.dense else "dense state: not compared")

@@ -91,6 +91,8 @@ class Changes:
     """``stateful`` objects that only this job has; ``per_rank.NAME`` for one that every rank has."""
     stateful_dropped: tuple[str, ...] = ()
     """Those that only the marker has."""
+    label: str = ""
+    """Tells changes from equal ones that were made before: without another label, they count as made."""
 
     def __post_init__(self) -> None:
         _settle(self)
@@ -145,6 +147,8 @@ def _settle(value: Any) -> None:
             settled, problem = _names(each.name, given)
         elif each.type.startswith("Mapping"):
             settled, problem = _mapping(each.name, given)
+        elif each.type == "str":
+            problem = "" if isinstance(given, str) else f"{each.name} is {given!r:.80}, not a text"
         elif not isinstance(given, DenseChanges):
             problem = f"{each.name} is {given!r:.80}, not DenseChanges"
         if problem:

@@ -14,8 +14,9 @@ from torchrec_stream_ckpt.evolve.toml_file import nearest
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.types import TOMBSTONE, StateSpec, TableSpec
 
-TrainedRows = Callable[[int, RowMap], int]
-"""Index of a table in the marker, the rows of it that are kept -> how many of the others were trained."""
+TrainedRows = Callable[[int, RowMap], int | None]
+"""Index of a table in the marker, the rows of it that are kept -> how many of the others were trained; None: nothing
+tells."""
 
 
 def resolve(
@@ -255,6 +256,8 @@ class _Tables:
         if not going or self._trained_rows is None:
             return f"{going} rows would go, which may be trained" if going else ""
         trained = self._trained_rows(source, kept)
+        if trained is None:
+            return f"{going} rows would go, which may be trained: no optimizer state of theirs tells"
         return f"{going} rows would go, {trained} of them trained" if trained else ""
 
 

@@ -13,7 +13,7 @@ MOST_PAIRS = 32
 """Pairs of an id map that is written out; a longer one without a file has to be saved first."""
 
 
-_UNSAID: tuple[Any, ...] = (None, False, (), {})
+_UNSAID: tuple[Any, ...] = (None, False, (), {}, "")
 
 
 def map_file(ids: IdMap) -> str:
@@ -68,7 +68,7 @@ def as_toml(value: Any) -> str:
 
 def _section(value: Any, above: str) -> list[str]:
     said = _said(value)
-    lines = [f"{name} = {_toml(each)}" for name, each in said.items() if isinstance(each, tuple)]
+    lines = [f"{name} = {_toml(each)}" for name, each in said.items() if isinstance(each, tuple | str)]
     for name, each in said.items():
         if isinstance(each, Mapping):
             lines += ["", f"[{above}{name}]"] if lines else [f"[{above}{name}]"]

@@ -119,7 +119,11 @@ def evolved(
     """
     model = _resolved(route, schema, dense, saved, changes, again=again)
     if model.already:
-        log.info("marker %s is of a model that has these changes: nothing is left to change", route.marker)
+        log.info(
+            "marker %s is of a model that has these changes: nothing is left to change; to make them once more, give "
+            "them another label",
+            route.marker,
+        )
     if model.already or model.is_plain:
         return None
     for outcome in model.tables.tables:
