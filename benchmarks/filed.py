@@ -29,6 +29,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "age": ("control", "route", "format", "log", "cli", "trainer"),
     "dense": ("commit", "trainer", "checkpointer.py"),
     "encode": ("capture/staging.py", "format/frame.py", "format/rows.py"),
+    "evolve": (*_RESTORE, "evolve"),
     "head": (*_RESTORE, "materialize/head.py"),
     "hooks": ("adapter", "capture"),
     "ingest": _FOLD,

@@ -12,6 +12,7 @@ from tests.forks import run_script
 
 CASES = {
     "encode": "",
+    "evolve": "--tables 3 --rows 1000 --dim 8",
     "hooks": "--steps 2",
     "limits": "--megabytes 4",
     "marker": "--rows 10000 --dim 8",
@@ -23,6 +24,7 @@ CASES = {
 
 POINTS = {
     "encode": {"gather", "gather, speed", "small, write", "small, read", "large, write", "large, read"},
+    "evolve": {"restore", "first marker"},
     "hooks": {"CPU time of a small step"},
     "limits": {"limits"},
     "marker": {"table", "twice the table", "a tenth of the rows"},
