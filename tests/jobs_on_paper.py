@@ -13,6 +13,8 @@ from tests.builders import Stream
 from torchrec_stream_ckpt.format.control import Commit, Mark
 from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.proof import Proof, Window
+from torchrec_stream_ckpt.format.record import meta_of
+from torchrec_stream_ckpt.format.remarks import Note
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.files import FileLog
@@ -49,6 +51,11 @@ class PaperJob:
     def __post_init__(self) -> None:
         self.log = self.log or FileLog(self.root)
         self.random = np.random.default_rng(0)
+
+    def say(self, marker: MarkerId, meta: dict[str, str | float]) -> None:
+        """Something of a marker."""
+        note = Note(builders.JOB, marker.generation, marker.marker, meta_of(meta), "n", self.time_s)
+        self.log.append_control(note.to_frame())
 
     def run(self, markers: int, parent: MarkerId | None = None, *, seconds: float = 20.0) -> list[Commit]:
         """A generation with so many markers, 10 steps apart. The first one of a job holds every row."""

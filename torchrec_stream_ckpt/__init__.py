@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torchrec_stream_ckpt.config import Source, StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import TORCH_HINT, StreamCkptError
 from torchrec_stream_ckpt.loader import GlobalBatches, TrackedLoader
-from torchrec_stream_ckpt.types import Committed, MarkerId, Restored
+from torchrec_stream_ckpt.types import Committed, MarkerId, MarkerReport, Restored
 
 if TYPE_CHECKING:
     from torchrec_stream_ckpt.checkpointer import StreamCheckpointer
@@ -28,6 +28,7 @@ __all__ = [
     "GlobalBatches",
     "IdMap",
     "MarkerId",
+    "MarkerReport",
     "ModelSchema",
     "OpenMarker",
     "Restored",

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,28 +18,33 @@ from torchrec_stream_ckpt.capture.staging import allocate
 from torchrec_stream_ckpt.commit.cadence import Cadence
 from torchrec_stream_ckpt.commit.collective import Team, end_group, meet, new_group, outlast
 from torchrec_stream_ckpt.commit.dense import DenseState, Stateful
+from torchrec_stream_ckpt.commit.event_time import EventTime
 from torchrec_stream_ckpt.commit.pace import Pace
 from torchrec_stream_ckpt.commit.roll import Roll
 from torchrec_stream_ckpt.config import Source, StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import ConfigError, UnsupportedError
 from torchrec_stream_ckpt.evolve.changes import Changes
 from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
+from torchrec_stream_ckpt.format.record import Meta
 from torchrec_stream_ckpt.format.ring import FrameRing
 from torchrec_stream_ckpt.loader import TrackedLoader
 from torchrec_stream_ckpt.restore.plan import RestorePlan
 from torchrec_stream_ckpt.route.job import open_tier
 from torchrec_stream_ckpt.stats import Stats
 from torchrec_stream_ckpt.tiers.job import Tiered
+from torchrec_stream_ckpt.trainer.announcing import Announcer
 from torchrec_stream_ckpt.trainer.attached import Attached
 from torchrec_stream_ckpt.trainer.calls import Calls, collective
+from torchrec_stream_ckpt.trainer.choosing import chosen
 from torchrec_stream_ckpt.trainer.ending import Ending, LastWord
+from torchrec_stream_ckpt.trainer.remarks import agreed
 from torchrec_stream_ckpt.trainer.restoring import Restoring
 from torchrec_stream_ckpt.trainer.session import Session
 from torchrec_stream_ckpt.trainer.showing import Showing
 from torchrec_stream_ckpt.trainer.stream import JOIN_S, StreamParts
 from torchrec_stream_ckpt.trainer.streaming import PEERS_S, Streaming
 from torchrec_stream_ckpt.trainer.telemetry import Telemetry
-from torchrec_stream_ckpt.types import Committed, MarkerId, Restored
+from torchrec_stream_ckpt.types import Committed, MarkerId, MarkerReport, Restored
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +69,9 @@ class StreamCheckpointer:
             fail at the first difference (``CaptureMismatchError``). Costs a second copy of this rank's tables and
             optimizer rows in host memory and, at each marker, one pass over both and a collective on the training
             thread: for tests, and for a day of a new job. See docs/guarantees.md.
+        on_commit: (rank 0's counts) Called with each marker once it is committed, and again once something was added
+            to what is said of it, in their order, on a thread of its own. What it raises is logged. While it has 64
+            markers to hear of, none is cut.
 
     Raises:
         UnsupportedError: the model holds something that cannot be captured exactly; names it.
@@ -80,6 +89,7 @@ class StreamCheckpointer:
         stateful: Mapping[str, Stateful] | None = None,
         stateful_per_rank: Mapping[str, Stateful] | None = None,
         paranoid: bool = False,
+        on_commit: Callable[[MarkerReport], object] | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialized", hint="init_process_group() comes first")
@@ -111,6 +121,7 @@ class StreamCheckpointer:
             self._tiers = Tiered.open(config, self._tier, self._team)
             if self._tiers is not None:
                 undo.callback(self._tiers.close, JOIN_S)
+            self._job = self._tiers.logs if self._tiers is not None else self._tier
             self._session = Session(self._config, self._team, self._tier, self._tiers, self._dense, self._attached)
             self._attached.hook(self._reshard)
             undo.callback(self._attached.unhook)
@@ -131,8 +142,13 @@ class StreamCheckpointer:
                 pace.account.marker_affordable if pace.account is not None else None,
                 self._roll,
                 2 * config.commit_timeout_s + 60,
+                EventTime(config.marker_every_event_s),
             )
-            parts = StreamParts(self._attached, self._tier, self._dense, self._ring, self._team, self._commit_team)
+            self._announcer = Announcer(on_commit if self._team.rank == 0 else None)
+            undo.callback(self._announcer.close, 0.0)
+            parts = StreamParts(
+                self._attached, self._tier, self._dense, self._ring, self._team, self._commit_team, self._announcer
+            )
             self._streaming = Streaming(
                 self._config, parts, self._tiers, self._cadence, pace, self._roll, self._telemetry
             )
@@ -187,16 +203,19 @@ class StreamCheckpointer:
         marker: MarkerId | str | tuple[int, int] | None = None,
         *,
         changes: Changes | None = None,
+        best: str | None = None,
         once: bool = False,
         accept_unproved: bool = False,
     ) -> Restored | None:
         """Bring back a marker, in place, on any number of ranks and any plan.
 
         Args:
-            marker: Which one, as ``"GENERATION:MARKER"``; None: the newest that is whole. What was passed over, because
-                it is proved to be damaged, stands in ``Restored.skipped``.
+            marker: Which one, as ``"GENERATION:MARKER"``; None or ``"latest"``: the newest that is whole. What was
+                passed over, because it is proved to be damaged, stands in ``Restored.skipped``.
             changes: In what this model differs from the marker's: all of it, or the restore is refused and says what is
                 missing. A marker of a model that has these changes already, made last, is restored as it is.
+            best: In place of ``marker``: ``"auc:max"`` or ``"loss:min"``, the best by what ``mark(meta=...)`` said; of
+                equal ones the newest. If it is damaged, it is refused as one that is named.
             once: (with ``marker`` and ``changes``) Go on from the newest marker, if it came from ``marker`` by these
                 very changes: for a command that is given again.
             accept_unproved: Go on with rows that are not as a marker proved them, and send them again.
@@ -219,7 +238,8 @@ class StreamCheckpointer:
                 them. No older marker is tried: it may have lost the same.
         """
         self._check_open()
-        return self._restoring.restore(MarkerId.of(marker), changes, once=once, accept_unproved=accept_unproved)
+        wanted = chosen(self._team, self._job, marker, best)
+        return self._restoring.restore(wanted, changes, once=once, accept_unproved=accept_unproved)
 
     @collective("warm_start()")
     def warm_start(
@@ -274,13 +294,17 @@ class StreamCheckpointer:
 
     @collective("plan()")
     def plan(
-        self, marker: MarkerId | str | tuple[int, int] | None = None, *, changes: Changes | None = None
+        self,
+        marker: MarkerId | str | tuple[int, int] | None = None,
+        *,
+        changes: Changes | None = None,
+        best: str | None = None,
     ) -> RestorePlan | None:
-        """What ``restore(marker, changes=changes)`` would read and write on this rank; prints with ``describe()``.
+        """What a ``restore()`` with these arguments would read and write on this rank; prints with ``describe()``.
 
         Writes nothing.
         """
-        return self._session.plan(MarkerId.of(marker), changes)
+        return self._session.plan(chosen(self._team, self._job, marker, best), changes)
 
     def schema(self) -> ModelSchema:
         """What this model holds: its tables, dense parameters and optimizers, and the names of the stateful objects.
@@ -290,7 +314,7 @@ class StreamCheckpointer:
         return self._session.schema()
 
     @collective("step()")
-    def step(self, batches: int = 1) -> None:
+    def step(self, batches: int = 1, *, event_s: float | None = None) -> None:
         """A training step is done: forward, backward and optimizer. Drains and cuts markers by cadence.
 
         Never waits for the log. A marker that does not fit the ring is sent over the next steps.
@@ -298,9 +322,12 @@ class StreamCheckpointer:
         Args:
             batches: How many batches it trained: more with gradient accumulation, 0 for none of the loader. Each
                 ``TrackedLoader`` among the stateful objects is told; of no meaning without one.
+            event_s: Unix time up to which this rank has trained all of its events: a watermark, which never goes back.
+                The least of all ranks is in the marker's metadata as ``event_s``; see
+                ``StreamConfig.marker_every_event_s``.
 
         Raises:
-            ConfigError: a ``TrackedLoader`` has fewer batches in flight.
+            ConfigError: a ``TrackedLoader`` has fewer batches in flight; ``event_s`` is no time, or is missing.
             FencedError: another trainer has taken over the job; raised by all ranks at the same step.
             MarkerFailedError, CommitUnknownError: (``on_stream_failure="raise"``) why the last marker failed; raised by
                 all ranks at the same step.
@@ -308,25 +335,37 @@ class StreamCheckpointer:
                 the same step, and by every call from then on.
         """
         self._ensure_stream()
+        self._streaming.events.reach(event_s)
         with self._telemetry.blocked.running():
             for loader in self._loaders:
                 loader.trained(batches)
             self._streaming.step()
 
     @collective("mark()")
-    def mark(self) -> Future[Committed]:
+    def mark(self, meta: Mapping[str, str | int | float] | None = None, *, pin: str | None = None) -> Future[Committed]:
         """Start a marker at this step boundary.
 
         Waits for a marker in flight, for the rest of the sweep when it is the job's first one, and until all that
         changed is in the ring; a marker that the cadence cuts waits for none of these.
 
+        Args:
+            meta: What you want to know of it later: ``{"auc": 0.801, "run": "a"}``. Text and finite numbers, at most
+                4 KiB of JSON. Rank 0's counts; other ranks give the same, or none. If this boundary has a committed
+                marker, and no row has changed since, no second one is cut: that one gets it.
+            pin: Why ``stream-ckpt gc`` is to keep this marker until ``stream-ckpt unpin``; None: it is not pinned.
+
         Returns:
-            A future that resolves on every rank once the marker is committed, or fails with the reason.
+            A future that resolves on every rank once the marker is committed with all of this, or fails with the
+            reason.
 
         Raises:
+            ConfigError: ``meta`` or ``pin`` is nothing that a marker can hold, or differs by rank; on all ranks.
+            RankLostError: not all ranks have come to this call.
             FencedError, CaptureMismatchError: as in ``step()``.
         """
-        return self._mark()
+        self._check_open()
+        room = partial(self._announcer.make_room, self._config.commit_timeout_s)
+        return self._mark(agreed(self._team, meta, pin, room))
 
     def mark_all(self) -> None:
         """Send all rows again: tables were written past torch, by ``.data``, NumPy, a raw pointer or a collective.
@@ -367,6 +406,7 @@ class StreamCheckpointer:
         self._streaming.close(timeout_s)
         self._roll.close()  # ranks that wait in another call are told
         self._ending.say(self._streaming.stream, self._streaming.steps, word, deadline)
+        self._announcer.close(max(0.0, deadline - time.monotonic()))
         if self._tiers is not None:
             self._tiers.close(max(JOIN_S, deadline - time.monotonic()))
         self._tier.close()
@@ -389,9 +429,9 @@ class StreamCheckpointer:
             self._streaming.check_restored()
             self._streaming.open_root()
 
-    def _mark(self) -> Future[Committed]:
+    def _mark(self, meta: Meta = ()) -> Future[Committed]:
         self._ensure_stream()
-        return self._streaming.mark()
+        return self._streaming.mark(meta)
 
     @collective("reshard()")
     def _reshard(self, reshard: Callable[[], float]) -> float:

@@ -44,6 +44,9 @@ class StreamConfig:
     which every rank has finished its sweep and has no marker in flight; None: not by steps."""
     marker_every_s: float | None = None
     """Cut a marker when this many seconds have passed since the last one; None: not by time."""
+    marker_every_event_s: float | None = None
+    """Cut a marker once all ranks have trained a further stretch of so many seconds of *event time*, which is the time
+    that ``step(event_s=...)`` says. Stretches begin at multiples of it, in Unix time. None: not by event time."""
     max_overhead: float | None = None
     """Cut markers as often as ``step()`` takes at most this part of the time that training takes by itself on each rank
     (0.01: 1%), instead of by steps or seconds; ``drain_every`` then says how often a drain may come at most. If the
@@ -100,7 +103,14 @@ class StreamConfig:
     assumption, by the log's scheme (docs/observability.md)."""
 
     def __post_init__(self) -> None:
-        for name in ("marker_every_s", "commit_timeout_s", "restore_mb_per_s", "max_overhead", "marker_budget_bytes"):
+        for name in (
+            "marker_every_s",
+            "marker_every_event_s",
+            "commit_timeout_s",
+            "restore_mb_per_s",
+            "max_overhead",
+            "marker_budget_bytes",
+        ):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
                 raise ConfigError(f"{name} must be a number, it is {value!r}", hint="give it without quotes")
@@ -124,7 +134,7 @@ class StreamConfig:
                 or_auto = " or 'auto'" if name == "drain_every" else ""
                 raise ConfigError(f"{name} must be a positive whole number{or_auto}, it is {value!r}")
         self._check_overhead()
-        for name in ("marker_every_s", "commit_timeout_s", "restore_mb_per_s"):
+        for name in ("marker_every_s", "marker_every_event_s", "commit_timeout_s", "restore_mb_per_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be positive, it is {value!r}")
@@ -161,9 +171,11 @@ class StreamConfig:
             raise ConfigError(
                 f"max_overhead must be above 0 and at most 1, it is {self.max_overhead!r}", hint="0.01 is 1%"
             )
-        if self.marker_every not in (None, _MARKER_EVERY) or self.marker_every_s is not None:
+        timed = self.marker_every_s is not None or self.marker_every_event_s is not None
+        if self.marker_every not in (None, _MARKER_EVERY) or timed:
             raise ConfigError(
-                "max_overhead says how often markers come", hint="leave out marker_every and marker_every_s"
+                "max_overhead says how often markers come",
+                hint="leave out marker_every, marker_every_s and marker_every_event_s",
             )
 
     @property

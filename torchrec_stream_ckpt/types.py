@@ -163,6 +163,33 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
+class MarkerReport:
+    """What ``on_commit`` hears of a committed marker."""
+
+    generation: int
+    """Generation that committed the marker."""
+    marker: int
+    """Number of the marker."""
+    step: int
+    """Steps of the job when it was cut."""
+    time_s: float
+    """When it was committed, Unix time of rank 0."""
+    meta: dict[str, str | int | float]
+    """All that ``mark(meta=...)`` has said of it."""
+    rows: int
+    """Row records that all ranks have sent for this marker alone."""
+    num_bytes: int
+    """Bytes of the frames of these."""
+    dense_bytes: int
+    """Bytes of its dense state."""
+
+    @property
+    def id(self) -> MarkerId:
+        """The marker's name, ``GENERATION:MARKER``."""
+        return MarkerId(self.generation, self.marker)
+
+
+@dataclass(frozen=True, slots=True)
 class Restored:
     """What a restore brought back."""
 

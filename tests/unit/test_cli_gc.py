@@ -122,8 +122,8 @@ def test_a_pin_keeps_a_marker_until_it_is_taken_away(history: History) -> None:
 def test_a_pin_that_comes_too_late_says_so_and_is_not_there(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
     look = pins._check_offered
 
-    def look_and_lose(objects: Objects, job: bytes, marker: MarkerId) -> None:
-        look(objects, job, marker)
+    def look_and_lose(objects: Objects, job: bytes, marker: MarkerId, **how: bool) -> None:
+        look(objects, job, marker, **how)
         gc(history, "--newest", "1")
 
     monkeypatch.setattr(pins, "_check_offered", look_and_lose)

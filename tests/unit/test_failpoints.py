@@ -91,11 +91,12 @@ def test_trainers_trims_and_materializers_are_killed_at_every_point() -> None:
         test_snapshots_kills,
         test_tiers_kills,
     )
-    from tests.unit import test_repairs, test_store_walk, test_trim
+    from tests.unit import test_marker_values, test_repairs, test_store_walk, test_trim
 
     names = compiled_in()
     in_units = (
         test_copies_kills,
+        test_marker_values,
         test_trim,
         test_snapshots_kills,
         test_gc_kills,

@@ -107,11 +107,15 @@ def test_a_job_with_a_branch_is_drawn_whole(tmp_path: Path, browser: Browser) ->
     first = job.run(12)
     job.step, job.world = first[7].step, 3
     job.run(9, parent=first[7].id)
+    job.say(first[2].id, {"auc": 0.75, "run": EVIL})
+    job.say(first[7].id, {"auc": 0.8})
     write_scalars(tmp_path / "events")
     page = report(job.root, "--tensorboard", str(tmp_path / "events"), "--restore-mb-per-s", "50")
     seen = look(browser, page, "branch")
-    assert seen.sections == ["Alerts", *SECTIONS]  # its newest marker is some years old
-    assert len(seen.charts) == 7
+    sections = ["Alerts", SECTIONS[0], "What was said of markers", *SECTIONS[1:]]
+    assert seen.sections == sections  # its newest marker is some years old
+    assert len(seen.charts) == 8
+    assert "auc: 2 markers; highest 0.8 at 1:8, lowest 0.75 at 1:3." in seen.text
     assert EVIL[:-5] in seen.text
     assert "\\x1b[31m" in seen.text
     assert LONG in seen.text

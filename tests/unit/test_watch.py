@@ -162,6 +162,19 @@ def test_a_job_without_proofs_says_nothing_of_them(job: PaperJob) -> None:
     assert json.loads(run(f"file://{job.root}", "--once", "--json"))["proved"] is None
 
 
+def test_what_was_said_of_markers_is_shown(job: PaperJob) -> None:
+    job.say(MarkerId(1, 2), {"auc": 0.7})
+    assert "said last" in run(f"file://{job.root}", "--once")
+    assert "; auc" not in line(seen(job))
+    job.say(MarkerId(2, 9), {"auc": 0.8, "run": EVIL})
+    shown = run(f"file://{job.root}", "--once")
+    assert "2:9: auc=0.8, run=" in shown
+    assert "\x1b" not in shown
+    assert "; auc=0.8, run=" in line(seen(job))
+    record = json.loads(run(f"file://{job.root}", "--once", "--json"))
+    assert record["newest"]["meta"] == {"auc": 0.8, "run": EVIL}
+
+
 def test_json_names_are_stable(job: PaperJob) -> None:
     record = json.loads(run(f"file://{job.root}", "--once", "--json"))
     assert list(record) == [

@@ -184,6 +184,12 @@ class Capture:
         """Changed rows that were not sent when their masks were last looked at; on any thread."""
         return sum(mask.touched.left + mask.frozen.left for mask in self._masks)
 
+    def changed(self) -> bool:
+        """Whether any row has changed since it was sent or frozen. On a GPU the host waits."""
+        self._count_left()
+        self.outside.note()
+        return any(bool(mask.touched.bits.any()) for mask in self._masks)
+
     # A cut.
 
     def freeze(self, drain: Drain, on_give_up: Callable[[str], object]) -> tuple[TableScalars, ...]:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import typer
@@ -134,6 +134,11 @@ def print_json_rows(value: dict[str, object], name: str, rows: Sequence[object])
 def plain(text: str) -> str:
     """Text of a log in a table or tree: neither the terminal nor rich takes any of it for an order."""
     return escape(printable(text))
+
+
+def in_words(meta: Mapping[str, object]) -> str:
+    """What was said of a marker, on one line."""
+    return ", ".join(f"{name}={value}" for name, value in meta.items())
 
 
 @contextlib.contextmanager

@@ -57,6 +57,14 @@ def collect_garbage(
     newest: Annotated[
         int | None, typer.Option(help="Keep at least the newest N that can be restored.", metavar="N")
     ] = None,
+    keep_best: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--keep-best",
+            help="Keep the best N by what mark(meta=...) said: auc:max:3, loss:min. May be given several times.",
+            metavar="KEY:max|min[:N]",
+        ),
+    ] = None,
     grace: Annotated[
         str, typer.Option(help="Delete what has not been needed for this time: longer than a restore.", metavar="TIME")
     ] = "1h",
@@ -83,8 +91,8 @@ def collect_garbage(
     """Give up the markers that no option keeps, and delete what is no longer needed, in this store alone.
 
     Pinned markers (stream-ckpt pin) are kept. One run lists the objects that are not needed; a run after the grace
-    period deletes them, so run gc regularly. Without --keep-all-for, --then-every, --newest or --give-up, nothing is
-    deleted.
+    period deletes them, so run gc regularly. Without --keep-all-for, --then-every, --newest, --keep-best or
+    --give-up, nothing is deleted.
 
     The rules never give up a marker that cannot be restored and is newer than the ones that --newest keeps: it may be
     repaired. If it cannot be, name it with --give-up, once for each marker. --give-up lost reads what restores of all
@@ -94,7 +102,9 @@ def collect_garbage(
     """
     _check_log(uri, no_log=no_log)
     rules = GcRules(
-        retention=Retention(keep_all_for=keep_all_for, then_every=then_every, newest=newest),
+        retention=Retention(
+            keep_all_for=keep_all_for, then_every=then_every, newest=newest, keep_best=tuple(keep_best or ())
+        ),
         grace_s=parse_duration(grace),
         compact=compact,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby, islice
 from typing import Annotated, Any
@@ -11,11 +12,13 @@ from typing import Annotated, Any
 import typer
 from rich.tree import Tree
 
-from torchrec_stream_ckpt.cli.common import check_named_store, console, plain, print_json_rows, table
+from torchrec_stream_ckpt.cli.common import check_named_store, console, in_words, plain, print_json_rows, table
 from torchrec_stream_ckpt.cli.options import JobOptions, Json
+from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.lineage import changed_tables
 from torchrec_stream_ckpt.reporting.now import ended_of
+from torchrec_stream_ckpt.route.best import Condition, meeting, ordered, said_of
 from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.route.survey import Survey
 from torchrec_stream_ckpt.types import MarkerId
@@ -30,16 +33,32 @@ _SHORT = 30
 def list_markers(
     options: JobOptions,
     newest: Annotated[int | None, typer.Option("--newest", min=1, help="Only the newest N.", metavar="N")] = None,
+    where: Annotated[
+        list[str] | None,
+        typer.Option("--where", help="Only those that meet it: 'auc>0.8'; several times: all.", metavar="CONDITION"),
+    ] = None,
+    sort: Annotated[
+        str | None, typer.Option("--sort", help="By this value, the highest last; KEY:desc: first.", metavar="KEY")
+    ] = None,
     tree: Annotated[bool, typer.Option("--tree", help="Show which generation stands on which marker.")] = False,
     json: Json = False,
 ) -> None:
     """List the committed markers, oldest first, and from where each can be restored: log, store, or store+log.
 
     Looks at what is there (log ends, dense files, segments and their sizes); ``verify`` reads every byte. With
-    ``--newest``, of the other markers only the checksums of their COMMITs are compared.
+    ``--newest``, of the other markers only the checksums of their COMMITs are compared. Values are those of
+    ``mark(meta=...)``, and step, generation, ranks, rows, bytes and time_s; with ``--where``, ``--newest`` counts those
+    that meet it.
     """
-    with options.open(glance=newest is not None) as job:
-        chosen = list(islice(reversed(job.lineage.commits.values()), newest))[::-1]
+    conditions = [Condition.parse(each) for each in where or ()]
+    picked = bool(conditions or sort)
+    if picked and tree:
+        raise ConfigError("--tree shows how markers stand on each other", hint="leave out --where and --sort")
+    with options.open(glance=newest is not None and not picked) as job:
+        if picked:
+            chosen = _pick(job, conditions, sort, newest)
+        else:
+            chosen = list(islice(reversed(job.lineage.commits.values()), newest))[::-1]
         survey = Survey(job)
         rows = [_row(job, survey, commit) for commit in chosen]
         if rows and not any(row["restorable"] or row["dropped"] for row in rows):
@@ -57,17 +76,34 @@ def list_markers(
         _print_newest(job)
 
 
-def _row(job: Job, survey: Survey, commit: Commit) -> dict[str, Any]:
-    parent = job.lineage.claims[commit.generation].parent
-    standing = survey.look(commit)
+def _pick(job: Job, conditions: Sequence[Condition], sort: str | None, newest: int | None) -> list[Commit]:
+    """The newest markers that meet the conditions, in the order that was asked for."""
+    said = {
+        marker: {**values, **_numbers(job.lineage.commits[marker])} for marker, values in said_of(job.lineage).items()
+    }
+    found = meeting(said, conditions)[-newest if newest is not None else 0 :]
+    return [job.lineage.commits[marker] for marker in (ordered(found, said, sort) if sort else found)]
+
+
+def _numbers(commit: Commit) -> dict[str, int | float]:
+    """What can be compared of every marker."""
     return {
-        "marker": str(commit.id),
         "generation": commit.generation,
         "step": commit.step,
         "time_s": commit.time_s,
         "ranks": len(commit.ranks),
         "rows": commit.rows,
         "bytes": commit.num_bytes,
+    }
+
+
+def _row(job: Job, survey: Survey, commit: Commit) -> dict[str, Any]:
+    parent = job.lineage.claims[commit.generation].parent
+    standing = survey.look(commit)
+    return {
+        "marker": str(commit.id),
+        **_numbers(commit),
+        "meta": dict(job.lineage.meta(commit.id)),
         "parent": str(parent) if parent else None,
         "restorable": not standing.reason,
         "reason": standing.reason,
@@ -82,7 +118,9 @@ def _row(job: Job, survey: Survey, commit: Commit) -> dict[str, Any]:
 def _print(job: Job, rows: list[dict[str, Any]]) -> None:
     out = console()
     wide = out.width >= _WIDE
-    shown = table("marker", "step", *(["committed"] * wide), "age", "ranks", "rows", "bytes", "parent", "restorable")
+    with_meta = wide and any(row["meta"] for row in rows)
+    names = ("age", "ranks", "rows", "bytes", "parent", "restorable", *(["meta"] * with_meta))
+    shown = table("marker", "step", *(["committed"] * wide), *names)
     said = Counter(_why_not(row, "no") for row in rows if not row["restorable"])
     notes = [why for why, count in said.items() if count > 1 and len(why) > _SHORT]
     for row in rows:
@@ -98,8 +136,11 @@ def _print(job: Job, rows: list[dict[str, Any]]) -> None:
             size(row["bytes"]),
             row["parent"] or "-",
             f"from {row['from']}" if row["restorable"] else plain(why),
+            *([plain(in_words(row["meta"]))] * with_meta),
         )
     out.print(shown, "rows and bytes: sent by the marker's generation up to it, all ranks together")
+    for row in (row for row in rows if row["meta"] and not wide):
+        out.print(f"{row['marker']}: {plain(in_words(row['meta']))}", soft_wrap=True)
     for number, why in enumerate(notes, 1):
         out.print(f"({number}) {plain(why)}", soft_wrap=True)
 
@@ -150,5 +191,6 @@ def _print_tree(job: Job, rows: dict[str, dict[str, Any]]) -> None:
             if row is None:
                 continue
             state = "" if row["restorable"] else f", {plain(_why_not(row, 'not restorable'))}"
-            markers[marker] = branch.add(f"marker {marker}, step {row['step']}, {age(row['time_s'])} ago{state}")
+            said = f", {plain(in_words(row['meta']))}" if row["meta"] else ""
+            markers[marker] = branch.add(f"marker {marker}, step {row['step']}, {age(row['time_s'])} ago{said}{state}")
     console().print(roots)

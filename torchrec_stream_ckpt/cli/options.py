@@ -127,7 +127,7 @@ class MarkerOptions(JobOptions):
     """A job, and one of its markers: named after the URI, or by ``--marker``."""
 
     place: Annotated[
-        str | None, typer.Argument(help="GENERATION:MARKER, or latest (default: the newest).", metavar="[MARKER]")
+        str | None, typer.Argument(help="GENERATION:MARKER, latest (default), or best:KEY:max.", metavar="[MARKER]")
     ] = None
     marker: Annotated[str | None, typer.Option(help="The same as MARKER.", metavar="MARKER")] = None
 

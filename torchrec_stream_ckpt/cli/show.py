@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from torchrec_stream_ckpt.cli.common import check_named_store, console, plain, print_json, table
+from torchrec_stream_ckpt.cli.common import check_named_store, console, in_words, plain, print_json, table
 from torchrec_stream_ckpt.cli.names import short_names
 from torchrec_stream_ckpt.cli.options import Json, MarkerOptions
 from torchrec_stream_ckpt.errors import CorruptionError
@@ -38,6 +38,7 @@ def _record(job: Job, commit: Commit) -> dict[str, Any]:
         "job": commit.job.hex(),
         "step": commit.step,
         "time_s": commit.time_s,
+        "meta": dict(job.lineage.meta(commit.id)),
         "lineage": [str(ancestor.id) for ancestor in job.lineage.path(commit.id)],
         "trimmed": _trimmed(job, commit),
         **_standing(job, commit),
@@ -121,6 +122,8 @@ def _print(job: Job, commit: Commit) -> None:
         f"marker {record['marker']}, step {commit.step}, {age(commit.time_s)} ago, job {record['job']}, "
         f"committed at {clock(commit.time_s)}"
     )
+    if record["meta"]:
+        out.print(f"meta: {plain(in_words(record['meta']))}", soft_wrap=True)
     out.print(f"lineage: {' -> '.join(record['lineage'])}")
     out.print(f"from: {record['from'] or 'nowhere: ' + plain(record['reason'])}", soft_wrap=True)
     if record["store_reach"]:

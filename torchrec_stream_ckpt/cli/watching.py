@@ -7,7 +7,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from torchrec_stream_ckpt.cli.common import plain
+from torchrec_stream_ckpt.cli.common import in_words, plain
 from torchrec_stream_ckpt.errors import printable
 from torchrec_stream_ckpt.format.proof import Proved
 from torchrec_stream_ckpt.reporting.now import Look, MarkerRow, RankRow
@@ -68,7 +68,13 @@ def facts(seen: Look) -> list[tuple[str, str]]:
         ("it reads", size(restore.num_bytes) if restore is not None else "-"),
         ("proved", _proved(seen.proved) if seen.proved is not None else "-"),
         ("store", f"{backlog.markers} behind, {size(backlog.num_bytes)}" if backlog is not None else "not folded"),
+        *([("said last", f"{said.marker}: {in_words(said.meta)}")] if (said := _said(seen)) is not None else []),
     ]
+
+
+def _said(seen: Look) -> MarkerRow | None:
+    """The newest of the recent markers of which something was said."""
+    return next((row for row in seen.recent if row.meta), None)
 
 
 def _proved(proved: Proved) -> str:
@@ -142,5 +148,6 @@ def line(seen: Look) -> str:
         f"{seen.steps_per_s:.2f} steps/s" if seen.steps_per_s is not None else "",
         f"restore {duration(seen.restore.seconds)} from {seen.restore.source}" if seen.restore is not None else "",
         f"store {seen.backlog.markers} behind" if seen.backlog is not None else "",
+        printable(in_words(newest.meta)),
     ]
     return f"{clock(seen.time_s)} " + "; ".join(part for part in parts if part) + ended

@@ -12,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from torchrec_stream_ckpt.commit.event_time import EventTime
 from torchrec_stream_ckpt.commit.roll import Roll
 
 
@@ -50,6 +51,7 @@ class Cadence:
         group: A gloo group that nothing else uses meanwhile.
         roll: Tells where the ranks are; None: waits for them have no bound but the group's.
         bound_s: How long a vote may take.
+        event_time: Cut when all ranks have ended a stretch of it; None: never.
     """
 
     def __init__(
@@ -60,12 +62,15 @@ class Cadence:
         affordable: Callable[[], bool] | None = None,
         roll: Roll | None = None,
         bound_s: float = 0.0,
+        event_time: EventTime | None = None,
     ) -> None:
         self._every_steps = every_steps
         self._every_s = every_s
         self._group = group
         self._affordable = affordable
         self._roll, self._bound_s = roll, bound_s
+        self.events = event_time or EventTime(None)
+        """How far training is in the time of its data."""
         self._rank = dist.get_rank()
         self._last_cut_s = time.monotonic()
         self._due = False
@@ -79,14 +84,15 @@ class Cadence:
         Does not wait. All ranks vote at the same steps: what decides that is known to all of them.
         """
         self._due = self._due or (self._every_steps is not None and (step + 1) % self._every_steps == 0)
-        if not (self._due or self._watching or self._every_s is not None or self._affordable is not None):
+        timed = self._every_s is not None or self.events.counts
+        if not (self._due or self._watching or timed or self._affordable is not None):
             return
         timely = self._every_s is not None and time.monotonic() - self._last_cut_s >= self._every_s
         # Of the seconds, rank 0's clock decides; of the steps, all ranks know.
         wanted = self._due or (self._every_s is not None and (timely or self._rank != 0))
         wanted = wanted or (self._affordable is not None and self._affordable())
         said = (vote.ready and wanted, vote.settled, vote.owner, vote.holding, vote.sound)
-        flags = torch.tensor(said, dtype=torch.int32, device="cpu")
+        flags = torch.tensor([*said, vote.ready, self.events.stretch], dtype=torch.int64, device="cpu")
         with self._naming():
             work = dist.all_reduce(flags, dist.ReduceOp.MIN, group=self._group, async_op=True)
         assert work is not None
@@ -102,7 +108,11 @@ class Cadence:
             self._roll.wait(lambda seconds: _done(work, seconds), self._bound_s)
         with self._naming():
             work.wait()
-        vote = StepVote(*(bool(flag) for flag in flags.tolist()))
+        *said, able, stretch = flags.tolist()
+        vote = StepVote(*map(bool, said))
+        self.events.heard(stretch)
+        if self.events.is_due:  # all ranks know it: they cut at the first boundary at which all are able to
+            vote = replace(vote, ready=bool(able))
         self._watching = self._watching and not vote.settled
         return vote
 
@@ -119,6 +129,7 @@ class Cadence:
     def cut(self) -> None:
         """A cut was made at this step boundary, for whatever reason; an open vote is void."""
         self.decide()
+        self.events.cut()
         self._due = False
         self._watching = True
         self._last_cut_s = time.monotonic()

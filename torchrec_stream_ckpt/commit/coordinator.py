@@ -21,10 +21,12 @@ for one that has given up.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 import zlib
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -49,9 +51,12 @@ from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.dense_files import DenseFile
+from torchrec_stream_ckpt.format.record import EVENT_S, PIN, Meta, meta_of
 from torchrec_stream_ckpt.layout import dense_name
 from torchrec_stream_ckpt.log.worker import Worker
+from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.dense import name_files
+from torchrec_stream_ckpt.store.pins import pin_before_commit, unpin
 from torchrec_stream_ckpt.types import Committed, RankEnd, RowRange
 
 log = logging.getLogger(__name__)
@@ -80,6 +85,10 @@ class CutOrder:
     """Tells when the MARK is in the ring, or why this rank gives the marker up."""
     staged: dict[str, Any] | None = None
     """The dense state, copied; None only if the marker is given up."""
+    meta: Meta = ()
+    """What the user says of the marker; that of rank 0 counts."""
+    event_s: float | None = None
+    """Up to where in event time this rank has trained; None: nobody has said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +104,8 @@ class MarkerVote:
     files: tuple[DenseFile, ...] = ()
     lost: StreamLostError | None = None
     """Set when what the log had acknowledged of this rank's stream is gone: no later marker can be restored."""
+    event_s: float | None = None
+    """As of its ``CutOrder``."""
 
 
 class Coordinator:
@@ -106,10 +117,19 @@ class Coordinator:
         team: Votes and outcomes, over a gloo group that only the commit thread uses.
         timeout_s: How long a marker may wait for the log.
         again: (rank 0) Finds rows that are to be sent again.
+        pins: (rank 0) The store that keeps the pins of markers.
+        heard: (rank 0) Called on the outcome thread with each COMMIT that counts.
     """
 
     def __init__(
-        self, generation: Generation, dense: DenseState, team: Team, timeout_s: float, again: Again | None = None
+        self,
+        generation: Generation,
+        dense: DenseState,
+        team: Team,
+        timeout_s: float,
+        again: Again | None = None,
+        pins: Objects | None = None,
+        heard: Callable[[Commit], None] | None = None,
     ) -> None:
         self._generation = generation
         self._dense = dense
@@ -124,6 +144,8 @@ class Coordinator:
         self._seal = Seal()
         """That of the marker in flight."""
         self._look_again = again
+        self._pins = pins
+        self._heard = heard
         self._found_again: tuple[RowRange, ...] = ()
         """(rank 0) Told to all ranks with the outcome of the next marker."""
         self._again: list[RowRange] = []
@@ -317,7 +339,7 @@ class Coordinator:
             sealed.rows,
             sealed.num_bytes,
         )
-        return vote("", end=end, files=files)
+        return vote("", end=end, files=files, event_s=cut.event_s)
 
     def _save(self, staged: dict[str, Any], number: int) -> tuple[DenseFile, ...]:
         """Save the dense state together with the other ranks; returns the files that this one wrote, now durable."""
@@ -380,5 +402,33 @@ class Coordinator:
             time_s=time.time(),
             store=generation.store_url,
             dense_list=list_,
+            meta=_with_event_time(cut.meta, votes) or None,
         )
-        generation.control.commit(commit, timeout_s, self._abandoned)
+        self._pin(commit)
+        try:
+            generation.control.commit(commit, timeout_s, self._abandoned)
+        except CommitUnknownError:
+            raise
+        except StreamCkptError:
+            self._pin(commit, off=True)
+            raise
+        if self._heard is not None:  # whatever the other ranks hear of it
+            self._heard(commit)
+
+    def _pin(self, commit: Commit, *, off: bool = False) -> None:
+        """(rank 0) Before COMMIT, so that no process that sees the marker lacks its pin; off once it cannot come."""
+        if PIN not in dict(commit.meta or ()) or self._pins is None:
+            return
+        if not off:
+            pin_before_commit(self._pins, commit.job, commit.id)
+            return
+        with contextlib.suppress(StreamCkptError):  # of a marker that never was it keeps nothing
+            unpin(self._pins, commit.job, commit.id)
+
+
+def _with_event_time(meta: Meta, votes: Sequence[MarkerVote]) -> Meta:
+    """What is said of a marker, with the event time up to which all ranks have trained, unless the user says that."""
+    times = [vote.event_s for vote in votes if vote.event_s is not None]
+    if len(times) < len(votes) or EVENT_S in dict(meta):
+        return meta
+    return meta_of({EVENT_S: min(times), **dict(meta)})

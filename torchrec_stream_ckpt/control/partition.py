@@ -26,7 +26,7 @@ from torchrec_stream_ckpt.format.control import Claim, Commit, Trim
 from torchrec_stream_ckpt.format.folding import Folded, is_snapshot
 from torchrec_stream_ckpt.format.lineage import Lineage, knows
 from torchrec_stream_ckpt.format.mac import CommitKey, Record
-from torchrec_stream_ckpt.format.remarks import End
+from torchrec_stream_ckpt.format.remarks import End, Note
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.uris import FileUri, KafkaUri
@@ -306,6 +306,30 @@ class Control:
         if any(reach.get(each.generation, each) < each or each.generation not in reach for each in trim.markers):
             raise CorruptionError("the TRIM was appended and does not count", marker=trim.id)
         self._copy()
+
+    def note(self, note: Note, timeout_s: float) -> None:
+        """Add metadata to a committed marker, and be sure of it. A second record of the same words changes nothing.
+
+        Raises:
+            MarkerNotFoundError: the marker is not committed, or was given up.
+            LogUnavailableError: the log takes nothing, and the record is surely not there.
+            CommitUnknownError: it was sent, and there was no answer until the time was up.
+        """
+        deadline = time.monotonic() + timeout_s
+        frame = self.records.frame_of(note)
+        while True:
+            try:
+                self.refresh().find(note.id)
+                failpoint("note.append")
+                self._append(frame)
+                failpoint("note.appended")
+                self.refresh()
+                self._copy()
+                return
+            except (CommitUnknownError, LogUnavailableError):
+                if time.monotonic() + _RETRY_S > deadline:
+                    raise
+                time.sleep(_RETRY_S)
 
     def _is_there(self, commit: Commit) -> bool:
         """Whether the marker exists, read from the log; raises when it cannot exist any more."""

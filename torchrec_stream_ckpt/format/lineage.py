@@ -316,6 +316,11 @@ def _deciding_notes(notes: list[Note]) -> list[Note]:
     return deciding[::-1]
 
 
+def notes_of(lineage: Lineage, marker: MarkerId) -> tuple[Note, ...]:
+    """The NOTEs of a marker that still say something, oldest first."""
+    return tuple(lineage._noted.get(marker, ()))
+
+
 def knows(lineage: Lineage, record: ControlRecord) -> bool:
     """Whether a lineage says what the record says."""
     if isinstance(record, Claim):

@@ -14,6 +14,10 @@ from torchrec_stream_ckpt.format.schema import canonical, plain
 MAC = re.compile(r"(?:[0-9a-f]{64})?")
 MAX_META_BYTES = 4096
 """Limit of the canonical JSON of a marker's metadata."""
+PIN = "pin"
+"""Name in the metadata of a marker that its trainer has pinned; the value says why."""
+EVENT_S = "event_s"
+"""Name in the metadata of a marker: up to where in event time all ranks had trained, Unix time."""
 _SIGNED = "torchrec_stream_ckpt {kind} version 1\n"
 """Signed before the record: so an HMAC of one kind of record, or of anything else, is not valid for another kind."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -68,7 +72,8 @@ def meta_of(values: Mapping[str, object]) -> Meta:
         known = isinstance(value, str | int | float) and not isinstance(value, bool)
         if not known or (isinstance(value, int) and abs(value) >= 2**53) or not _finite(value):
             raise ConfigError(
-                f"metadata: {name} is {value!r:.80}", hint="give a string, a finite float, or a whole number below 2^53"
+                f"metadata: {name} is {value!r:.80}",
+                hint="give a string, a finite float, or a whole number below 2^53; of a tensor its item()",
             )
     found = dict(sorted(values.items()))
     if (size := len(canonical(found))) > MAX_META_BYTES:

@@ -17,6 +17,7 @@ from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotF
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord, Trim, parse_control
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.remarks import Note
 from torchrec_stream_ckpt.interchange.put_back import Known, copy_anew, generations_in, in_order, put_back
 from torchrec_stream_ckpt.layout import RECORDS_DIR, parse_copy_name, place_dir
 from torchrec_stream_ckpt.log.api import Log
@@ -131,7 +132,9 @@ def _from_store(log: Log, control: Control, objects: Objects, job: bytes, known:
         )
     incarnation = log.prepare(max(claim.partitions for claim in lineage.claims.values()))
     copied = [each.generation for each in known.copied if isinstance(each, Claim)]
-    records: list[ControlRecord] = [*in_order(lineage), *_new_records(lineage, objects, incarnation.id, copied)]
+    said = [each for each in known.copied if isinstance(each, Note) and each.id in lineage.commits]
+    new = _new_records(lineage, objects, incarnation.id, copied)
+    records: list[ControlRecord] = [*in_order(lineage), *said, *new]
     there = _what_is_there(log, records)
     for record in records[there:]:
         failpoint("recover.append")

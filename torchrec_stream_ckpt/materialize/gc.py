@@ -51,6 +51,7 @@ from torchrec_stream_ckpt.materialize.relied import check_relied, remarks
 from torchrec_stream_ckpt.materialize.retention import Candidate, Retention
 from torchrec_stream_ckpt.materialize.rounds import ages, elapsed, idle, read_clocks, stands_still, waited
 from torchrec_stream_ckpt.materialize.stock import Stock, take_stock
+from torchrec_stream_ckpt.route.best import Said, Value, said_of
 from torchrec_stream_ckpt.route.holdings import Holdings
 from torchrec_stream_ckpt.store.api import Entry, Objects
 from torchrec_stream_ckpt.types import MarkerId
@@ -94,7 +95,7 @@ def plan_gc(stock: Stock, rules: GcRules, clocks: Mapping[str, float]) -> GcPlan
     by_hand = give_up.keys() & catalog.markers - catalog.dropped - stock.pins
     offered = sorted(catalog.markers - catalog.dropped - by_hand)
     retention = replace(rules.retention, pinned=rules.retention.pinned | stock.pins | stock.awaited)
-    decision = retention.plan(_candidates(stock, offered, retention.newest or 1, clocks))
+    decision = retention.plan(_candidates(stock, offered, retention, clocks))
     anchors = [*decision.kept, *_links(holdings), *(stock.pins & catalog.markers)]
     spans = tuple(plan_spans(holdings, anchors)) if rules.compact else ()
     after = holdings.assuming((span.start, span.end) for span in spans)
@@ -123,15 +124,45 @@ def plan_gc(stock: Stock, rules: GcRules, clocks: Mapping[str, float]) -> GcPlan
     )
 
 
-def _candidates(stock: Stock, offered: Sequence[MarkerId], floor: int, clocks: Mapping[str, float]) -> list[Candidate]:
-    """What can be restored is asked of the newest ones only, until there are enough for the floor."""
+def _candidates(
+    stock: Stock, offered: Sequence[MarkerId], retention: Retention, clocks: Mapping[str, float]
+) -> list[Candidate]:
+    """What can be restored is asked of the newest and of the best ones only, until there are enough of them."""
     found, candidates, holdings = 0, [], stock.holdings
     known = ages(holdings.lineage, idle(stock.lists, _newest(holdings.lineage), clocks))
+    said = _said(stock, offered, retention)
+    broken = {each for ranked in _ranked(said, retention) for each in _in_favor(ranked, holdings)[1]}
     for marker in reversed(offered):
-        restorable = found >= floor or not holdings.look(marker).problem
+        restorable = marker not in broken and (found >= (retention.newest or 1) or not holdings.look(marker).problem)
         found += restorable
-        candidates.append(Candidate(marker, holdings.lineage.find(marker).time_s, restorable, known[marker]))
+        time_s = holdings.lineage.find(marker).time_s
+        candidates.append(Candidate(marker, time_s, restorable, known[marker], said.get(marker, {})))
     return candidates
+
+
+def _said(stock: Stock, offered: Sequence[MarkerId], retention: Retention) -> dict[MarkerId, dict[str, Value]]:
+    """What was said of the offered markers, if a rule asks for it."""
+    if not retention.keep_best:
+        return {}
+    said = said_of(stock.holdings.lineage)
+    return {marker: said[marker] for marker in offered}
+
+
+def _ranked(said: Mapping[MarkerId, Said], retention: Retention) -> list[tuple[int, list[MarkerId]]]:
+    """For each rule of the best, how many it keeps, and all that have such a value, the best first."""
+    return [(best.count, best.ranked(said)) for best in retention.best if said]
+
+
+def _in_favor(ranked: tuple[int, list[MarkerId]], holdings: Holdings) -> tuple[list[MarkerId], list[MarkerId]]:
+    """The best that can be restored, as many as count, and the better ones that cannot."""
+    count, markers = ranked
+    whole: list[MarkerId] = []
+    broken: list[MarkerId] = []
+    for marker in markers:
+        if len(whole) == count:
+            break
+        (broken if holdings.look(marker).problem else whole).append(marker)
+    return whole, broken
 
 
 def _newest(lineage: Lineage) -> MarkerId | None:
@@ -335,7 +366,9 @@ def _surely_restorable(stock: Stock, rules: GcRules, clocks: Mapping[str, float]
             return plan
         known = len(read_back.damaged)
         restorable = (each for each in reversed(plan.kept) if not stock.holdings.look(each).problem)
-        for marker in islice(restorable, rules.retention.newest or 1):
+        ranked = _ranked(_said(stock, plan.kept, rules.retention), rules.retention)
+        best = [marker for each in ranked for marker in _in_favor(each, stock.holdings)[0]]
+        for marker in dict.fromkeys((*islice(restorable, rules.retention.newest or 1), *best)):
             for step in stock.holdings.needed_by(marker):
                 read_back.is_whole(stock.holdings, step)
         if len(read_back.damaged) == known:

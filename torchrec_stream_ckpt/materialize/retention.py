@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.route.best import Best
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.units import parse_duration
 
@@ -21,6 +22,8 @@ class Candidate:
     """Whether the store has all that it needs: others do not count for the floor, and stay beside it."""
     age_s: float = 0.0
     """How old it is at least: an unknown age counts as young."""
+    meta: Mapping[str, str | int | float] = field(default_factory=dict)
+    """What was said of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,9 @@ class Retention:
     newest: int | None = None
     """Keep so many of the newest ones that can be restored, whatever their age; at least 1 under any rule. What is
     newer than the oldest of these, and cannot be restored as the store is now, stays as well: it may be repaired."""
+    keep_best: Sequence[str] = ()
+    """Keep the best ones by what was said of them: each ``auc:max:3``, the three with the highest ``auc``. So many as
+    can be restored; what is better than the last of these stays as well."""
     pinned: frozenset[MarkerId] = field(default_factory=frozenset)
     """Keep these."""
 
@@ -58,6 +64,8 @@ class Retention:
             parse_duration(self.keep_all_for)
         if self.then_every is not None:
             _parse_every(self.then_every)
+        for each in self.keep_best:
+            Best.parse(each, several=True)
         if self.newest is not None and (type(self.newest) is not int or self.newest < 1):
             raise ConfigError(
                 f"newest must be at least 1, it is {self.newest}", hint="the newest marker is always kept"
@@ -66,10 +74,19 @@ class Retention:
     @property
     def keeps_all(self) -> bool:
         """Whether there is no rule: pins alone drop nothing."""
-        return self.keep_all_for is None and self.then_every is None and self.newest is None
+        return self.keep_all_for is None and self.then_every is None and self.newest is None and not self.keep_best
+
+    @property
+    def best(self) -> list[Best]:
+        """What ``keep_best`` says."""
+        return [Best.parse(each, several=True) for each in self.keep_best]
 
     def plan(self, candidates: Iterable[Candidate]) -> Decision:
-        """Decide about each candidate: every marker that the store offers."""
+        """Decide about each candidate: every marker that the store offers.
+
+        Raises:
+            ConfigError: ``keep_best`` names what was said of none of them, or what does not compare.
+        """
         ordered = sorted(candidates, key=lambda each: each.id)
         if self.keeps_all:
             return Decision(tuple(each.id for each in ordered), ())
@@ -78,7 +95,7 @@ class Retention:
             longest_s = parse_duration(self.keep_all_for)
             young = {each.id for each in ordered if each.age_s <= longest_s}
         thinned = self._thinned([each for each in ordered if each.id not in young])
-        kept = young | self.pinned | thinned | self._newest(ordered)
+        kept = young | self.pinned | thinned | self._newest(ordered) | self._best(ordered)
         return Decision(
             tuple(each.id for each in ordered if each.id in kept),
             tuple(each.id for each in ordered if each.id not in kept),
@@ -90,6 +107,16 @@ class Retention:
         restorable = [place for place, each in enumerate(ordered) if each.restorable]
         first = restorable[-floor] if len(restorable) >= floor else 0
         return {each.id for each in ordered[first:]}
+
+    def _best(self, ordered: list[Candidate]) -> set[MarkerId]:
+        """What ``keep_best`` keeps."""
+        kept: set[MarkerId] = set()
+        restorable = {each.id for each in ordered if each.restorable}
+        for best in self.best if ordered else ():
+            ranked = best.ranked({each.id: each.meta for each in ordered})
+            places = [place for place, marker in enumerate(ranked) if marker in restorable]
+            kept |= {*ranked[: places[best.count - 1] + 1 if len(places) >= best.count else None]}
+        return kept
 
     def _thinned(self, older: list[Candidate]) -> set[MarkerId]:
         """What ``then_every`` keeps."""

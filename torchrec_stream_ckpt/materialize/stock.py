@@ -15,6 +15,7 @@ from torchrec_stream_ckpt.store.api import Entry, Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.jobs import jobs_in
+from torchrec_stream_ckpt.store.noted import with_notes
 from torchrec_stream_ckpt.store.pins import attempts, pinned
 from torchrec_stream_ckpt.store.reached import awaited
 from torchrec_stream_ckpt.types import MarkerId
@@ -61,7 +62,7 @@ def take_stock(objects: Objects, lineage: Lineage | None, job: bytes) -> Stock:
             hint="check --store, or put markers there: stream-ckpt materialize URI --store URL",
             store=objects.url,
         )
-    holdings = Holdings.load(objects, lineage or catalog.lineage())
+    holdings = Holdings.load(objects, lineage or with_notes(catalog.lineage(), objects))
     _pass_over_newer(holdings)
     pins = pinned(objects, job)  # listed after what was given up: one that came before that is seen
     tries = tuple(entry for entry, _ in attempts(objects, job))

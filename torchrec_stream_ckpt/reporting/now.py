@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -37,6 +37,8 @@ class MarkerRow:
     """Steps since the marker before it in its generation, or since the parent."""
     took_s: float | None
     """Seconds since that marker; None for the first one of a generation."""
+    meta: dict[str, str | int | float] = field(default_factory=dict)
+    """What was said of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +233,7 @@ def row(lineage: Lineage, commit: Commit) -> MarkerRow:
         dense_bytes=commit.dense_bytes,
         steps=commit.step - (base.step if base is not None else 0),
         took_s=max(0.0, commit.time_s - previous.time_s) if previous is not None else None,
+        meta=dict(lineage.meta(commit.id)),
     )
 
 

@@ -13,6 +13,7 @@ from torchrec_stream_ckpt.reporting.now import Look
 from torchrec_stream_ckpt.reporting.stalls import Stalls
 from torchrec_stream_ckpt.reporting.style import STYLE
 from torchrec_stream_ckpt.reporting.svg import text_of
+from torchrec_stream_ckpt.reporting.values import series, values
 from torchrec_stream_ckpt.units import duration, size
 
 
@@ -109,8 +110,10 @@ def _charts(report: Report) -> list[str]:
     history, lineage = report.history, report.lineage
     intervals = list(history.intervals.values())
     read = f"The newest {len(intervals):,} of {report.look.markers:,} markers were read. " if report.last else ""
+    numbers = series(lineage, list(history.intervals))
     return [
         _section("Markers over time", sections.over_time(intervals), f"{read}Each line is one generation."),
+        *([_section("What was said of markers", values(numbers), "Numbers of mark(meta=...).")] if numbers else []),
         _section("Lineage", sections.lineage(lineage), "A generation stands on a marker of an older one, its parent."),
         _section(
             "Rows a marker, by table",

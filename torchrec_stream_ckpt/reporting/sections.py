@@ -386,6 +386,7 @@ def _older(whole: Lineage) -> dict[int, int]:
 
 
 def last_markers(look: Look) -> str:
+    said = any(row.meta for row in look.recent)
     rows = [
         (
             row.marker,
@@ -395,7 +396,9 @@ def last_markers(look: Look) -> str:
             f"{row.rows:,}",
             size(row.num_bytes),
             size(row.dense_bytes),
+            *([", ".join(f"{name}={value}" for name, value in row.meta.items()) or "-"] * said),
         )
         for row in look.recent
     ]
-    return table(("marker", "step", "committed (UTC)", "after", "rows", "bytes", "dense"), rows)
+    head = ("marker", "step", "committed (UTC)", "after", "rows", "bytes", "dense", *(["meta"] * said))
+    return table(head, rows)

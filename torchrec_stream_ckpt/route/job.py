@@ -14,8 +14,11 @@ from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import Log, open_log
 from torchrec_stream_ckpt.options import Options
+from torchrec_stream_ckpt.route.best import LATEST, PREFIX, Best, Value, best_of, said_of
 from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore, dense_in
+from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.uris import FileUri, check_store_url, parse_uri
 
@@ -150,17 +153,31 @@ class Job:
     # The control partition.
 
     def find(self, marker: str | None) -> Commit:
-        """The commit of ``GENERATION:MARKER``; the newest one for None and ``latest``.
+        """The commit of ``GENERATION:MARKER``; the newest one for None and ``latest``; the best for ``best:auc:max``.
 
         Raises:
             MarkerNotFoundError: nothing of that name was committed.
+            ConfigError: it is no name of a marker, or no marker has such a value.
         """
-        if marker not in (None, "latest"):
+        if marker is not None and marker.startswith(PREFIX):
+            return self.lineage.find(best_of(self.offered(), Best.parse(marker.removeprefix(PREFIX))))
+        if marker not in (None, LATEST):
             assert marker is not None
             return self.lineage.find(MarkerId.parse(marker))
         if self.lineage.newest is None:
             raise MarkerNotFoundError("no marker was ever committed", hint="let the job run on", uri=self.uri)
         return self.lineage.newest
+
+    def offered(self) -> dict[MarkerId, dict[str, Value]]:
+        """What was said of each marker that was not given up, oldest first.
+
+        Raises:
+            StoreUnavailableError: the store does not answer: it says what was given up.
+        """
+        dropped: frozenset[MarkerId] = frozenset()
+        if self.lineage.newest is not None and self.says_where(self.lineage.newest) and check_store(self.objects):
+            dropped = Catalog.load(self.objects, self.lineage.job).dropped
+        return said_of(self.lineage, dropped)
 
     def lost_tail(self) -> CorruptionError | None:
         """What the second copy of the control records knows that the log has no longer: its end was lost.

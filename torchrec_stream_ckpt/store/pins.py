@@ -26,19 +26,25 @@ from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.types import MarkerId
 
 
-def pin(objects: Objects, job: bytes, marker: MarkerId) -> None:
+def pin(objects: Objects, job: bytes, marker: MarkerId, *, folded: bool = True) -> None:
     """Keep a marker in the store until :func:`unpin`.
+
+    Args:
+        objects: The store.
+        job: Whose marker.
+        marker: Which one; committed.
+        folded: Whether it has to be in the store. False: it may get there later, and is kept from then on.
 
     Raises:
         MarkerNotFoundError: it is not in the store, or was given up.
         StoreUnavailableError: the store does not answer, or took longer than gc waits.
     """
-    _check_offered(objects, job, marker)
+    _check_offered(objects, job, marker, folded=folded)
     attempt, name, body = attempt_name(job, marker, secrets.token_hex(8)), pin_name(job, marker), Pin(time.time())
     objects.put(attempt, [body.to_bytes()])
     failpoint("pin.attempted")
     try:
-        _check_offered(objects, job, marker)
+        _check_offered(objects, job, marker, folded=folded)
     except MarkerNotFoundError:
         objects.delete(attempt)
         raise
@@ -52,6 +58,15 @@ def pin(objects: Objects, job: bytes, marker: MarkerId) -> None:
             hint="try again; if it happens again, give gc a longer --grace",
             store=objects.url,
         )
+
+
+def pin_before_commit(objects: Objects, job: bytes, marker: MarkerId) -> None:
+    """Keep a marker that does not exist yet: no process can have given it up, and all that see it see the pin.
+
+    Raises:
+        StoreUnavailableError: the store takes nothing.
+    """
+    objects.put(pin_name(job, marker), [Pin(time.time()).to_bytes()])
 
 
 def unpin(objects: Objects, job: bytes, marker: MarkerId) -> None:
@@ -83,11 +98,11 @@ def attempts(objects: Objects, job: bytes) -> Iterator[tuple[Entry, MarkerId]]:
             yield entry, found[1]
 
 
-def _check_offered(objects: Objects, job: bytes, marker: MarkerId) -> None:
+def _check_offered(objects: Objects, job: bytes, marker: MarkerId, *, folded: bool) -> None:
     catalog = Catalog.load(objects, job) if check_store(objects) else None
     if catalog is not None:
         catalog.check_offered(marker)
-    if catalog is None or marker not in catalog.markers:
+    if folded and (catalog is None or marker not in catalog.markers):
         raise MarkerNotFoundError(
             f"marker {marker} is not in the store",
             hint="put it there first: stream-ckpt materialize URI --store URL",

@@ -26,6 +26,8 @@ from torchrec_stream_ckpt.errors import (
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.dense_files import whole
+from torchrec_stream_ckpt.format.lineage import notes_of
+from torchrec_stream_ckpt.format.record import PIN
 from torchrec_stream_ckpt.format.referring import alone
 from torchrec_stream_ckpt.layout import dropped_name
 from torchrec_stream_ckpt.log.api import DataWriter
@@ -33,6 +35,7 @@ from torchrec_stream_ckpt.log.stream import checked_payload, read_stream
 from torchrec_stream_ckpt.route.tiers import Tiers, TierState
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import copy_dense, lacking
+from torchrec_stream_ckpt.store.pins import pin, pin_before_commit
 from torchrec_stream_ckpt.store.reached import Reached, note_reached
 from torchrec_stream_ckpt.tiers.lock import RelayLock
 from torchrec_stream_ckpt.types import MarkerId, RankEnd
@@ -161,6 +164,7 @@ class Relay:
             there, beginning = state.outer.newest, MarkerId(state.generation, 0)
             self._note(state.inner.job, there.id if there is not None and there.id > beginning else beginning)
         missing = [each for each in state.unrelayed if upto is None or each.id <= upto]
+        self._copy_notes(state)
         end = state.inner.ended if upto is None and state.owns(state.generation) else None
         if missing:
             yield from self._copy(state, missing, upto, everything=everything or end is not None)
@@ -179,7 +183,21 @@ class Relay:
             if (last or commit.marker % self._tiers.every == 0) and self._has_dense(commit):
                 self._commit(commit)
                 self._note(commit.job, commit.id)
+                self._copy_notes(replace(state, outer=self._tiers.outer.control.lineage))
                 yield commit
+
+    def _copy_notes(self, state: TierState) -> None:
+        """What was said of markers after their COMMIT, of those that the outer log has."""
+        for marker in state.inner.notes:
+            if marker not in state.outer.commits or not state.owns(marker.generation):
+                continue
+            there = {note.nonce for note in notes_of(state.outer, marker)}
+            for note in notes_of(state.inner, marker):
+                if note.nonce not in there:
+                    if PIN in dict(note.meta):
+                        pin(self._tiers.outer.objects, note.job, marker, folded=False)
+                    failpoint("relay.note")
+                    self._tiers.outer.control.note(note, COMMIT_TIMEOUT_S)
 
     def _note(self, job: bytes, reached: MarkerId) -> None:
         """Tell a gc of the inner store how far the outer log is: what it does not have yet must stay.
@@ -319,5 +337,7 @@ class Relay:
         check_claimed(outer.log, outer.control, claim, commit.marker, ends, self._older)
         failpoint("relay.commit")
         copy = replace(commit, ranks=ends, store=outer.store_url, mac="")
+        if PIN in dict(commit.meta or ()):
+            pin_before_commit(outer.objects, commit.job, commit.id)
         outer.control.commit(copy, COMMIT_TIMEOUT_S, threading.Event())
         failpoint("relay.committed")

@@ -31,6 +31,7 @@ from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Mark, TableScalars
 from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.proof import Window
+from torchrec_stream_ckpt.format.record import Meta
 from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
 from torchrec_stream_ckpt.types import Committed
 
@@ -133,7 +134,13 @@ class Cuts:
         return not self._seal.failed
 
     def begin(
-        self, step: int, marker: int, deadline_s: float | None, prepare: Callable[[Drain], bool]
+        self,
+        step: int,
+        marker: int,
+        deadline_s: float | None,
+        prepare: Callable[[Drain], bool],
+        meta: Meta = (),
+        event_s: float | None = None,
     ) -> Future[Committed]:
         """(all ranks) Freeze this step boundary: touched rows, the kernels' own state, a copy of the dense state.
 
@@ -145,6 +152,8 @@ class Cuts:
             deadline_s: Until when it may wait for space, on the monotonic clock; None: it waits for nothing, and may
                 go on at later step boundaries.
             prepare: What has to be sent before; whether it found space.
+            meta: What the user says of it.
+            event_s: Up to where in event time this rank has trained, if the user has said it.
         """
         assert self.idle
         self._seal = seal = Seal()
@@ -168,9 +177,9 @@ class Cuts:
         except BaseException as error:  # a Stateful of the user, memory, the publisher; or an interrupt
             self._fail(marker, error)
             if not isinstance(error, Exception):
-                self._hand_over(CutOrder(marker, step, seal, staged), taken)
+                self._hand_over(CutOrder(marker, step, seal, staged, meta, event_s), taken)
                 raise
-        future = self._hand_over(CutOrder(marker, step, seal, staged), taken)
+        future = self._hand_over(CutOrder(marker, step, seal, staged, meta, event_s), taken)
         self._ask()
         return future
 

@@ -12,6 +12,7 @@ from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotF
 from torchrec_stream_ckpt.evolve.changes import NO_CHANGES, Changes
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.changed import ClaimChanges
+from torchrec_stream_ckpt.format.record import EVENT_S
 from torchrec_stream_ckpt.restore.plan import RestorePlan
 from torchrec_stream_ckpt.route.job import Tier, open_tier
 from torchrec_stream_ckpt.route.route import Route
@@ -213,6 +214,7 @@ class Restoring:
         self._streaming.go_on_from(
             plan.marker, plan.step, loaded.swept, parent_bytes, loaded.proved_up_to, patience, loaded.record
         )
+        self._streaming.events.stand_on(dict(route.commit.meta or ()).get(EVENT_S))
         if self._team.rank == 0:
             loaded.say(plan)
         self._attached.capture.mark_ranges(loaded.unproved)

@@ -24,6 +24,7 @@ from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
 from torchrec_stream_ckpt.log.publisher import Publisher
 from torchrec_stream_ckpt.route.job import Tier
+from torchrec_stream_ckpt.trainer.announcing import Announcer
 from torchrec_stream_ckpt.trainer.attached import Attached
 from torchrec_stream_ckpt.trainer.cuts import Cuts
 
@@ -45,6 +46,8 @@ class StreamParts:
     team: Team
     commit_team: Team
     """Of the commit thread."""
+    announcer: Announcer
+    """(rank 0) Tells the user of committed markers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,9 @@ def open_stream(parts: StreamParts, claim: Claim, timeout_s: float, prover: Call
             tier.log, tier.control, claim, publisher, team.rank, partition, tier.dense, tier.store_url
         )
         again = Again(generation, tier.objects) if team.rank == 0 else None
-        coordinator = Coordinator(generation, parts.dense, parts.commit_team, timeout_s, again)
+        coordinator = Coordinator(
+            generation, parts.dense, parts.commit_team, timeout_s, again, tier.objects, parts.announcer.committed
+        )
         undo.callback(coordinator.close, 0.0)
         proves = prover()
         cuts = Cuts(

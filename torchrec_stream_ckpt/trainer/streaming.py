@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 from torchrec_stream_ckpt.capture.prover import Load, Prover, Replicated, window_width
@@ -15,15 +16,17 @@ from torchrec_stream_ckpt.commit.generation import check_same_log
 from torchrec_stream_ckpt.commit.pace import Pace
 from torchrec_stream_ckpt.commit.roll import Roll
 from torchrec_stream_ckpt.config import StreamConfig
-from torchrec_stream_ckpt.errors import MarkerFailedError, UnsupportedError
+from torchrec_stream_ckpt.errors import MarkerFailedError, StreamCkptError, UnsupportedError
 from torchrec_stream_ckpt.format.changed import ClaimChanges
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.proof import Window
+from torchrec_stream_ckpt.format.record import Meta
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.tiers.job import Tiered
 from torchrec_stream_ckpt.trainer.claims import Claims
 from torchrec_stream_ckpt.trainer.drains import Drains
 from torchrec_stream_ckpt.trainer.patience import Patience, at_once
+from torchrec_stream_ckpt.trainer.remarks import note
 from torchrec_stream_ckpt.trainer.stream import JOIN_S, Stream, StreamParts, open_stream, say_hello
 from torchrec_stream_ckpt.trainer.telemetry import Telemetry
 from torchrec_stream_ckpt.types import Committed, MarkerId
@@ -63,6 +66,8 @@ class Streaming:
         self._pace = pace
         self._roll = roll
         self._telemetry = telemetry
+        self.events = cadence.events
+        """Event time, as the user tells it."""
         self.claims = Claims(parts.tier, tiers, parts.attached, parts.team.world)
         """(rank 0) Of this job's generations."""
         self._drains = Drains(parts.ring, pace, config.sweep_bytes, telemetry.drain, parts.team.rank)
@@ -73,6 +78,8 @@ class Streaming:
         self._next_marker = 1
         self._proved_up_to = 0
         """Where the window of the next marker begins: after that of the restored one."""
+        self._last: tuple[int, Future[Committed] | None] = (-1, None)
+        """The step of the newest marker of this generation, and what becomes of it."""
         self._ended = False
         """The log has lost this generation's stream, and no other one can be opened in this process."""
 
@@ -139,10 +146,16 @@ class Streaming:
     def _vote(self, stream: Stream) -> None:
         """Say how this rank stands, for the decision at the end of the next step."""
         sound = self._ended or stream.sound
-        self._cadence.start(self.steps, stream.vote(swept=self._attached.capture.swept, sound=sound))
+        vote = stream.vote(swept=self._attached.capture.swept, sound=sound)
+        self._cadence.start(self.steps, replace(vote, ready=vote.ready and not self._parts.announcer.is_behind))
 
-    def mark(self) -> Future[Committed]:
-        """Cut a marker at this step boundary, once the one in flight has settled."""
+    def mark(self, meta: Meta = ()) -> Future[Committed]:
+        """Cut a marker at this step boundary, once the one in flight has settled.
+
+        Args:
+            meta: What the user says of it, the same on all ranks. If this boundary has a marker, and no row has changed
+                since, that one gets it.
+        """
         deadline_s = time.monotonic() + self._config.commit_timeout_s
         self._roll.bound(self._config.commit_timeout_s + PEERS_S)
         stream = self._opened
@@ -155,9 +168,39 @@ class Streaming:
             raise stream.coordinator.fenced
         if stream.coordinator.lost is not None and not self._ended:
             self._go_on_after_loss(stream)
-        return self._cut(self._opened, deadline_s=max(deadline_s, time.monotonic() + 1.0))
+        if meta and (there := self._marker_here()) is not None:
+            return self._annotate(there, meta, max(1.0, deadline_s - time.monotonic()))
+        return self._cut(self._opened, deadline_s=max(deadline_s, time.monotonic() + 1.0), meta=meta)
 
-    def _cut(self, stream: Stream, deadline_s: float | None) -> Future[Committed]:
+    def _marker_here(self) -> Committed | None:
+        """(all ranks) The committed marker of this very boundary, if no rank has changed rows since."""
+        step, future = self._last
+        done = step == self.steps and future is not None and future.done() and future.exception() is None
+        clean = done and not self._attached.capture.changed()
+        said = self._team.gather(future.result() if future is not None and clean else None)
+        return said[0] if len(set(said)) == 1 else None
+
+    def _annotate(self, there: Committed, meta: Meta, timeout_s: float) -> Future[Committed]:
+        """(all ranks) Add metadata to a marker that is committed; the same outcome on every rank."""
+        future: Future[Committed] = Future()
+        try:
+            self._team.on_rank0(partial(self._note, there.id, meta, timeout_s))
+        except StreamCkptError as error:
+            future.set_exception(error)
+        else:
+            future.set_result(there)
+        return future
+
+    def _note(self, marker: MarkerId, meta: Meta, timeout_s: float) -> None:
+        """(rank 0)"""
+        tier = self._parts.tier
+        note(tier, self._opened.claim.job, marker, meta, timeout_s)
+        lineage = tier.control.lineage
+        previous = lineage.previous(marker)
+        before = lineage.commits[previous] if previous is not None else None
+        self._parts.announcer.noted(lineage.commits[marker], before, lineage.meta(marker))
+
+    def _cut(self, stream: Stream, deadline_s: float | None, meta: Meta = ()) -> Future[Committed]:
         """Cut a marker at this step boundary."""
         self._attached.standing.check_all()
         self._send_again(stream)
@@ -165,7 +208,10 @@ class Streaming:
         marker, self._next_marker = self._next_marker, self._next_marker + 1
         # A marker that the user asks for was not chosen by the cadence.
         with self._telemetry.cut.running(), self._pace.cutting() if deadline_s is None else self._pace.waiting():
-            future = stream.cuts.begin(self.steps, marker, deadline_s, self._finish_sweep)
+            future = stream.cuts.begin(
+                self.steps, marker, deadline_s, self._finish_sweep, meta, self.events.watermark_s
+            )
+        self._last = self.steps, future
         self._telemetry.follow(stream.generation.marker(marker), self.steps, future)
         return future
 
@@ -256,6 +302,7 @@ class Streaming:
     def _enter(self, claim: Claim, parent_step: int, parent_bytes: int | None) -> None:
         """Start this rank's stream in a generation that was claimed."""
         parts, tier = self._parts, self._parts.tier
+        self._last = (-1, None)
         self._team.together(lambda: check_same_log(tier.log, tier.dense, tier.config, claim, self._team.rank))
         prover = partial(self._open_prover, claim.schema)
         stream = self.stream = open_stream(parts, claim, self._config.commit_timeout_s, prover)
