@@ -12,7 +12,6 @@ from pathlib import PurePosixPath
 from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import CorruptionError, StoreUnavailableError
-from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.reading import Reading
 from torchrec_stream_ckpt.layout import (
     READINGS_DIR,
@@ -62,7 +61,6 @@ def take_back(objects: Objects, job: bytes, errors: Iterable[CorruptionError]) -
         if reading is None or units.isdisjoint(unit.name for unit in reading.units):
             continue
         objects.delete(name)  # first: a kill in between costs what else was read
-        failpoint("readings.taken_back")
         left = reading.without(units)
         if left.units:
             put_reading(objects, job, left)
