@@ -49,6 +49,7 @@ NOT_RUN = {
     r"--standby 60": "tests/distributed/test_standby.py: it waits for a trainer that dies",
     r"recipes/online_follow\.py|small --stream_ckpt file://ckpt &$": "tests/distributed/test_follow.py",
     r"recipes/(train_deepfm|resume_resharded)\.py": "tests/distributed/test_recipes.py, on less data",
+    r"file://clicks-(ckpt|new)": "tests/distributed/test_evolve_guides.py, on less data",
     r"recipes/quickstart\.py": "tests/distributed/test_quickstart.py",
 }
 """Commands that this file does not run, each with what does."""

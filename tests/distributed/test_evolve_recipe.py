@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.forks import ROOT
+from tests.forks import ROOT, run_script
 from torchrec_stream_ckpt.recipes import evolve
 
 pytestmark = pytest.mark.distributed
 
 
 def test_the_recipe_proves_what_was_kept_and_the_new_feature_pays(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "recipes" / "evolve.py"), "--dir", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, cwd=ROOT)
+    done = run_script(ROOT / "recipes" / "evolve.py", "--dir", str(tmp_path / "run"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "rows={'model.sparse_arch.embedding_bag_collection.t_item': RowChange(2500)}" in done.stdout
     assert "restored marker" not in done.stdout

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from tests import ranks, stores, zoo
+from tests import ranks, stores, tiered, zoo
 from tests.distributed.test_changed_model_faults import (
     ALONE,
     CHANGES,
@@ -184,6 +184,11 @@ def test_wrong_sources_are_refused_on_all_ranks_and_nothing_is_written(
         assert all(message in each for each in said), (source, said)
         assert not log.exists()
     assert tree(tmp_path) == before
+    key = tmp_path / "key"
+    key.write_bytes(bytes(range(32)))
+    key.chmod(0o600)
+    for said in ranks.run(2, refused, config(log, commit_key_file=key), f"file://{trained[0]}"):
+        assert "none is signed with this commit key" in said
     for source in (own, f"file://{tmp_path}/./own", f"file://{tmp_path}/own@1:1"):
         said = ranks.run(2, refused, StreamConfig(uri=own), source)
         assert all("is this job's own log" in each for each in said), said
@@ -204,6 +209,16 @@ def test_a_job_with_markers_of_its_own_begins_in_no_other_one(
     for said in ranks.run(2, refused, settings, f"file://{trained[0]}@1:2"):
         assert "began in marker 1:1 of job" in said
         assert "not in 1:2, and has markers of its own, the newest is 1:2" in said
+
+
+def test_a_job_of_two_tiers_begins_in_another_job(trained: tuple[Path, list[Marks]], tmp_path: Path) -> None:
+    settings = tiered.config(tmp_path / "inner", tmp_path / "outer", marker_every=None)
+    said = ranks.run(2, begun, OLD, TWO, settings, f"file://{trained[0]}", None, EVENTS)
+    same(trained[1], "1:2", said)
+    shutil.rmtree(tmp_path / "inner")
+    again = ranks.run(1, begun, OLD, ALONE, settings, f"file://{trained[0]}", None)
+    assert (str(again[0][3].id), again[0][3].origin) == ("1:2", None)
+    assert differences(said[0][2]["1:2"], again[0][1]) == []
 
 
 def test_an_object_of_the_user_may_begin_anew(trained: tuple[Path, list[Marks]], tmp_path: Path) -> None:

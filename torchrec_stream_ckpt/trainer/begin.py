@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchrec_stream_ckpt.config import Source
-from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError
 from torchrec_stream_ckpt.trainer.finder import Begun
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.uris import FileUri, KafkaUri, parse_uri
@@ -55,6 +55,13 @@ def check_begun(begun: Begun, source: Source, uri: str) -> None:
             hint="leave out the warm start to go on from there; to begin in another marker, name another log",
             uri=uri,
         )
+
+
+def nothing_there(source: Source) -> MarkerNotFoundError:
+    """The source of a warm start has no marker."""
+    return MarkerNotFoundError(
+        "the source of a warm start has no committed marker", hint="check the URI", uri=source.uri
+    )
 
 
 def _is_same(one: FileUri | KafkaUri, other: FileUri | KafkaUri) -> bool:

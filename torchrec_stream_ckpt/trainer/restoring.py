@@ -8,7 +8,7 @@ from contextlib import closing
 from torchrec_stream_ckpt.commit.collective import Team
 from torchrec_stream_ckpt.commit.dense import DenseState
 from torchrec_stream_ckpt.config import Source, StreamConfig, Takeover
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.evolve.changes import NO_CHANGES, Changes
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.changed import ClaimChanges
@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.route.job import Tier, open_tier
 from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.tiers.job import Tiered
 from torchrec_stream_ckpt.trainer.attached import Attached
-from torchrec_stream_ckpt.trainer.begin import check_apart, check_begun
+from torchrec_stream_ckpt.trainer.begin import check_apart, check_begun, nothing_there
 from torchrec_stream_ckpt.trainer.patience import Patience, at_once
 from torchrec_stream_ckpt.trainer.session import Session
 from torchrec_stream_ckpt.trainer.standby import Standby
@@ -155,9 +155,7 @@ class Restoring:
         """(all ranks) Load a marker of another job, and open this one's first generation with all that it holds."""
         schema, wanted = self._attached.schema, MarkerId.of(source.marker)
         if wanted is None and other.begun() is None:
-            raise MarkerNotFoundError(
-                "the source of a warm start has no committed marker", hint="check the URI", uri=source.uri
-            )
+            raise nothing_there(source)
         try:
             found = other.rows(wanted, changes)
             failpoint("restore.rows")
