@@ -109,5 +109,6 @@ def test_trainers_trims_and_materializers_are_killed_at_every_point() -> None:
     killed = {*kills.POINTS, *materializer.POINTS, *(point for each in in_units for point in each.POINTS)}
     killed |= {"recover.append", "recover.trim"}  # by test_recover
     killed |= {"end.append", "end.appended"}  # by test_ends
+    killed |= {"import.rows"}  # by test_import_files
     assert {name for name in names if not name.startswith(OF_STORES)} == killed
     assert set(names.values()) == {1}, "a name stands at one place"

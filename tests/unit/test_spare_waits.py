@@ -76,19 +76,24 @@ def test_a_log_that_is_silent_right_after_the_fence_does_not_end_the_spare() -> 
     assert (len(control.claims), control.refresh_fails) == (1, 0)
 
 
-def test_a_store_that_is_away_after_the_fence_is_waited_for() -> None:
-    control, away = _Control(), [StoreUnavailableError("no answer")] * 4
-    load = loaded(control)
+def test_a_store_that_is_away_after_the_fence_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds a marker when it fences; what was committed just before the fence is in a store that is away."""
+    away, newest = [StoreUnavailableError("no answer")] * 4, builders.commit(1, 2)
 
-    def loading() -> Any:
-        if not control.claims:
-            raise away[0]
+    def committed_before(claim: Claim) -> None:
+        control.lineage.apply(newest)
+
+    def locating(*_: object, **__: object) -> Any:
         if away:
             raise away.pop()
-        return load()
+        route = SimpleNamespace(commit=newest, shards={}, check=lambda log: None)
+        route.complete = lambda log, known: route
+        return route
 
-    assert spare(control, loading).wait() == MarkerId(1, 1)
-    assert not away
+    monkeypatch.setattr("torchrec_stream_ckpt.trainer.standby.locate", locating)
+    control = _Control(claim_fails=[committed_before])
+    assert spare(control, loaded(control)).wait() == MarkerId(1, 2)
+    assert (len(control.claims), away) == (1, [])
 
 
 @pytest.mark.parametrize("error", [SILENT, UNKNOWN])

@@ -158,7 +158,6 @@ class Restoring:
             raise nothing_there(source)
         try:
             found = other.rows(wanted, changes)
-            failpoint("restore.rows")
             assert found is not None
             plan, route, rows = found
             loaded = other.finish(plan, route, accept_unproved=accept_unproved)
