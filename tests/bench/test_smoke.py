@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -158,6 +160,16 @@ def test_a_size_that_is_too_small_is_refused_in_one_line(call: str) -> None:
 @pytest.mark.parametrize("case", ["marker", "scale", "step_time"])
 def test_a_case_on_a_gpu_that_is_not_there_says_so(case: str) -> None:
     assert "argument --device: torch finds no CUDA device here" in refusal(f"{case}/run.py", "--device cuda")
+
+
+def test_the_age_of_filed_results_is_told(tmp_path: Path) -> None:
+    """Or why nobody can tell: what was unpacked from an archive has no history."""
+    script = [sys.executable, str(ROOT / "benchmarks" / "filed.py")]
+    done = subprocess.run([*script, "encode"], capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
+    assert "later commits" in done.stdout if not done.returncode else done.stderr.startswith("Error: git log")
+    done = subprocess.run([*script, "encoding"], capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "no case encoding: there are age, dense, encode" in done.stderr
 
 
 def test_every_benchmark_has_a_smoke_test() -> None:
