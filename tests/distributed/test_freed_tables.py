@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests import jobs, ranks
-from tests.model import PLAN_1, differences, trainer, truth
+from tests.model import PLAN_1, batch, differences, trainer, truth
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import MarkerFailedError
 
@@ -58,3 +58,29 @@ def test_a_cut_while_tables_are_freed_fails_by_name_and_loses_nothing(tmp_path: 
     assert "memory stashing" in said
     assert "ebc.t_user" in said
     assert differences(expected, ranks.run(1, _restore, uri)[0]) == []
+
+
+def _not_resizable(uri: str) -> list[str]:
+    """After steps, drains and a marker: the tensors of the user whose memory cannot be given back any more."""
+    job = trainer(PLAN_1)
+    with StreamCheckpointer(job.dmp, job.optimizer, config=StreamConfig(uri=uri, drain_every=1)) as checkpointer:
+        seen = []
+        for _ in range(3):
+            dense, features, label = batch(job.step_number + 1)
+            seen += [("batch", tensor) for tensor in (dense, features.values(), features.lengths(), label)]
+            job.step_number += 1
+            job.dmp(dense, features, label).backward()
+            job.optimizer.step()
+            checkpointer.step()
+        checkpointer.mark().result(60)
+        seen += list(job.dmp.named_parameters()) + list(job.dmp.named_buffers())
+        for lookup in job.dmp.module.ebc._lookups:
+            for embedding in getattr(lookup, "_emb_modules", ()):
+                seen += [(name, state) for name, state in vars(embedding.emb_module).items() if "_host" in name]
+        tensors = [(name, tensor) for name, tensor in seen if isinstance(tensor, torch.Tensor) and tensor.numel()]
+        assert len(tensors) > 20
+        return [name for name, tensor in tensors if not tensor.untyped_storage().resizable()]
+
+
+def test_capture_leaves_all_memory_of_the_user_resizable(tmp_path: Path) -> None:
+    assert ranks.run(1, _not_resizable, f"file://{tmp_path}") == [[]]

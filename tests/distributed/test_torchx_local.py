@@ -67,5 +67,6 @@ def test_ranks_that_were_killed_are_launched_again_as_three_and_the_materializer
     after = [entry for entry in markers(tmp_path) if entry["generation"] == 2]
     newest = before[-1]
     assert {(entry["parent"], entry["ranks"]) for entry in after} == {(newest["marker"], 3)}
-    assert after[0]["step"] == newest["step"] + 10
+    # A marker that is due while one is in flight is cut a step or more later.
+    assert after[0]["step"] >= newest["step"] // 10 * 10 + 10
     assert all(entry["restorable"] for entry in before + after)

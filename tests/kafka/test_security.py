@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -483,8 +483,9 @@ def test_a_job_over_tls_outlives_rights_that_are_taken_away_and_comes_back_bit_f
     newest = lineage.newest
     assert newest is not None
     owner = lineage.claims[lineage.newest_generation]
-    planted = commit(owner.generation, newest.marker + 1, job=owner.job, nonce=owner.nonce)
-    log.append_control(planted.to_frame())
+    taken = replace(owner, generation=owner.generation + 1, parent=newest.id)  # the last generation has ended
+    log.append_control(taken.to_frame())
+    log.append_control(commit(taken.generation, 1, job=taken.job, nonce=taken.nonce).to_frame())
     assert key_less.refresh().newest != newest
     log.append_control(b"no frame at all")
     with pytest.raises(CorruptionError):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from torchrec_stream_ckpt.adapter import LocalShard
@@ -45,6 +47,7 @@ class RowStager:
         self._table = table
         self._identity = identity
         self._layout = RowLayout.of(shard.table, shard.cols)
+        self._views: dict[int, tuple[int, npt.NDArray[Any]]] = {}
 
     @property
     def max_rows(self) -> int:
@@ -121,7 +124,7 @@ class RowStager:
         self, frame: Bytes, offsets: tuple[int, ...], rows: torch.Tensor, sources: tuple[torch.Tensor, ...]
     ) -> None:
         """The same bytes. What takes time in a small frame is each call's dispatch, in numpy a third of torch's."""
-        picked, arrays = rows.numpy(), [source.numpy() for source in sources]
+        picked, arrays = rows.numpy(), [self._view(*source) for source in enumerate(sources)]
         count, most = len(picked), len(arrays[0])
         # As unsigned numbers, negative rows are beyond every table. "clip" below would hide one.
         if count and np.maximum.reduce(picked.view(np.uint64)) >= most:
@@ -130,6 +133,18 @@ class RowStager:
         for offset, array in zip(offsets[1:], arrays, strict=True):
             target = np.ndarray((count, *array.shape[1:]), array.dtype, frame, HEADER_LEN + offset)
             array.take(picked, 0, target, "clip")
+
+    def _view(self, position: int, source: torch.Tensor) -> npt.NDArray[Any]:
+        """The weights or a state as an array. Not by ``numpy()``: who frees the memory for a while could not any more.
+
+        It is made anew where the memory is another one by now: exporting it takes longer than a small gather.
+        """
+        address = source.data_ptr()
+        seen, array = self._views.get(position, (None, None))
+        if array is None or seen != address or array.shape != source.shape:
+            array = np.from_dlpack(source.detach())
+            self._views[position] = address, array
+        return array
 
 
 def _whole(source: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+import numpy as np
 import torch
 from crc32c import crc32c
 
@@ -46,7 +47,7 @@ def listing(tensors: Tensors, places: Mapping[str, str], frozen: Collection[str]
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    data = np.from_dlpack(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
     return int(crc32c(data.data))
 
 
