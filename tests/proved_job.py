@@ -24,7 +24,7 @@ from torchrec_stream_ckpt.format.proof import (
 )
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.restore.proofs import blocks_of
+from torchrec_stream_ckpt.proofs.met import blocks_of
 from torchrec_stream_ckpt.route.path import Path
 from torchrec_stream_ckpt.types import MarkerId, StateSpec, TableShard, TableSpec
 

@@ -21,9 +21,9 @@ from torchrec_stream_ckpt.layout import partition_dir
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.materializer import Materializer
+from torchrec_stream_ckpt.proofs.met import Met
 from torchrec_stream_ckpt.restore import apply
 from torchrec_stream_ckpt.restore.plan import RestorePlan, plan_restore
-from torchrec_stream_ckpt.restore.proofs import Met
 from torchrec_stream_ckpt.route.find import Search
 from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.route.route import Route

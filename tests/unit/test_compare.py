@@ -29,10 +29,10 @@ from tests.proved_job import (
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Proof, Window
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.restore.compare import Check, Tally, shared_blocks
-from torchrec_stream_ckpt.restore.proofs import NEVER, Circle, Marks, Met, agree, blocks_of
-from torchrec_stream_ckpt.restore.rowsums import RowSums
-from torchrec_stream_ckpt.restore.unproved import name_blocks
+from torchrec_stream_ckpt.proofs.compare import Check, Tally, shared_blocks
+from torchrec_stream_ckpt.proofs.met import NEVER, Circle, Marks, Met, agree, blocks_of
+from torchrec_stream_ckpt.proofs.rowsums import RowSums
+from torchrec_stream_ckpt.proofs.unproved import name_blocks
 from torchrec_stream_ckpt.route.path import Path
 from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
 

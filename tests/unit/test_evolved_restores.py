@@ -28,10 +28,10 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.interchange.rows import TableReader, open_rows
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.proofs.met import Met
 from torchrec_stream_ckpt.restore.from_log import apply_log
 from torchrec_stream_ckpt.restore.from_store import apply_store
 from torchrec_stream_ckpt.restore.plan import plan_reads, plan_restore
-from torchrec_stream_ckpt.restore.proofs import Met
 from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.dense import open_dense

@@ -62,27 +62,29 @@ MAY_IMPORT: dict[str, set[str]] = {
     "control": LEAVES | {"format", "log", "store", "control"},
     "commit": LEAVES | {"format", "evolve", "adapter", "log", "store", "control", "commit"},
     "route": LEAVES | {"format", "log", "store", "control", "route"},
-    "restore": LEAVES | {"format", "evolve", "adapter", "log", "store", "restore", "proving", "route"},
-    "materialize": LEAVES | {"format", "log", "store", "route", "materialize"},
+    "proofs": LEAVES | {"format", "store", "route", "proofs"},
+    "restore": LEAVES | {"format", "evolve", "adapter", "log", "store", "proofs", "restore", "proving", "route"},
+    "materialize": LEAVES | {"format", "log", "store", "route", "proofs", "materialize"},
     "interchange": LEAVES
     | {"format", "evolve", "adapter", "log", "store", "control", "commit", "restore", "materialize", "interchange"}
-    | {"route"},
+    | {"proofs", "route"},
     "tiers": LEAVES | {"format", "log", "store", "control", "commit", "route", "restore", "tiers"},
     "follower": LEAVES
-    | {"format", "log", "store", "control", "route", "restore", "materialize", "interchange", "follower"},
+    | {"format", "log", "store", "control", "proofs", "route", "restore", "materialize", "interchange", "follower"},
     "trainer": LEAVES
     | {"format", "evolve", "adapter", "capture", "log", "control", "commit", "route", "restore", "proving", "tiers"}
-    | {"trainer"},
+    | {"proofs", "trainer"},
     "trainer/calls": {"errors", "commit"},
     "trainer/attached": LEAVES | {"format", "adapter", "capture", "commit"},
     "trainer/cuts": LEAVES | {"format", "capture", "log", "commit", "proving"},
     "trainer/drains": LEAVES | {"format", "capture", "log", "commit"},
     "trainer/session": LEAVES
-    | {"format", "evolve", "adapter", "log", "store", "control", "commit", "route", "restore", "tiers", "trainer"},
+    | {"format", "evolve", "adapter", "log", "store", "control", "commit", "proofs", "route", "restore", "tiers"}
+    | {"trainer"},
     "trainer/finder": LEAVES | {"format", "log", "store", "commit", "route", "tiers"},
     "trainer/evolving": LEAVES | {"format", "evolve", "commit", "route"},
     "trainer/standby": LEAVES | {"format", "log", "control", "commit", "restore", "route", "trainer"},
-    "trainer/checking": LEAVES | {"format", "adapter", "commit", "proving", "restore", "store"},
+    "trainer/checking": LEAVES | {"format", "adapter", "commit", "proofs", "proving", "restore", "store"},
     "trainer/remarks": LEAVES | {"format", "commit", "route", "store"},
     "trainer/telemetry": LEAVES | {"format", "capture", "log"},
     "trainer/showing": LEAVES | {"commit", "trainer"},
@@ -99,6 +101,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "store",
         "control",
         "commit",
+        "proofs",
         "route",
         "restore",
         "materialize",

@@ -15,9 +15,9 @@ from tests.builders import JOB, claim, commit
 from tests.proved_job import COL_CUTS, DIM, ROW_CUTS, ROWS, SCHEMA, TABLES, Frame, Job, blocks, deal, frame, grid
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import POSITIONS
+from torchrec_stream_ckpt.proofs.met import Said
+from torchrec_stream_ckpt.proofs.unproved import Unproved
 from torchrec_stream_ckpt.restore.ledger import Ledger
-from torchrec_stream_ckpt.restore.proofs import Said
-from torchrec_stream_ckpt.restore.unproved import Unproved
 from torchrec_stream_ckpt.types import MarkerId, TableShard
 
 Place = tuple[int, int, int]

@@ -14,8 +14,8 @@ from torchrec_stream_ckpt.cli.options import Json, MarkerOptions
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, TrimmedError, printable
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.interval import intervals
+from torchrec_stream_ckpt.proofs.unproved import UnprovedBlock
 from torchrec_stream_ckpt.restore.located import located
-from torchrec_stream_ckpt.restore.unproved import UnprovedBlock
 from torchrec_stream_ckpt.restore.verdicts import MarkerVerdict, Verifier
 from torchrec_stream_ckpt.restore.verify import CompareDense, Verified, verify_marker
 from torchrec_stream_ckpt.route.job import Job

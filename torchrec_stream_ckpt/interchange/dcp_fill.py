@@ -9,12 +9,12 @@ import torch
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
+from torchrec_stream_ckpt.proofs.met import Met
 from torchrec_stream_ckpt.restore.from_log import apply_log
 from torchrec_stream_ckpt.restore.from_store import apply_store
 from torchrec_stream_ckpt.restore.located import located
 from torchrec_stream_ckpt.restore.plan import RestorePlan, plan_reads
 from torchrec_stream_ckpt.restore.planes import Unwanted
-from torchrec_stream_ckpt.restore.proofs import Met
 from torchrec_stream_ckpt.restore.reshard import Move
 from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.route.job import Job

@@ -8,8 +8,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.proof import Proof
 from torchrec_stream_ckpt.interchange.dense_state import read_entries
+from torchrec_stream_ckpt.proofs.unproved import Compared
 from torchrec_stream_ckpt.restore.replicated import compare_replicated
-from torchrec_stream_ckpt.restore.unproved import Compared
 from torchrec_stream_ckpt.store.dense import DenseStore
 
 

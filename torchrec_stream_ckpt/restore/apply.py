@@ -14,10 +14,10 @@ from torchrec_stream_ckpt.adapter import FusedKernel
 from torchrec_stream_ckpt.errors import SchemaMismatchError
 from torchrec_stream_ckpt.format.control import TableScalars
 from torchrec_stream_ckpt.log.api import LogReader
+from torchrec_stream_ckpt.proofs.met import Met
 from torchrec_stream_ckpt.restore.from_log import apply_log
 from torchrec_stream_ckpt.restore.from_store import apply_store
 from torchrec_stream_ckpt.restore.plan import RestorePlan
-from torchrec_stream_ckpt.restore.proofs import Met
 from torchrec_stream_ckpt.restore.reshard import Move, intersect
 from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.restore.views import View

@@ -22,8 +22,8 @@ from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import check_hello, checked_payload, read_mark, read_stream
+from torchrec_stream_ckpt.proofs.met import Met
 from torchrec_stream_ckpt.restore.plan import RestorePlan
-from torchrec_stream_ckpt.restore.proofs import Met
 from torchrec_stream_ckpt.restore.reshard import Move, by_slice
 from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.types import MarkerId, TableShard

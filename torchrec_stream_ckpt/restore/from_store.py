@@ -16,8 +16,8 @@ import torch
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
 from torchrec_stream_ckpt.format.segment import decode_chunk
+from torchrec_stream_ckpt.proofs.met import blocks_of
 from torchrec_stream_ckpt.restore.plan import RestorePlan, pick
-from torchrec_stream_ckpt.restore.proofs import blocks_of
 from torchrec_stream_ckpt.restore.reshard import Move, by_slice
 from torchrec_stream_ckpt.restore.straight import read_runs
 from torchrec_stream_ckpt.restore.target import Scratch, Target

@@ -19,10 +19,10 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Digests, Ints, Window, row_keys
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.restore.compare import MAX_NAMED, Differing, Flags, Tally
-from torchrec_stream_ckpt.restore.proofs import Circle, Said, digests_of
-from torchrec_stream_ckpt.restore.rowsums import MEMORY_BYTES, Slice, plain_sums
-from torchrec_stream_ckpt.restore.unproved import Compared, Unproved, UnprovedBlock, name_blocks
+from torchrec_stream_ckpt.proofs.compare import MAX_NAMED, Differing, Flags, Tally
+from torchrec_stream_ckpt.proofs.met import Circle, Said, digests_of
+from torchrec_stream_ckpt.proofs.rowsums import MEMORY_BYTES, Slice, plain_sums
+from torchrec_stream_ckpt.proofs.unproved import Compared, Unproved, UnprovedBlock, name_blocks
 from torchrec_stream_ckpt.route.path import Path
 from torchrec_stream_ckpt.types import MarkerId, TableSpec
 

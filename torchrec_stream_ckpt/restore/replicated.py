@@ -9,8 +9,8 @@ import torch
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, Proof
+from torchrec_stream_ckpt.proofs.unproved import Compared, Unproved, UnprovedBlock
 from torchrec_stream_ckpt.proving import columns_of, replicated_digests
-from torchrec_stream_ckpt.restore.unproved import Compared, Unproved, UnprovedBlock
 from torchrec_stream_ckpt.types import MarkerId
 
 

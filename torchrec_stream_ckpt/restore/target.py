@@ -14,9 +14,9 @@ import torch
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
 from torchrec_stream_ckpt.format.rows import Array, RowsView
+from torchrec_stream_ckpt.proofs.met import NEVER, blocks_of
+from torchrec_stream_ckpt.proofs.met import Places as Markers
 from torchrec_stream_ckpt.restore.planes import CastPlane, Ints, Places, Plane, RowPlane, Unwanted, whole_rows
-from torchrec_stream_ckpt.restore.proofs import NEVER, blocks_of
-from torchrec_stream_ckpt.restore.proofs import Places as Markers
 from torchrec_stream_ckpt.restore.reshard import Move
 from torchrec_stream_ckpt.types import TableShard
 

@@ -22,13 +22,13 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import check_tables, decode_chunk
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import check_hello, checked_payload, read_mark, read_stream
+from torchrec_stream_ckpt.proofs.met import Said
+from torchrec_stream_ckpt.proofs.unproved import Compared
 from torchrec_stream_ckpt.restore.coverage import Coverage, rows_of_frame
 from torchrec_stream_ckpt.restore.ledger import Ledger
 from torchrec_stream_ckpt.restore.located import Placing, in_segments
-from torchrec_stream_ckpt.restore.proofs import Said
 from torchrec_stream_ckpt.restore.steps import Step, Steps
 from torchrec_stream_ckpt.restore.told import Told
-from torchrec_stream_ckpt.restore.unproved import Compared
 from torchrec_stream_ckpt.restore.verify import READERS, CompareDense, Verified, replicated_of
 from torchrec_stream_ckpt.route.locate import load_catalog, locate
 from torchrec_stream_ckpt.route.route import Route

@@ -16,11 +16,11 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import decode_chunk, slices_of
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.stream import check_hello, checked_payload, read_mark, read_stream
+from torchrec_stream_ckpt.proofs.met import Met, Said
+from torchrec_stream_ckpt.proofs.rowsums import RowSums
+from torchrec_stream_ckpt.proofs.unproved import Compared, Unproved
 from torchrec_stream_ckpt.restore.coverage import Coverage, rows_of_frame
 from torchrec_stream_ckpt.restore.plan import plan_reads
-from torchrec_stream_ckpt.restore.proofs import Met, Said
-from torchrec_stream_ckpt.restore.rowsums import RowSums
-from torchrec_stream_ckpt.restore.unproved import Compared, Unproved
 from torchrec_stream_ckpt.route.locate import damage_of, load_catalog, locate, lost
 from torchrec_stream_ckpt.route.route import Route, Shards
 from torchrec_stream_ckpt.store.api import Objects

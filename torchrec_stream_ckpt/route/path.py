@@ -39,6 +39,13 @@ class Path:
         sections = {each: _sections(schema) for each, schema in schemas.items()}
         return cls(chain, ends, {each: _ids(schema) for each, schema in schemas.items()}, sections)
 
+    @classmethod
+    def at(cls, lineage: Lineage, marker: MarkerId) -> Path:
+        """The marker alone: for a reader that compares nothing with what older ones proved."""
+        schema, generation = lineage.claims[marker.generation].schema, marker.generation
+        ends = lineage.commits[marker].ranks
+        return cls((marker,), (ends,), {generation: _ids(schema)}, {generation: _sections(schema)})
+
     def then(self, since: MarkerId, tail: Path) -> Path:
         """The path up to ``since``, and what follows on it."""
         place = self.place(since) + 1

@@ -15,12 +15,12 @@ from torchrec_stream_ckpt.errors import CorruptionError, StreamCkptError, Unsupp
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.proof import Digests, Ints
 from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.proofs.compare import Check, Tally, shared_blocks
+from torchrec_stream_ckpt.proofs.met import Circle, Met, agree
+from torchrec_stream_ckpt.proofs.unproved import Compared, Unproved, name_blocks
 from torchrec_stream_ckpt.proving import digests
-from torchrec_stream_ckpt.restore.compare import Check, Tally, shared_blocks
 from torchrec_stream_ckpt.restore.plan import RestorePlan
-from torchrec_stream_ckpt.restore.proofs import Circle, Met, agree
 from torchrec_stream_ckpt.restore.replicated import compare_replicated
-from torchrec_stream_ckpt.restore.unproved import Compared, Unproved, name_blocks
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.verdicts import leave_verdict
 from torchrec_stream_ckpt.types import MarkerId, TableShard

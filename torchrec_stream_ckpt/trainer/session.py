@@ -26,10 +26,10 @@ from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.changed import ClaimChanges, same_tables
 from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.proofs.met import Met
 from torchrec_stream_ckpt.restore.apply import apply_rows, set_scalars
 from torchrec_stream_ckpt.restore.located import located
 from torchrec_stream_ckpt.restore.plan import RestorePlan, plan_evolved, plan_restore
-from torchrec_stream_ckpt.restore.proofs import Met
 from torchrec_stream_ckpt.restore.views import Views
 from torchrec_stream_ckpt.route.job import Tier
 from torchrec_stream_ckpt.route.path import Path

@@ -8,8 +8,8 @@ from torchrec_stream_ckpt.errors import ProofMismatchError
 from torchrec_stream_ckpt.format.manifest import TableRows
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.restore.compare import Tally
-from torchrec_stream_ckpt.restore.proofs import Circle
+from torchrec_stream_ckpt.proofs.compare import Tally
+from torchrec_stream_ckpt.proofs.met import Circle
 from torchrec_stream_ckpt.route.path import Path
 from torchrec_stream_ckpt.types import MarkerId, RowRange
 

@@ -25,9 +25,9 @@ from torchrec_stream_ckpt.format.proof import (
 )
 from torchrec_stream_ckpt.format.rows import Array, RowsView
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.restore.compare import Check
-from torchrec_stream_ckpt.restore.proofs import NEVER, Circle, Met, agree
-from torchrec_stream_ckpt.restore.unproved import Compared, name_blocks
+from torchrec_stream_ckpt.proofs.compare import Check
+from torchrec_stream_ckpt.proofs.met import NEVER, Circle, Met, agree
+from torchrec_stream_ckpt.proofs.unproved import Compared, name_blocks
 from torchrec_stream_ckpt.types import TableShard, TableSpec
 
 MEMORY_BYTES = 2 * 2**30
@@ -49,6 +49,7 @@ class RowSums:
         slices: By table, all column slices that rows will come in, of whichever generation.
         shards: What the ranks of the marker's own generation held.
         memory_bytes: What the numbers may take.
+        window: The blocks that are looked at, whatever they take; None: as many as the memory allows.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class RowSums:
         slices: Mapping[int, Iterable[Slice]],
         shards: Iterable[TableShard],
         memory_bytes: int = MEMORY_BYTES,
+        window: Window | None = None,
     ) -> None:
         self._schema, self._met = schema, met
         own: dict[int, set[Slice]] = {}
@@ -71,10 +73,10 @@ class RowSums:
         wanted = sum(each.num_bytes for each in tables.values())
         width = POSITIONS if wanted <= memory_bytes else int(POSITIONS * memory_bytes / wanted)
         marker = met.path.chain[-1].marker
-        self._window = Window(marker * width % POSITIONS, width)  # the next marker's is another one
-        self._tables = tables if width else {}
+        chosen = window or Window(marker * width % POSITIONS, width)  # the next marker's is another one
+        self._tables = tables if chosen.width else {}
         for table, each in self._tables.items():
-            sent = each.allocate(self._window)
+            sent = each.allocate(chosen)
             for col0, cols in each.own:
                 met.sent[TableShard(table, 0, each.spec.rows, col0, cols)] = sent
 

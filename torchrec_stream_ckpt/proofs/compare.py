@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, Digests, Ints
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.restore.proofs import Circle, Marks, Places, Said, blocks_of, digests_of
+from torchrec_stream_ckpt.proofs.met import Circle, Marks, Places, Said, blocks_of, digests_of
 from torchrec_stream_ckpt.route.path import Path
 from torchrec_stream_ckpt.types import TableShard
 
