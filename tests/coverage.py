@@ -60,7 +60,7 @@ OUTCOMES = ("exact", "limited", "refused", "unverified")
 
 INTRO = """# Coverage
 
-Can I use my model with it? Ten rows; the tables after them say it combination by combination, with the test of each.
+Can I use my model with it? Eleven rows; the tables after them say it combination by combination, with the test of each.
 """
 IN_SHORT = (
     (
@@ -92,6 +92,11 @@ IN_SHORT = (
         "`EmbeddingBagCollection`, `EmbeddingCollection`, feature processors, varying batch sizes",
         "exact where TorchRec trains them",
         "written, not run",
+    ),
+    (
+        "`DistributedModelParallel`, or `shard_modules` with DDP or FSDP2 around the dense layers",
+        "exact",
+        "written, not run; not tested",
     ),
     (
         "managed collision with LFU, LRU, DistanceLFU",

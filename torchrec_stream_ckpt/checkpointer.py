@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torch import nn
 
 from torchrec_stream_ckpt.capture.staging import allocate
 from torchrec_stream_ckpt.commit.cadence import Cadence
@@ -56,7 +56,7 @@ class StreamCheckpointer:
     another one, by a signal handler or on another thread, is refused and changes nothing.
 
     Args:
-        dmp: The sharded model.
+        dmp: The sharded model: a ``DistributedModelParallel``, or what ``shard_modules`` of TorchRec returns.
         optimizer: What the job steps: a torch optimizer, ``KeyedOptimizerWrapper`` or ``CombinedOptimizer``;
             None when all parameters are fused.
         config: Where to stream, and how often.
@@ -82,7 +82,7 @@ class StreamCheckpointer:
 
     def __init__(
         self,
-        dmp: DistributedModelParallel,
+        dmp: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         *,
         config: StreamConfig,

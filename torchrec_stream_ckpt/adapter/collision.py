@@ -12,7 +12,7 @@ from torch import nn
 from torchrec.distributed.mc_embedding import ShardedManagedCollisionEmbeddingCollection
 from torchrec.distributed.mc_embeddingbag import ShardedManagedCollisionEmbeddingBagCollection
 from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.mc_modules import (
     DistanceLFU_EvictionPolicy,
     LFU_EvictionPolicy,
@@ -145,14 +145,14 @@ def holds_id_maps(module: nn.Module) -> bool:
     return type(module) is ShardedManagedCollisionCollection
 
 
-def id_maps(dmp: DistributedModelParallel) -> list[CollisionMap]:
+def id_maps(model: nn.Module) -> list[CollisionMap]:
     """The id maps of this rank, in a fixed order.
 
     Raises:
         UnsupportedError: a managed collision module or an eviction policy whose state is not known here.
     """
     maps = []
-    for path, wrapper in dmp.module.named_modules():
+    for path, wrapper in get_unwrapped_module(model).named_modules():
         if type(wrapper) in COLLISION_WRAPPERS:
             versions.COLLISION_WRAPPER.require(wrapper, module=path)
             collection = wrapper._managed_collision_collection

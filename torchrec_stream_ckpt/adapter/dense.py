@@ -18,20 +18,20 @@ from torchrec.optim.warmup import WarmupOptimizer
 
 from torchrec_stream_ckpt.adapter import versions
 from torchrec_stream_ckpt.adapter.collision import holds_id_maps
-from torchrec_stream_ckpt.adapter.modules import is_sharded_embedding, sharded_embeddings
+from torchrec_stream_ckpt.adapter.modules import is_sharded_embedding, sharded_embeddings, unwrapped
 from torchrec_stream_ckpt.adapter.wrappers import walk
 from torchrec_stream_ckpt.errors import UnsupportedError
 
 _KNOWN = (KeyedOptimizerWrapper, WarmupOptimizer, GradientClippingOptimizer)
 
 
-def dense_view(dmp: DistributedModelParallel) -> nn.Module:
+def dense_view(model: nn.Module) -> nn.Module:
     """A throw-away module that shares everything of the model that is no fused shard, under the same names.
 
     ``torch.distributed.checkpoint.state_dict`` works on it where it raises on a DMP. Data-parallel tables
     are in it.
     """
-    return _view(dmp.module)
+    return _view(unwrapped(model))
 
 
 def _view(module: nn.Module) -> nn.Module:
@@ -109,15 +109,15 @@ class ReplicatedTables:
     """The tensors of tables that all ranks hold alike: weights, and what a dense optimizer keeps of their rows.
 
     Args:
-        dmp: The live model.
+        model: The live model.
         optimizers: Its dense optimizers, by name.
     """
 
-    def __init__(self, dmp: DistributedModelParallel, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    def __init__(self, model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         self._optimizers = dict(optimizers)
         self._tables = {
             f"{path}.{name}" if path else name: table
-            for path, module in sharded_embeddings(dmp)
+            for path, module in sharded_embeddings(model)
             for name, table in _data_parallel_tables(module).named_parameters()
         }
 
@@ -132,13 +132,13 @@ class ReplicatedTables:
         return found
 
 
-def check_dense(dmp: DistributedModelParallel, optimizers: dict[str, torch.optim.Optimizer]) -> None:
-    """Every dense parameter that is trained must be synchronized by DMP and stepped by a known optimizer.
+def check_dense(model: nn.Module, optimizers: dict[str, torch.optim.Optimizer]) -> None:
+    """Every dense parameter that is trained must be stepped by a known optimizer.
 
     Raises:
         UnsupportedError: names the parameter and what to do.
     """
-    view = dense_view(dmp)
+    view = dense_view(model)
     names = {id(parameter): name for name, parameter in view.named_parameters()}
     stepped = {
         id(parameter)
@@ -162,7 +162,7 @@ def check_dense(dmp: DistributedModelParallel, optimizers: dict[str, torch.optim
                 f"the dense parameter {name} is trained by no optimizer that was handed over",
                 hint="pass the optimizer of the dense part, or set requires_grad_(False) on what is not trained",
             )
-    if stepped and not dmp._ddp_wrapped:
+    if stepped and isinstance(model, DistributedModelParallel) and not model._ddp_wrapped:
         raise UnsupportedError("the dense part is not data parallel yet", hint="call dmp.init_data_parallel() first")
 
 

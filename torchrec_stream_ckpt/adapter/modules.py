@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
-from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
+from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection, get_unwrapped_module
 from torchrec.distributed.types import ShardedModule
 from torchrec.optim.clipping import GradientClippingOptimizer
 from torchrec.optim.keyed import KeyedOptimizerWrapper
@@ -41,13 +41,19 @@ def is_replicated(lookup: nn.Module) -> bool:
     return isinstance(lookup, DistributedDataParallel)
 
 
-def sharded_embeddings(dmp: DistributedModelParallel) -> Iterator[tuple[str, Any]]:
-    """(path in the wrapped model, module) of every sharded module that holds tables.
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model without DMP and DDP around it: the paths of tables and of dense parameters begin there."""
+    inner: nn.Module = get_unwrapped_module(model)
+    return inner
+
+
+def sharded_embeddings(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(path in the unwrapped model, module) of every sharded module that holds tables.
 
     Raises:
         UnsupportedError: a sharded module of another kind.
     """
-    for path, module in dmp.module.named_modules():
+    for path, module in unwrapped(model).named_modules():
         if is_sharded_embedding(module):
             yield path, module
         elif isinstance(module, ShardedModule) and not (type(module) in _WRAPPERS or holds_id_maps(module)):
@@ -58,7 +64,7 @@ def sharded_embeddings(dmp: DistributedModelParallel) -> Iterator[tuple[str, Any
             )
 
 
-def fused_kernels(dmp: DistributedModelParallel) -> list[FusedKernel]:
+def fused_kernels(model: nn.Module) -> list[FusedKernel]:
     """All fused kernels of this rank, in a fixed order.
 
     Raises:
@@ -72,15 +78,32 @@ def fused_kernels(dmp: DistributedModelParallel) -> list[FusedKernel]:
     versions.OPTIMIZER_WRAPPER.require(KeyedOptimizerWrapper)
     versions.WARM_UP.require(WarmupOptimizer)
     versions.CLIPPING.require(GradientClippingOptimizer)
-    if not isinstance(dmp, DistributedModelParallel):
-        raise UnsupportedError(f"{type(dmp).__name__} is no DistributedModelParallel", hint="wrap the model in DMP")
-    if isinstance(dmp, DMPCollection):
+    _check_model(model)
+    return [kernel for path, module in sharded_embeddings(model) for kernel in _kernels(path, module)]
+
+
+def _check_model(model: nn.Module) -> None:
+    """It is a DMP, or what ``shard_modules`` has left of a model, in DDP or not."""
+    if isinstance(model, DMPCollection):
         raise UnsupportedError(
             "2D parallelism (DMPCollection) is not captured: sync() rewrites rows on all replicas",
             hint="use DistributedModelParallel",
         )
-    versions.MODEL.require(dmp)
-    return [kernel for path, module in sharded_embeddings(dmp) for kernel in _kernels(path, module)]
+    if isinstance(model, DistributedModelParallel):
+        versions.DMP.require(model)
+        return
+    parts = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
+    for path, part in parts.items():
+        if isinstance(part, DistributedModelParallel):
+            raise UnsupportedError(
+                f"{type(model).__name__} holds a {type(part).__name__}", hint="pass that module itself", module=path
+            )
+    if not any(isinstance(part, ShardedModule) for part in parts.values()):
+        raise UnsupportedError(
+            f"{type(model).__name__} is no DistributedModelParallel, and holds no module that shard_modules() made",
+            hint="wrap the model in DMP, or pass what shard_modules() returns",
+        )
+    versions.MODEL.require(model)
 
 
 def _kernels(path: str, module: Any) -> Iterator[FusedKernel]:

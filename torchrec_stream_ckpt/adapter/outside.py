@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 
@@ -16,7 +17,7 @@ from torchrec_stream_ckpt.errors import UnsupportedError
 
 
 def watch_outside_writes(
-    dmp: DistributedModelParallel,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     on_all_changed: Callable[[], None],
     on_reshard: Callable[[Callable[[], float]], float],
@@ -32,19 +33,22 @@ def watch_outside_writes(
         on_all_changed()
 
     def resharding(reshard: Callable[..., float], *args: Any, **kwargs: Any) -> float:
-        _check_reshard(dmp)
+        _check_reshard(model)
         return on_reshard(lambda: reshard(*args, **kwargs))
 
-    sharded = [module for _, module in sharded_embeddings(dmp)]
+    sharded = [module for _, module in sharded_embeddings(model)]
     lookups = [lookup for module in sharded for lookup in module._lookups if not is_replicated(lookup)]
     modules = {id(part): part for root in (*sharded, *lookups) for part in root.modules()}
     handles = [part.register_load_state_dict_pre_hook(Hook(loading)) for part in modules.values()]
     # A combined optimizer writes into the states of its parts by itself: each one that can be called is watched.
-    roots = [root for root in (dmp.fused_optimizer, optimizer) if root is not None]
+    dmp = model if isinstance(model, DistributedModelParallel) else None
+    fused = [dmp.fused_optimizer] if dmp is not None else [module.fused_optimizer for module in sharded]
+    roots = [root for root in (*fused, optimizer) if root is not None]
     optimizers = {id(part): part for root in roots for part in walk(root) if isinstance(part, KeyedOptimizer)}
     # A lookup loads by a method of its own, which calls none of its parts' hooks.
     patched = [patch(part, "load_state_dict", loading) for part in (*optimizers.values(), *lookups)]
-    patched.append(wrap(dmp, "reshard", resharding))
+    if dmp is not None:
+        patched.append(wrap(dmp, "reshard", resharding))
 
     def remove() -> None:
         for handle in handles:
@@ -55,8 +59,8 @@ def watch_outside_writes(
     return remove
 
 
-def _check_reshard(dmp: DistributedModelParallel) -> None:
-    for path, module in sharded_embeddings(dmp):
+def _check_reshard(model: nn.Module) -> None:
+    for path, module in sharded_embeddings(model):
         if any(is_replicated(lookup) for lookup in module._lookups):
             raise UnsupportedError(
                 "DMP.reshard() of a module with data-parallel tables is not handled: TorchRec builds those anew, "

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from torchrec_stream_ckpt.adapter.modules import is_replicated, sharded_embeddings
+from torchrec_stream_ckpt.adapter.modules import is_replicated, sharded_embeddings, unwrapped
 from torchrec_stream_ckpt.errors import UnsupportedError
 
 
@@ -34,10 +33,11 @@ class _Place:
 class Standing:
     """The way to each hooked kernel, as it was at attach."""
 
-    def __init__(self, dmp: DistributedModelParallel) -> None:
-        self._dmp, self._root = dmp, dmp.module
-        self._places = [place for path, module in sharded_embeddings(dmp) for place in _way(dmp.module, path, module)]
-        self._kernels = {id(kernel): kernel for _, kernel in _kernels(dmp)}
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._root = model, unwrapped(model)
+        sharded = sharded_embeddings(model)
+        self._places = [place for path, module in sharded for place in _way(self._root, path, module)]
+        self._kernels = {id(kernel): kernel for _, kernel in _kernels(model)}
 
     def check(self) -> None:
         """Raise when a kernel was replaced: what was hooked is not what trains.
@@ -45,7 +45,7 @@ class Standing:
         Raises:
             UnsupportedError: names the sharded module, or says that it was the whole model.
         """
-        if self._dmp.module is not self._root:
+        if unwrapped(self._model) is not self._root:
             raise UnsupportedError(
                 "the wrapped model was replaced (dmp.module): what trains now is not captured",
                 hint="load values into the model that is there, or close() before you replace it and attach again",
@@ -65,7 +65,7 @@ class Standing:
             UnsupportedError: names the sharded module.
         """
         self.check()
-        for path, kernel in _kernels(self._dmp):
+        for path, kernel in _kernels(self._model):
             if id(kernel) not in self._kernels:
                 raise UnsupportedError(
                     "it was added after the StreamCheckpointer was made: its tables are not captured",
@@ -74,9 +74,9 @@ class Standing:
                 )
 
 
-def _kernels(dmp: DistributedModelParallel) -> Iterator[tuple[str, object]]:
+def _kernels(model: nn.Module) -> Iterator[tuple[str, object]]:
     """(path of the sharded module, fused kernel) of all that the model has now."""
-    for path, module in sharded_embeddings(dmp):
+    for path, module in sharded_embeddings(model):
         lookups = (lookup for lookup in module._lookups if not is_replicated(lookup))
         yield from ((path, group.emb_module) for lookup in lookups for group in lookup._emb_modules)
 

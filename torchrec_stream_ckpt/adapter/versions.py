@@ -99,11 +99,9 @@ def _uses(kind: type, name: str) -> bool:
     )
 
 
-MODEL = HookPoints(
-    "model",
-    ("_ddp_wrapped", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks", "fused_optimizer", "reshard"),
-    used_inside=("_ddp_wrapped",),
-)
+_OF_MODULES = ("_modules", "_non_persistent_buffers_set", "_state_dict_hooks")
+MODEL = HookPoints("model", _OF_MODULES)
+DMP = HookPoints("model", (*_OF_MODULES, "_ddp_wrapped", "fused_optimizer", "reshard"), used_inside=("_ddp_wrapped",))
 SHARDED_MODULE = HookPoints("sharded module", ("_lookups",), used_inside=("_lookups",))
 LOOKUP = HookPoints("lookup", ("_emb_modules",), used_inside=("_emb_modules",))
 GROUP = HookPoints("group of tables", ("config", "emb_module"))
@@ -192,6 +190,7 @@ WARM_UP = HookPoints("warm-up wrapper", ("_get_warmup_state",), used_inside=("_s
 CLIPPING = HookPoints("clipping wrapper", (), used_inside=("_step_num",))
 HOOK_POINTS = (
     MODEL,
+    DMP,
     SHARDED_MODULE,
     LOOKUP,
     GROUP,

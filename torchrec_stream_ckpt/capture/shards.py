@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torchrec_stream_ckpt.adapter import FusedKernel
 from torchrec_stream_ckpt.errors import UnsupportedError
@@ -44,6 +44,26 @@ def check_rows_fit(kernels: Iterable[FusedKernel]) -> None:
             raise UnsupportedError(
                 str(error), hint="split its columns into more shards (column-wise)", table=shard.table.name
             ) from None
+
+
+def check_held_once(shards_by_rank: Sequence[Sequence[TableShard]], schema: Schema) -> None:
+    """Refuse tables of which several ranks hold, and train, the same rows.
+
+    Raises:
+        UnsupportedError: names the first such table and the ranks that hold it.
+    """
+    cells = dict.fromkeys(range(len(schema.tables)), 0)
+    for shard in (shard for shards in shards_by_rank for shard in shards):
+        cells[shard.table] += shard.rows * shard.cols
+    for number, table in enumerate(schema.tables):
+        if cells[number] > table.rows * table.dim:
+            ranks = [rank for rank, shards in enumerate(shards_by_rank) if any(each.table == number for each in shards)]
+            raise UnsupportedError(
+                "several ranks hold the same rows: the model is sharded within groups of ranks, not over all of them",
+                hint="shard it over all ranks: ShardingEnv.from_process_group(torch.distributed.group.WORLD)",
+                table=table.name,
+                ranks=",".join(map(str, ranks)),
+            )
 
 
 def local_shards(kernels: Iterable[FusedKernel], schema: Schema) -> tuple[TableShard, ...]:

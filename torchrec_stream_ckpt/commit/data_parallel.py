@@ -7,7 +7,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_stream_ckpt.adapter import sharded_embeddings
 from torchrec_stream_ckpt.errors import UnsupportedError
@@ -20,20 +19,20 @@ def at_rest(module: nn.Module) -> None:
             child.reshard()
 
 
-def check_fully_sharded(dmp: DistributedModelParallel) -> None:
+def check_fully_sharded(model: nn.Module) -> None:
     """FSDP1 does not load at a new world size; FSDP2 does, around anything that is no embedding.
 
     Raises:
         UnsupportedError: names the module.
     """
-    for path, module in dmp.named_modules():
+    for path, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             raise UnsupportedError(
                 "FullyShardedDataParallel (FSDP1) is not captured: its state does not load on another number of ranks",
                 hint="use fully_shard (FSDP2) in a DataParallelWrapper, or DDP",
                 module=path,
             )
-    for path, module in sharded_embeddings(dmp):
+    for path, module in sharded_embeddings(model):
         if isinstance(module, FSDPModule) or any(isinstance(each, DTensor) for each in module.parameters()):
             raise UnsupportedError(
                 "fully_shard holds tables of a sharded module",
@@ -42,7 +41,7 @@ def check_fully_sharded(dmp: DistributedModelParallel) -> None:
             )
 
 
-def check_replicas(dmp: DistributedModelParallel, view: nn.Module) -> None:
+def check_replicas(model: nn.Module, view: nn.Module) -> None:
     """One copy of a parameter is saved for all ranks: DDP or FSDP2 must keep them equal.
 
     Raises:
@@ -52,16 +51,17 @@ def check_replicas(dmp: DistributedModelParallel, view: nn.Module) -> None:
         return
     replicated = {
         id(parameter)
-        for wrapper in dmp.modules()
+        for wrapper in model.modules()
         if isinstance(wrapper, DistributedDataParallel)
         for name, parameter in wrapper.module.named_parameters()
         if name not in wrapper.parameters_to_ignore
     }
-    for _, module in sharded_embeddings(dmp):
+    for _, module in sharded_embeddings(model):
         replicated |= {id(table) for table in module.parameters()}  # TorchRec puts its data-parallel lookups under DDP
     for name, parameter in view.named_parameters():
         if parameter.requires_grad and id(parameter) not in replicated and not isinstance(parameter, DTensor):
             raise UnsupportedError(
                 f"neither DDP nor FSDP2 holds the dense parameter {name}: ranks may differ in it",
-                hint="let the DataParallelWrapper take in every parameter",
+                hint="let the DataParallelWrapper of DMP take in every parameter; without DMP, put the dense layers in "
+                "DistributedDataParallel, or call fully_shard on them",
             )

@@ -33,7 +33,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
-from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_stream_ckpt.adapter import (
     CollisionMap,
@@ -86,7 +85,7 @@ class DenseState:
     """Saves and loads the dense state of one job.
 
     Args:
-        dmp: The live model.
+        model: The live model.
         optimizer: What the job steps: a torch optimizer, or TorchRec's wrappers around some.
         shared: Objects whose state on rank 0 serves all ranks (a loader that counts samples, a schedule).
         per_rank: Objects that have a state of their own on every rank.
@@ -96,17 +95,17 @@ class DenseState:
 
     def __init__(
         self,
-        dmp: DistributedModelParallel,
+        model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         shared: Mapping[str, Stateful],
         per_rank: Mapping[str, Stateful],
         kernels: Sequence[FusedKernel],
         group: dist.ProcessGroup,
     ) -> None:
-        self._dmp = dmp
+        self._model = model
         self._optimizer = optimizer
         self._optimizers = dense_optimizers(optimizer)
-        self._id_maps = id_maps(dmp)
+        self._id_maps = id_maps(model)
         self._shared = dict(shared)
         self._per_rank = dict(per_rank)
         self.kernels = kernels
@@ -126,9 +125,9 @@ class DenseState:
                 raise ConfigError(f"'{name}' ({type(item).__name__}) has no state_dict() and load_state_dict()")
             if "." in name or not name:
                 raise ConfigError(f"'{name}' is no name for a Stateful", hint="use letters, digits and '_'")
-        check_fully_sharded(dmp)
-        check_dense(dmp, self._optimizers)
-        check_replicas(dmp, self._view())
+        check_fully_sharded(model)
+        check_dense(model, self._optimizers)
+        check_replicas(model, self._view())
         self._given = given(kernels, self._optimizers)
 
     def stage(self) -> dict[str, Any]:
@@ -347,8 +346,8 @@ class DenseState:
         )
 
     def _view(self) -> nn.Module:
-        at_rest(self._dmp)
-        return dense_view(self._dmp)
+        at_rest(self._model)
+        return dense_view(self._model)
 
     def _read_id_maps(self, saved: SavedDense, match: Match | None) -> tuple[list[CollisionMap], list[State]]:
         """The live maps that come from a marker, and their state there."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 import torch
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torch import nn
 
 from torchrec_stream_ckpt.adapter import (
     ReplicatedTables,
@@ -19,7 +19,13 @@ from torchrec_stream_ckpt.adapter import (
 )
 from torchrec_stream_ckpt.capture.hook import Capture
 from torchrec_stream_ckpt.capture.oracle import Oracle
-from torchrec_stream_ckpt.capture.shards import check_rows_fit, local_shards, local_tables, merge_schema
+from torchrec_stream_ckpt.capture.shards import (
+    check_held_once,
+    check_rows_fit,
+    local_shards,
+    local_tables,
+    merge_schema,
+)
 from torchrec_stream_ckpt.commit.collective import Team
 from torchrec_stream_ckpt.format.changed import same_tables
 from torchrec_stream_ckpt.format.rank_shards import RankShards
@@ -31,16 +37,16 @@ class Attached:
     """What one rank trains. It is read when this is made, and hooked by :meth:`hook`; both again after a reshard.
 
     Args:
-        dmp: The sharded model.
+        model: The sharded model.
         optimizer: What the job steps.
         team: All ranks.
         paranoid: Whether an oracle follows the stream.
     """
 
     def __init__(
-        self, dmp: DistributedModelParallel, optimizer: torch.optim.Optimizer | None, team: Team, *, paranoid: bool
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, team: Team, *, paranoid: bool
     ) -> None:
-        self._dmp = dmp
+        self._model = model
         self._optimizer = optimizer
         self._team = team
         self._paranoid = paranoid
@@ -52,7 +58,7 @@ class Attached:
         Args:
             order: A lineage's schema with the same tables, which numbers them; None: they are sorted by name.
         """
-        self.kernels = self._team.together(lambda: fused_kernels(self._dmp))
+        self.kernels = self._team.together(lambda: fused_kernels(self._model))
         self._team.together(lambda: check_rows_fit(self.kernels))
         found = merge_schema(self._team.gather(local_tables(self.kernels)))
         same = same_tables(order, found) if order is not None else None
@@ -63,6 +69,7 @@ class Attached:
         """The tables, by their index in frames."""
         self.shards = self.shards_in(schema)
         shards = self._team.gather(self.shards)
+        check_held_once(shards, schema)
         self.layout = RankShards.of(shards) if self._team.rank == 0 else None
         """(rank 0) Which shards each rank holds."""
 
@@ -86,10 +93,10 @@ class Attached:
             reshard: Takes the place of ``dmp.reshard()``; what it is given moves the rows.
         """
         self._team.together(lambda: check_free(self.kernels))
-        self.standing = Standing(self._dmp)
+        self.standing = Standing(self._model)
         self.capture = Capture(self.kernels, self.schema)
         self.oracle = Oracle(self.kernels, self.schema) if self._paranoid else None
-        self._unwatch = watch_outside_writes(self._dmp, self._optimizer, self.capture.outside.before_load, reshard)
+        self._unwatch = watch_outside_writes(self._model, self._optimizer, self.capture.outside.before_load, reshard)
         self._free_kernels = claim(self.kernels)
 
     def unhook(self) -> None:
@@ -116,7 +123,7 @@ class Attached:
 
     def replicated(self) -> ReplicatedTables:
         """The tables that every rank has whole."""
-        return ReplicatedTables(self._dmp, dense_optimizers(self._optimizer))
+        return ReplicatedTables(self._model, dense_optimizers(self._optimizer))
 
     def column_splits(self) -> dict[int, set[tuple[int, int]]]:
         """(all ranks) Table -> the column ranges of its shards on all ranks."""
