@@ -257,19 +257,10 @@ def test_fbgemm_is_known_to_the_adapter_alone() -> None:
     assert {room(source) for source in importers("fbgemm_gpu")} == {"adapter"}
 
 
-def test_of_torchrec_others_know_the_public_model_class_only() -> None:
-    assert {room(source) for source in importers("torchrec")} == {
-        "adapter",
-        "checkpointer",
-        "commit",
-        "planner",
-        "trainer",
-    }
+def test_of_torchrec_others_know_the_constraints_of_its_planner_only() -> None:
+    assert {room(source) for source in importers("torchrec")} == {"adapter", "planner"}
     (constraints,) = (name for name in imports("planner.py") if name.startswith("torchrec."))
     assert constraints == "torchrec.distributed.planner.types.ParameterConstraints"
-    public = {"torchrec.distributed.model_parallel.DistributedModelParallel"}
-    for source in ("checkpointer.py", "trainer/attached.py", "commit/dense.py", "commit/data_parallel.py"):
-        assert {name for name in imports(source) if name.startswith("torchrec.")} == public
 
 
 def test_private_names_of_torch_and_torchrec_are_imported_by_the_adapter_alone() -> None:
