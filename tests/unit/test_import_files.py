@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -210,19 +208,6 @@ def test_states_of_another_dense_optimizer_are_not_put_into_this_one(tmp_path: P
     (tmp_path / "c.toml").write_text('[dense.optimizer]\noptimizer0 = "Adagrad"\n')
     found = run(tmp_path, *ROWWISE, given, f"--changes={tmp_path}/c.toml")
     assert "dense head.weight: state begins anew; value exact, state fresh" in found["becomes"]
-
-
-def test_an_import_that_is_killed_leaves_no_marker_and_the_next_one_says_what_to_do(tmp_path: Path) -> None:
-    save(tmp_path, state())
-    arguments = ["import", f"--from=torch://{tmp_path}/model.pt", f"--to=file://{tmp_path}/log", *ROWWISE]
-    program = "import sys; from torchrec_stream_ckpt.cli.main import main; main()"
-    environment = os.environ | {"STREAM_CKPT_FAILPOINTS": "import.rows=kill"}
-    done = subprocess.run([sys.executable, "-c", program, *arguments], env=environment, timeout=300, check=False)
-    assert done.returncode == -9
-    listed = CliRunner().invoke(app, ["list", f"file://{tmp_path}/log", "--json"])
-    assert json.loads(listed.stdout)["markers"] == []
-    with pytest.raises(ConfigError, match=r"not empty.*\n.*delete the log and begin again"):
-        run(tmp_path, *ROWWISE)
 
 
 def test_a_damaged_rank_file_is_a_corruption(tmp_path: Path) -> None:

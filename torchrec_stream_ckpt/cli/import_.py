@@ -32,7 +32,12 @@ def import_checkpoint(
             "--from", help="dcp://DIR, torch://FILE, or torch://DIR with one file of each rank.", metavar="URL"
         ),
     ],
-    to: Annotated[str, typer.Option("--to", help="file://DIR or kafka://HOST:PORT/JOB: an empty log.", metavar="URI")],
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to", help="file://DIR or kafka://HOST:PORT/JOB: empty, or of an import that was killed.", metavar="URI"
+        ),
+    ],
     optimizer: Annotated[
         str,
         typer.Option(
@@ -159,6 +164,10 @@ def _print(imported: Imported, changes: Path | None) -> None:
         f"{imported.rows} rows ({size(imported.num_bytes)}), {imported.dense} dense entries, "
         f"{imported.dense_states} of dense optimizers"
     )
+    if imported.unfinished is not None:
+        typer.echo(
+            f"an import had begun in this log and not ended (generation {imported.unfinished}): this one has begun anew"
+        )
     if imported.without_states:
         typer.echo(
             f"weights alone, without states: {', '.join(imported.without_states)}; a restore has to declare their "

@@ -16,6 +16,7 @@ from torchrec_stream_ckpt.cli.common import check_named_store, console, in_words
 from torchrec_stream_ckpt.cli.options import JobOptions, Json
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.format.control import Claim, Commit
+from torchrec_stream_ckpt.format.imported import is_import, unfinished_import
 from torchrec_stream_ckpt.format.lineage import changed_tables
 from torchrec_stream_ckpt.reporting.now import ended_of
 from torchrec_stream_ckpt.route.best import Condition, meeting, ordered, said_of
@@ -66,7 +67,10 @@ def list_markers(
         if json:
             counts = {"generations": job.lineage.newest_generation, "unsigned": job.lineage.unsigned}
             ended = ended_of(job.lineage)
-            said = {"ended": asdict(ended) if ended is not None else None}
+            said = {
+                "ended": asdict(ended) if ended is not None else None,
+                "unfinished_import": unfinished_import(job.lineage),
+            }
             print_json_rows({"uri": options.uri, **counts, **said}, "markers", rows)
             return
         if tree:
@@ -158,7 +162,11 @@ def _print_newest(job: Job) -> None:
         console().print(f"the trainer of generation {newest} has ended: {plain(ended.said(time.time()))}")
     if not newest or (marker is not None and marker.generation == newest):
         return
-    if job.lineage.claims[newest].world:
+    if unfinished_import(job.lineage) is not None:
+        console().print(
+            f"generation {newest} is an import that has not ended: if it was killed, run it again, and it begins anew"
+        )
+    elif job.lineage.claims[newest].world:
         console().print(f"generation {newest} has committed no marker")
     else:
         console().print(f"generation {newest} is a fence: an operator has ended the trainer of the one before")
@@ -176,7 +184,7 @@ def _print_tree(job: Job, rows: dict[str, dict[str, Any]]) -> None:
     markers: dict[MarkerId | None, Tree] = {None: roots}
     made = {number: list(each) for number, each in groupby(job.lineage.commits, lambda marker: marker.generation)}
     for generation, claim in sorted(job.lineage.claims.items()):
-        ranks = f"{claim.world} ranks" if claim.world else "a fence"
+        ranks = "an import" if is_import(claim) else f"{claim.world} ranks" if claim.world else "a fence"
         ended = ended_of(job.lineage, generation)
         how = f"; {plain(ended.said(time.time()))}" if ended is not None else ""
         branch = markers.get(claim.parent, roots).add(

@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torchrec_stream_ckpt.commit.generation import claim_generation
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.evolve.model_schema import DenseEntry, ModelSchema
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.dense_files import DenseFile
+from torchrec_stream_ckpt.format.imported import check_may_import, import_nonce
 from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.interchange.checkpoint import Checkpoint, Part
@@ -64,6 +64,9 @@ class Imported:
     marker: str
     step: int
     uri: str
+    unfinished: int | None
+    """The generation of an import into this log that had not ended, in whose place this one stands; None: the log was
+    empty."""
     tables: tuple[str, ...]
     rows: int
     num_bytes: int
@@ -92,7 +95,10 @@ def import_checkpoint(
     into: IntoModel | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Imported:
-    """Write a checkpoint as marker 1:1 of a log that is empty. Holds one saved chunk, and the dense model.
+    """Write a checkpoint as the first marker of a log that is empty. Holds one saved chunk, and the dense model.
+
+    A log that an import has begun, and no import has ended, counts as empty: the next generation begins anew there. The
+    import before, if it is still at work, is fenced.
 
     Args:
         checkpoint: What is imported.
@@ -107,6 +113,7 @@ def import_checkpoint(
 
     Raises:
         ConfigError: the log is not empty, or ``source`` does not fit the checkpoint.
+        FencedError: another import has begun in this log meanwhile.
         ChangesError, SchemaMismatchError: the model of ``into`` differs from it in what was not declared.
         UnsupportedError: the checkpoint holds what cannot be brought over.
         CorruptionError: it cannot be read.
@@ -116,12 +123,7 @@ def import_checkpoint(
     report = into.compare(held(checkpoint, contents), states_by_parameter(contents)) if into is not None else None
     checkpoint.check(contents.taken)
     values = checkpoint.whole([*contents.dense.values(), *contents.dense_states.values()])
-    if control.refresh().claims:
-        raise ConfigError(
-            "this log is not empty: an import begins a lineage",
-            hint="name another folder or topic; of an import that was killed, delete the log and begin again",
-            uri=config.uris[-1],
-        )
+    unfinished = check_may_import(control.refresh(), config.uris[-1])
     schema = contents.schema
     shards = [
         TableShard(index, 0, table.spec.rows, col0, cols)
@@ -129,7 +131,8 @@ def import_checkpoint(
         for col0, cols in table.slices
     ]
     layout, swept = RankShards.of([shards]), tuple(range(len(schema.tables)))
-    claim = claim_generation(log, control, dense, objects, config, schema, 1, None, swept, layout=layout)
+    nonce = import_nonce()
+    claim = claim_generation(log, control, dense, objects, config, schema, 1, None, swept, layout=layout, nonce=nonce)
     batches = _batches(checkpoint, contents.tables, progress)
     end = write_stream(log, claim, shards, batches, source.step, config.commit_timeout_s)
     failpoint("import.rows")
@@ -156,6 +159,7 @@ def import_checkpoint(
         marker=str(marker),
         step=source.step,
         uri=config.uris[-1],
+        unfinished=unfinished,
         tables=tuple(spec.name for spec in specs),
         rows=sum(spec.rows for spec in specs),
         num_bytes=end.num_bytes,

@@ -9,6 +9,7 @@ from torchrec_stream_ckpt.commit.collective import Team
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.head import HeadState
+from torchrec_stream_ckpt.format.imported import check_no_import
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.route.damaged import Damaged
 from torchrec_stream_ckpt.route.find import OpenHead, find, no_head
@@ -92,16 +93,27 @@ class Finder:
 
         Raises:
             CorruptionError: the log was lost, and its store holds markers.
+            MarkerNotFoundError: an import has begun in it, and has not ended.
         """
         state = TierState.read(self._job)
         newest = next(state.newest_first(), None)
         if newest is None:
             find(self._job, None)  # looks whether a log was lost
+            self.check_no_import()
             return None
         lineage = state.lineage(next(state.places(newest.id)))
         changes = lineage.claims[lineage.way(newest.id)[0].generation].changes
         told = changes.each if changes is not None else ()
         return Begun(newest.id, next((each.source for each in reversed(told) if each.source is not None), None))
+
+    def check_no_import(self) -> None:
+        """(rank 0) See that a log without a marker is not one that waits for the end of an import.
+
+        Raises:
+            MarkerNotFoundError: it is.
+        """
+        outer = self._job.outer
+        check_no_import(outer.control.lineage, outer.uri)
 
     def made_of(self, marker: MarkerId, digest: str) -> MarkerId | None:
         """(rank 0) The newest marker, if the way to it leads through ``marker`` and the changes with this digest."""

@@ -158,7 +158,8 @@ class Session:
         Args:
             marker: Which one; None: the newest.
             changes: In what this model differs from that of the marker, as the user declares it.
-            fall_back: Whether damage in rows leads to an older marker, if none is named.
+            fall_back: Whether damage in rows leads to an older marker, if none is named; without, a log that waits
+                for the end of an import is one without a marker.
             once: Whether a job that has made these very changes of ``marker`` goes on from its newest marker.
 
         Returns:
@@ -166,6 +167,7 @@ class Session:
 
         Raises:
             CorruptionError: the marker is damaged wherever it can be read from, or too many newer ones are.
+            MarkerNotFoundError: it was never committed; or an import has begun in the log, and has not ended.
             SchemaMismatchError, ChangesError, UnsupportedError: it is not a marker of this model, as far as declared.
         """
         self._begin(marker, changes)
@@ -190,6 +192,8 @@ class Session:
                 except CorruptionError as error:
                     self._finder.go_elsewhere(route, error, may_pass=marker is None and fall_back)
                     written = (plan, error) if plan is not None else written
+            if fall_back:
+                self._team.on_rank0(self._finder.check_no_import)
             if self._changes is not None:
                 raise nothing_to_change(self._tier.uri)
             return None

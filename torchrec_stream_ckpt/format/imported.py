@@ -1,0 +1,74 @@
+"""The CLAIM of an import: how it is told from a trainer's, and from one that has not come to its end."""
+
+from __future__ import annotations
+
+import uuid
+
+from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError
+from torchrec_stream_ckpt.format.control import Claim
+from torchrec_stream_ckpt.format.lineage import Lineage
+
+_NONCE = "import-"
+
+
+def import_nonce() -> str:
+    """Return a new nonce for the CLAIM of an import."""
+    return f"{_NONCE}{uuid.uuid4().hex}"
+
+
+def is_import(claim: Claim) -> bool:
+    """Whether an import has opened this generation."""
+    return claim.nonce.startswith(_NONCE)
+
+
+def unfinished_import(lineage: Lineage) -> int | None:
+    """The newest generation of a log that imports alone have claimed, and that has no marker; None: it is another log.
+
+    The import was killed, or is at work.
+    """
+    claims = lineage.claims
+    if not claims or lineage.commits or lineage.given_up or not all(map(is_import, claims.values())):
+        return None
+    return lineage.newest_generation
+
+
+def check_may_import(lineage: Lineage, uri: str) -> int | None:
+    """Whether an import may begin in a log: it is empty, or holds nothing but imports that have not ended.
+
+    Args:
+        lineage: The log's.
+        uri: For the error.
+
+    Returns:
+        The newest generation of those imports; None where the log is empty.
+
+    Raises:
+        ConfigError: a job has begun there, or an import has ended.
+    """
+    unfinished = unfinished_import(lineage)
+    if unfinished is not None or not lineage.claims:
+        return unfinished
+    hint = "name another folder or topic"
+    if (newest := lineage.newest) is None:
+        said = f"generation {lineage.newest_generation} of a job has begun there"
+    elif is_import(lineage.claims[newest.generation]):
+        said, hint = f"an import has committed marker {newest.id}", f"restore that marker; to import again, {hint}"
+    else:
+        said = f"its newest marker is {newest.id}"
+    raise ConfigError(f"this log is not empty, {said}: an import begins a lineage", hint=hint, uri=uri)
+
+
+def check_no_import(lineage: Lineage, uri: str) -> None:
+    """Refuse to begin from nothing where a checkpoint was to be.
+
+    Raises:
+        MarkerNotFoundError: imports alone have claimed this log, and none has ended.
+    """
+    if (generation := unfinished_import(lineage)) is not None:
+        raise MarkerNotFoundError(
+            "an import has begun in this log and has committed no marker: it was killed, or is still at work",
+            hint="run the same `stream-ckpt import` again, it begins anew; to train from nothing instead, set "
+            "StreamConfig(..., fresh=True), in the recipes --restore none",
+            uri=uri,
+            generation=generation,
+        )
