@@ -316,13 +316,54 @@ def test_what_changed_is_told_by_list_show_diff_and_the_report(tmp_path: Path) -
     assert shown["digest"] == hashlib.sha256(shown["declared"].encode()).hexdigest()
     found = json.loads(run.invoke(app, ["diff", uri, "1:1", "2:1", "--json", "--scratch", str(tmp_path)]).stdout)
     assert {each["table"]: each["note"] for each in found["tables"]} == {
-        "m.t_1": f"another table: rows {one.rows} -> {one.rows + 5}",
+        "m.t_1": f"not compared: rows {one.rows} -> {one.rows + 5}",
         "m.t_new": "m.t_2 was renamed",
         "m.t_3": "only the second marker has it",
     }
     page = tmp_path / "report.html"
     assert run.invoke(app, ["report", uri, "--out", str(page)]).exit_code == 0
     assert "m.t_2: renamed m.t_new" in page.read_text()
+
+
+def test_diff_says_which_generation_gave_a_table_of_the_same_shape_other_rows(tmp_path: Path) -> None:
+    """By an id map, by a change and its way back, by dropping and adding it, by ``fresh=True``; in either direction."""
+    job = EvolvingJob(tmp_path / "log")
+    mapped, back, anew, kept = (
+        replace(random_table(np.random.default_rng(each), f"m.{name}"), rows=6)
+        for each, name in enumerate(("mapped", "back", "anew", "kept"))
+    )
+    first = Schema(tuple(sorted((mapped, back, anew, kept), key=lambda each: each.name))).named(None, JOB, 1)
+    at = {table.name: index for index, table in first.live}
+    job.first(first)
+    (parent,) = job.markers(1)
+    tables = list(first.tables)
+    tables[at["m.mapped"]] = replace(tables[at["m.mapped"]], id=None)
+    tables[at["m.back"]] = replace(tables[at["m.back"]], id=None, rows=9)
+    tables[at["m.anew"]] = TOMBSTONE
+    second = Schema((*tables, anew)).renewed(first, JOB, 2)
+    job.evolve(parent, second, (*sorted(at[f"m.{name}"] for name in ("mapped", "back", "anew")), len(tables)))
+    (parent,) = job.markers(1)
+    tables = list(second.tables)
+    tables[at["m.back"]] = replace(tables[at["m.back"]], id=None, rows=6)
+    job.evolve(parent, Schema(tuple(tables)).renewed(second, JOB, 3), (at["m.back"],))
+    job.markers(1)
+    job.first(Schema(tuple(replace(each, id=None) for each in first.tables)).named(None, JOB, 4))
+    job.markers(1)
+    uri = f"file://{job.root}"
+    notes = {}
+    for pair in (("1:1", "3:1"), ("3:1", "1:1"), ("1:1", "4:1")):
+        done = CliRunner().invoke(app, ["diff", uri, *pair, "--json", "--scratch", str(tmp_path)])
+        assert done.exit_code == 0, done.output
+        notes[pair] = {each["table"]: each["note"] for each in json.loads(done.stdout)["tables"]}
+    assert notes["1:1", "3:1"] == {
+        "m.mapped": "generation 2 gave its rows other ids",
+        "m.back": "generation 3 changed it (rows 9 -> 6)",
+        "m.anew": "generation 2 dropped the one before and began it anew",
+        "m.kept": "",
+    }
+    assert notes["3:1", "1:1"]["m.mapped"] == "generation 2 gave its rows other ids"
+    assert notes["3:1", "1:1"]["m.back"] == "generation 3 changed it (rows 9 -> 6)"
+    assert set(notes["1:1", "4:1"].values()) == {"generation 4 stands on no marker and began it anew"}
 
 
 def test_a_plan_for_a_job_that_dropped_a_table_counts_those_that_it_has(tmp_path: Path) -> None:

@@ -9,14 +9,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_stream_ckpt.format.changed import differences
+from torchrec_stream_ckpt.format.changed import TableChange, changes_of, differences
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense import files_at
+from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.interchange.export import chosen_tables
 from torchrec_stream_ckpt.interchange.rows import MarkerRows, TableReader
-from torchrec_stream_ckpt.types import TOMBSTONE, TableSpec
+from torchrec_stream_ckpt.types import TOMBSTONE, MarkerId, TableSpec
 
 Flags = npt.NDArray[np.bool_]
 
@@ -29,7 +30,8 @@ class TableDiff:
     rows: int
     """Rows of the table."""
     changed: int | None
-    """Rows of which any byte differs: weights, or a state that can be compared. None: it is another table."""
+    """Rows of which any byte differs: weights, or a state that can be compared, row by row of one number. None: the
+    markers do not both have a table of this shape."""
     weights: int | None
     """Rows whose weights differ."""
     states: dict[str, int | None]
@@ -103,16 +105,43 @@ def diff_tables(
             table, which = (now, "second") if one is None else (before, "first")
             yield TableDiff(table.name, table.rows, None, None, {}, f"only the {which} marker has it")
         elif differing := differences(before, now):
-            yield TableDiff(now.name, now.rows, None, None, {}, f"another table: {differing}")
+            yield TableDiff(now.name, now.rows, None, None, {}, f"not compared: {differing}")
         else:
             found = _diff_table(TableReader(first, one), TableReader(second, other), progress)
-            yield replace(found, note=_note(before, now))
+            yield replace(found, note=_note(first, second, before, now))
 
 
-def _note(before: TableSpec, now: TableSpec) -> str:
+def _note(first: MarkerRows, second: MarkerRows, before: TableSpec, now: TableSpec) -> str:
     """Of two tables of one shape."""
-    anew = [] if before.id is None or now.id is None or before.id == now.id else ["its rows were begun anew"]
-    return ", ".join([f"{before.name} was renamed"] * (before.name != now.name) + anew)
+    said = [f"{before.name} was renamed"] if before.name != now.name else []
+    if before.id is not None and now.id is not None and before.id != now.id:
+        sides = ((first.marker, before.id), (second.marker, now.id))
+        said.append(max(sent_whole(second.lineage, marker, id_) for marker, id_ in sides)[1])
+    return ", ".join(said)
+
+
+def sent_whole(lineage: Lineage, marker: MarkerId, id_: int) -> tuple[int, str]:
+    """The generation in which a table got its id, and in words why it got one.
+
+    Args:
+        lineage: The job's.
+        marker: A marker that has the table.
+        id_: Its id there.
+    """
+    for each in lineage.way(marker):
+        claim = lineage.claims[each.generation]
+        if any(table.id == id_ for _, table in claim.schema.live):
+            break
+    generation = claim.generation
+    if claim.parent is None:
+        return generation, f"generation {generation} stands on no marker and began it anew"
+    for what, was, now in changes_of(lineage.claims[claim.parent.generation].schema, claim.schema):
+        if now.id == id_ and what is TableChange.CHANGED:
+            differing = differences(was, now)
+            return generation, f"generation {generation} " + (
+                f"changed it ({differing})" if differing else "gave its rows other ids"
+            )
+    return generation, f"generation {generation} dropped the one before and began it anew"
 
 
 def _diff_table(first: TableReader, second: TableReader, progress: Callable[[int], None]) -> TableDiff:

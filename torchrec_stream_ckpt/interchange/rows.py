@@ -90,6 +90,14 @@ class MarkerRows:
     def schema(self) -> Schema:
         return self._route.schema
 
+    @property
+    def lineage(self) -> Lineage:
+        return self._route.lineage
+
+    @property
+    def marker(self) -> MarkerId:
+        return self._route.marker
+
     def _open(self, lineage: Lineage, marker: MarkerId, since: MarkerId | None) -> Route:
         route = locate(lineage, marker, self._catalog, since=since, damaged=self._damaged)
         route.check(self._log)
