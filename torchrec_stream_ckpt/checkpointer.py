@@ -258,7 +258,7 @@ class StreamCheckpointer:
             accept_unproved: As of :meth:`restore`.
 
         Returns:
-            What was restored; ``origin`` is the source's URI when it is a marker of the other job.
+            What was restored; ``origin`` names the source, one log or two, when it is a marker of the other job.
 
         Raises:
             ConfigError: the source is this job's own log; or this job has markers, and did not begin in that source.

@@ -224,12 +224,13 @@ class Source:
         ConfigError: the URI, the store or the marker has no known form.
     """
 
-    uri: str
-    """Its log, ``file://DIR`` or ``kafka://HOST:PORT[,HOST:PORT...]/JOB``; of two tiers the outer one."""
+    uri: str | Sequence[str]
+    """Its log, ``file://DIR`` or ``kafka://HOST:PORT[,HOST:PORT...]/JOB``; of a job with two tiers both, nearest first,
+    if this machine has both: the marker then comes from the nearest tier that has it whole."""
     marker: str | None = None
     """Which one, as ``GENERATION:MARKER``; None: the newest that is whole."""
     store: str | None = None
-    """Its store. Default: inside the file log's folder; required with Kafka."""
+    """Its store; of two tiers the outer one's. Default: inside the file log's folder; required with Kafka."""
     store_options: Options = field(default=None, repr=False)
     """Of its store, if that is an object store; None: this job's."""
     kafka_options: Options = field(default=None, repr=False)
@@ -238,19 +239,38 @@ class Source:
     """Its commit key; None: this job's. With a key, markers that are not signed with it do not count."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.uri, str):
+        if not isinstance(self.uri, str | tuple | list) or not all(isinstance(each, str) for each in self.uris):
             raise ConfigError(f"the source of a warm start is {self.uri!r:.80}", hint="name one log: file:///old/job")
-        parse_uri(self.uri)
+        check_tiers(self.uris, 1)
         if self.marker is not None and not _MARKER.fullmatch(self.marker):
             raise ConfigError(f"{self.marker!r:.80} is not a marker", hint="name it as GENERATION:MARKER, as in 2:17")
 
     @staticmethod
-    def of(text: str, *, store: str | None = None) -> Source:
-        """Read ``URI`` or ``URI@GENERATION:MARKER``."""
-        uri, separator, marker = text.rpartition("@")
-        if separator and _MARKER.fullmatch(marker):
-            return Source(uri, marker, store)
-        return Source(text, store=store)
+    def of(text: str | Sequence[str], *, store: str | None = None) -> Source:
+        """Read ``URI`` or ``URI@GENERATION:MARKER``; of two tiers both, either of them with the marker.
+
+        Raises:
+            ConfigError: as of the class; or two markers are named.
+        """
+        uris, markers = [], set()
+        for each in (text,) if isinstance(text, str) else text:
+            uri, separator, marker = each.rpartition("@")
+            named = bool(separator) and _MARKER.fullmatch(marker) is not None
+            uris.append(uri if named else each)
+            markers |= {marker} if named else set()
+        if len(markers) > 1:
+            raise ConfigError(f"the source of a warm start is one marker, not {' and '.join(sorted(markers))}")
+        return Source(uris[0] if len(uris) == 1 else tuple(uris), markers.pop() if markers else None, store)
+
+    @property
+    def uris(self) -> tuple[str, ...]:
+        """Its tiers, nearest first."""
+        return (self.uri,) if isinstance(self.uri, str) else tuple(self.uri)
+
+    @property
+    def name(self) -> str:
+        """What people call it: its log, or both of them."""
+        return ", ".join(self.uris)
 
     def settings(self, own: StreamConfig) -> StreamConfig:
         """How this source is read by a job with the settings ``own``.

@@ -147,8 +147,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--warm_start",
         metavar="URI[@MARKER]",
+        action="append",
         help="begin in the newest marker, or in GENERATION:MARKER, of another job's log; as soon as this job has a "
-        "marker of its own, it goes on from that",
+        "marker of its own, it goes on from that; twice for its two tiers, nearest first",
     )
     group.add_argument(
         "--warm_start_store",
@@ -267,9 +268,10 @@ def _wrong_together(args: argparse.Namespace) -> str | None:
 def _wrong_warm_start(args: argparse.Namespace) -> str | None:
     if args.warm_start is None:
         return "--warm_start_store needs --warm_start URI" if args.warm_start_store is not None else None
-    if not re.match(r"(file|kafka)://.", args.warm_start):
-        return f"--warm_start '{args.warm_start}' is neither file://DIR nor kafka://BROKERS/JOB"
-    if args.warm_start.startswith("kafka://") and args.warm_start_store is None:
+    for uri in args.warm_start:
+        if not re.match(r"(file|kafka)://.", uri):
+            return f"--warm_start '{uri}' is neither file://DIR nor kafka://BROKERS/JOB"
+    if args.warm_start[-1].startswith("kafka://") and args.warm_start_store is None:
         return "--warm_start kafka://... needs --warm_start_store URL, where its dense state is"
     if args.restore is not None:
         return "--warm_start begins in another job's marker, and goes on from this job's newest: leave out --restore"

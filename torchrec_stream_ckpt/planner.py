@@ -69,7 +69,9 @@ def planner_constraints(
         route = find(job, marker)
     if route is None and source is not None:
         there = Source.of(source) if isinstance(source, str) else source
-        with closing(open_tier(there.settings(config), copies=False)) as job:
+        other = there.settings(config)
+        opened = open_tiers(other, copies=False) if other.outer is not None else open_tier(other, copies=False)
+        with closing(opened) as job:
             route = find(job, MarkerId.of(there.marker))
     if route is not None:
         schema = route.schema

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,14 @@ from tests.laps import config
 from tests.model import differences
 from tests.ranks import RankFailed
 from tests.zoo import MARK, Marks, Model, Place, Plan
-from torchrec_stream_ckpt import Source, StreamConfig, failpoints
+from torchrec_stream_ckpt import Source, StreamConfig, failpoints, planner_constraints
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.evolve.changes import Changes
+from torchrec_stream_ckpt.layout import dense_name
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.types import Restored
+from torchrec_stream_ckpt.types import MarkerId, Restored
 
 pytestmark = pytest.mark.distributed
 
@@ -219,6 +222,55 @@ def test_a_job_of_two_tiers_begins_in_another_job(trained: tuple[Path, list[Mark
     again = ranks.run(1, begun, OLD, ALONE, settings, f"file://{trained[0]}", None)
     assert (str(again[0][3].id), again[0][3].origin) == ("1:2", None)
     assert differences(said[0][2]["1:2"], again[0][1]) == []
+
+
+def trained_on_tiers(settings: StreamConfig, copies: Path) -> Marks:
+    """Both tiers as they stand when the outer one has marker 1:2, and the inner one 1:3 as well."""
+    job = zoo.build(OLD, TWO)
+    with zoo.attach(job, settings) as checkpointer:
+        zoo.play(job, checkpointer, ("train", MARK) * 3)
+        if dist.get_rank() == 0:
+            outer, deadline = Control(FileLog(copies.parent / "outer")), time.monotonic() + 60
+            while (newest := outer.refresh().newest) is None or str(newest.id) != "1:2":
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            for name in ("inner", "outer"):
+                shutil.copytree(copies.parent / name, copies / name)
+        dist.barrier()
+    return job.marks
+
+
+def test_a_job_begins_in_the_nearest_tier_of_another_job_that_has_the_marker(tmp_path: Path) -> None:
+    """The newest marker may be one that only the inner tier has; what is damaged or gone there comes from the outer."""
+    copies = tmp_path / "copies"
+    settings = tiered.config(tmp_path / "inner", tmp_path / "outer", 2, marker_every=None)
+    marks = ranks.run(2, trained_on_tiers, settings, copies)
+    inner, outer = f"file://{copies}/inner", f"file://{copies}/outer"
+    both, there = Source((inner, outer)), tree(copies)
+    constraints = planner_constraints(f"file://{tmp_path}/none", source=both)
+    assert sorted(constraints) == ["t0", "t1", "t2"]
+    for number, (source, marker, place) in enumerate(
+        ((both, "1:3", "inner: log"), (Source(outer), "1:2", "log"), (replace(both, marker="1:1"), "1:1", "inner: log"))
+    ):
+        said = ranks.run(1, begun, OLD, ALONE, config(tmp_path / f"log{number}"), source, None)
+        same(marks, marker, said)
+        found = said[0][3]
+        assert (str(found.id), found.source, found.origin) == (marker, place, source.name)
+    assert tree(copies) == there, "the other job is only read"
+    job = Control(FileLog(copies / "inner")).refresh().job
+    (copies / "inner" / dense_name(job, MarkerId(1, 2)) / ".metadata").write_bytes(b"damaged")
+    said = ranks.run(2, begun, OLD, TWO, config(tmp_path / "log3"), replace(both, marker="1:2"), None)
+    same(marks, "1:2", said)
+    assert said[0][3].source == "outer: log"
+    shutil.rmtree(copies / "inner")
+    said = ranks.run(2, begun, OLD, TWO, config(tmp_path / "log4"), both, None, ("train", MARK))
+    same(marks, "1:2", said)
+    claim = Control(FileLog(tmp_path / "log4")).refresh().claims[1]
+    assert claim.changes is not None
+    assert claim.changes.origin == f"{job.hex()} 1:2"
+    for uri in (outer, inner):
+        said = ranks.run(2, refused, StreamConfig(uri=uri), both)
+        assert all("is this job's own log" in each for each in said), said
 
 
 def test_an_object_of_the_user_may_begin_anew(trained: tuple[Path, list[Marks]], tmp_path: Path) -> None:

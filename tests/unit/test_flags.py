@@ -156,13 +156,14 @@ def test_a_warm_start_reaches_the_checkpointer_and_its_options_do_not_go_with_ot
     class Begins:
         def warm_start(self, source: Source, **more: object) -> Restored:
             asked.append(source)
-            return Restored(1, 3, 1, 1, 1, origin=source.uri)
+            return Restored(1, 3, 1, 1, 1, origin=source.name)
 
     mine = ("--stream_ckpt", "file://x", "--warm_start")
     for argv, source in (
         (("file://a@b/c",), Source("file://a@b/c")),
         (("file://a@b/c@1:3", "--warm_start_store", "s3://b/p"), Source("file://a@b/c", "1:3", "s3://b/p")),
         (("kafka://h:1/j@2:17", "--warm_start_store", "x"), Source("kafka://h:1/j", "2:17", "x")),
+        (("file://a", "--warm_start", "file://b@1:3"), Source(("file://a", "file://b"), "1:3")),
     ):
         args = parse(*mine, *argv)
         config_from(args)
@@ -175,6 +176,8 @@ def test_a_warm_start_reaches_the_checkpointer_and_its_options_do_not_go_with_ot
         ((*mine, "a"), "--warm_start 'a' is neither"),
         ((*mine, "kafka://h:1/j"), "needs --warm_start_store URL"),
         ((*mine, "kafka://h/j", "--warm_start_store", "y"), "names no broker as HOST:PORT"),
+        ((*mine, "file://a@1:2", "--warm_start", "file://b@1:3"), "is one marker, not 1:2 and 1:3"),
+        ((*mine, "kafka://h:1/j", "--warm_start", "file://b"), "the nearest tier must be a folder"),
         ((*mine, "file://a", "--restore", "latest"), "leave out --restore"),
         ((*mine, "file://a", "--standby", "5"), "leave out --warm_start"),
     ):

@@ -59,12 +59,12 @@ def folder_of(inner: Job) -> Path:
     return parsed.directory
 
 
-def open_tiers(config: StreamConfig) -> Tiers:
-    """Both tiers of a job, for those who are not its trainer."""
+def open_tiers(config: StreamConfig, *, signs: bool = True, copies: bool = True) -> Tiers:
+    """Both tiers of a job, for those who are not its trainer; ``signs`` and ``copies`` as of :func:`open_tier`."""
     assert config.outer is not None
-    inner = open_tier(config.inner)
+    inner = open_tier(config.inner, signs=signs, copies=copies)
     try:
-        return Tiers(inner, open_tier(config.outer), config.outer_every)
+        return Tiers(inner, open_tier(config.outer, signs=signs, copies=copies), config.outer_every)
     except BaseException:
         inner.close()
         raise

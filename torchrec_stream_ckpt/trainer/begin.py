@@ -21,12 +21,11 @@ def check_apart(source: Source, own: Sequence[str]) -> None:
     Raises:
         ConfigError: the source is one of them.
     """
-    there = parse_uri(source.uri)
-    if any(_is_same(there, parse_uri(each)) for each in own):
+    if any(_is_same(parse_uri(there), parse_uri(each)) for there in source.uris for each in own):
         raise ConfigError(
             "the source of a warm start is this job's own log",
             hint="name the log of another job; to go on from a marker of this one, restore it (in recipes --restore)",
-            uri=source.uri,
+            uri=source.name,
         )
 
 
@@ -60,7 +59,7 @@ def check_begun(begun: Begun, source: Source, uri: str) -> None:
 def nothing_there(source: Source) -> MarkerNotFoundError:
     """The source of a warm start has no marker."""
     return MarkerNotFoundError(
-        "the source of a warm start has no committed marker", hint="check the URI", uri=source.uri
+        "the source of a warm start has no committed marker", hint="check the URI", uri=source.name
     )
 
 

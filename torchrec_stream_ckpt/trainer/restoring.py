@@ -16,6 +16,7 @@ from torchrec_stream_ckpt.format.record import EVENT_S
 from torchrec_stream_ckpt.restore.plan import RestorePlan
 from torchrec_stream_ckpt.route.job import Tier, open_tier
 from torchrec_stream_ckpt.route.route import Route
+from torchrec_stream_ckpt.route.tiers import Tiers, open_tiers
 from torchrec_stream_ckpt.tiers.job import Tiered
 from torchrec_stream_ckpt.trainer.attached import Attached
 from torchrec_stream_ckpt.trainer.begin import check_apart, check_begun, nothing_there
@@ -126,7 +127,7 @@ class Restoring:
             raise ConfigError(
                 "fresh=True starts from nothing, and a warm start does not", hint="leave out one of the two"
             )
-        said = self._team.gather((source.uri, source.marker, source.store))
+        said = self._team.gather((source.uris, source.marker, source.store))
         if len(set(said)) > 1:
             raise ConfigError("ranks name different sources", hint="give all ranks the same one")
         own = [self._tier.uri] if self._tiers is None else [self._tier.uri, self._tiers.logs.outer.uri]
@@ -139,16 +140,19 @@ class Restoring:
                     "this job began in marker %s of job %s and goes on from its own newest marker, %s: %s is not read",
                     *reversed(begun.origin or ("", "")),
                     begun.newest,
-                    source.uri,
+                    source.name,
                 )
             found = self.restore(None, changes, accept_unproved=accept_unproved)
             assert found is not None
             return found
         self._streaming.check_root()
         config = self._team.together(lambda: source.settings(self._config))
-        with closing(self._team.together(lambda: open_tier(config, signs=self._team.rank == 0, copies=False))) as tier:
-            self._team.on_rank0(tier.preflight)
-            other = Session(config, self._team, tier, None, self._dense, self._attached, own=False)
+        signs, two = self._team.rank == 0, config.outer is not None
+        opener = open_tiers if two else open_tier
+        with closing(self._team.together(lambda: opener(config, signs=signs, copies=False))) as there:
+            tier, tiers = (there.inner, Tiered(config, there)) if isinstance(there, Tiers) else (there, None)
+            self._team.on_rank0(there.outer.preflight)
+            other = Session(config.inner, self._team, tier, tiers, self._dense, self._attached, own=False)
             return self._begin_in(other, source, changes, accept_unproved=accept_unproved)
 
     def _begin_in(self, other: Session, source: Source, changes: Changes | None, *, accept_unproved: bool) -> Restored:
@@ -174,7 +178,7 @@ class Restoring:
             raise
         if self._team.rank == 0:
             loaded.say(plan)
-            log.info("that is a marker of %s, where this job begins; its first marker holds every table", source.uri)
+            log.info("that is a marker of %s, where this job begins; its first marker holds every table", source.name)
         generation, marker = plan.marker
         return Restored(
             generation,
@@ -186,7 +190,7 @@ class Restoring:
             loaded.source,
             loaded.share,
             plan.report,
-            source.uri,
+            source.name,
         )
 
     def _check_first(self, call: str) -> None:
