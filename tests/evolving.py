@@ -177,21 +177,37 @@ def expected(step: Step, before: State, saved: State) -> State:
 
 
 def restored(
-    model: Model, plan: Plan, settings: StreamConfig, marker: str | None, declared: Changes, events: tuple[str, ...]
+    model: Model,
+    plan: Plan,
+    settings: StreamConfig,
+    marker: str | None,
+    declared: Changes,
+    events: tuple[str, ...],
+    source: str | None = None,
 ) -> tuple[State, State, Marks, Changes, Restored]:
-    """A changed job: what it held before and after the restore, and at the markers that it sets from there on."""
+    """A changed job: what it held before and after the restore, and at the markers that it sets from there on.
+
+    With a ``source`` it begins in that marker of another job, by a warm start.
+    """
     job = zoo.build(model, plan)
     job.step = 900
     zoo.train(job)  # a live, different state: what is kept replaces it, what is fresh is this very state
     before = zoo.truth(job)
     with zoo.attach(job, settings) as checkpointer:
         changes = declared
-        try:
-            checkpointer.plan(marker, changes=declared)
-        except SchemaMismatchError as refused:
-            changes = pasted(str(refused))
-            checkpointer.plan(marker, changes=changes)
-        found = checkpointer.restore(marker, changes=changes)
+        if source is not None:
+            try:
+                found = checkpointer.warm_start(source, changes=declared)
+            except SchemaMismatchError as refused:
+                changes = pasted(str(refused))
+                found = checkpointer.warm_start(source, changes=changes)
+        else:
+            try:
+                checkpointer.plan(marker, changes=declared)
+            except SchemaMismatchError as refused:
+                changes = pasted(str(refused))
+                checkpointer.plan(marker, changes=changes)
+            found = checkpointer.restore(marker, changes=changes)
         assert found is not None
         after = zoo.truth(job)
         zoo.play(job, checkpointer, events)

@@ -13,7 +13,8 @@ from tests.distributed.test_changed_model_faults import ALONE, CHANGES, EVENTS, 
 from tests.evolving import State, restored
 from tests.laps import config
 from tests.model import differences
-from torchrec_stream_ckpt import FollowedTables, follow
+from tests.zoo import Model, Plan
+from torchrec_stream_ckpt import FollowedTables, StreamConfig, follow
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.materialize.compactor import Policy
 
@@ -38,25 +39,45 @@ def command(*arguments: str) -> None:
     assert done.exit_code == 0, done.output
 
 
-def test_a_replica_folds_gc_and_trim_go_through_a_change(tmp_path: Path) -> None:
-    root = tmp_path / "log"
-    settings, uri = config(root), f"file://{root}"
+def read(model: Model, plan: Plan, settings: StreamConfig, marker: str) -> tuple[State, str]:
+    """What a plain restore brings, and from where."""
+    job = zoo.build(model, plan)
+    with zoo.attach(job, settings) as checkpointer:
+        found = checkpointer.restore(marker)
+        assert found is not None
+        return zoo.truth(job), found.source
+
+
+def test_a_replica_head_folds_gc_and_trim_go_through_a_change(tmp_path: Path) -> None:
+    """A HEAD of before the change serves what went on, one of after it no marker of before; gc leaves both aside."""
+    root, head, policy = tmp_path / "log", tmp_path / "head", Policy(rebase=0.5)
+    settings, uri = config(root, head=str(head)), f"file://{root}"
     begun = ranks.run(2, zoo.start, OLD, TWO, settings, EVENTS)
     with FollowedTables(follow(uri, scratch=tmp_path)) as tables:
         marker, found = replica_of(tables)
         assert (marker, differences(weights(begun[0]["1:2"]), found)) == ("1:2", [])
-        stores.fold(root, Policy(rebase=0.5))
+        stores.fold(root, policy, head=head)
         said = ranks.run(3, restored, NEW, THREE, settings, None, CHANGES, EVENTS)
+        assert said[0][4].source == "head 1:2"
+        check(begun, said, "1:2")
         marker, found = replica_of(tables)
         assert (marker, differences(weights(said[0][2]["2:4"]), found)) == ("2:4", [])
-    stores.fold(root, Policy(rebase=0.5))
+    (state, source), *_ = ranks.run(1, read, NEW, ALONE, settings, "2:4")
+    assert (source, differences(said[0][2]["2:4"], state)) == ("head 1:2 + log", [])
+    before = shutil.copytree(head, tmp_path / "before")
+    stores.fold(root, policy, head=head)
+    (state, source), *_ = ranks.run(2, read, OLD, TWO, settings, "1:2")
+    assert (source, differences(begun[0]["1:2"], state)) == ("store 1:2", [])
+    again = ranks.run(2, restored, NEW, TWO, settings, "1:2", CHANGES, ())
+    assert again[0][4].source == "store 1:2"
+    check(begun, again, "1:2")
     for _ in range(2):
         command("gc", uri, "--store", uri, "--newest", "1", "--grace", "0")
     command("trim", uri, "--store", uri)
     stores.lose_rows(root)
-    for world, plan in ((1, ALONE), (2, TWO)):
-        (state, _), *_ = ranks.run(world, zoo.resume, NEW, plan, settings, "2:4", ())
-        assert differences(said[0][2]["2:4"], state) == []
+    for world, plan, warm, place in ((1, ALONE, head, "head 2:4"), (2, TWO, before, "store 2:4")):
+        (state, source), *_ = ranks.run(world, read, NEW, plan, config(root, head=str(warm)), "2:4")
+        assert (source, differences(said[0][2]["2:4"], state)) == (place, [])
 
 
 def test_an_outer_tier_that_gets_every_second_marker_goes_through_a_change(tmp_path: Path) -> None:

@@ -28,32 +28,33 @@ EXAMPLES = int(os.environ.get("STREAM_CKPT_EVOLVE_EXAMPLES", "6"))
 
 @pytest.mark.parametrize("seed", range(EXAMPLES))
 def test_a_random_chain_of_changes_is_exact(seed: int, pool: Pool, tmp_path: Path) -> None:
-    """Three changes one after the other, each on other ranks and under another plan; then each model once more."""
+    """Three changes one after the other, each on other ranks and under another plan; then each model once more.
+
+    One of the three is a warm start: a job with a log of its own begins in the marker of the one before.
+    """
     rng = random.Random(seed)
-    where = config(tmp_path / "log", sweep_bytes=rng.choice([2**12, 2**24]))
+    log, sweep_bytes = tmp_path / "log", rng.choice([2**12, 2**24])
+    where = config(log, sweep_bytes=sweep_bytes)
     step, world = first(rng), rng.randint(1, 4)
     marks = pool.run(world, zoo.start, step.model, plan_of(rng, step, world), where, ("train", MARK, "schedule", MARK))
-    history = [(step, marks, Changes())]
-    for _ in range(3):
+    history = [(step, marks, Changes(), where)]
+    for number in range(3):
         step, saved = changed(rng, step, tmp_path), [each[newest(marks)] for each in marks]
         world = rng.randint(1, 4)
         if rng.random() < 0.4:
-            stores.fold(tmp_path / "log")
-        said = pool.run(
-            world,
-            restored,
-            step.model,
-            plan_of(rng, step, world),
-            where,
-            newest(marks) if len(history) > 1 else None,  # named: a second id map of one table is meant
-            step.declared,
-            ("train", MARK, "train", MARK),
-        )
+            stores.fold(log)
+        marker = newest(marks) if len(history) > 1 else None  # named: a second id map of one table is meant
+        source = None
+        if (seed + number) % 3 == 0:
+            source, log = f"file://{log}{f'@{marker}' if marker else ''}", tmp_path / f"log{number}"
+            where = config(log, sweep_bytes=sweep_bytes)
+        events, plan = ("train", MARK, "train", MARK), plan_of(rng, step, world)
+        said = pool.run(world, restored, step.model, plan, where, marker, step.declared, events, source)
         check(step, said, saved)
         marks, changes = [each[2] for each in said], said[0][3]
         again(rng, pool, where, step, marks)
-        history.append((step, marks, changes))
-    for (old, there, _), (new, _, changes) in pairwise(history):
+        history.append((step, marks, changes, where))
+    for (old, there, _, where), (new, _, changes, _) in pairwise(history):
         marker = newest(there)
         again(rng, pool, where, old, there, marker)
         world = rng.randint(1, 4)
