@@ -11,6 +11,8 @@ DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.installed
 DEPLOY_VENV := .venv-deploy
 DEPLOY_STAMP := $(DEPLOY_VENV)/.installed
+TNT_VENV := .venv-tnt
+TNT_STAMP := $(TNT_VENV)/.installed
 BENCH ?= *
 # Three files of tests at a time, also on two cores: most of them wait for ranks to start. Each worker has a broker of
 # its own.
@@ -23,7 +25,7 @@ GPU_PY ?= python3
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kafka demo-evolve test test-unit test-all test-kafka test-slow test-matrix test-gpu fuzz chaos coverage \
+.PHONY: help setup demo demo-kafka demo-evolve test test-unit test-all test-kafka test-slow test-matrix test-gpu test-tnt fuzz chaos coverage \
   lint docs deploy-check bench bench-age lock clean kafka-tools host-tools browser-tools test-tools compiled
 
 help: ## Show these lines
@@ -87,6 +89,9 @@ coverage: $(STAMP) ## Write docs/coverage.md anew: what the tests show, cell by 
 test-matrix: test-tools compiled $(OLD_STAMP) ## Run all tests under both locked stacks, about twice as long (PYTEST_ARGS=...)
 	@OMP_NUM_THREADS=1 bash scripts/test_matrix.sh $(VENV) $(OLD_VENV) -- $(PYTEST_ARGS)
 
+test-tnt: $(TNT_STAMP) ## Run the callback of TorchTNT with the released torchtnt (PYTEST_ARGS=...)
+	@OMP_NUM_THREADS=1 $(TNT_VENV)/bin/python -m pytest tests/distributed/test_tnt.py $(PYTEST_ARGS)
+
 lint: $(STAMP) ## Check style and types: ruff, mypy --strict on the package
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
@@ -95,9 +100,11 @@ lint: $(STAMP) ## Check style and types: ruff, mypy --strict on the package
 # In venvs of their own: what builds the site, and what checks deploy/, is no part of what the tests run with.
 $(DOCS_STAMP): requirements/docs.txt
 $(DEPLOY_STAMP): requirements/deploy.txt
-$(DOCS_STAMP) $(DEPLOY_STAMP): | $(STAMP)
+$(TNT_STAMP): requirements/tnt.txt
+$(DOCS_STAMP) $(DEPLOY_STAMP) $(TNT_STAMP): | $(STAMP)
 	@$(PY) -m uv venv --quiet --clear --python $(PY) $(@D)
 	@$(PY) -m uv pip install --quiet --python $(@D)/bin/python --no-deps -r $<
+	@[ $(@D) != $(TNT_VENV) ] || $(PY) scripts/beside.py $(@D)
 	@touch $@
 
 docs: $(DOCS_STAMP) ## Build the documentation site into build/site; a broken link or a public name without a docstring fails

@@ -26,7 +26,7 @@ MADE = ROOT / "build" / "reference"
 """Where scripts/reference_pages.py has written the pages that are made from the code."""
 LISTED = "torchrec_stream_ckpt"
 """The package; what its ``__all__`` lists is public, and so are the modules that follow."""
-MODULES = ("errors", "flags")
+MODULES = ("errors", "flags", "tnt")
 _LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 _ROLE = re.compile(r":(?:class|func|meth|data|mod|attr):(?=<code>)")
 _FETCHED = re.compile(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=[\"']?https?:|<link\b[^>]*\bhref=[\"']?https?:[^>]*>")

@@ -91,6 +91,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpointer": LEAVES
     | {"loader", "format", "evolve", "capture", "commit", "route", "restore", "tiers", "trainer"},
     "planner": LEAVES | {"format", "evolve", "route"},
+    "tnt": {"checkpointer", "errors", "types"},
     "broker": {"errors", "broker"},
     "reporting": LEAVES | {"format", "log", "store", "route", "reporting"},
     "sizing": LEAVES | {"format", "sizing"},
@@ -201,6 +202,7 @@ WITH_TORCH = frozenset(
         "trainer/stream.py",
         "trainer/streaming.py",
         "trainer/telemetry.py",
+        "tnt.py",
     }
 )
 
@@ -285,6 +287,10 @@ def test_fsspec_stays_in_its_module_and_no_file_system_of_it_is_imported_by_name
 
 def test_the_client_of_prometheus_stays_in_its_module() -> None:
     assert importers("prometheus_client") == {"metrics.py"}
+
+
+def test_torchtnt_is_imported_by_its_callback_alone() -> None:
+    assert importers("torchtnt") == {"tnt.py"}
 
 
 def test_tensorboard_is_imported_where_scalars_are_written() -> None:
