@@ -13,15 +13,22 @@ from typing import Any
 
 import typer
 
-from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.cli.main import STATUSES, app
+from torchrec_stream_ckpt.cli.variables import SHARED, variables_of
 from torchrec_stream_ckpt.flags import add_flags
 from torchrec_stream_ckpt.metrics import METRICS, TRAINER_METRICS, Metric
 
 CLI = """# Command line
 
-Made from the code. `stream-ckpt VERB --help` says the same. An error that you can mend ends with a line `Try: ...` and
-status 1.
-"""
+Made from the code. `stream-ckpt VERB --help` says the same. An error that you can repair ends with a line `Try: ...`
+and status 1.
+
+Options that are not given come from the environment, if it has them: `STREAM_CKPT_LIST_NEWEST=5` is `list --newest 5`,
+`STREAM_CKPT_BROKER_START_PORT=9092` is `broker start --port 9092`. These need no verb: {shared}.
+
+| exit status | meaning |
+|---|---|
+{statuses}"""
 SCRIPTS = """
 ## Flags of a training script
 
@@ -44,7 +51,8 @@ def main() -> None:
 
 def command_line() -> Iterator[str]:
     """The page of all verbs, and of the flags of scripts."""
-    yield CLI
+    shared = ", ".join(f"`{variables_of('', option)[0]}`" for option in sorted(SHARED))
+    yield CLI.format(shared=shared, statuses="".join(_row(str(each), said) for each, said in STATUSES.items()))
     root = typer.main.get_command(app)
     yield from _verbs(root, root.context_class(root, info_name="stream-ckpt"))
     yield SCRIPTS

@@ -89,10 +89,10 @@ def steps_or_auto(text: str) -> int | str:
 
 
 def marker(text: str) -> str:
-    """An argparse type: ``latest``, ``none``, ``GENERATION:MARKER`` or ``best:KEY:max``."""
+    """An argparse type: ``latest``, ``none``, ``GENERATION:MARKER`` or ``best:auc:max``."""
     if text not in ("latest", "none") and not re.fullmatch(r"\d{1,9}:\d{1,18}|best:[\w.-]{1,64}:(max|min)", text):
         raise argparse.ArgumentTypeError(
-            f"'{text}' is not latest, none or GENERATION:MARKER (for example 2:17), nor best:KEY:max (best:auc:max)"
+            f"'{text}' is not latest, none or GENERATION:MARKER (for example 2:17), nor best:auc:max (best:auc:max)"
         )
     return text
 
@@ -136,7 +136,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--store_options", metavar="FILE", type=Path, help="settings of an object store, key=value lines"
     )
-    group.add_argument("--restore", type=marker, help="latest (default), none, GENERATION:MARKER, or best:KEY:max")
+    group.add_argument("--restore", type=marker, help="latest (default), none, GENERATION:MARKER, or best:auc:max")
     group.add_argument(
         "--changes",
         metavar="FILE",

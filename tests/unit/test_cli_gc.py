@@ -358,8 +358,12 @@ def test_trim_stops_in_front_of_a_marker_that_the_store_lacks(tmp_path: Path) ->
     with pytest.raises(MarkerNotFoundError, match="is not committed"):
         trim(history, "--upto", "7:7")
     assert (tmp_path / "control.log").read_bytes() == before
+    with pytest.raises(ConfigError, match="MARKER was given twice"):
+        trim(history, "1:1", "--upto", "1:2")
+    named = trim(history, "1:2", "--dry-run")
+    assert named == trim(history, "--upto", "1:2", "--dry-run")
     done = trim(history)
-    assert (done["upto"], done["markers"]) == ("1:2", ["1:2"])
+    assert (done["upto"], done["markers"]) == (named["upto"], named["markers"]) == ("1:2", ["1:2"])
     assert stores.fold(tmp_path) == [MarkerId(1, 3), MarkerId(2, 3), MarkerId(2, 4)]
     assert {marker: row["from"] for marker, row in markers(history).items()} == dict.fromkeys(
         ("1:1", "1:2", "1:3", "2:3", "2:4"), "store"

@@ -15,8 +15,9 @@ import typer
 from typer.testing import CliRunner
 
 from torchrec_stream_ckpt import __version__
-from torchrec_stream_ckpt.cli.main import ALSO_CALLED, VERBS, app
+from torchrec_stream_ckpt.cli.main import ALSO_CALLED, SAYS, STATUSES, VERBS, app, mistake_in
 from torchrec_stream_ckpt.cli.options import Access, JobOptions, Json, as_command, is_verbose
+from torchrec_stream_ckpt.cli.variables import give_variables
 from torchrec_stream_ckpt.errors import StreamCkptError
 
 runner = CliRunner()
@@ -98,6 +99,74 @@ def test_a_wrong_call_is_one_line_and_what_to_try(arguments: tuple[str, ...], sa
 @pytest.mark.parametrize("arguments", [(), ("broker",)])
 def test_no_arguments_show_the_help(arguments: tuple[str, ...]) -> None:
     assert "Usage:" in runner.invoke(app, arguments).output
+
+
+def test_the_list_of_verbs_says_what_each_says_and_imports_none() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert {verb: (commands[verb].help or "").split("\n\n")[0] for verb in VERBS} == SAYS
+    program = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from torchrec_stream_ckpt.cli.main import app\n"
+        "print(CliRunner().invoke(app, ['--help']).output)\n"
+        "print([name for name in sys.modules if name in ('numpy', 'torchrec_stream_ckpt.cli.common')])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500, check=True)
+    assert " unpin " in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_no_help_turns_a_word_between_colons_into_a_picture() -> None:
+    for verb in VERBS:
+        said = run(verb, "--help").output
+        assert not [each for each in said if ord(each) > 0x2600], verb
+    assert "best:auc:max" in run("show", "--help").output
+
+
+def test_the_help_says_what_statuses_mean() -> None:
+    said = " ".join(run("--help").output.split())
+    assert all(f"{number}: {meaning}" in said for number, meaning in STATUSES.items())
+
+
+def test_an_option_that_is_not_given_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    got: list[Any] = []
+
+    def verb(options: JobOptions, count: int = 3, json: Json = False) -> None:
+        """Do it."""
+        got.append((options.store, count, json))
+
+    command = give_variables(typer.main.get_command(made(verb)), "some-verb")
+    monkeypatch.setenv("STREAM_CKPT_SOME_VERB_COUNT", "7")
+    monkeypatch.setenv("STREAM_CKPT_SOME_VERB_JSON", "true")
+    monkeypatch.setenv("STREAM_CKPT_STORE", "shared")
+    command.main(["URI"], standalone_mode=False)
+    monkeypatch.setenv("STREAM_CKPT_SOME_VERB_STORE", "own")
+    command.main(["URI"], standalone_mode=False)
+    command.main(["URI", "--count", "1", "--store", "given"], standalone_mode=False)
+    assert got == [("shared", 7, True), ("own", 7, True), ("given", 1, True)]
+
+
+def test_every_option_of_every_verb_has_a_variable_of_its_own() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    found: list[str] = []
+    for verb in VERBS:
+        inner = getattr(commands[verb], "commands", {"": commands[verb]})
+        for name, command in inner.items():
+            options = [each for each in command.params if each.opts[0].startswith("-") and each.name != "help"]
+            assert all(each.envvar[0].startswith(f"STREAM_CKPT_{verb.upper().replace('-', '_')}_") for each in options)
+            assert not any(each.show_envvar for each in options), (verb, name)
+            found += [each.envvar[0] for each in options]
+    assert len(found) == len(set(found))
+    assert {"STREAM_CKPT_LIST_NEWEST", "STREAM_CKPT_VERIFY_ALL", "STREAM_CKPT_BROKER_START_PORT"} <= set(found)
+
+
+def test_a_wrong_value_from_the_environment_names_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STREAM_CKPT_LIST_NEWEST", "many")
+    done = run("list", "file:///x")
+    assert done.exit_code == 2
+    assert "(from the environment variable STREAM_CKPT_LIST_NEWEST)" in done.stderr
+    assert "environment" not in run("list", "file:///x", "--newest", "many").stderr
+    assert mistake_in(["list", "file:///x"]) is None
 
 
 def test_completion_can_be_installed() -> None:

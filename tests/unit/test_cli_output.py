@@ -24,6 +24,7 @@ from torchrec_stream_ckpt.cli.events import line
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.cli.names import short_names
 from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError
+from torchrec_stream_ckpt.format.remarks import End, Outcome
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.service import Event
 from torchrec_stream_ckpt.units import clock
@@ -72,11 +73,35 @@ def test_what_is_alike_is_taken_off_where_names_do_not_fit_and_at_a_separator_al
     assert short_names(console, [f"{'y' * 40}"]) == ["y" * 40]
 
 
+def test_names_without_a_common_begin_are_cut_in_the_middle_unless_two_would_look_the_same() -> None:
+    console = Console(width=60, file=sys.stderr)
+    long = [f"{each * 20}_{each * 20}" for each in "abc"]
+    assert short_names(console, long) == [f"{each * 8}...{each * 9}" for each in "abc"]
+    alike = ["x" * 30 + middle + "y" * 30 for middle in "12"]
+    assert short_names(console, ["z", *alike]) == ["z", *alike]
+
+
+def test_tables_are_as_wide_as_they_are_asked_to_be(job: PaperJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = f"file://{job.root}"
+    wide = run("show", uri, "--width", "300")
+    assert all(name in wide for name in NAMES)
+    assert run("--width", "300", "show", uri).count(PREFIX) == len(NAMES)
+    monkeypatch.setenv("STREAM_CKPT_WIDTH", "300")
+    assert run("show", uri).count(PREFIX) == len(NAMES)
+    assert run("show", uri, "--width", "80").count(PREFIX) == 1
+
+
+def test_a_reader_that_ends_early_gets_no_traceback(job: PaperJob) -> None:
+    command = f"'{sys.executable}' -m torchrec_stream_ckpt list file://{job.root} --json | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=500, check=True)
+    assert "Traceback" not in done.stderr
+
+
 def test_dates_are_shown_where_there_is_room_and_always_of_a_marker(job: PaperJob) -> None:
     uri = f"file://{job.root}"
     assert re.search(f"committed at {DATE[:-1]}", run("show", uri))
     assert re.search(DATE, run("list", uri, columns=120))
-    assert not re.search(DATE, run("list", uri, columns=80))
+    assert len(re.findall(DATE[:-1], run("list", uri, columns=80))) == 2  # the first one's and the last one's, below
 
 
 def test_lines_of_services_begin_with_the_time(job: PaperJob) -> None:
@@ -231,3 +256,14 @@ def test_a_look_that_finds_an_alert_ends_with_1(tmp_path: Path) -> None:
     done = invoke("watch", f"file://{late.root}", "--once")
     assert (done.exit_code, "late: no marker for" in done.stdout) == (1, True)
     assert clock(time.time())[:10] in done.stdout
+    failing = invoke("watch", f"file://{late.root}", "--fail-on-alert", "--interval", "0.1")
+    assert failing.exit_code == 1
+    assert failing.stderr.startswith("Alert: late: no marker for")
+
+
+def test_a_watch_for_alerts_ends_with_a_job_that_is_finished(kept: History) -> None:
+    claim = kept.lineage.claims[1]
+    end = End(claim.job, 1, claim.nonce, 30, Outcome.FINISHED, "", time.time())
+    kept.log.append_control(end.to_frame())
+    done = invoke("watch", f"file://{kept.root}", "--fail-on-alert", "--interval", "0.1")
+    assert (done.exit_code, "finished at step 30" in done.stdout) == (0, True)

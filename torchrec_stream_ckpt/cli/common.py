@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from torchrec_stream_ckpt.cli.options import asked_width
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, StreamCkptError, printable
 from torchrec_stream_ckpt.route.job import Job, kept_store
 from torchrec_stream_ckpt.store.jobs import has_job
@@ -104,9 +105,13 @@ def parse_job(text: str) -> bytes:
 
 
 def console(pipe: int = 10_000) -> Console:
-    """Stdout. Where it is not a terminal, lines are up to ``pipe`` columns wide, so that nothing is cut or wrapped."""
-    made = Console()
-    if not made.is_terminal and "COLUMNS" not in os.environ:
+    """Stdout, as wide as ``--width`` says or the terminal is.
+
+    Args:
+        pipe: Columns where it is neither: nothing is cut or wrapped.
+    """
+    made = Console(width=asked_width())
+    if asked_width() is None and not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = pipe
     return made
 

@@ -143,6 +143,9 @@ def _print(job: Job, rows: list[dict[str, Any]]) -> None:
             *([plain(in_words(row["meta"]))] * with_meta),
         )
     out.print(shown, "rows and bytes: sent by the marker's generation up to it, all ranks together")
+    if rows and not wide:
+        times_s = [row["time_s"] for row in rows]
+        out.print(f"committed: from {clock(min(times_s))} to {clock(max(times_s))}")
     for row in (row for row in rows if row["meta"] and not wide):
         out.print(f"{row['marker']}: {plain(in_words(row['meta']))}", soft_wrap=True)
     for number, why in enumerate(notes, 1):

@@ -9,9 +9,10 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from torchrec_stream_ckpt.cli.options import Verbose, as_command, ask_for_more
+from torchrec_stream_ckpt.cli.options import Verbose, Width, as_command, ask_before_verb
+from torchrec_stream_ckpt.cli.variables import give_variables, variable_behind, variables_of
 from torchrec_stream_ckpt.errors import StreamCkptError
 
 VERBS = {
@@ -39,6 +40,39 @@ VERBS = {
     "broker": "broker:app",
 }
 """Verb -> its module below ``cli``, and what is there."""
+
+SAYS = {
+    "list": "List the committed markers, oldest first, and from where each can be restored: log, store, or store+log.",
+    "show": "Show one marker: its lineage, its tables, where each rank's stream ends, its dense files.",
+    "verify": "Read everything that a restore would and check every checksum, chain, sequence and digest.",
+    "doctor": "Look at the log's settings, rights, room and copies, the store, the newest marker, the clock and the "
+    "versions.",
+    "watch": "Watch a job: its newest marker, what would be lost now, how long a restore would take, and what is "
+    "wrong.",
+    "report": "Draw a job: its markers and branches, what each table sends, hot rows, stalls, how long restores take.",
+    "materialize": "Follow a log and fold it into its store, so that any marker comes back at disk speed and the log "
+    "can be trimmed.",
+    "diff": "Say which tables differ between two markers, and in how many rows, bit by bit; and which dense entries.",
+    "plan": "Say what a job needs: network, brokers, disks, memory, and what a failure costs. A model, not a "
+    "measurement.",
+    "evolve-plan": "Say what becomes of a marker in a model that has changed: what is kept, moved, fresh, dropped.",
+    "export": "Write a marker's tables for other programs: plain DCP, safetensors, or Parquet.",
+    "import": "Write a checkpoint of DCP or torch.save as the first marker of a new log. Any job restores it, on any "
+    "plan.",
+    "recover": "Put back what a log has lost: its control records, the end of them, its identity; or all of it.",
+    "relay": "Copy what a job has committed to its inner tier to the outer one: frames as they are, dense state, then "
+    "COMMIT.",
+    "follow": "Follow a stream: load its newest marker, then read only what changes, and say what that was, table by "
+    "table.",
+    "fence": "Take the job away from the trainer that owns it, wherever it runs.",
+    "trim": "Delete log data up to a marker, after a check that the store holds all that a restore may need.",
+    "scrub": "Read everything that the store holds of a job, and compare all checksums and digests.",
+    "gc": "Give up the markers that no option keeps, and delete what is no longer needed, in this store alone.",
+    "pin": "Keep a marker in the store, whatever the retention says.",
+    "unpin": "Leave a marker to the retention again.",
+    "broker": "A Kafka broker of one's own on this machine (loopback only).",
+}
+"""Verb -> the first sentence of its help: the list of all verbs imports none of them."""
 
 ALSO_CALLED = {
     "ls": "list",
@@ -68,6 +102,29 @@ ALSO_CALLED = {
 """What other tools call a verb, and what a verb was called before -> what it is called here."""
 
 
+def _command(verb: str) -> Any:
+    """A verb that takes no option from the environment."""
+    module, _, name = VERBS[verb].partition(":")
+    found = getattr(import_module(f"torchrec_stream_ckpt.cli.{module}"), name)
+    if not isinstance(found, typer.Typer):
+        one = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        one.command(verb)(as_command(found))
+        found = one
+    made = typer.main.get_command(found)
+    made.name = verb
+    return made
+
+
+STATUSES = {
+    0: "done, and nothing is wrong",
+    1: "an error, which says why; or the verb has found what it looks for: an alert, damage, a broker that is down",
+    2: "the call is wrong: an unknown option, a missing argument",
+    130: "ended by Ctrl-C",
+    143: "ended by SIGTERM; services and scrubs end orderly instead, with 0 or 1 as their pages say",
+}
+"""What the exit statuses of every verb mean."""
+
+
 class _Lazy(MutableMapping[str, Any]):
     """The commands by verb; a module is imported once its verb is asked for."""
 
@@ -76,14 +133,7 @@ class _Lazy(MutableMapping[str, Any]):
 
     def __getitem__(self, verb: str) -> Any:
         if verb not in self._made:
-            module, _, name = VERBS[verb].partition(":")
-            found = getattr(import_module(f"torchrec_stream_ckpt.cli.{module}"), name)
-            if not isinstance(found, typer.Typer):
-                one = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-                one.command(verb)(as_command(found))
-                found = one
-            self._made[verb] = typer.main.get_command(found)
-            self._made[verb].name = verb
+            self._made[verb] = give_variables(_command(verb), verb)
         return self._made[verb]
 
     def __setitem__(self, verb: str, command: Any) -> None:
@@ -110,7 +160,9 @@ def _as_one_line() -> Iterator[None]:
     except _UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # shows the help
             raise
-        typer.echo(f"Error: {error.format_message()}", err=True)
+        variable = variable_behind(error)
+        origin = f" (from the environment variable {variable})" if variable is not None else ""
+        typer.echo(f"Error: {error.format_message()}{origin}", err=True)
         typer.echo(f"Try: {error.ctx.command_path if error.ctx else 'stream-ckpt'} --help", err=True)
         raise typer.Exit(error.exit_code) from None
 
@@ -119,9 +171,19 @@ class _Group(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings | {"commands": None})
         self.commands = _Lazy()
+        for option in self.params:
+            if option.name in ("verbose", "width"):
+                option.envvar, option.show_envvar = variables_of("", f"--{option.name}"), False  # type: ignore[attr-defined]
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(VERBS)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        lazy, self.commands = self.commands, {verb: TyperCommand(verb, help=said) for verb, said in SAYS.items()}
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self.commands = lazy
 
     def make_context(self, *args: Any, **settings: Any) -> Any:
         with _as_one_line():
@@ -140,6 +202,9 @@ class _Group(TyperGroup):
 app = typer.Typer(
     cls=_Group,
     help="Continuous, bit-exact checkpoints for TorchRec: look at, check and serve them.",
+    epilog="Exit status: " + "; ".join(f"{number}: {said}" for number, said in STATUSES.items()) + ". "
+    "Each option can be given by the environment: STREAM_CKPT_LIST_NEWEST=5 is list --newest 5; STREAM_CKPT_STORE is "
+    "--store of every verb.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -156,15 +221,18 @@ def _say_version(wanted: bool) -> None:
 @app.callback()
 def _before(
     verbose: Verbose = False,
+    width: Width = None,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and end.", callback=_say_version, is_eager=True)
     ] = False,
 ) -> None:
-    ask_for_more(verbose)
+    ask_before_verb(verbose=verbose, width=width)
 
 
 def mistake_in(arguments: Sequence[str]) -> str | None:
     """Say what is wrong with a call, and do not make it; None: verb and options are understood.
+
+    The environment counts for nothing: the call is made on another machine.
 
     Args:
         arguments: The verb and what follows it.
@@ -173,7 +241,7 @@ def mistake_in(arguments: Sequence[str]) -> str | None:
     if verb not in VERBS:
         return f"No such command {verb!r}."
     try:
-        typer.main.get_command(app).commands[verb].make_context(verb, rest)  # type: ignore[attr-defined]
+        _command(verb).make_context(verb, rest)
     except _UsageError as error:
         return str(error.format_message())
     except typer.Exit:  # --help, which has been printed

@@ -37,6 +37,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Print what the library logs, on stderr; gc also names each object.")
 ]
+Width = Annotated[
+    int | None,
+    typer.Option("--width", min=40, help="Columns of tables. Default: those of the terminal; a pipe cuts nothing."),
+]
 Globs = Annotated[list[str] | None, typer.Option(help="Only tables of this name.", metavar="GLOB")]
 DAY_S = 86_400
 
@@ -127,7 +131,7 @@ class MarkerOptions(JobOptions):
     """A job, and one of its markers: named after the URI, or by ``--marker``."""
 
     place: Annotated[
-        str | None, typer.Argument(help="GENERATION:MARKER, latest (default), or best:KEY:max.", metavar="[MARKER]")
+        str | None, typer.Argument(help="GENERATION:MARKER, latest (default), or best:auc:max.", metavar="[MARKER]")
     ] = None
     marker: Annotated[str | None, typer.Option(help="The same as MARKER.", metavar="MARKER")] = None
 
@@ -163,27 +167,36 @@ class StoredJobOptions(Access):
 
 
 @dataclass(slots=True)
-class _Verbosity:
-    always: bool = False
-    """Whether it was asked for before the verb."""
-    now: bool = False
+class _Asked:
+    """What was asked for of how a verb prints."""
+
+    verbose: bool = False
+    width: int | None = None
 
 
-_verbosity = _Verbosity()
+_before_verb = _Asked()
+"""As asked for before the verb."""
+_now = _Asked()
+"""As it holds for the verb that runs."""
 
 
-def ask_for_more(more: bool) -> None:
-    """Make the verb that follows verbose."""
-    _verbosity.always = more
+def ask_before_verb(*, verbose: bool, width: int | None) -> None:
+    """Say how the verb that follows is to print."""
+    _before_verb.verbose, _before_verb.width = verbose, width
 
 
 def is_verbose() -> bool:
     """Whether the verb that runs is to say more."""
-    return _verbosity.now
+    return _now.verbose
+
+
+def asked_width() -> int | None:
+    """Columns that the verb that runs is to print; None: as many as there are."""
+    return _now.width
 
 
 def as_command(verb: Callable[..., None]) -> Callable[..., None]:
-    """The verb as typer takes it: options in place of option groups, and ``--verbose``.
+    """The verb as typer takes it: options in place of option groups, ``--width`` and ``--verbose``.
 
     What an option group requires stands where the group stands, its other options come after the verb's own ones.
     """
@@ -201,13 +214,14 @@ def as_command(verb: Callable[..., None]) -> Callable[..., None]:
             own.append(parameter.replace(annotation=kind, kind=Parameter.KEYWORD_ONLY))
     last = [own.pop()] if own and own[-1].name == "json" else []
     verbose = Parameter("verbose", Parameter.KEYWORD_ONLY, default=False, annotation=Verbose)
+    width = Parameter("width", Parameter.KEYWORD_ONLY, default=None, annotation=Width)
     shared.sort(key=lambda each: each.name != "store")
-    parameters = [*own, *shared, *last, verbose]
+    parameters = [*own, *shared, *last, width, verbose]
 
-    def command(*, verbose: bool, **values: Any) -> None:
+    def command(*, verbose: bool, width: int | None, **values: Any) -> None:
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})
-        with _saying(verbose or _verbosity.always):
+        with _asked(_Asked(verbose or _before_verb.verbose, width or _before_verb.width)):
             verb(**values)
 
     command.__name__, command.__doc__ = verb.__name__, verb.__doc__
@@ -224,20 +238,18 @@ def _parameters(group: type[Any]) -> Iterator[Parameter]:
 
 
 @contextlib.contextmanager
-def _saying(more: bool) -> Iterator[None]:
-    """With more to say, what the library logs goes to stderr: the library itself configures no logging."""
-    _verbosity.now = more
-    if not more:
-        yield
-        return
+def _asked(asked: _Asked) -> Iterator[None]:
+    """How the verb prints. With more to say, what the library logs goes to stderr: it configures no logging itself."""
+    _now.verbose, _now.width = asked.verbose, asked.width
     ours, handler = logging.getLogger("torchrec_stream_ckpt"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     before = ours.level
-    ours.addHandler(handler)
-    ours.setLevel(logging.INFO)
+    if asked.verbose:
+        ours.addHandler(handler)
+        ours.setLevel(logging.INFO)
     try:
         yield
     finally:
         ours.removeHandler(handler)
         ours.setLevel(before)
-        _verbosity.now = False
+        _now.verbose, _now.width = False, None

@@ -11,7 +11,7 @@ from torchrec_stream_ckpt.cli.options import Json, StoredJobOptions
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.pins import pin, unpin
 
-Marker = Annotated[str, typer.Argument(help="GENERATION:MARKER, latest, or best:KEY:max.", metavar="MARKER")]
+Marker = Annotated[str, typer.Argument(help="GENERATION:MARKER, latest, or best:auc:max.", metavar="MARKER")]
 
 
 def pin_marker(

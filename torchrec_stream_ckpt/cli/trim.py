@@ -42,13 +42,15 @@ _READERS = 8
 
 def trim_job(
     options: StoredJobOptions,
-    upto: Annotated[
-        str,
-        typer.Option(
-            help="Delete log data up to this marker: GENERATION:MARKER, or latest, the store's newest.",
-            metavar="MARKER",
+    place: Annotated[
+        str | None,
+        typer.Argument(
+            help="Delete log data up to this marker: GENERATION:MARKER, best:auc:max, or latest (default), the store's "
+            "newest.",
+            metavar="[MARKER]",
         ),
-    ] = "latest",
+    ] = None,
+    upto: Annotated[str, typer.Option(help="The same as MARKER.", metavar="MARKER")] = "latest",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted, and change nothing.")] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Before that, read every byte that the store holds of these markers.")
@@ -61,10 +63,13 @@ def trim_job(
     Trainers may run meanwhile. The store must have this data for every committed marker that was not given up.
     Otherwise nothing is deleted, and an error names the first marker that would be lost.
     """
+    if place is not None and upto != "latest":
+        raise ConfigError("MARKER was given twice", hint="leave out --upto", marker=upto)
+    wanted = place or upto
     with options.open(warn=False) as job, options.objects() as objects:
         with closing(job.copying(objects)) as copying:
             copying.check_copy()  # the store may know markers that the log has lost
-            synced, gone, num_bytes = _check(job, objects, upto, verify=verify, dry_run=dry_run)
+            synced, gone, num_bytes = _check(job, objects, wanted, verify=verify, dry_run=dry_run)
             done = trim_log(
                 job.log, copying, synced.upto, objects.url, others=synced.others, given_up=gone, dry_run=dry_run
             )
@@ -105,7 +110,7 @@ def _check(job: Job, objects: Objects, upto: str, *, verify: bool, dry_run: bool
             store=objects.url,
         )
     holdings = Holdings.load(objects, job.lineage)
-    named = job.lineage.find(MarkerId.parse(upto)).id if upto != "latest" else None
+    named = job.find(upto).id if upto != "latest" else None
     if named is not None:
         holdings.catalog.check_offered(named)
     marker = _not_awaited(job, holdings, named)

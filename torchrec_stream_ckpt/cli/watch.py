@@ -14,9 +14,15 @@ from rich.console import Console
 from rich.live import Live
 
 from torchrec_stream_ckpt.cli.common import console, print_json
-from torchrec_stream_ckpt.cli.options import DAY_S, JobOptions, Json
+from torchrec_stream_ckpt.cli.options import DAY_S, JobOptions, Json, asked_width
 from torchrec_stream_ckpt.cli.watching import line, view
-from torchrec_stream_ckpt.errors import LogUnavailableError, MarkerNotFoundError, StoreUnavailableError, StreamCkptError
+from torchrec_stream_ckpt.errors import (
+    LogUnavailableError,
+    MarkerNotFoundError,
+    StoreUnavailableError,
+    StreamCkptError,
+    printable,
+)
 from torchrec_stream_ckpt.reporting.now import Alert, Look, MarkerRow, look, strays_of
 from torchrec_stream_ckpt.reporting.proofs import window_width
 from torchrec_stream_ckpt.route.holdings import Holdings
@@ -144,6 +150,9 @@ def watch_job(
     once: Annotated[
         bool, typer.Option("--once", help="Look once and end; with status 1 if there is an alert.")
     ] = False,
+    fail_on_alert: Annotated[
+        bool, typer.Option("--fail-on-alert", help="End with status 1 at the first look that finds an alert.")
+    ] = False,
     restore_mb_per_s: Rate = None,
     json: Json = False,
 ) -> None:
@@ -151,7 +160,8 @@ def watch_job(
 
     Reads the log's control partition and the store's names, and changes nothing. Where stdout is no terminal it prints
     a line a marker and a line an alert; with --json an object a look. Ctrl-C ends it. It waits for a job that has not
-    begun. With --once it does not wait, and ends with status 1 if there is an alert.
+    begun. With --once it does not wait, and ends with status 1 if there is an alert. With --fail-on-alert it goes on
+    until there is one, names it on stderr, and ends with status 1; with status 0 once the job is finished.
     """
     with options.open(warn=False) if once else _opened(options, interval) as job:
         watcher = Watcher(job, bytes_per_s(options.uri, restore_mb_per_s))
@@ -163,8 +173,16 @@ def watch_job(
             return
         with _shower(options.uri, json=json) as show:
             while True:
-                show(watcher.look_or_say_why_not())
+                seen = watcher.look_or_say_why_not()
+                show(seen)
+                if fail_on_alert and seen.alerts:
+                    break
+                if fail_on_alert and seen.ended is not None and seen.ended.outcome == "finished":
+                    return
                 time.sleep(interval)
+    for alert in seen.alerts if not json else ():  # the live view is gone with its screen
+        typer.echo(f"Alert: {printable(f'{alert.kind}: {alert.text}')}", err=True)
+    raise typer.Exit(1)
 
 
 @contextlib.contextmanager
@@ -195,7 +213,7 @@ def _show_once(uri: str, seen: Look, *, json: bool) -> None:
 @contextlib.contextmanager
 def _shower(uri: str, *, json: bool) -> Iterator[Callable[[Look], None]]:
     """Where looks go until the context ends."""
-    screen = Console()
+    screen = Console(width=asked_width())
     if json:
         yield lambda seen: print(json_.dumps(record(uri, seen)), flush=True)
     elif not screen.is_terminal:

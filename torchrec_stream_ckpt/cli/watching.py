@@ -15,6 +15,7 @@ from torchrec_stream_ckpt.units import clock, duration, size
 
 _WIDE = 110
 _RANKS = 8
+_DAY_S = 86_400
 _FIXED_LINES = 9
 """Lines of a screen that are neither alerts nor of the tables: the head, and one that stays free."""
 
@@ -28,7 +29,7 @@ def view(uri: str, seen: Look, width: int, height: int | None = None) -> Rendera
         width: Columns of the terminal; from 110 on the tables stand side by side.
         height: Its lines: as many rows as fit are shown. None: there is no end.
     """
-    room = height - _FIXED_LINES if height is not None else len(seen.recent) + _RANKS + 4
+    room = height - _FIXED_LINES - len(remarks(seen)) if height is not None else len(seen.recent) + _RANKS + 4
     room -= len(seen.alerts) + 2 if seen.alerts else 0
     wide = width >= _WIDE
     ranks = min(_RANKS, len(seen.ranks), max(1, room - 2 if wide else room // 3))
@@ -45,31 +46,60 @@ def _head(uri: str, seen: Look) -> RenderableType:
     grid = Table.grid(padding=(0, 2), expand=True)
     for number in range(4):
         grid.add_column(style="dim" if number % 2 == 0 else "", no_wrap=True, ratio=None if number % 2 == 0 else 1)
-    cells = [(name, value) for name, value in facts(seen)]
+    cells = facts(seen)
     half = -(-len(cells) // 2)
     for left, right in zip(cells[:half], [*cells[half:], ("", "")], strict=False):
         grid.add_row(left[0], plain(left[1]), right[0], plain(right[1]))
+    lines = Table.grid(padding=(0, 2), expand=True)
+    lines.add_column(style="dim", no_wrap=True)
+    lines.add_column(no_wrap=True, ratio=1)
+    for name, value in remarks(seen):
+        lines.add_row(name.ljust(len(cells[1][0])), plain(value))
     title = Text(printable(uri), style="bold", overflow="ellipsis", no_wrap=True)
-    return Panel(grid, title=title, title_align="left", subtitle=clock(seen.time_s), subtitle_align="right")
+    return Panel(
+        Group(grid, lines), title=title, title_align="left", subtitle=clock(seen.time_s), subtitle_align="right"
+    )
 
 
 def facts(seen: Look) -> list[tuple[str, str]]:
     """What stands above the tables: name, value."""
     newest, restore, backlog = seen.newest, seen.restore, seen.backlog
-    what = f"{seen.world} ranks" if seen.world else "a fence" if seen.generation else "none"
+    what = (
+        f"{seen.world} {'rank' if seen.world == 1 else 'ranks'}"
+        if seen.world
+        else "a fence"
+        if seen.generation
+        else "none"
+    )
     return [
         ("newest marker", f"{newest.marker}, step {newest.step:,}" if newest is not None else "none yet"),
-        ("age = loss now", duration(seen.loss_s) if seen.loss_s is not None else "all of it"),
+        ("age = loss now", _since(seen)),
         ("generation", f"{seen.generation}, {what}" if seen.generation else "none"),
         ("markers", f"{seen.markers:,}" + (f", every {duration(seen.interval_s)}" if seen.interval_s else "")),
-        ("ended", seen.ended.said(seen.time_s) if seen.ended is not None else "no"),
         ("steps a second", f"{seen.steps_per_s:.2f}" if seen.steps_per_s is not None else "-"),
         ("restore", f"{duration(restore.seconds)} from {restore.source}" if restore is not None else "-"),
         ("it reads", size(restore.num_bytes) if restore is not None else "-"),
         ("proved", _proved(seen.proved) if seen.proved is not None else "-"),
+        *([("ended", "no")] if seen.ended is None else []),
         ("store", f"{backlog.markers} behind, {size(backlog.num_bytes)}" if backlog is not None else "not folded"),
-        *([("said last", f"{said.marker}: {in_words(said.meta)}")] if (said := _said(seen)) is not None else []),
     ]
+
+
+def remarks(seen: Look) -> list[tuple[str, str]]:
+    """What takes a line of its own: name, value."""
+    said = _said(seen)
+    return [
+        *([("ended", seen.ended.said(seen.time_s))] if seen.ended is not None else []),
+        *([("said last", f"{said.marker}: {in_words(said.meta)}")] if said is not None else []),
+    ]
+
+
+def _since(seen: Look) -> str:
+    """The age of the newest marker, and when that was: the time of day, or the day."""
+    if seen.loss_s is None or seen.newest is None:
+        return "all of it"
+    day, time_of_day = clock(seen.newest.time_s).split()
+    return f"{duration(seen.loss_s)} ({time_of_day if seen.loss_s < _DAY_S else day})"
 
 
 def _said(seen: Look) -> MarkerRow | None:

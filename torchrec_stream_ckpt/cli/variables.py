@@ -1,0 +1,46 @@
+"""Environment variables of options: ``STREAM_CKPT_LIST_NEWEST`` is ``stream-ckpt list --newest``."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torchrec_stream_ckpt.settings import PREFIX
+
+SHARED = frozenset({"--store", "--store-options", "--kafka-options", "--commit-key-file", "--verbose", "--width"})
+"""Options that mean the same for every verb: ``STREAM_CKPT_STORE`` counts unless ``STREAM_CKPT_LIST_STORE`` is set."""
+_NONE = frozenset({"--help", "--version", "--install-completion", "--show-completion"})
+
+
+def variables_of(verb: str, option: str) -> list[str]:
+    """The variables that stand for an option, the one that counts first.
+
+    Args:
+        verb: ``list``, or ``broker start``; empty: an option before the verb.
+        option: With its dashes: ``--newest``.
+    """
+    name = option.removeprefix("--").replace("-", "_").upper()
+    own = [PREFIX + "_".join([*verb.replace("-", "_").upper().split(), name])] if verb else []
+    return [*own, PREFIX + name] if option in SHARED else own
+
+
+def give_variables(command: Any, verb: str) -> Any:
+    """Let the options of a command take their values from the environment where they are not given."""
+    for name, inner in getattr(command, "commands", {}).items():
+        give_variables(inner, f"{verb} {name}".strip())
+    for option in command.params:
+        long = max(option.opts, key=len)
+        if long.startswith("--") and long not in _NONE:
+            option.envvar, option.show_envvar = variables_of(verb, long), False
+    return command
+
+
+def variable_behind(error: Any) -> str | None:
+    """The variable that a wrong value has come from; None: it was given in the call."""
+    option, context = getattr(error, "param", None), getattr(error, "ctx", None)
+    if option is None or context is None or not getattr(option, "envvar", None):
+        return None
+    source = context.get_parameter_source(option.name)
+    if source is None or source.name != "ENVIRONMENT":
+        return None
+    return next((each for each in option.envvar if os.environ.get(each)), None)
