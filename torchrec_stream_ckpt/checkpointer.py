@@ -343,10 +343,12 @@ class StreamCheckpointer:
 
     @collective("mark()")
     def mark(self, meta: Mapping[str, str | int | float] | None = None, *, pin: str | None = None) -> Future[Committed]:
-        """Start a marker at this step boundary.
+        """Start a marker at this step boundary; if it has a committed one that holds all as it is now, return that.
 
-        Waits for a marker in flight, for the rest of the sweep when it is the job's first one, and until all that
-        changed is in the ring; a marker that the cadence cuts waits for none of these.
+        Rows, dense state, random state and stateful objects are compared. With FSDP2, managed collision or ``paranoid``
+        they are not, and each call starts a marker. Waits for a marker in flight, for the rest of the sweep when it is
+        the job's first one, and until all that changed is in the ring; a marker that the cadence cuts waits for none of
+        these.
 
         Args:
             meta: What you want to know of it later: ``{"auc": 0.801, "run": "a"}``. Text and finite numbers, at most

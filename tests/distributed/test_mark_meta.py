@@ -65,7 +65,7 @@ def _marked(uri: str) -> tuple[list[str], list[str], list[str]]:
         dist.barrier()
         marked.append(checkpointer.mark({"auc": 0.7}, pin="kept").result(60))
         assert (marked[-1].step == step_of_newest) == (step_of_newest == checkpointer.steps)
-        marked.append(checkpointer.mark().result(60))  # without a word: a marker of its own, as ever
+        marked.append(checkpointer.mark().result(60))  # without a word and under paranoid: a marker of its own
         checkpointer.mark_all()
         marked.append(checkpointer.mark({"auc": 0.8}).result(60))  # the tables are not those of that marker any more
         job.step()

@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from itertools import starmap
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -81,6 +82,23 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """The dense state of one rank at a step boundary."""
+
+    parameters: Mapping[str, nn.Parameter]
+    alike: Mapping[str, torch.Tensor]
+    """What all ranks hold alike."""
+    mine: Mapping[str, torch.Tensor]
+    """Of that, what this rank saves."""
+    apart: dict[str, Any]
+    """What each rank holds a part of: sharded parameters, id maps."""
+    places: Mapping[str, str]
+    """Where the state of optimizers stands, for messages."""
+    blobs: dict[str, torch.Tensor]
+    """All that is no such tensor, as bytes."""
+
+
 class DenseState:
     """Saves and loads the dense state of one job.
 
@@ -118,6 +136,8 @@ class DenseState:
         generation the job goes on in: two on one group would take part in each other's."""
         self.saving: Future[Any] | None = None
         """What it does, or did last."""
+        self._bytes: dict[str, torch.Tensor] = {}
+        """What the last :meth:`stage` has taken as bytes."""
         self.listing: tuple[str, ...] = ()
         """What the last :meth:`stage` has found on this rank of what all ranks must hold alike."""
         for name, item in {**self._shared, **self._per_rank}.items():
@@ -136,6 +156,30 @@ class DenseState:
         The copy is this marker's until the next call. Of what all ranks hold alike, a rank copies what it will save.
         On a GPU the host waits for the whole device: buffers and id maps may be written on other streams.
         """
+        taken = self._take()
+        world = dist.get_world_size()
+        parameters = taken.parameters
+        frozen = [
+            f"model.{name}" for name, parameter in parameters.items() if world > 1 and not parameter.requires_grad
+        ]
+        self.listing = listing(taken.alike, taken.places, frozen)
+        staged: dict[str, Any] = BlockingAsyncStager().stage(taken.apart) if taken.apart else {}
+        self._bytes = taken.blobs
+        return {**staged, **self._copies.copy(taken.mine), **taken.blobs}
+
+    def has_changed(self) -> bool:
+        """(training thread) Whether :meth:`stage` would take something else now than it took last. Local.
+
+        Parts of sharded parameters and id maps are not compared: where this rank holds some, the answer is yes.
+        """
+        taken = self._take()
+        same_bytes = self._bytes.keys() == taken.blobs.keys() and all(
+            torch.equal(self._bytes[name], value) for name, value in taken.blobs.items()
+        )
+        return not same_bytes or bool(taken.apart) or not self._copies.holds(taken.mine)
+
+    def _take(self) -> _Taken:
+        """The dense state as it is now; its tensors are the live ones."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
         fused = fused_values(self.kernels)
@@ -145,23 +189,21 @@ class DenseState:
         dense = {f"model.{name}": value for name, value in model.items() if name in parameters}
         taken = optimizer_state.take(self._optimizers, parameters, wrapper_parameters(self._optimizer))
         alike, apart = _split({**dense, **taken.tensors})
-        world = dist.get_world_size()
-        frozen = [
-            f"model.{name}" for name, parameter in parameters.items() if world > 1 and not parameter.requires_grad
-        ]
-        self.listing = listing(alike, taken.places, frozen)
-        owner = owners(alike, world)
-        mine = {entry: tensor for entry, tensor in alike.items() if owner[entry] == self._rank}
-        own: dict[str, Any] = {**apart, **flat(PREFIX, read_pieces(self._id_maps))}
-        staged: dict[str, Any] = BlockingAsyncStager().stage(own) if own else {}
+        owner = owners(alike, dist.get_world_size())
         buffers = {name: value for name, value in model.items() if name not in parameters}
-        return {
-            **staged,
-            **self._copies.copy(mine),
+        blobs = {
             **self._blobs(buffers),
             f"rank{self._rank}.optimizers": json_blob(taken.tree),
             f"rank{self._rank}.fused": json_blob(tree.encode(fused, "hyperparameters", tree.no_tensor)),
         }
+        return _Taken(
+            parameters,
+            alike,
+            {entry: tensor for entry, tensor in alike.items() if owner[entry] == self._rank},
+            {**apart, **flat(PREFIX, read_pieces(self._id_maps))},
+            taken.places,
+            blobs,
+        )
 
     def _blobs(self, buffers: dict[str, Any]) -> dict[str, Any]:
         """What is no tensor of the model or of an optimizer, as bytes of their own."""

@@ -150,7 +150,7 @@ class Streaming:
         self._cadence.start(self.steps, replace(vote, ready=vote.ready and not self._parts.announcer.is_behind))
 
     def mark(self, meta: Meta = ()) -> Future[Committed]:
-        """Cut a marker at this step boundary, once the one in flight has settled.
+        """Cut a marker at this step boundary, once the one in flight has settled; none if it has this very one.
 
         Args:
             meta: What the user says of it, the same on all ranks. If this boundary has a marker, and no row has changed
@@ -168,23 +168,34 @@ class Streaming:
             raise stream.coordinator.fenced
         if stream.coordinator.lost is not None and not self._ended:
             self._go_on_after_loss(stream)
-        if meta and (there := self._marker_here()) is not None:
+        if (there := self._marker_here(whole=not meta)) is not None:
             return self._annotate(there, meta, max(1.0, deadline_s - time.monotonic()))
         return self._cut(self._opened, deadline_s=max(deadline_s, time.monotonic() + 1.0), meta=meta)
 
-    def _marker_here(self) -> Committed | None:
-        """(all ranks) The committed marker of this very boundary, if no rank has changed rows since."""
+    def _marker_here(self, *, whole: bool) -> Committed | None:
+        """(all ranks) The committed marker of this very boundary, if no rank has changed rows since.
+
+        Args:
+            whole: Nor anything else that a marker holds. Under an oracle the answer is none: a marker compares.
+        """
         step, future = self._last
         done = step == self.steps and future is not None and future.done() and future.exception() is None
-        clean = done and not self._attached.capture.changed()
+        clean = done and not self._attached.capture.changed() and not (whole and self._more_has_changed())
         said = self._team.gather(future.result() if future is not None and clean else None)
         return said[0] if len(set(said)) == 1 else None
 
+    def _more_has_changed(self) -> bool:
+        try:
+            return self._attached.oracle is not None or self._parts.dense.has_changed()
+        except Exception:  # whatever a Stateful of the user raises: the cut says it, on all ranks
+            return True
+
     def _annotate(self, there: Committed, meta: Meta, timeout_s: float) -> Future[Committed]:
-        """(all ranks) Add metadata to a marker that is committed; the same outcome on every rank."""
+        """(all ranks) Add metadata, if there is any, to a marker that is committed; the same outcome on every rank."""
         future: Future[Committed] = Future()
         try:
-            self._team.on_rank0(partial(self._note, there.id, meta, timeout_s))
+            if meta:
+                self._team.on_rank0(partial(self._note, there.id, meta, timeout_s))
         except StreamCkptError as error:
             future.set_exception(error)
         else:
