@@ -96,6 +96,8 @@ class StreamConfig:
     docs/observability.md."""
     metrics_host: str = "127.0.0.1"
     """The address to serve them at; ``0.0.0.0`` for scrapers on other hosts. There is no password."""
+    metrics_run: str = ""
+    """Label ``run`` of these metrics: tells runs of a job apart, such as a scheduler's id; empty: none."""
     tensorboard: str | Path | None = None
     """Folder in which rank 0 writes its values for TensorBoard, about once a second; None: nowhere."""
     restore_mb_per_s: float | None = None
@@ -141,6 +143,8 @@ class StreamConfig:
         port = self.metrics_port
         if port is not None and (not isinstance(port, int) or not 0 <= port <= 65535):
             raise ConfigError(f"metrics_port must be 0 to 65535, it is {port!r}", hint="0 takes a free port")
+        if not isinstance(self.metrics_run, str):
+            raise ConfigError(f"metrics_run must be text, it is {self.metrics_run!r}", hint="give it in quotes")
         if self.tensorboard is not None and not str(self.tensorboard):
             raise ConfigError("tensorboard must not be empty", hint="name a folder, or give None")
         if self.head == "":

@@ -41,6 +41,7 @@ SETTINGS = (
     "commit_key_file",
     "metrics_port",
     "metrics_host",
+    "metrics_run",
     "tensorboard",
 )
 """Flags that are settings of ``StreamConfig``, under their names there."""
@@ -51,6 +52,7 @@ DEFAULTS = {
     "marker_every": 100,
     "proof_bytes": PROOF_BYTES,
     "metrics_host": "127.0.0.1",
+    "metrics_run": "",
     "accept_unproved": False,
     "paranoid": False,
 }
@@ -192,6 +194,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--metrics_port", metavar="PORT", type=whole(0), help="for Prometheus: each rank's is PORT + its local rank"
     )
     group.add_argument("--metrics_host", metavar="ADDRESS", help="where to serve them; default: 127.0.0.1")
+    group.add_argument("--metrics_run", metavar="NAME", help="their label run; default: none")
     group.add_argument("--tensorboard", metavar="DIR", type=Path, help="scalars of what is streamed, by rank 0")
     group.add_argument(
         "--paranoid",

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.stats import BUCKETS_S, Stats, Timing
+from torchrec_stream_ckpt.uris import job_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ TRAINER_METRICS: Mapping[str, Metric] = {
     "cut": Metric(f"{_OURS}_cut_seconds", "Part of it, or of mark(): cuts at their step boundary.", "histogram"),
     "commit": Metric(f"{_OURS}_commit_seconds", "From a cut to its COMMIT, of committed markers.", "histogram"),
 }
-"""The trainer's, each with the label ``rank``; by the name of the value in :func:`trainer_values`."""
+"""The trainer's, each with the labels of :func:`labels_of`; by the name of the value in :func:`trainer_values`."""
 
 Value = float | Timing
 Read = Callable[[], Mapping[str, Value]]
@@ -159,6 +160,15 @@ class Endpoint:
     port: int
     close: Callable[[], None]
     """Ends it."""
+
+
+def labels_of(uri: str, *, run: str = "", rank: int | None = None) -> Mapping[str, str]:
+    """Labels of all metrics that one process serves: which job, which run of it, which rank.
+
+    Prometheus has a label ``job`` of its own, so ours is ``stream_job``.
+    """
+    labels = {"rank": str(rank) if rank is not None else "", "stream_job": job_name(uri), "run": run}
+    return {name: value for name, value in labels.items() if value}
 
 
 def serve_metrics(

@@ -52,6 +52,12 @@ class KafkaUri:
         return f"copy what you want to keep of topic {self.control_topic} and delete it ({command})"
 
 
+def job_name(uri: str) -> str:
+    """What people call a job: the last part of its log's URI."""
+    parsed = parse_uri(uri)
+    return parsed.job if isinstance(parsed, KafkaUri) else parsed.directory.name
+
+
 def without_login(uri: str) -> str:
     """``uri`` as it may be shown: with stars for what stands before an ``@``, unless it is a path."""
     scheme, separator, rest = uri.partition("://")

@@ -123,6 +123,8 @@ def test_metrics_say_where_it_stands(job: Job, serving: Callable[..., Path]) -> 
     wait("the fourth marker", has(output, "marker", marker="1:4"), output)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
         text = answer.read().decode()
+    assert '{stream_job="log"} ' in text
+    text = text.replace('{stream_job="log"}', "")
     values = {line.split()[0]: float(line.split()[1]) for line in text.splitlines() if not line.startswith("#")}
     assert values.keys() == {metric.name for metric in METRICS.values()}
     prefix = "stream_ckpt_materializer"

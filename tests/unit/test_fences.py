@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "options": {"errors"},
     "settings": {"errors"},
     "stats": {"types"},
-    "metrics": {"errors", "types", "stats"},
+    "metrics": {"errors", "types", "stats", "uris"},
     "loader": {"errors"},
     "flags": {"errors", "types", "config", "settings", "evolve"},
     "failpoints": {"errors"},

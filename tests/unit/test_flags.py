@@ -41,6 +41,7 @@ def test_every_setting_reaches_the_config(tmp_path: Path) -> None:
         "commit_key_file": str(tmp_path / "key"),
         "metrics_port": "9400",
         "metrics_host": "0.0.0.0",
+        "metrics_run": "monday",
         "tensorboard": "events",
     }
     argv = [word for name, value in flags.items() for word in (f"--{name}", value)]
@@ -56,6 +57,7 @@ def test_every_setting_reaches_the_config(tmp_path: Path) -> None:
         commit_key_file=tmp_path / "key",
         metrics_port=9400,
         metrics_host="0.0.0.0",
+        metrics_run="monday",
         tensorboard=Path("events"),
     )
 

@@ -14,7 +14,7 @@ import pytest
 
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError
-from torchrec_stream_ckpt.metrics import METRICS, TRAINER_METRICS, Metric, serve_metrics, trainer_values
+from torchrec_stream_ckpt.metrics import METRICS, TRAINER_METRICS, Metric, labels_of, serve_metrics, trainer_values
 from torchrec_stream_ckpt.stats import BUCKETS_S, Stats, Stopwatch, Timing
 from torchrec_stream_ckpt.trainer.showing import scalars
 from torchrec_stream_ckpt.trainer.telemetry import Telemetry
@@ -86,17 +86,22 @@ def test_names_follow_the_rules_of_prometheus() -> None:
 def test_what_is_served_carries_labels_and_ends_with_its_endpoint() -> None:
     timing = Timing(3, 0.5, 0.4, (0, 1) + (3,) * (len(BUCKETS_S) - 2))
     values = trainer_values(stats(rows=7, blocked=timing))
-    endpoint = serve_metrics("127.0.0.1", 0, lambda: values, TRAINER_METRICS, {"rank": "3"})
+    endpoint = serve_metrics("127.0.0.1", 0, lambda: values, TRAINER_METRICS, labels_of("file:///ads", rank=3))
     url = f"http://127.0.0.1:{endpoint.port}/metrics"
     with urllib.request.urlopen(url, timeout=120) as answer:
         lines = answer.read().decode().splitlines()
     endpoint.close()
-    assert 'stream_ckpt_rows_captured_total{rank="3"} 7.0' in lines
-    assert 'stream_ckpt_step_blocked_seconds_bucket{le="0.001",rank="3"} 1.0' in lines
-    assert 'stream_ckpt_step_blocked_seconds_bucket{le="+Inf",rank="3"} 3.0' in lines
-    assert 'stream_ckpt_step_blocked_seconds_sum{rank="3"} 0.5' in lines
+    assert 'stream_ckpt_rows_captured_total{rank="3",stream_job="ads"} 7.0' in lines
+    assert 'stream_ckpt_step_blocked_seconds_bucket{le="0.001",rank="3",stream_job="ads"} 1.0' in lines
+    assert 'stream_ckpt_step_blocked_seconds_bucket{le="+Inf",rank="3",stream_job="ads"} 3.0' in lines
+    assert 'stream_ckpt_step_blocked_seconds_sum{rank="3",stream_job="ads"} 0.5' in lines
     with pytest.raises(OSError):
         urllib.request.urlopen(url, timeout=5)
+
+
+def test_labels_name_the_job_by_its_log_and_the_run_if_it_has_a_name() -> None:
+    assert labels_of("file:///ckpt/ads", run="monday", rank=0) == {"rank": "0", "stream_job": "ads", "run": "monday"}
+    assert labels_of("kafka://h:9092,g:9092/feed") == {"stream_job": "feed"}
 
 
 def test_a_port_in_use_names_the_flag() -> None:
@@ -108,7 +113,8 @@ def test_a_port_in_use_names_the_flag() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"metrics_port": -1}, {"metrics_port": 65536}, {"tensorboard": ""}, {"restore_mb_per_s": 0}]
+    "wrong",
+    [{"metrics_port": -1}, {"metrics_port": 65536}, {"tensorboard": ""}, {"metrics_run": 7}, {"restore_mb_per_s": 0}],
 )
 def test_wrong_settings_are_refused_by_name(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):

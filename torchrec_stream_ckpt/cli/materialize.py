@@ -26,7 +26,7 @@ from torchrec_stream_ckpt.materialize.materialize_service import MaterializeServ
 from torchrec_stream_ckpt.materialize.materializer import Materializer
 from torchrec_stream_ckpt.materialize.scrub_mender import ScrubMender
 from torchrec_stream_ckpt.materialize.scrubber import Scrubber, ScrubCounts
-from torchrec_stream_ckpt.metrics import serve_metrics
+from torchrec_stream_ckpt.metrics import labels_of, serve_metrics
 from torchrec_stream_ckpt.route.job import Job, kept_store, options_of
 from torchrec_stream_ckpt.service import Event
 from torchrec_stream_ckpt.store.api import open_store
@@ -225,7 +225,9 @@ def materialize_log(
             setup.read, lambda lineage: setup.open(lineage, service), until_closed=until_closed
         )
         if metrics_port is not None:
-            endpoint = serve_metrics(metrics_host, metrics_port, lambda: _values(service, setup.crew))
+            endpoint = serve_metrics(
+                metrics_host, metrics_port, lambda: _values(service, setup.crew), labels=labels_of(uri)
+            )
             closing.callback(endpoint.close)
         service.report = closing.enter_context(reporter(service, lambda: setup.where, as_json=json))
         service.report(Event("start", {"uri": uri, "store": store, "once": once}))

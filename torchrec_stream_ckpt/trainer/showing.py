@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torchrec_stream_ckpt.commit.collective import Team
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.metrics import TRAINER_METRICS, serve_metrics, trainer_values
+from torchrec_stream_ckpt.metrics import TRAINER_METRICS, labels_of, serve_metrics, trainer_values
 from torchrec_stream_ckpt.stats import Stats, Timing
 from torchrec_stream_ckpt.trainer.telemetry import Telemetry
 
@@ -56,7 +56,7 @@ class Showing:
                 config.metrics_port and config.metrics_port + place,
                 lambda: trainer_values(read()),
                 TRAINER_METRICS,
-                {"rank": str(rank)},
+                labels_of(config.uris[-1], run=config.metrics_run, rank=rank),
                 "--metrics_port",
             )
             self._closing.callback(endpoint.close)
