@@ -35,6 +35,7 @@ LEAVES = {
     "service",
     "durable",
     "scratch",
+    "signal_safe",
 }
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -50,6 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "flags": {"errors", "types", "config", "settings", "evolve"},
     "failpoints": {"errors"},
     "locks": set(),
+    "signal_safe": set(),
     "scratch": {"locks"},
     "service": {"errors"},
     "durable": set(),
@@ -363,6 +365,13 @@ print(json.dumps([early, sorted(sys.modules)]))
     assert after & {"torch", "torchrec", "fbgemm_gpu"} == set()
     assert {"confluent_kafka", "fsspec", "prometheus_client"} & before == set()
     assert {"confluent_kafka", "fsspec"} <= after
+
+
+def test_what_the_training_thread_may_wait_for_is_never_left_locked_by_a_signal() -> None:
+    rooms = ("adapter", "capture", "commit", "format", "log", "trainer")
+    made = re.compile(r"(threading\.(Condition|Event|Semaphore|Barrier)|\bFuture|\bQueue)\(")
+    found = [name for name, path in SOURCES.items() if name.startswith(rooms) and made.search(path.read_text())]
+    assert found == []
 
 
 def test_no_two_classes_share_a_name() -> None:

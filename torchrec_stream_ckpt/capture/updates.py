@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 from torchrec_stream_ckpt.adapter import FusedUpdate, Key, Lookup
 from torchrec_stream_ckpt.errors import MarkerFailedError
+from torchrec_stream_ckpt.signal_safe import SafeEvent
 
 _PATIENCE_S = 10.0
 """How long updates of other threads may take to end; they take milliseconds."""
@@ -29,7 +30,7 @@ class _Hold:
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.over = threading.Event()
+        self.over = SafeEvent()
 
 
 class RunningUpdates:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -54,6 +53,7 @@ from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.record import EVENT_S, PIN, Meta, meta_of
 from torchrec_stream_ckpt.layout import dense_name
 from torchrec_stream_ckpt.log.worker import Worker
+from torchrec_stream_ckpt.signal_safe import SafeEvent, SafeFuture
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.dense import name_files
 from torchrec_stream_ckpt.store.pins import pin_before_commit, unpin
@@ -149,7 +149,7 @@ class Coordinator:
         self._found_again: tuple[RowRange, ...] = ()
         """(rank 0) Told to all ranks with the outcome of the next marker."""
         self._again: list[RowRange] = []
-        self._abandoned = threading.Event()
+        self._abandoned = SafeEvent()
         self.fenced: FencedError | None = None
         """Set once another trainer owns the job."""
         self.lost: StreamLostError | None = None
@@ -161,7 +161,7 @@ class Coordinator:
         """(all ranks, training thread) Commit ``cut`` in the background; the last one must have settled."""
         assert not self.busy
         self._seal, self.failure = cut.seal, None
-        future: Future[Committed] = Future()
+        future: Future[Committed] = SafeFuture()
         future.set_running_or_notify_cancel()
         self._running = self._worker.submit(self._settle, cut, future)
         return future

@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchrec_stream_ckpt.errors import ConfigError, RankLostError
+from torchrec_stream_ckpt.signal_safe import SafeEvent
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +75,8 @@ class Roll:
         self._seen = {other: _Seen(since_s=time.monotonic()) for other in range(world) if other != rank}
         self._answered_s = time.monotonic()
         """When the store has answered last."""
-        self._woken = threading.Event()
-        self._ending = threading.Event()
+        self._woken = SafeEvent()
+        self._ending = SafeEvent()
         self._closed = False
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+from torchrec_stream_ckpt.signal_safe import SafeEvent
+
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
@@ -22,7 +24,7 @@ class Seal:
     """This rank's part of one cut: sealed or given up, whichever is said first; never both. For any thread."""
 
     def __init__(self) -> None:
-        self._decided = threading.Event()
+        self._decided = SafeEvent()
         self._lock = threading.Lock()
         self._sealed: Sealed | None = None
         self._reason = ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import UnsupportedError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, MAX_FRAME_BYTES, Header, aligned
+from torchrec_stream_ckpt.signal_safe import SafeCondition
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -71,7 +71,7 @@ class FrameRing:
         """Buffers of the ring that are held, by identity: one that is dropped is not missed for ever."""
         self._lent: dict[int, tuple[weakref.ref[FrameBuffer], int]] = {}
         """Buffers lent from the marker's budget, and their bytes."""
-        self._changed = threading.Condition()
+        self._changed = SafeCondition()
         self.waits = 0
         """How often a call had to wait for space."""
         self.peak_bytes = 0

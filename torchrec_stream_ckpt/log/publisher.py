@@ -22,6 +22,7 @@ from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind
 from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
 from torchrec_stream_ckpt.log.api import DataWriter
 from torchrec_stream_ckpt.log.flight import Flight, StreamEnd
+from torchrec_stream_ckpt.signal_safe import SafeCondition, SafeEvent
 
 log = logging.getLogger(__name__)
 
@@ -72,11 +73,11 @@ class Publisher:
         """When the log last acknowledged a frame, or owed none."""
         self._told_s = 0.0
         """When it was last found out for whom it waits."""
-        self._changed = threading.Condition()
+        self._changed = SafeCondition()
         self.flight = Flight(ring, self._changed)
         """What was sent, and where the stream stands that was acknowledged."""
         self._closing = False
-        self._abandoned = threading.Event()
+        self._abandoned = SafeEvent()
         self._crash: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="stream-ckpt-publisher", daemon=True)
         self._thread.start()

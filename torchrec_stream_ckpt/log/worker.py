@@ -8,6 +8,8 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from torchrec_stream_ckpt.signal_safe import SafeFuture
+
 T = TypeVar("T")
 
 
@@ -20,7 +22,7 @@ class Worker:
 
     def submit(self, call: Callable[..., T], *args: Any) -> Future[T]:
         """Run ``call(*args)`` after all that was submitted before; returns its future."""
-        future: Future[T] = Future()
+        future: Future[T] = SafeFuture()
         future.set_running_or_notify_cancel()
 
         def run() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 
@@ -11,6 +10,7 @@ from torchrec_stream_ckpt.errors import MarkerFailedError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.record import Meta
 from torchrec_stream_ckpt.log.worker import Worker
+from torchrec_stream_ckpt.signal_safe import SafeCondition
 from torchrec_stream_ckpt.types import MarkerReport
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class Announcer:
         self._on_commit = on_commit
         self._worker = Worker("stream-ckpt-on-commit") if on_commit is not None else None
         self._waiting = 0
-        self._changed = threading.Condition()
+        self._changed = SafeCondition()
         self._before: Commit | None = None
         """The newest marker that was told of, to say what one has sent alone."""
 

@@ -14,6 +14,7 @@ from torchrec_stream_ckpt.commit.collective import Team
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.metrics import TRAINER_METRICS, labels_of, serve_metrics, trainer_values
+from torchrec_stream_ckpt.signal_safe import SafeEvent
 from torchrec_stream_ckpt.stats import Stats, Timing
 from torchrec_stream_ckpt.trainer.telemetry import Telemetry
 
@@ -93,7 +94,7 @@ class Board:
         self._telemetry = telemetry
         self._writer = _open_writer(folder)
         self._before: Stats | None = None
-        self._stop = threading.Event()
+        self._stop = SafeEvent()
         self._thread = threading.Thread(target=self._run, name="stream-ckpt-tensorboard", daemon=True)
         self._thread.start()
 

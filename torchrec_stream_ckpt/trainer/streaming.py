@@ -22,6 +22,7 @@ from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.proof import Window
 from torchrec_stream_ckpt.format.record import Meta
 from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.signal_safe import SafeFuture
 from torchrec_stream_ckpt.tiers.job import Tiered
 from torchrec_stream_ckpt.trainer.claims import Claims
 from torchrec_stream_ckpt.trainer.drains import Drains
@@ -192,7 +193,7 @@ class Streaming:
 
     def _annotate(self, there: Committed, meta: Meta, timeout_s: float) -> Future[Committed]:
         """(all ranks) Add metadata, if there is any, to a marker that is committed; the same outcome on every rank."""
-        future: Future[Committed] = Future()
+        future: Future[Committed] = SafeFuture()
         try:
             if meta:
                 self._team.on_rank0(partial(self._note, there.id, meta, timeout_s))
