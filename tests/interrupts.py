@@ -36,13 +36,13 @@ def interrupt(
         Whether it was interrupted: False once ``number`` is past the end.
     """
     left, hit = number, False
-    before_it: dict[FrameType | None, int] = {}
-    """Where each frame was last, or -1: in a function in Python, at whose end nobody looks."""
+    before_it: dict[int, int] = {}
+    """Where each frame was last, by its identity; -1: in a function in Python, at whose end nobody looks."""
 
     def step(frame: FrameType, event: str, _argument: Any) -> Any:
         nonlocal left, hit
         if event == "opcode" and not hit:
-            last, before_it[frame] = before_it.get(frame), frame.f_lasti
+            last, before_it[id(frame)] = before_it.get(id(frame)), frame.f_lasti
             if where_signals_come and last is not None and last not in _looking(frame.f_code):
                 return step
             hit = left == 0
@@ -52,7 +52,8 @@ def interrupt(
         return step
 
     def enter(frame: FrameType, _event: str, _argument: Any) -> Any:
-        before_it[frame.f_back] = -1
+        before_it.pop(id(frame), None)
+        before_it[id(frame.f_back)] = -1
         # What a callback of a weak reference raises goes nowhere: it cannot interrupt anybody.
         if frame.f_code.co_name == "<lambda>" or not any(place in frame.f_code.co_filename for place in places):
             return None
