@@ -25,6 +25,8 @@ Store, below its URL (``<job>`` is the job's id in 32 hex digits)::
     pins/<job>/g00000001-m00000003-0123456789abcdef             it is about to be pinned
     outer/<job>/g00000001-m00000004-e00000002                   the outer tier has marker 4, and gets every second one
     verdicts/<job>/g00000001-m00000007-1a2b3c4d.json            rows that are not as they were in the tables
+    proved/<job>/g00000001-m00000007-store-c1a2b3c4d-p00512-w00209-d000000-t0001771234567890
+                                                                who compared the proof of a marker, and when
     garbage/<job>/t0001771234567890-1a2b3c4d.json               what was not needed at a time, in milliseconds
     readings/<job>/t0001771234567890-1a2b3c4d.json              what was read whole at a time
     scrub/<job>/service-00000042                                where the materializer's scrub stands: its 42nd place
@@ -69,6 +71,7 @@ WORKERS_DIR = "workers"
 PINS_DIR = "pins"
 OUTER_DIR = "outer"
 VERDICTS_DIR = "verdicts"
+PROVED_DIR = "proved"
 GARBAGE_DIR = "garbage"
 DAMAGED_DIR = "damaged"
 SCRUB_DIR = "scrub"
@@ -97,6 +100,7 @@ _PIN = re.compile(rf"{PINS_DIR}/{_JOB}/{_MARKER}")
 _ATTEMPT = re.compile(rf"{PINS_DIR}/{_JOB}/{_MARKER}-([0-9a-f]{{16}})")
 _REACHED = re.compile(rf"{OUTER_DIR}/{_JOB}/{_MARKER}-e([0-9]{{8,20}})")
 _VERDICT = re.compile(rf"{VERDICTS_DIR}/{_JOB}/{_MARKER}-([0-9a-f]{{8}})\.json")
+_PROVED = re.compile(rf"{PROVED_DIR}/{_JOB}/{_MARKER}-([a-z0-9-]+)")
 _GARBAGE = re.compile(rf"{GARBAGE_DIR}/{_JOB}/t([0-9]{{16}})-([0-9a-f]{{8}})\.json")
 _READING = re.compile(rf"{READINGS_DIR}/{_JOB}/t([0-9]{{16}})-([0-9a-f]{{8}})\.json")
 _SCRUB_PLACE = re.compile(rf"{SCRUB_DIR}/{_JOB}/(service|command)-([0-9]{{8,20}})")
@@ -303,6 +307,18 @@ def parse_verdict_name(name: str) -> tuple[bytes, MarkerId] | None:
     match = _VERDICT.fullmatch(name)
     found = _job_and_marker(match)
     return found if match and found and verdict_name(*found, int(match[4], 16)) == name else None
+
+
+def proved_name(job: bytes, marker: MarkerId, said: str) -> str:
+    """Name of what says that a marker was compared with its proof; ``said``: with what, and what came of it."""
+    return f"{PROVED_DIR}/{job.hex()}/{_marker_name(marker)}-{said}"
+
+
+def parse_proved_name(name: str) -> tuple[bytes, MarkerId, str] | None:
+    """(job, marker, said), or None when :func:`proved_name` did not make the name."""
+    match = _PROVED.fullmatch(name)
+    found = _job_and_marker(match)
+    return (*found, match[4]) if match and found and proved_name(*found, match[4]) == name else None
 
 
 def damaged_name(name: str, number: int = 1) -> str:

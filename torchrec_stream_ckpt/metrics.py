@@ -40,6 +40,20 @@ METRICS: Mapping[str, Metric] = {
     "fold_bytes_read": Metric(f"{_PREFIX}_folds_read_bytes_total", "Bytes read for bases and spans.", "counter"),
     "fold_bytes": Metric(f"{_PREFIX}_folds_written_bytes_total", "Bytes of bases and spans written.", "counter"),
     "dense_bytes": Metric(f"{_PREFIX}_dense_written_bytes_total", "Bytes of dense state copied.", "counter"),
+    "proofs": Metric(f"{_PREFIX}_proofs_total", "Markers compared with their proofs.", "counter"),
+    "proof_bytes": Metric(f"{_PREFIX}_proofs_read_bytes_total", "Bytes of rows read for that.", "counter"),
+    "proof_ratio": Metric(
+        f"{_PREFIX}_proof_ratio", "How much of the rows in the store was compared with proofs, 0 to 1."
+    ),
+    "proof_differing": Metric(
+        f"{_PREFIX}_proof_differing_blocks", "Blocks of rows that were not as they were proved when last compared."
+    ),
+    "proof_newest_s": Metric(
+        f"{_PREFIX}_proof_newest_seconds", "Since the newest comparison; 0: another one compares, or none."
+    ),
+    "proof_oldest_s": Metric(
+        f"{_PREFIX}_proof_oldest_seconds", "Since the oldest comparison that no newer one has replaced; 0: none."
+    ),
     "repairs": Metric(f"{_PREFIX}_repairs_total", "Damaged objects of the store that were repaired.", "counter"),
     "scrubbed_bytes": Metric(f"{_PREFIX}_scrubbed_bytes_total", "Bytes of the store read by the scrub.", "counter"),
     "scrub_damaged": Metric(f"{_PREFIX}_scrub_damaged_total", "Damaged objects that the scrub has found.", "counter"),

@@ -23,6 +23,7 @@ from torchrec_stream_ckpt.format import (
     segment,
     snapshot,
 )
+from torchrec_stream_ckpt.format.compared import Comparison
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Proof, ReplicatedProof
 from torchrec_stream_ckpt.format.reading import Reading, ReadUnit
 from torchrec_stream_ckpt.format.scrub_place import MAX_DAMAGED, ScrubPlace
@@ -163,6 +164,7 @@ def test_names_of_a_store_are_those_that_the_code_makes() -> None:
         layout.attempt_name(make.JOB, marker, "5f" * 8),
         layout.reached_name(make.JOB, marker, 2),
         layout.verdict_name(make.JOB, marker, 0x1A),
+        Comparison(make.JOB, marker, "store", 0x1A, 512, 209, 3, 5).name,
         layout.garbage_name(make.JOB, 5, 0x1A),
         layout.probe_name(make.JOB, "5f" * 8),
         layout.damaged_name("NAME"),
@@ -174,6 +176,7 @@ def test_names_of_a_store_are_those_that_the_code_makes() -> None:
         layout.place_name(KafkaUri("broker:9092", "NAME"), make.JOB),
     ]
     numbers = {
+        "WHO-cC-pP-wW-dD-tT": "store-c0000001a-p00512-w00209-d000003-t0000000000000005",
         "mM-A": "m00000048-" + "5f" * 8,
         "gG-mM1": "g00000002-m00000032",
         "JOB": make.JOB.hex(),

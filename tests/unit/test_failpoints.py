@@ -91,7 +91,7 @@ def test_trainers_trims_and_materializers_are_killed_at_every_point() -> None:
         test_snapshots_kills,
         test_tiers_kills,
     )
-    from tests.unit import test_marker_values, test_repairs, test_store_walk, test_trim
+    from tests.unit import test_marker_values, test_proof_checker, test_repairs, test_store_walk, test_trim
 
     names = compiled_in()
     in_units = (
@@ -105,6 +105,7 @@ def test_trainers_trims_and_materializers_are_killed_at_every_point() -> None:
         test_repairs,
         test_scrub_kills,
         test_store_walk,
+        test_proof_checker,
     )
     killed = {*kills.POINTS, *materializer.POINTS, *(point for each in in_units for point in each.POINTS)}
     killed |= {"recover.append", "recover.trim"}  # by test_recover

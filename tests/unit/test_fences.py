@@ -97,7 +97,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planner": LEAVES | {"format", "evolve", "route"},
     "tnt": {"checkpointer", "errors", "types"},
     "broker": {"errors", "broker"},
-    "reporting": LEAVES | {"format", "log", "store", "route", "reporting"},
+    "reporting": LEAVES | {"format", "log", "store", "proofs", "route", "reporting"},
     "sizing": LEAVES | {"format", "sizing"},
     "cli": LEAVES
     | {

@@ -283,6 +283,7 @@ def test_once_does_not_wait_for_what_is_away(job: Job, monkeypatch: pytest.Monke
 def test_the_keys_of_json_lines_stay_as_they_are(job: Job) -> None:
     _, events, _ = materialize(job)
     counts = {"markers", "frames_bytes", "segment_bytes", "fold_bytes_read", "fold_bytes", "dense_bytes", "repairs"}
+    counts |= {"proofs", "proof_bytes"}
     lag = {"lag_markers", "lag_bytes", "lag_s"}
     assert [set(event) for event in events] == [
         {"event", "uri", "store", "once"},

@@ -194,6 +194,7 @@ def test_json_names_are_stable(job: PaperJob) -> None:
         "backlog",
         "alerts",
         "ended",
+        "compared",
     ]
     assert record["newest"]["marker"] == "2:9"
 

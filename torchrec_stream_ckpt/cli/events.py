@@ -86,6 +86,8 @@ def line(event: Event) -> str:
         "trouble": lambda: f"{fields['message']}\n  Try: {fields['hint']}\n  It is tried again until it works.",
         "recovered": lambda: "it works again",
         "repaired": lambda: _repaired(fields),
+        "unproved": lambda: _unproved(fields),
+        "uncompared": lambda: f"marker {fields['marker']} cannot be compared with its proof: {fields['reason']}",
         "damaged": lambda: _damaged(fields),
         "scrubbed": lambda: _scrubbed(fields),
         "passed_over": lambda: f"marker {fields['marker']} is passed over: {fields['reason']}",
@@ -109,6 +111,15 @@ def _ended(fields: Mapping[str, Any]) -> str:
 def _repaired(fields: Mapping[str, Any]) -> str:
     kept = f"\n  What was there is kept as {fields['aside']}." if fields["aside"] else ""
     return f"{fields['name']} was damaged ({fields['reason']}); it was repaired from {fields['source']}{kept}"
+
+
+def _unproved(fields: Mapping[str, Any]) -> str:
+    more = fields["blocks"] - len(fields["first"])
+    named = "; ".join(fields["first"]) + (f"; and {more} more" if more else "")
+    return (
+        f"{fields['blocks']} blocks of marker {fields['marker']} are not as they were in the tables: {named}\n"
+        "  A trainer that runs sends them again. If none runs, restore an older marker."
+    )
 
 
 def _damaged(fields: Mapping[str, Any]) -> str:

@@ -14,14 +14,18 @@ from rich.tree import Tree
 
 from torchrec_stream_ckpt.cli.common import check_named_store, console, in_words, plain, print_json_rows, table
 from torchrec_stream_ckpt.cli.options import JobOptions, Json
-from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
+from torchrec_stream_ckpt.format.compared import Comparison
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.imported import is_import, unfinished_import
 from torchrec_stream_ckpt.format.lineage import changed_tables
+from torchrec_stream_ckpt.proofs.standing import ProofStanding, of_history, standing_of
 from torchrec_stream_ckpt.reporting.now import ended_of
+from torchrec_stream_ckpt.reporting.proofs import compared_in_words, standing_record
 from torchrec_stream_ckpt.route.best import Condition, meeting, ordered, said_of
 from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.route.survey import Survey
+from torchrec_stream_ckpt.store.proved import list_proved
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.units import age, clock, size
 
@@ -61,23 +65,52 @@ def list_markers(
         else:
             chosen = list(islice(reversed(job.lineage.commits.values()), newest))[::-1]
         survey = Survey(job)
-        rows = [_row(job, survey, commit) for commit in chosen]
+        said = _said(job, survey)
+        compared = of_history(job.lineage, said)
+        rows = [_row(job, survey, commit, compared.get(commit.id)) for commit in chosen]
         if rows and not any(row["restorable"] or row["dropped"] for row in rows):
             check_named_store(job)
         if json:
             counts = {"generations": job.lineage.newest_generation, "unsigned": job.lineage.unsigned}
-            ended = ended_of(job.lineage)
-            said = {
+            ended, standing = ended_of(job.lineage), _standing(job, said)
+            head = {
                 "ended": asdict(ended) if ended is not None else None,
                 "unfinished_import": unfinished_import(job.lineage),
+                "compared": standing_record(standing) if standing is not None else None,
             }
-            print_json_rows({"uri": options.uri, **counts, **said}, "markers", rows)
+            print_json_rows({"uri": options.uri, **counts, **head}, "markers", rows)
             return
         if tree:
             _print_tree(job, {row["marker"]: row for row in rows})
         else:
             _print(job, rows)
+        _print_compared(rows, _standing(job, said))
         _print_newest(job)
+
+
+def _said(job: Job, survey: Survey) -> list[Comparison]:
+    """What the store says of comparisons with proofs; nothing where it does not answer, which each marker says."""
+    try:
+        holdings = survey.holdings()
+        return list_proved(holdings.catalog.objects, job.lineage.job) if holdings is not None else []
+    except StreamCkptError:
+        return []
+
+
+def _standing(job: Job, said: list[Comparison]) -> ProofStanding | None:
+    newest = job.lineage.newest
+    return standing_of(job.lineage, newest.id, said) if newest is not None else None
+
+
+def _print_compared(rows: list[dict[str, Any]], standing: ProofStanding | None) -> None:
+    for row in rows:
+        if row["compared"] is not None and row["compared"]["differing"]:
+            count = row["compared"]["differing"]
+            console().print(
+                f"{row['marker']}: {count} blocks of rows are not as they were in the tables", soft_wrap=True
+            )
+    if standing is not None:
+        console().print(f"rows compared with proofs: {compared_in_words(standing, time.time())}", soft_wrap=True)
 
 
 def _pick(job: Job, conditions: Sequence[Condition], sort: str | None, newest: int | None) -> list[Commit]:
@@ -101,7 +134,7 @@ def _numbers(commit: Commit) -> dict[str, int | float]:
     }
 
 
-def _row(job: Job, survey: Survey, commit: Commit) -> dict[str, Any]:
+def _row(job: Job, survey: Survey, commit: Commit, compared: Comparison | None) -> dict[str, Any]:
     parent = job.lineage.claims[commit.generation].parent
     standing = survey.look(commit)
     return {
@@ -115,15 +148,22 @@ def _row(job: Job, survey: Survey, commit: Commit) -> dict[str, Any]:
         "from": standing.source,
         "log": standing.in_log,
         "dropped": standing.dropped,
+        "compared": _comparison(compared) if compared is not None else None,
         "store_problem": standing.holding.problem or None if standing.holding is not None else None,
     }
+
+
+def _comparison(compared: Comparison) -> dict[str, Any]:
+    return {"by": compared.who, "time_s": compared.time_s, "differing": compared.differing}
 
 
 def _print(job: Job, rows: list[dict[str, Any]]) -> None:
     out = console()
     wide = out.width >= _WIDE
     with_meta = wide and any(row["meta"] for row in rows)
-    names = ("age", "ranks", "rows", "bytes", "parent", "restorable", *(["meta"] * with_meta))
+    with_compared = wide and any(row["compared"] for row in rows)
+    names = ["age", "ranks", "rows", "bytes", "parent", "restorable"]
+    names += ["compared"] * with_compared + ["meta"] * with_meta
     shown = table("marker", "step", *(["committed"] * wide), *names)
     said = Counter(_why_not(row, "no") for row in rows if not row["restorable"])
     notes = [why for why, count in said.items() if count > 1 and len(why) > _SHORT]
@@ -140,6 +180,7 @@ def _print(job: Job, rows: list[dict[str, Any]]) -> None:
             size(row["bytes"]),
             row["parent"] or "-",
             f"from {row['from']}" if row["restorable"] else plain(why),
+            *([_compared(row["compared"])] * with_compared),
             *([plain(in_words(row["meta"]))] * with_meta),
         )
     out.print(shown, "rows and bytes: sent by the marker's generation up to it, all ranks together")
@@ -150,6 +191,12 @@ def _print(job: Job, rows: list[dict[str, Any]]) -> None:
         out.print(f"{row['marker']}: {plain(in_words(row['meta']))}", soft_wrap=True)
     for number, why in enumerate(notes, 1):
         out.print(f"({number}) {plain(why)}", soft_wrap=True)
+
+
+def _compared(compared: dict[str, Any] | None) -> str:
+    if compared is None:
+        return "-"
+    return f"{compared['differing']} differ" if compared["differing"] else f"{age(compared['time_s'])} ago"
 
 
 def _why_not(row: dict[str, Any], no: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -24,9 +25,11 @@ from torchrec_stream_ckpt.materialize.crew import Crew
 from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.materialize_service import MaterializeService
 from torchrec_stream_ckpt.materialize.materializer import Materializer
+from torchrec_stream_ckpt.materialize.proof_checker import ProofRule
 from torchrec_stream_ckpt.materialize.scrub_mender import ScrubMender
 from torchrec_stream_ckpt.materialize.scrubber import Scrubber, ScrubCounts
 from torchrec_stream_ckpt.metrics import labels_of, serve_metrics
+from torchrec_stream_ckpt.proofs.standing import ProofStanding
 from torchrec_stream_ckpt.route.job import Job, kept_store, options_of
 from torchrec_stream_ckpt.service import Event
 from torchrec_stream_ckpt.store.api import open_store
@@ -87,6 +90,14 @@ Head = Annotated[
         metavar="auto|DIR",
     ),
 ]
+CheckProofs = Annotated[
+    bool,
+    typer.Option(
+        "--check-proofs/--no-check-proofs",
+        help="Read the rows that each marker proves from the store, and compare them. Rows that differ are named, and "
+        "a running trainer sends them again.",
+    ),
+]
 ScrubRate = Annotated[
     str | None,
     typer.Option(
@@ -114,6 +125,7 @@ class _Setup:
     head: Path | None
     pool: ThreadPoolExecutor
     closing: contextlib.ExitStack
+    check_proofs: bool = True
     scrub_bytes_per_s: int | None = None
     crew: Crew | None = None
     where: str = ""
@@ -140,6 +152,7 @@ class _Setup:
         if self.lease_s is not None:
             self.crew = Crew(objects, lineage.job, self.lease_s)
         mine = self.crew.mine if self.crew is not None else lambda _: True
+        rule = ProofRule(self.job.objects_of, service.unproved, service.uncompared)
         made = Materializer(
             self.job.log,
             objects,
@@ -151,6 +164,7 @@ class _Setup:
             pass_over=service.pass_over if self.pass_over_lost else None,
             head=HeadWriter(self.head, objects, self.pool) if self.head is not None else None,
             repaired=service.repaired,
+            proofs=rule if self.check_proofs else None,
         )
         if self.scrub_bytes_per_s is not None:
             mender = ScrubMender(objects, made.repairer, self.job.dense_of, made.progress)
@@ -187,6 +201,7 @@ def materialize_log(
     lease_s: Lease = 30.0,
     pass_over_lost: PassOverLost = False,
     head: Head = None,
+    check_proofs: CheckProofs = True,
     scrub_bytes_per_s: ScrubRate = None,
     metrics_port: MetricsPort = None,
     metrics_host: MetricsHost = "127.0.0.1",
@@ -217,6 +232,7 @@ def materialize_log(
             lease_s=None if once else lease_s,
             pass_over_lost=pass_over_lost,
             head=head_root(head),
+            check_proofs=check_proofs,
             scrub_bytes_per_s=rate,
             pool=closing.enter_context(ThreadPoolExecutor(_READERS, "reader")),
             closing=closing,
@@ -246,6 +262,7 @@ def _values(service: MaterializeService, crew: Crew | None) -> Mapping[str, floa
         **asdict(scrub.counts if scrub is not None else ScrubCounts()),
         "scrub_oldest_s": scrub.oldest_s if scrub is not None else 0.0,
         "ended": _OUTCOMES.index(status.ended.outcome) + 1 if status.ended is not None else 0,
+        **_proof_values(service.proofs),
         "errors": status.errors,
         "lag_markers": status.lag_markers,
         "lag_bytes": status.lag_bytes,
@@ -255,4 +272,15 @@ def _values(service: MaterializeService, crew: Crew | None) -> Mapping[str, floa
         "head_generation": head.generation if head is not None else 0,
         "head_marker": head.marker if head is not None else 0,
         "workers": crew.size if crew is not None else 1,
+    }
+
+
+def _proof_values(standing: ProofStanding | None) -> Mapping[str, float]:
+    """What comparisons with proofs say; zeros where there were none."""
+    now = time.time()
+    return {
+        "proof_ratio": standing.share if standing is not None else 0.0,
+        "proof_differing": standing.differing if standing is not None else 0,
+        "proof_newest_s": max(0.0, now - standing.time_s) if standing is not None else 0.0,
+        "proof_oldest_s": max(0.0, now - standing.oldest_s) if standing is not None else 0.0,
     }

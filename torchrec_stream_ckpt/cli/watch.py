@@ -23,13 +23,15 @@ from torchrec_stream_ckpt.errors import (
     StreamCkptError,
     printable,
 )
+from torchrec_stream_ckpt.proofs.standing import ProofStanding, standing_of
 from torchrec_stream_ckpt.reporting.now import Alert, Look, MarkerRow, look, strays_of
-from torchrec_stream_ckpt.reporting.proofs import window_width
+from torchrec_stream_ckpt.reporting.proofs import standing_record, window_width
 from torchrec_stream_ckpt.route.holdings import Holdings
 from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.route.survey import Survey
 from torchrec_stream_ckpt.stats import RESTORE_BYTES_PER_S
 from torchrec_stream_ckpt.store.identity import check_store
+from torchrec_stream_ckpt.store.proved import list_proved
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.uris import FileUri, KafkaUri, parse_uri
 
@@ -69,6 +71,8 @@ class Watcher:
         """(marker that was looked at, when, what it lacks)."""
         self._held: tuple[MarkerId, float, Holdings | None] | None = None
         """(newest marker when the store was listed, when that was, what it holds)."""
+        self._compared: ProofStanding | None = None
+        """As of then."""
         self._lost: tuple[float, str] = (float("-inf"), "")
         """(when it was looked for, what the control partition has lost)."""
         self._widths: dict[int, tuple[MarkerId, int | None]] = {}
@@ -84,7 +88,10 @@ class Watcher:
         lineage = self._job.control.refresh()
         holdings, lacks, width = self._holdings(self._job), self._lacks(self._job), self._width(self._job)
         strays = strays_of(lineage.newest) if self._kafka and lineage.newest is not None else None
-        self._last = look(lineage, holdings, self._rate, time.time(), lacks, width, self._lost_tail(), strays)
+        lost = self._lost_tail()
+        self._last = look(
+            lineage, holdings, self._rate, time.time(), lacks, width, lost, strays, compared=self._compared
+        )
         return self._last
 
     def look_or_say_why_not(self) -> Look:
@@ -108,6 +115,8 @@ class Watcher:
         if self._held is None or self._held[0] != newest.id or now - self._held[1] > _LIST_EVERY_S:
             objects = job.objects
             held = Holdings.load(objects, job.lineage) if check_store(objects) else None
+            said = list_proved(objects, job.lineage.job) if held is not None else []
+            self._compared = standing_of(job.lineage, newest.id, said)
             self._held = (newest.id, now, held)
         return self._held[2]
 
@@ -245,9 +254,11 @@ class _Lines:
 
 def record(uri: str, seen: Look) -> dict[str, Any]:
     """A look, for programs. Names are stable."""
+    compared = seen.compared
     return {
         "uri": uri,
         **asdict(seen),
+        "compared": standing_record(compared) if compared is not None else None,
         "newest": _marker(seen.newest) if seen.newest is not None else None,
         "recent": [_marker(row) for row in seen.recent],
     }

@@ -11,6 +11,7 @@ from torchrec_stream_ckpt.cli.common import in_words, plain
 from torchrec_stream_ckpt.errors import printable
 from torchrec_stream_ckpt.format.proof import Proved
 from torchrec_stream_ckpt.reporting.now import Look, MarkerRow, RankRow
+from torchrec_stream_ckpt.reporting.proofs import compared_in_words
 from torchrec_stream_ckpt.units import clock, duration, size
 
 _WIDE = 110
@@ -81,6 +82,7 @@ def facts(seen: Look) -> list[tuple[str, str]]:
         ("it reads", size(restore.num_bytes) if restore is not None else "-"),
         ("proved", _proved(seen.proved) if seen.proved is not None else "-"),
         *([("ended", "no")] if seen.ended is None else []),
+        *([("compared", compared_in_words(seen.compared, seen.time_s))] if seen.compared is not None else []),
         ("store", f"{backlog.markers} behind, {size(backlog.num_bytes)}" if backlog is not None else "not folded"),
     ]
 

@@ -93,6 +93,12 @@ class Compactor:
             catalog.refresh_within(lineage)
             self._write(lineage, catalog, commit)
 
+    def cover(self, lineage: Lineage, catalog: Catalog, commit: Commit) -> tuple[Piece, ...]:
+        """The pieces that a restore of a marker would read; raises as ``Catalog.cover``."""
+        way, self._way = self._to(lineage, catalog, commit), None
+        self._way = way
+        return tuple(way.cover)
+
     def _write(self, lineage: Lineage, catalog: Catalog, commit: Commit) -> None:
         """Spans, then a base, as the policy wants them at this marker."""
         way, self._way = self._to(lineage, catalog, commit), None

@@ -23,11 +23,15 @@ from torchrec_stream_ckpt.materialize.materializer import Materializer, backlog_
 from torchrec_stream_ckpt.materialize.progress import Counts
 from torchrec_stream_ckpt.materialize.repairer import Repair
 from torchrec_stream_ckpt.materialize.scrubber import Damage, Scrubber
+from torchrec_stream_ckpt.proofs.standing import ProofStanding
+from torchrec_stream_ckpt.proofs.window import WindowCheck
 from torchrec_stream_ckpt.service import Event, Service
 from torchrec_stream_ckpt.types import MarkerId
 
 FIRST_RETRY_S = 1.0
 LAST_RETRY_S = 30.0
+_NAMED = 8
+"""Blocks that are not as they were proved which an event names."""
 
 
 @dataclass(slots=True)
@@ -56,7 +60,8 @@ class Status:
 class MaterializeService(Service):
     """Follows one log.
 
-    Its own events are ``head``, ``waiting``, ``ended``, ``repaired``, ``passed_over``, ``damaged`` and ``scrubbed``.
+    Its own events are ``head``, ``waiting``, ``ended``, ``repaired``, ``passed_over``, ``damaged``, ``scrubbed``,
+    ``unproved`` and ``uncompared``.
 
     Args:
         read: The control partition as of now; None while there is no log.
@@ -112,6 +117,23 @@ class MaterializeService(Service):
     def repaired(self, repair: Repair) -> None:
         """Passed to the materializer: called for each damaged object that was repaired."""
         self.report(Event("repaired", asdict(repair)))
+
+    def unproved(self, check: WindowCheck) -> None:
+        """Passed to the materializer: called with a marker whose rows are not as they were proved."""
+        found = check.compared.unproved
+        assert found is not None
+        blocks = [str(block) for block in found.blocks[:_NAMED]]
+        self.report(Event("unproved", {"marker": str(check.marker), "blocks": found.count, "first": blocks}))
+
+    def uncompared(self, commit: Commit, error: CorruptionError) -> None:
+        """Passed to the materializer: called with a marker that cannot be compared with its proof."""
+        self.status.errors += 1
+        self.report(Event("uncompared", {"marker": str(commit.id), "reason": error.headline}))
+
+    @property
+    def proofs(self) -> ProofStanding | None:
+        """How far the store was compared with proofs; None: nothing was, or by another process."""
+        return self._materializer.proofs.standing if self._materializer is not None else None
 
     def damaged(self, damage: Damage) -> None:
         """Passed to the scrub: called for each damaged object that cannot be repaired."""

@@ -27,6 +27,7 @@ from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.interval_folder import IntervalFolder, Segments
 from torchrec_stream_ckpt.materialize.losses import Losses, put_claim
 from torchrec_stream_ckpt.materialize.progress import Counts, Progress
+from torchrec_stream_ckpt.materialize.proof_checker import ProofChecker, ProofRule
 from torchrec_stream_ckpt.materialize.recovered import came_after_recovery
 from torchrec_stream_ckpt.materialize.repairer import Repair, Repairer
 from torchrec_stream_ckpt.store.api import Objects
@@ -56,6 +57,7 @@ class Materializer:
         pass_over: Called with a marker that can never be in the store, and why; without it, that is an error.
         head: What keeps the newest state warm on this host.
         repaired: Called with a damaged object of the store that was written anew.
+        proofs: How markers are compared with their proofs; None: they are not.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Materializer:
         pass_over: Callable[[Commit, CorruptionError], None] | None = None,
         head: HeadWriter | None = None,
         repaired: Callable[[Repair], None] = lambda _: None,
+        proofs: ProofRule | None = None,
     ) -> None:
         self._log = log
         self._objects = objects
@@ -82,6 +85,8 @@ class Materializer:
         self._dense = DenseCopier(objects, dense_of, self._losses, self._progress)
         self._repairer = Repairer(objects, pool, self._intervals, self._progress, repaired)
         self._compactor = Compactor(objects, pool, policy or Policy(), self._progress)
+        self.proofs = ProofChecker(objects, pool, self._compactor, self._repairer, self._progress, proofs)
+        """Compares markers with their proofs."""
         self.head_problem: StreamCkptError | None = None
         """Why HEAD could not be brought to the newest marker at the last attempt."""
         self.missing: list[Commit] = []
@@ -182,6 +187,7 @@ class Materializer:
         catalog = self._look(lineage)
         self._dense.give_up_lost(lineage, catalog, self._mine)
         before, waiting = _previous(lineage), False
+        self._check_proofs(lineage, catalog)
         for commit in list(self.missing):
             self._progress.going_on()
             segments = self._fold_or_pass(lineage, catalog, commit, before[commit.id])
@@ -193,10 +199,17 @@ class Materializer:
                 fold = partial(self._compactor.fold, lineage, catalog, commit)
                 self._repairer.mending(lineage, catalog, fold)
                 self.counts.markers += 1
+                self.proofs.add(commit)
+                self._check_proofs(lineage, catalog)
                 yield commit.id
         self.missing = [commit for commit in self.missing if commit.id not in catalog.dropped]
         self._keep_warm(lineage, catalog)
         self._progress.doing = "waiting for others" if self.missing else "waiting for markers"
+
+    def _check_proofs(self, lineage: Lineage, catalog: Catalog) -> None:
+        """Compare the markers that are in the store, if this process is the one that puts them there."""
+        newest = lineage.newest
+        self.proofs.check(lineage, catalog, leads=newest is not None and self._mine(newest.ranks[0].partition))
 
     def _keep_warm(self, lineage: Lineage, catalog: Catalog) -> None:
         """Bring HEAD to the newest marker of the store. Without it a restore is slower, and nothing is lost."""

@@ -16,6 +16,10 @@ class Counts:
     fold_bytes_read: int = 0
     fold_bytes: int = 0
     dense_bytes: int = 0
+    proofs: int = 0
+    """Markers whose proofs were compared with the store."""
+    proof_bytes: int = 0
+    """Rows that were read for that."""
     repairs: int = 0
     """Damaged objects of the store that were repaired."""
 
@@ -36,6 +40,11 @@ class Progress:
     def count_frames(self, num_bytes: int) -> None:
         """Bytes of the log were folded."""
         self.counts.frames_bytes += num_bytes
+        self.going_on()
+
+    def count_proved(self, num_bytes: int) -> None:
+        """Bytes of the store were read to compare them with a proof."""
+        self.counts.proof_bytes += num_bytes
         self.going_on()
 
     def count_merged(self, num_bytes: int) -> None:

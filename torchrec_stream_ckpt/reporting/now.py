@@ -10,6 +10,7 @@ from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import Proved
 from torchrec_stream_ckpt.format.remarks import Outcome
+from torchrec_stream_ckpt.proofs.standing import ProofStanding
 from torchrec_stream_ckpt.route.holdings import Holdings
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.units import duration
@@ -95,8 +96,8 @@ class Ended:
 @dataclass(frozen=True, slots=True)
 class Alert:
     kind: str
-    """``lost``, ``late``, ``first``, ``failed``, ``preempted``, ``fenced``, ``gap``, ``lag``, ``strays``, ``unsigned``
-    or ``unavailable``: stable, for programs."""
+    """``lost``, ``late``, ``first``, ``failed``, ``preempted``, ``fenced``, ``gap``, ``lag``, ``unproved``, ``strays``,
+    ``unsigned`` or ``unavailable``: stable, for programs."""
     text: str
 
 
@@ -127,6 +128,8 @@ class Look:
     alerts: tuple[Alert, ...]
     ended: Ended | None = None
     """None while a trainer may be at work, or has died without a word."""
+    compared: ProofStanding | None = None
+    """What the materializer has compared with proofs; None: nothing."""
 
 
 def look(
@@ -138,6 +141,7 @@ def look(
     window_width: int | None = None,
     lost: str = "",
     strays: Mapping[int, int] | None = None,
+    compared: ProofStanding | None = None,
 ) -> Look:
     """Look at a job.
 
@@ -150,6 +154,7 @@ def look(
         window_width: That of the proofs of the newest marker's generation, if they are known.
         lost: What the control partition has lost, and how it comes back; empty for nothing.
         strays: :func:`strays_of` the newest marker, where the log is on Kafka.
+        compared: What the store says was compared with proofs.
     """
     commits = list(lineage.commits.values())
     recent = tuple(row(lineage, commit) for commit in commits[: -RECENT - 1 : -1])
@@ -176,9 +181,11 @@ def look(
         backlog=backlog,
         alerts=(
             *_alerts(lineage, loss_s, interval_s, backlog, time_s, gap, lost),
+            *([Alert("unproved", _of_proofs(compared))] if compared is not None and compared.differing else ()),
             *([Alert("strays", f"records among the newest marker's frames, {in_words(strays)}")] if strays else ()),
         ),
         ended=ended_of(lineage),
+        compared=compared,
     )
 
 
@@ -206,6 +213,15 @@ def in_words(strays: Mapping[int, int]) -> str:
     """How many of them are where."""
     places = ", ".join(f"{count} in partition {partition}" for partition, count in strays.items())
     return f"sent twice or by another program: {places}"
+
+
+def _of_proofs(compared: ProofStanding) -> str:
+    """Rows that the store does not have as they were in the tables."""
+    at = ", ".join(str(marker) for marker in compared.differing_at[:3])
+    return (
+        f"{compared.differing} blocks of rows are not as they were in the tables, found at marker {at}; a trainer that "
+        "runs sends them again, and they are compared again within a round"
+    )
 
 
 def _markers_of(lineage: Lineage, newest: Commit) -> int:

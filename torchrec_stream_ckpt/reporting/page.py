@@ -10,6 +10,7 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.reporting import sections
 from torchrec_stream_ckpt.reporting.history import History
 from torchrec_stream_ckpt.reporting.now import Look
+from torchrec_stream_ckpt.reporting.proofs import compared_in_words
 from torchrec_stream_ckpt.reporting.stalls import Stalls
 from torchrec_stream_ckpt.reporting.style import STYLE
 from torchrec_stream_ckpt.reporting.svg import text_of
@@ -92,6 +93,9 @@ def _cards(report: Report) -> str:
             size(look.backlog.num_bytes) if look.backlog else "no materializer folds the log",
         ),
     ]
+    if look.compared is not None:
+        newest_at = f"up to marker {look.compared.marker}"
+        cards.append(("Compared with proofs", compared_in_words(look.compared, look.time_s), newest_at))
     items = "".join(
         f'<div class="card"><dt>{text_of(name)}</dt><dd>{text_of(value)}<small>{text_of(more)}</small></dd></div>'
         for name, value, more in cards

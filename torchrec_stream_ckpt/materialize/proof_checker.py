@@ -1,0 +1,185 @@
+"""Compare each marker that comes into a store with its proof, say so in the store, and tell the trainer what differs.
+
+A marker is compared once. What a proof finds is named at the marker that proves it: within one round of windows, all
+rows have been read through the pieces that a restore takes, whoever has written them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Container
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice, takewhile
+
+from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError
+from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.format.compared import Comparison
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.proof import Window
+from torchrec_stream_ckpt.materialize.compactor import Compactor
+from torchrec_stream_ckpt.materialize.progress import Progress
+from torchrec_stream_ckpt.materialize.repairer import Repairer
+from torchrec_stream_ckpt.proofs.standing import ProofStanding, back_from, of_history, standing_of, turn_markers
+from torchrec_stream_ckpt.proofs.window import WindowCheck, WindowReader, window_of
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.proved import STORE, list_proved, note_proved
+from torchrec_stream_ckpt.store.reader import load_notes
+from torchrec_stream_ckpt.store.verdicts import leave_verdict
+from torchrec_stream_ckpt.types import MarkerId
+
+_TIDY_EVERY = 64
+"""Markers after which is looked for what is said of markers that are gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProofRule:
+    """That proofs are compared, and who hears what came of it."""
+
+    verdicts: Callable[[Commit], Objects]
+    """The store in which the trainer of a marker looks for verdicts."""
+    told: Callable[[WindowCheck], None] = lambda _: None
+    """Called with a marker whose rows are not as they were proved."""
+    failed: Callable[[Commit, CorruptionError], None] = lambda *_: None
+    """Called with a marker that cannot be compared, since rows that it needs are damaged, and why."""
+
+
+class ProofChecker:
+    """Checks the markers of one store: of several materializers, the one that puts manifests does.
+
+    Args:
+        objects: The store.
+        pool: Threads to read it with.
+        compactor: Knows the pieces that lead to the newest marker.
+        repairer: Repairs what is damaged.
+        progress: Told of what is read.
+        rule: Who hears of it; None: nothing is compared.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        pool: Executor,
+        compactor: Compactor,
+        repairer: Repairer,
+        progress: Progress,
+        rule: ProofRule | None,
+    ) -> None:
+        self._objects = objects
+        self._pool = pool
+        self._compactor = compactor
+        self._repairer = repairer
+        self._progress = progress
+        self._rule = rule
+        self._reader = WindowReader(objects, pool, progress.count_proved)
+        self._said: list[Comparison] | None = None
+        """What the store says, as far as it is known; None: it is to be listed."""
+        self._pending: dict[MarkerId, None] = {}
+        """Markers to compare, in commit order."""
+        self.standing: ProofStanding | None = None
+        """Of the newest marker that was compared."""
+
+    def add(self, commit: Commit) -> None:
+        """A marker has come into the store."""
+        self._pending[commit.id] = None
+
+    def check(self, lineage: Lineage, catalog: Catalog, *, leads: bool) -> None:
+        """Compare all markers that came into the store and were not compared yet.
+
+        Args:
+            lineage: The control partition.
+            catalog: What the store holds.
+            leads: Whether this process is the one that does. Another one forgets what it knew: the leader goes on.
+
+        Raises:
+            StoreUnavailableError: the store does not answer: the next call goes on.
+        """
+        if self._rule is None or not leads:
+            self._said = None
+            self._pending.clear()
+            return
+        if self._said is None:
+            self._said = self._resume(lineage, catalog)
+        for marker in list(self._pending):
+            if marker in catalog.markers and marker not in catalog.dropped and marker in lineage.commits:
+                self._progress.going_on()
+                self._check(lineage, catalog, lineage.commits[marker], self._rule)
+            del self._pending[marker]
+
+    def _resume(self, lineage: Lineage, catalog: Catalog) -> list[Comparison]:
+        """What the store says. What another process, or this one before, has left to do is done first."""
+        said = list_proved(self._objects, lineage.job)
+        offered = catalog.markers - catalog.dropped
+        newest = next((marker for marker in reversed(lineage.commits) if marker in offered), None)
+        if newest is not None:
+            left = self._left(lineage, catalog, newest, of_history(lineage, said))
+            self._pending = dict.fromkeys([*left, *self._pending])
+            self.standing = standing_of(lineage, newest, said)
+        return said
+
+    def _left(self, lineage: Lineage, catalog: Catalog, newest: MarkerId, known: Container[MarkerId]) -> list[MarkerId]:
+        """Markers on the way to the newest one that were not compared: back to one that was, and at most a round."""
+        if newest in known:
+            return []
+        load = partial(load_notes, catalog, newest, self._pool)
+        try:
+            window = window_of(self._repairer.mending(lineage, catalog, load))
+        except OtherLogError:
+            raise
+        except CorruptionError:
+            window = None  # the comparison of this marker says so
+        most = turn_markers(window) if window is not None else 1
+        return [*takewhile(lambda each: each not in known, islice(back_from(lineage, newest), most))][::-1]
+
+    def _check(self, lineage: Lineage, catalog: Catalog, commit: Commit, rule: ProofRule) -> None:
+        self._progress.doing = f"comparing marker {commit.id} with its proof"
+
+        def compare() -> WindowCheck:
+            cover = self._compactor.cover(lineage, catalog, commit)
+            return self._reader.check(lineage, catalog, commit.id, cover)
+
+        try:
+            found = self._repairer.mending(lineage, catalog, compare)
+        except OtherLogError:
+            raise
+        except CorruptionError as error:  # of what is in the store already: the markers to come do not wait for it
+            rule.failed(commit, error)
+            return
+        if found.window is None:
+            return
+        if found.compared.unproved is not None:
+            rows = found.compared.unproved.table_rows(lineage.claims[commit.generation].schema)
+            leave_verdict(rule.verdicts(commit), commit, rows)
+            failpoint("proof.verdict")
+        self._note(lineage, catalog, commit, found, found.window)
+        if found.differing:
+            rule.told(found)
+
+    def _note(self, lineage: Lineage, catalog: Catalog, commit: Commit, found: WindowCheck, window: Window) -> None:
+        """Say in the store what came of it."""
+        assert self._said is not None
+        chain, now = commit.ranks[0].chain, int(time.time() * 1000)
+        proved = Comparison(commit.job, commit.id, STORE, chain, window.position, window.width, found.differing, now)
+        note_proved(self._objects, proved)
+        failpoint("proof.noted")
+        self._said.append(proved)
+        self._progress.counts.proofs += 1
+        round_ = turn_markers(window)
+        self.standing = standing_of(lineage, commit.id, self._said[-2 * round_ :])
+        if self._progress.counts.proofs % _TIDY_EVERY == 0:
+            self._tidy(catalog, round_)
+
+    def _tidy(self, catalog: Catalog, round_: int) -> None:
+        """What is said of markers that are gone goes, unless it counts for a newer one."""
+        assert self._said is not None
+        recent, older = self._said[-2 * round_ :], self._said[: -2 * round_]
+        kept = []
+        for each in older:
+            if each.marker in catalog.markers:
+                kept.append(each)
+            else:
+                self._objects.delete(each.name)
+        self._said = [*kept, *recent]
