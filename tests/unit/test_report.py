@@ -126,6 +126,26 @@ def test_a_job_with_a_branch_is_drawn_whole(tmp_path: Path, browser: Browser) ->
     assert "<script" not in page.read_text()
 
 
+def test_long_names_of_tables_are_read_without_scrolling(tmp_path: Path, browser: Browser) -> None:
+    """A name goes on in the next line between two of its words, and no table of tables is wider than its page."""
+    names = [f"model.sparse_arch.embedding_bags.t_user_{n}_history_of_clicks_last_30_days" for n in ("id", "country")]
+    job = PaperJob(tmp_path / "log", tables(*names, LONG), world=2)
+    job.run(3)
+    page = report(job.root)
+    pieces = "[...document.querySelectorAll('.names .name, .legend li > span + span')].flatMap(e => [...e.childNodes])"
+    lines = "(n => { const r = document.createRange(); r.selectNodeContents(n); return r.getClientRects().length; })"
+    for width in (400, 800, 1280):
+        browser.open(page, width=width)
+        browser.value("document.querySelectorAll('details').forEach(each => each.open = true)")
+        browser.picture(PICTURES / f"names-{width}.png")
+        words = browser.value(f"{pieces}.filter(n => n.nodeType == 3).map({lines})")
+        assert len(words) > 100
+        assert set(words) == {1}
+        assert browser.value("[...document.querySelectorAll('.names')].length") == 3
+        wider = "[...document.querySelectorAll('.names')].map(t => t.parentElement)"
+        assert browser.value(f"{wider}.filter(e => e.scrollWidth > e.clientWidth).length") == 0
+
+
 def test_a_job_without_a_marker_says_so(tmp_path: Path, browser: Browser) -> None:
     log = FileLog(tmp_path / "log")
     log.prepare(1)

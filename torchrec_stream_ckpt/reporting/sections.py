@@ -21,6 +21,7 @@ from torchrec_stream_ckpt.reporting.svg import (
     chart,
     grid,
     legend,
+    name_of,
     plot_axes,
     polyline,
     text_of,
@@ -65,11 +66,15 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     cells = "".join(f'<th scope="col">{text_of(name)}</th>' for name in head)
     body = "".join(
         "<tr>"
-        + "".join(f"<td{' class=name' * (not number)}>{text_of(cell)}</td>" for number, cell in enumerate(row))
+        + f"<td class=name>{name_of(row[0])}</td>"
+        + "".join(
+            f'<td data-of="{text_of(of)}">{text_of(cell)}</td>' for of, cell in zip(head[1:], row[1:], strict=True)
+        )
         + "</tr>"
         for row in rows
     )
-    return f'<div class="wide"><table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'
+    kind = ' class="names"' if head[0] == "table" else ""
+    return f'<div class="wide"><table{kind}><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def details(summary: str, body: str) -> str:

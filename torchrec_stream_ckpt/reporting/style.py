@@ -42,6 +42,12 @@ details{margin-top:8px}
 summary{cursor:pointer;color:var(--dim)}
 code{white-space:nowrap}
 .none{overflow-x:auto;padding:12px 14px;background:var(--card);border:1px dashed var(--line);border-radius:8px}
-@media (max-width:600px){.tick,.lane{font-size:19px}}
+.legend li>span+span{min-width:0}
+@media (max-width:600px){.tick,.lane{font-size:19px}
+.names thead{display:none}
+.names tr{display:flex;flex-wrap:wrap;gap:0 14px;border-bottom:1px solid var(--line);padding:4px 0}
+.names td{border:0;padding:0}
+.names td.name{flex-basis:100%;font-weight:500}
+.names td[data-of]::before{content:attr(data-of) " ";color:var(--dim)}}
 """
 """Text has a contrast of at least 4.5 to 1 with its background, in both."""

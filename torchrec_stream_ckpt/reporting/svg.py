@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,11 @@ COLORS = 8
 def text_of(value: object) -> str:
     """Text for a page: nothing in it is taken for markup, and no control sign is left."""
     return html.escape(printable(str(value)), quote=True)
+
+
+def name_of(value: object) -> str:
+    """A name for a page: where it has no room, it goes on in the next line after one of ``. _ - /``."""
+    return re.sub(r"([._/-])(?=[^._/-])", r"\1<wbr>", text_of(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +185,7 @@ def _bar(stack: Bar, center: float, width: float, y: Axis, show: Callable[[float
 def legend(names: Sequence[tuple[int, str]]) -> str:
     """What the colors mean, as HTML."""
     items = "".join(
-        f'<li><span class="key" style="background:var(--c{color})"></span>{text_of(name)}</li>' for color, name in names
+        f'<li><span class="key" style="background:var(--c{color})"></span><span>{name_of(name)}</span></li>'
+        for color, name in names
     )
     return f'<ul class="legend">{items}</ul>'
