@@ -18,12 +18,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 
-from crc32c import crc32c
-
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, ScratchUnavailableError, StreamCkptError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.manifest import BY_HAND, RETENTION, Dropped, Garbage
+from torchrec_stream_ckpt.format.manifest import BY_HAND, RETENTION, Dropped
 from torchrec_stream_ckpt.layout import (
     DENSE_DIR,
     FOLDS_DIR,
@@ -33,7 +31,6 @@ from torchrec_stream_ckpt.layout import (
     VERDICTS_DIR,
     FoldName,
     dropped_name,
-    garbage_name,
     parse_dense_file,
     parse_fold_name,
     parse_fold_segment,
@@ -44,6 +41,7 @@ from torchrec_stream_ckpt.layout import (
 )
 from torchrec_stream_ckpt.log.api import Incarnation
 from torchrec_stream_ckpt.materialize.compact import Span, plan_spans
+from torchrec_stream_ckpt.materialize.garbage_lists import enlist, shorten, tidy
 from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
 from torchrec_stream_ckpt.materialize.merge import merge
 from torchrec_stream_ckpt.materialize.read_back import ReadBack
@@ -310,13 +308,13 @@ def collect(
     # Of what is there now, whoever has come meanwhile; and of what its bytes prove.
     idle_now = plan_gc(_apart_from_damage(stock, read_back), GcRules(grace_s=rules.grace_s), now)
     aging = _newest(stock.holdings.lineage) if rules.retention.keep_all_for is not None else None
-    listed = _list(objects, job, stock, idle_now.later, now, aging)  # it waits from now on, however long reading takes
+    listed = enlist(objects, job, stock, idle_now.later, now, aging)  # it waits from now on, however long reading takes
     try:
         stock, found = _proved(stock, GcRules(grace_s=rules.grace_s), now, read_back)
     except BaseException:
         if listed is not None:
             with suppress(StreamCkptError):  # a scrub leaves out what is listed, and this was not proved to be needless
-                _shorten(objects, job, listed, set())
+                shorten(objects, job, listed, set())
         raise
     read_back.save()
     for kind in _PHASES:
@@ -324,8 +322,8 @@ def collect(
         list(pool.map(lambda name: _delete(objects, name), names))
     waiting = {entry.name for entry in found.later}
     if listed is not None:
-        _shorten(objects, job, listed, waiting)
-    _tidy(objects, job, stock, waiting, lambda each: each.newest == aging and elapsed(each.clocks, now) is None)
+        shorten(objects, job, listed, waiting)
+    tidy(objects, job, stock, waiting, lambda each: each.newest == aging and elapsed(each.clocks, now) is None)
     read_back.tidy(stock.holdings.sizes)
     objects.clear_leftovers()
     given_up = {*plan.dropping} & stock.holdings.catalog.dropped - stock.pins
@@ -405,58 +403,6 @@ def _drop(objects: Objects, lineage: Lineage, marker: MarkerId, reason: str) -> 
         failpoint("gc.dropped")
 
 
-def _list(
-    objects: Objects,
-    job: bytes,
-    stock: Stock,
-    later: Iterable[Entry],
-    clocks: Mapping[str, float],
-    aging: MarkerId | None,
-) -> tuple[str, Garbage] | None:
-    """Remember when what goes later was known to be garbage, and how long there has been no newer marker."""
-    known = waited(stock.lists, clocks)
-    fresh = tuple(entry.name for entry in later if entry.name not in known)
-    if not fresh and aging is None:
-        return None
-    garbage = Garbage(time.time(), fresh, clocks, aging, idle(stock.lists, aging, clocks))
-    name = _put_list(objects, job, garbage)
-    failpoint("gc.listed")
-    return name, garbage
-
-
-def _shorten(objects: Objects, job: bytes, listed: tuple[str, Garbage], waiting: set[str]) -> None:
-    """Take from this run's own list what was found to be needed after all."""
-    name, garbage = listed
-    left = tuple(each for each in garbage.names if each in waiting)
-    if left != garbage.names:
-        if left or garbage.newest is not None:
-            _put_list(objects, job, replace(garbage, names=left))
-        objects.delete(name)
-
-
 def _delete(objects: Objects, name: str) -> None:
     objects.delete(name)
     failpoint("gc.deleted")
-
-
-def _tidy(objects: Objects, job: bytes, stock: Stock, waiting: set[str], tells_age: Callable[[Garbage], bool]) -> None:
-    """Of lists, only what still waits stays: what is needed again must begin to wait anew.
-
-    Nor goes one that tells of an age by a clock that this run does not read.
-    """
-    for name, garbage in stock.lists:
-        left = tuple(each for each in garbage.names if each in waiting and garbage.clocks)
-        tells = garbage.newest is not None and tells_age(garbage)
-        if left == garbage.names and (left or tells):
-            continue
-        if left or tells:
-            _put_list(objects, job, replace(garbage, names=left))
-        objects.delete(name)
-        failpoint("gc.tidied")
-
-
-def _put_list(objects: Objects, job: bytes, garbage: Garbage) -> str:
-    data = garbage.to_bytes()
-    name = garbage_name(job, int(garbage.time_s * 1000), crc32c(data))
-    objects.put(name, [data])
-    return name
