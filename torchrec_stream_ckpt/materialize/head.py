@@ -7,10 +7,11 @@ import errno
 import logging
 import os
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +27,11 @@ from torchrec_stream_ckpt.format.segment import Directory, decode_chunk
 from torchrec_stream_ckpt.layout import head_slice_name
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
-from torchrec_stream_ckpt.store.head import HeadFolder, SliceArrays
+from torchrec_stream_ckpt.store.head import Head, HeadFolder, SliceArrays
 from torchrec_stream_ckpt.store.reader import load_notes, open_pieces, read_chunks
 from torchrec_stream_ckpt.types import MarkerId
+
+T = TypeVar("T")
 
 WRITER_WAIT_S = 10.0
 """For restores that copy; then HEAD stays where it is until the next marker."""
@@ -74,6 +77,34 @@ class HeadWriter:
         except OSError as error:
             self.marker = None
             raise _not_written(self._root, error) from error
+
+    def read(self, job: bytes, work: Callable[[Head], T]) -> T | None:
+        """Do ``work`` with HEAD, which is open and stays as it is meanwhile; None if there is none, or it is written.
+
+        Raises:
+            HeadDamagedError: as ``work`` does.
+        """
+        head = Head.open(self._root, job, self._wait_s)
+        if head is None:
+            return None
+        with contextlib.closing(head):
+            return work(head)
+
+    def free(self, job: bytes) -> bool:
+        """Take HEAD away; False if others kept it busy.
+
+        Raises:
+            StoreUnavailableError: its folder cannot be written to.
+        """
+        try:
+            with contextlib.closing(HeadFolder(self._root, job, create=True)) as folder:
+                if not folder.lock(exclusive=True, wait_s=self._wait_s):
+                    return False
+                _free(folder)
+        except OSError as error:
+            raise _not_written(self._root, error) from error
+        self.marker = None
+        return True
 
     def _follow(self, folder: HeadFolder, lineage: Lineage, catalog: Catalog, marker: MarkerId) -> bool:
         if not folder.lock(exclusive=True, wait_s=self._wait_s):

@@ -7,11 +7,9 @@ from concurrent.futures import Executor
 from functools import partial
 
 from torchrec_stream_ckpt.errors import (
-    ConfigError,
     CorruptionError,
     MissingObjectError,
     OtherLogError,
-    StoreUnavailableError,
     StreamCkptError,
 )
 from torchrec_stream_ckpt.failpoints import failpoint
@@ -24,6 +22,7 @@ from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.materialize.compactor import Compactor, Policy
 from torchrec_stream_ckpt.materialize.dense_copier import DenseCopier
 from torchrec_stream_ckpt.materialize.head import HeadWriter
+from torchrec_stream_ckpt.materialize.head_keeper import HeadKeeper
 from torchrec_stream_ckpt.materialize.interval_folder import IntervalFolder, Segments
 from torchrec_stream_ckpt.materialize.losses import Losses, put_claim
 from torchrec_stream_ckpt.materialize.progress import Counts, Progress
@@ -77,7 +76,6 @@ class Materializer:
         self._log = log
         self._objects = objects
         self._mine = mine
-        self._head = head
         self._catalog: Catalog | None = None
         self._progress = Progress(going_on)
         self._losses = Losses(objects, pass_over)
@@ -87,8 +85,8 @@ class Materializer:
         self._compactor = Compactor(objects, pool, policy or Policy(), self._progress)
         self.proofs = ProofChecker(objects, pool, self._compactor, self._repairer, self._progress, proofs)
         """Compares markers with their proofs."""
-        self.head_problem: StreamCkptError | None = None
-        """Why HEAD could not be brought to the newest marker at the last attempt."""
+        keeper = HeadKeeper(head, self._repairer, self.proofs, self._progress) if head is not None else None
+        self._head = keeper
         self.missing: list[Commit] = []
         """Committed markers that are not in the store and were not given up, in commit order."""
 
@@ -121,6 +119,11 @@ class Materializer:
     def head_marker(self) -> MarkerId | None:
         """Where HEAD stands on this host; None: nowhere."""
         return self._head.marker if self._head is not None else None
+
+    @property
+    def head_problem(self) -> StreamCkptError | None:
+        """Why HEAD could not be brought to the newest marker at the last attempt, or what was wrong with it."""
+        return self._head.problem if self._head is not None else None
 
     @property
     def held(self) -> frozenset[MarkerId]:
@@ -203,28 +206,14 @@ class Materializer:
                 self._check_proofs(lineage, catalog)
                 yield commit.id
         self.missing = [commit for commit in self.missing if commit.id not in catalog.dropped]
-        self._keep_warm(lineage, catalog)
+        if self._head is not None:
+            self._head.follow(lineage, catalog)
         self._progress.doing = "waiting for others" if self.missing else "waiting for markers"
 
     def _check_proofs(self, lineage: Lineage, catalog: Catalog) -> None:
         """Compare the markers that are in the store, if this process is the one that puts them there."""
         newest = lineage.newest
         self.proofs.check(lineage, catalog, leads=newest is not None and self._mine(newest.ranks[0].partition))
-
-    def _keep_warm(self, lineage: Lineage, catalog: Catalog) -> None:
-        """Bring HEAD to the newest marker of the store. Without it a restore is slower, and nothing is lost."""
-        offered = catalog.markers - catalog.dropped
-        newest = next((marker for marker in reversed(lineage.commits) if marker in offered), None)
-        if self._head is None or newest is None:
-            return
-        if self._head.marker != newest:
-            self._progress.doing = f"bringing HEAD to marker {newest}"
-        try:
-            self._repairer.mending(lineage, catalog, partial(self._head.follow, lineage, catalog, newest))
-        except (StoreUnavailableError, ConfigError, CorruptionError) as error:
-            self.head_problem = error  # it is tried again
-        else:
-            self.head_problem = None
 
     def _load(self, job: bytes) -> Catalog:
         if self._catalog is None:

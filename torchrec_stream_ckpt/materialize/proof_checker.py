@@ -79,8 +79,20 @@ class ProofChecker:
         """What the store says, as far as it is known; None: it is to be listed."""
         self._pending: dict[MarkerId, None] = {}
         """Markers to compare, in commit order."""
+        self._last: WindowCheck | None = None
         self.standing: ProofStanding | None = None
         """Of the newest marker that was compared."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is compared."""
+        return self._rule is not None
+
+    def of(self, lineage: Lineage, catalog: Catalog, marker: MarkerId) -> WindowCheck:
+        """What comes of a marker in the store: of the last one that was compared here it is known."""
+        if self._last is None or self._last.marker != marker:
+            self._last = self._reader.check(lineage, catalog, marker)
+        return self._last
 
     def add(self, commit: Commit) -> None:
         """A marker has come into the store."""
@@ -148,6 +160,7 @@ class ProofChecker:
         except CorruptionError as error:  # of what is in the store already: the markers to come do not wait for it
             rule.failed(commit, error)
             return
+        self._last = found
         if found.window is None:
             return
         if found.compared.unproved is not None:
