@@ -10,6 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch.distributed as dist
 
 from torchrec_stream_ckpt import StreamCheckpointer
 from torchrec_stream_ckpt.adapter import FusedKernel
@@ -137,7 +140,20 @@ class Inside:
         cadence = self._streaming._cadence
         own = cadence._affordable
         assert own is not None
-        cadence._affordable = lambda: fact() and own()
+        cadence._affordable = lambda: own() if fact() else 1
+
+    def count_votes(self) -> list[int]:
+        """Grows by one with each vote among the ranks that this one starts from here on."""
+        cadence, votes = self._streaming._cadence, list[int]()
+        group = cadence._group
+
+        class Counting:
+            def allreduce(self, *given: Any) -> dist.Work:
+                votes.append(1)
+                return group.allreduce(*given)
+
+        cadence._group = Counting()  # type: ignore[assignment]
+        return votes
 
     @contextmanager
     def commit_timeout(self, timeout_s: float) -> Iterator[None]:

@@ -139,7 +139,7 @@ class StreamCheckpointer:
                 config.marker_every if pace.account is None else None,
                 config.marker_every_s,
                 step_group,
-                pace.account.marker_affordable if pace.account is not None else None,
+                pace.account.steps_to_marker if pace.account is not None else None,
                 self._roll,
                 2 * config.commit_timeout_s + 60,
                 EventTime(config.marker_every_event_s),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from torchrec_stream_ckpt.commit.spacing import NEVER
 from torchrec_stream_ckpt.errors import ConfigError
 
 _NONE = -(2**62)
@@ -27,6 +28,8 @@ class EventTime:
         """The stretch of the newest marker, or that the first look has found."""
         self._seen = _NONE
         """The newest stretch that all ranks have reached, as of the last vote."""
+        self._voted: tuple[int, float] | None = None
+        """Step and watermark of the last vote."""
 
     @property
     def counts(self) -> bool:
@@ -63,6 +66,22 @@ class EventTime:
     def _stretch(self, event_s: float) -> int:
         assert self._every_s is not None
         return max(_NONE + 1, min(2**62, math.floor(event_s / self._every_s)))
+
+    def steps_to_go(self, step: int) -> int:
+        """(at each vote) Steps until this rank has ended the stretch of the newest marker, at the pace since the last.
+
+        1 at least, also where it has ended it, or where the pace is not known.
+        """
+        assert self._every_s is not None
+        before = self._voted
+        if self.watermark_s is None or self._cut is None:
+            return 1
+        self._voted = step, self.watermark_s
+        left_s = (self._cut + 1) * self._every_s - self.watermark_s
+        if before is None or step <= before[0] or left_s <= 0:
+            return 1
+        passed_s = self.watermark_s - before[1]
+        return max(1, int(min(left_s * (step - before[0]) / passed_s, NEVER))) if passed_s > 0 else NEVER
 
     def heard(self, least: int) -> None:
         """All ranks are in this stretch, or in a later one."""

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
+from torchrec_stream_ckpt.commit.spacing import MOST_STEPS, NEVER
+
 LONGEST_INTERVAL = 64
 """Steps between two drains at most."""
 _LITTLE, _MUCH = 1 / 8, 1 / 2
@@ -26,6 +28,7 @@ _LITTLE, _MUCH = 1 / 8, 1 / 2
 _MOST_ROWS = 1 / 2
 """With more of the rows changed than this, the next drain would send most of them again."""
 _DRAINS_SHARE = 1 / 2
+_STEPS_ON_AVERAGE = 32
 _LEAST_SHARE = 1 / 10
 """Of the bound, what markers get where the boundaries of steps by themselves take nearly all of it, or more."""
 
@@ -86,6 +89,10 @@ class Account:
         self._marker_before_s = 0.0
         self._drain_s = 0.0
         """What the last drain has cost."""
+        self._unpaid_s = 0.0
+        """Of what boundaries take by themselves, for later steps to pay: one with a vote takes more than the others."""
+        self._left_s = 0.0
+        """What a step leaves for markers, on average over the last ones."""
         self.spent_s = self.training_s = 0.0
         """What was counted so far."""
 
@@ -108,9 +115,12 @@ class Account:
         self._training_since += fixed_s
         if self._open:
             self.spent_s += fixed_s
-            payable = min(fixed_s, (1 - _LEAST_SHARE) * self._earned_s)
+            owed_s = self._unpaid_s + fixed_s
+            payable = min(owed_s, (1 - _LEAST_SHARE) * self._earned_s)
+            self._unpaid_s = min(owed_s - payable, MOST_STEPS * self._earned_s)
             self._credit_s -= payable
             self._drains_credit_s -= _DRAINS_SHARE * payable
+            self._left_s += (self._earned_s - payable - self._left_s) / _STEPS_ON_AVERAGE
 
     def _earn(self, training_s: float) -> None:
         self.training_s += training_s
@@ -175,6 +185,13 @@ class Account:
         """Whether all is paid, and the next one as well: by the cheaper of the last two, so that one that was slow by
         chance is not paid twice."""
         return self._credit_s >= min(self._marker_s, self._marker_before_s)
+
+    def steps_to_marker(self) -> int:
+        """Steps until the next marker is affordable, at what the last ones have left for it; 0: it is now."""
+        if self.marker_affordable():
+            return 0
+        missing_s = min(self._marker_s, self._marker_before_s) - self._credit_s
+        return max(1, int(min(missing_s / self._left_s, NEVER))) if self._left_s > 0 else NEVER
 
     @property
     def drain_affordable(self) -> bool:

@@ -323,6 +323,7 @@ class Streaming:
             self._team.on_rank0(self._tiers.start_relay)
         strays = stream.generation.strays
         self._telemetry.opened(claim.generation, stream.publisher, strays, claim.parent, parent_step, parent_bytes)
+        self._cadence.open()
         self._vote(stream)
 
     def _open_prover(self, schema: Schema) -> Prover | None:

@@ -1,0 +1,61 @@
+"""How many steps the ranks train from one vote to the next.
+
+A vote costs each rank a fraction of a millisecond. So each rank says in it how long it needs no other one, and the next
+vote comes once the first rank needs it. What a rank has to say meanwhile waits for that vote: for about ``LATEST_S``,
+measured at the pace since the last vote, and for ``MOST_STEPS`` steps at most, whatever the pace becomes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+LATEST_S = 1.0
+"""About so much time lies between two votes at most, where votes come by themselves."""
+MOST_STEPS = 32
+"""And no more steps than this."""
+NEVER = 2**62
+"""No vote until something is cut, or due."""
+
+
+class Spacing:
+    """Of one rank. It only proposes: the next vote comes where the least of all proposals says.
+
+    Args:
+        alone: There is no other rank: a vote costs nothing, and comes at every step.
+        clock: In seconds.
+    """
+
+    def __init__(self, *, alone: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._alone = alone
+        self._clock = clock
+        self._voted: tuple[int, float] | None = None
+        """Step and time of the last vote."""
+        self._step_s = LATEST_S
+        self._polls = 1
+
+    def voting(self, step: int) -> None:
+        """(at each vote, first) Measure the pace since the last one."""
+        now = self._clock()
+        if self._voted is not None and step > self._voted[0]:
+            self._step_s = max(1e-6, (now - self._voted[1]) / (step - self._voted[0]))
+        self._voted = step, now
+
+    @property
+    def longest(self) -> int:
+        """Steps after which a rank is heard at the latest."""
+        return 1 if self._alone else max(1, min(MOST_STEPS, int(LATEST_S / self._step_s)))
+
+    def steps_in(self, seconds: float) -> int:
+        """Steps that end before ``seconds`` have passed, at the pace since the last vote; 1 at least."""
+        return max(1, int(min(seconds / self._step_s, NEVER)))
+
+    def poll(self) -> int:
+        """1, 2, 4... steps from one vote to the next, up to the longest: something may have changed at any moment."""
+        steps = min(self._polls, self.longest)
+        self._polls = 2 * steps
+        return steps
+
+    def restart(self) -> None:
+        """Poll from 1 again."""
+        self._polls = 1
