@@ -313,7 +313,6 @@ class StreamCheckpointer:
         """
         return self._session.schema()
 
-    @collective("step()")
     def step(self, batches: int = 1, *, event_s: float | None = None) -> None:
         """A training step is done: forward, backward and optimizer. Drains and cuts markers by cadence.
 
@@ -334,12 +333,18 @@ class StreamCheckpointer:
             CaptureMismatchError: (``paranoid``) the stream does not say what the tables hold; raised by all ranks at
                 the same step, and by every call from then on.
         """
+        began_s = time.perf_counter()
+        self._step(batches, event_s, began_s)
+        self._streaming.stepped()  # which counts all of this call for max_overhead
+
+    @collective("step()")
+    def _step(self, batches: int, event_s: float | None, began_s: float) -> None:
         self._ensure_stream()
         self._streaming.events.reach(event_s)
         with self._telemetry.blocked.running():
             for loader in self._loaders:
                 loader.trained(batches)
-            self._streaming.step()
+            self._streaming.step(began_s)
 
     @collective("mark()")
     def mark(self, meta: Mapping[str, str | int | float] | None = None, *, pin: str | None = None) -> Future[Committed]:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.sampled import sampled
 from torchrec_stream_ckpt.commit.pace import LONGEST_INTERVAL, Account, DrainInterval, Pace
+from torchrec_stream_ckpt.commit.spacing import MOST_STEPS
 
 
 @dataclass
@@ -39,6 +40,10 @@ class Run:
     markers: int = 0
     saved_s: float = 0.0
     steps: int = 0
+    spaced: bool = False
+    """The ranks vote only when a marker may be affordable, as the account foresees it."""
+    next_vote: int = 0
+    votes: int = 0
 
     def __post_init__(self) -> None:
         self.pace = Pace(self.drain_every, self.bound, lambda: self.now_s)
@@ -57,7 +62,7 @@ class Run:
         self.markers, self.spent_s, self.training_s = 0, 0.0, 0.0
         end, still_open = self.now_s + seconds, 0
         while self.now_s < end:
-            affordable = self.account.marker_affordable() and not still_open
+            affordable = self._vote() and not still_open
             self.steps += 1
             self.now_s += load.step_s
             self.training_s += load.step_s
@@ -79,6 +84,15 @@ class Run:
             self._spend(load.fixed_s)
             self.pace.stepped()
         return self
+
+    def _vote(self) -> bool:
+        """At the end of a step: whether a marker is cut at the end of the next one."""
+        if self.spaced and self.steps < self.next_vote:
+            return False
+        self.votes += 1
+        to_go = self.account.steps_to_marker()
+        self.next_vote = self.steps + max(1, min(to_go, MOST_STEPS))
+        return to_go == 0
 
     @property
     def overhead(self) -> float:
@@ -107,6 +121,42 @@ def test_markers_come_as_often_as_the_bound_allows() -> None:
     run.run(CHEAP, 1000)
     assert run.overhead == pytest.approx(0.05, rel=0.05)
     assert run.markers == pytest.approx(0.05 * run.training_s / CHEAP.cut_s, rel=0.1)
+
+
+@pytest.mark.parametrize(("bound", "part"), [(0.01, 1 / 3), (0.05, 3 / 4)])  # of 0.05, a marker in about four steps
+def test_votes_that_come_only_when_a_marker_may_be_affordable_cost_hardly_a_marker(bound: float, part: float) -> None:
+    """Most votes are spared, the bound holds, and markers come nearly as often as with a vote at every step."""
+    each, some = Run(bound=bound), Run(bound=bound, spaced=True)
+    for load in (CHEAP, DEAR, CHEAP):
+        for run in (each, some):
+            run.run(load, 2000)
+        assert some.markers >= 0.9 * each.markers
+        assert some.spent_s <= bound * some.training_s + 0.6
+    assert some.votes < part * each.votes
+
+
+def test_a_boundary_counts_from_where_the_call_of_the_user_begins_to_where_it_ends() -> None:
+    run = Run(bound=0.05)
+    run.run(CHEAP, 10)
+    account = run.account
+    spent_s, training_s = account.spent_s, account.training_s
+    began_s = run.now_s = run.now_s + 0.1
+    run.now_s += 0.02
+    run.pace.step(run.saved_s, began_s)
+    run.now_s += 0.03
+    run.pace.stepped()
+    assert account.spent_s - spent_s == pytest.approx(0.05)
+    assert account.training_s - training_s == pytest.approx(0.1)
+
+
+def test_a_boundary_that_is_dear_now_and_then_is_paid_over_the_steps_that_follow() -> None:
+    run = Run(bound=0.01)
+    plain, voting = Load(0.03, 0.001, 0.02, fixed_s=0.0001), Load(0.03, 0.001, 0.02, fixed_s=0.001)
+    for _ in range(3000):
+        run.run(plain, 0.26)
+        run.run(voting, 0.02)
+    account = run.account
+    assert account.spent_s <= 0.0102 * account.training_s
 
 
 def test_what_is_cheap_enough_comes_at_every_step() -> None:

@@ -35,7 +35,7 @@ def test_a_rank_is_heard_after_a_second_or_32_steps(step_s: float, longest: int)
 def test_votes_come_closer_where_steps_become_slow() -> None:
     clock = Clock()
     spacing, step, spans = Spacing(alone=False, clock=clock), 0, []
-    for step_s in (0.01, 0.01, 0.2, 0.2, 0.01, 0.01):
+    for step_s in (0.01, 0.01, 0.19, 0.19, 0.01, 0.01):
         spacing.voting(step)
         spans.append(spacing.longest)
         step += spans[-1]

@@ -1,14 +1,14 @@
 """When to cut: decided by all ranks one step ahead, known to every rank without waiting.
 
-At the end of a step all ranks start a tiny all-reduce and read its result at the end of the next one, when
+At the end of a step with a vote all ranks start a tiny all-reduce, and read its result at the end of the next one, when
 it has long arrived. A marker is cut there if rank 0 wants one and every rank is ready (its sweep has
 finished, no marker is in flight on it). So all ranks cut at the same step, whatever their clocks say, and
 all ranks learn at the same step that another trainer has taken over, that a rank had no memory to go on with a cut, or
 that the log has lost a rank's stream.
 
 The result also says at which step the next vote is (``Spacing``), so no rank votes alone. Besides that, all vote
-where a marker is due by steps, and at the first step after a cut. A single rank decides by the same rules, and makes no
-collective.
+where a marker is due by steps, and at the first step after a cut. A single rank decides by the same rules without
+a collective.
 
 A signal handler may raise at any bytecode. A vote is started and kept in one call that is written in C, and its result
 counts once all of it is read: a rank that was interrupted reads it at its next step. A rank that has missed the step
@@ -69,6 +69,7 @@ class Cadence:
         roll: Tells where the ranks are; None: waits for them have no bound but the group's.
         bound_s: How long a vote may take.
         event_time: Cut when all ranks have ended a stretch of it; None: never.
+        listens: Votes come by themselves, also if no marker is due: a rank may be asked for one from outside.
     """
 
     def __init__(
@@ -80,6 +81,8 @@ class Cadence:
         roll: Roll | None = None,
         bound_s: float = 0.0,
         event_time: EventTime | None = None,
+        *,
+        listens: bool = False,
     ) -> None:
         self._every_steps = every_steps
         self._every_s = every_s
@@ -93,7 +96,7 @@ class Cadence:
         self._last_cut_s = time.monotonic()
         self._due = False
         self._spacing = Spacing(alone=self._alone)
-        self._listens = every_s is not None or affordable is not None or self.events.counts
+        self._listens = listens or every_s is not None or affordable is not None or self.events.counts
         """Votes come by themselves, and not only for markers that are due by steps or in flight."""
         self._next = NEVER
         """The step of the next vote, the same on all ranks."""

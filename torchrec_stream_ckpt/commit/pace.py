@@ -96,13 +96,14 @@ class Account:
         self.spent_s = self.training_s = 0.0
         """What was counted so far."""
 
-    def step(self, saved_s: float) -> None:
+    def step(self, saved_s: float, began_s: float | None = None) -> None:
         """A step boundary begins: the time since the last call that was spent on nothing of ours was training.
 
         Args:
             saved_s: What hooks have spent since then before updates, to save rows of a marker.
+            began_s: When it has begun, by the clock; None: now.
         """
-        now = self._clock()
+        now = self._clock() if began_s is None else began_s
         if self._open:
             self._earn(now - self._training_since - saved_s)
             self._spend_on_marker(saved_s)
@@ -218,11 +219,16 @@ class Pace:
         self.account = Account(max_overhead, clock) if max_overhead is not None else None
         self._saved_s = 0.0
 
-    def step(self, saved_s: float) -> None:
-        """(first thing at a step boundary) ``saved_s``: what hooks have spent so far to save rows of markers."""
+    def step(self, saved_s: float, began_s: float | None = None) -> None:
+        """(first thing at a step boundary)
+
+        Args:
+            saved_s: What hooks have spent so far to save rows of markers.
+            began_s: When the boundary has begun, by the clock; None: now.
+        """
         if self.account is not None:
             # Hooks that were attached anew count from zero.
-            self.account.step(saved_s - self._saved_s if saved_s >= self._saved_s else saved_s)
+            self.account.step(saved_s - self._saved_s if saved_s >= self._saved_s else saved_s, began_s)
         self._saved_s = saved_s
 
     def stepped(self) -> None:

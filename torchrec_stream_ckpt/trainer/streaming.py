@@ -111,10 +111,14 @@ class Streaming:
 
     # Step boundaries.
 
-    def step(self) -> None:
-        """A training step is done."""
+    def step(self, began_s: float) -> None:
+        """A training step is done.
+
+        Args:
+            began_s: When the user's call began, by ``time.perf_counter()``; :meth:`stepped` ends it.
+        """
         self.steps += 1
-        self._pace.step(self._attached.capture.frozen.saving_s)
+        self._pace.step(self._attached.capture.frozen.saving_s, began_s)
         vote = self._cadence.decide()
         stream = self._opened
         if not vote.owner:
@@ -122,7 +126,6 @@ class Streaming:
         self._raise_failure(stream, vote)
         self._send_again(stream)
         if not vote.sound and self._go_on_after_loss(stream):
-            self._pace.stepped()
             return
         if not vote.holding:
             stream.cuts.give_up("it is given up with another rank")
@@ -134,6 +137,9 @@ class Streaming:
         if not (vote.ready or stream.cuts.open):
             self._drains.drain(self._attached.capture, stream.publisher, Drain(self.steps, self._next_marker))
         self._vote(stream)
+
+    def stepped(self) -> None:
+        """The user's call ends: all that it took is known."""
         self._pace.stepped()
 
     def _raise_failure(self, stream: Stream, vote: StepVote) -> None:
