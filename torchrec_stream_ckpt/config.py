@@ -43,14 +43,15 @@ class StreamConfig:
     """A marker is due at every multiple of this number of steps, and cut at the first step boundary from then on at
     which every rank has finished its sweep and has no marker in flight; None: not by steps."""
     marker_every_s: float | None = None
-    """Cut a marker when this many seconds have passed since the last one; None: not by time."""
+    """Cut a marker when this many seconds have passed since the last one, by rank 0's clock; None: not by time. Among
+    several ranks it may be cut a second or 32 steps later where the steps become slower (docs/training_loop.md)."""
     marker_every_event_s: float | None = None
     """Cut a marker once all ranks have trained a further stretch of so many seconds of *event time*, which is the time
     that ``step(event_s=...)`` says. Stretches begin at multiples of it, in Unix time. None: not by event time."""
     max_overhead: float | None = None
     """Cut markers as often as ``step()`` takes at most this part of the time that training takes by itself on each rank
-    (0.01: 1%), instead of by steps or seconds; ``drain_every`` then says how often a drain may come at most. If the
-    per-step vote alone uses up the budget, markers may use 10% more. Time spent marking rows in the backward pass is
+    (0.01: 1%), instead of by steps or seconds; ``drain_every`` then says how often a drain may come at most. If
+    step boundaries alone use up the budget, markers may use 10% more. Time spent marking rows in the backward pass is
     not included (docs/performance.md)."""
     kafka_options: Options = field(default=None, repr=False)
     """Kafka client settings, security included, or a file of ``key=value`` lines."""

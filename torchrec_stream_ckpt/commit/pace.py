@@ -67,9 +67,9 @@ class DrainInterval:
 class Account:
     """``max_overhead``, on one rank. It is opened by the first marker: the sweep before it is not counted.
 
-    Counted is what step boundaries take of the training thread. What one takes anyway, the vote above all, comes first,
-    and drains and markers get the rest, a tenth of the bound at least: no interval could lower the vote. The marks in
-    the update are not counted.
+    Counted is what step boundaries take of the training thread. What one takes anyway comes first, over the steps that
+    follow where it was more than one has earned, as with a vote. Drains and markers get the rest, a tenth of the bound
+    at least: no interval could lower the other part. The marks in the update are not counted.
 
     Args:
         bound: What may be spent, as a part of the time that training takes by itself.
