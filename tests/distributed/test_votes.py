@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -16,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
-from tests.distributed.test_interrupted import _handling
 from tests.inside import inside
+from tests.interrupts import interrupt
 from tests.jobs import attach
 from tests.model import PLAN_1, PLAN_2, trainer
 from torchrec_stream_ckpt import StreamConfig
@@ -29,10 +28,6 @@ from torchrec_stream_ckpt.commit.spacing import MOST_STEPS
 pytestmark = pytest.mark.distributed
 
 READY = replace(NOTHING, ready=True)
-
-
-class Interrupted(BaseException):
-    """What a signal handler raises."""
 
 
 class Boundaries:
@@ -168,9 +163,6 @@ def _interrupted_anywhere() -> list[tuple[int, int, list[int]]]:
     """Rank 1 is interrupted at one bytecode after the other of a boundary with a vote; then the ranks go on."""
     rank, group, found = dist.get_rank(), new_group(20), []
 
-    def interrupt() -> None:
-        raise Interrupted
-
     for to_go in (0, 5):  # with a cut at that boundary, and without
         bytecode, over = 0, False
         while not over:
@@ -178,10 +170,9 @@ def _interrupted_anywhere() -> list[tuple[int, int, list[int]]]:
             boundaries = Boundaries(Cadence(None, None, group, lambda left=left: left[0]))  # type: ignore[misc]
             boundaries.train(1)
             boundaries.pass_step()
-            seen = bytecode + 1
+            hit = True
             if rank == 1:
-                with contextlib.suppress(Interrupted):
-                    seen = _handling(boundaries.boundary, bytecode, interrupt)
+                hit = interrupt(boundaries.boundary, ("/torchrec_stream_ckpt/commit/",), bytecode)
             else:
                 boundaries.boundary()
             left[0] = 5
@@ -190,7 +181,7 @@ def _interrupted_anywhere() -> list[tuple[int, int, list[int]]]:
             boundaries.train(4)
             found.append((boundaries.cadence._next, boundaries.step, [step for step in boundaries.cuts if step > 6]))
             boundaries.cadence.close(20.0)
-            last = torch.tensor(int(seen <= bytecode))
+            last = torch.tensor(int(not hit))
             dist.all_reduce(last)
             over, bytecode = bool(last), bytecode + 5
     return found
