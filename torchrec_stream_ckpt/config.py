@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.options import Options
+from torchrec_stream_ckpt.settings import gather, warn_of_strangers
 from torchrec_stream_ckpt.stats import RESTORE_BYTES_PER_S
 from torchrec_stream_ckpt.uris import FileUri, KafkaUri, check_store_url, parse_uri
 
@@ -168,6 +170,27 @@ class StreamConfig:
             raise ConfigError(f"on_stream_failure must be 'continue' or 'raise', it is {self.on_stream_failure!r}")
         if self.on_column_resplit not in ("refuse", "merge"):
             raise ConfigError(f"on_column_resplit must be 'refuse' or 'merge', it is {self.on_column_resplit!r}")
+
+    @classmethod
+    def from_file(cls, path: str | Path | None = None, **given: Any) -> StreamConfig:
+        """The settings of a TOML file, under their names here; what the environment says counts more.
+
+        ``STREAM_CKPT_MARKER_EVERY=50`` is ``marker_every``. In a file with a table ``[stream_ckpt]``, that table alone
+        counts. ``"none"`` says None where that is not the default. Paths are relative to the working directory.
+
+        Args:
+            path: The file; None: the one that the variable ``STREAM_CKPT_CONFIG`` names, or none.
+            given: Settings that count more than both.
+
+        Raises:
+            ConfigError: an unknown setting (the error says the nearest one), a wrong value, or no file.
+        """
+        found = gather(cls, path, os.environ)
+        warn_of_strangers(cls, os.environ)
+        values = {name: each.value for name, each in found.items()} | given
+        if "uri" not in values:
+            raise ConfigError("uri is not set", hint="write uri = 'file:///ckpt/job' into the file", path=path)
+        return cls(**values)
 
     def _check_overhead(self) -> None:
         if self.max_overhead is None:

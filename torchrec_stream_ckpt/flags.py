@@ -11,16 +11,18 @@ Imports without torch, so a script that is started without ``--stream_ckpt`` pay
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from torchrec_stream_ckpt.config import PROOF_BYTES, Source, StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import ChangesError, ConfigError, JobFinishedError
+from torchrec_stream_ckpt.settings import PREFIX, Setting, gather, warn_of_strangers
 from torchrec_stream_ckpt.types import Restored
 
 if TYPE_CHECKING:
@@ -109,6 +111,25 @@ def changes(text: str) -> Changes:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def yes_or_no(text: str) -> bool:
+    """An argparse type: ``1`` or ``true``, ``0`` or ``false``."""
+    if text.lower() not in ("1", "true", "0", "false"):
+        raise argparse.ArgumentTypeError(f"'{text}' is not 1 or 0")
+    return text.lower() in ("1", "true")
+
+
+RUN_FLAGS: dict[str, Callable[[str], Any]] = {
+    "restore": marker,
+    "changes": changes,
+    "warm_start": str.split,
+    "warm_start_store": str,
+    "accept_unproved": yes_or_no,
+    "standby": positive,
+    "paranoid": yes_or_no,
+}
+"""Flags that are not settings of ``StreamConfig``, and what reads the environment variable of each."""
+
+
 class FlagParser(argparse.ArgumentParser):
     """An argparse parser whose error is one line and what to try, said once on each node, without the usage."""
 
@@ -127,6 +148,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="URI",
         action="append",
         help="file://DIR or kafka://BROKERS/JOB; twice for two tiers, the node's own file://DIR first",
+    )
+    group.add_argument(
+        "--stream_config",
+        metavar="FILE",
+        type=Path,
+        help="TOML file of settings, among them the URI, for flags that are not given (default: STREAM_CKPT_CONFIG)",
     )
     group.add_argument(
         "--outer_every",
@@ -207,8 +234,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def config_from(args: argparse.Namespace) -> StreamConfig | None:
     """The settings that the flags ask for, None without ``--stream_ckpt``.
 
-    Flags that were not given have their defaults in ``args`` from here on; ``args.source`` is what ``--warm_start``
-    names, None without it.
+    What no flag says comes from the environment (``STREAM_CKPT_STORE`` for ``--store``, ``STREAM_CKPT_URI`` for
+    ``--stream_ckpt``), then from the file of ``--stream_config``. Flags that were not given have what holds in ``args``
+    from here on; ``args.source`` is what ``--warm_start`` names, None without it.
 
     Args:
         args: What a parser with ``add_flags`` has parsed.
@@ -217,23 +245,65 @@ def config_from(args: argparse.Namespace) -> StreamConfig | None:
         ConfigError: the flags do not go together, a file is missing, or a URI has no form that we know. One line to
             give to ``parser.error()``.
     """
+    found = settings_of(args)
+    if found["uri"].value is not None:
+        _fill(args, found)
     problem = _given_without_stream(args) if args.stream_ckpt is None else _wrong_together(args)
     if problem:
         raise ConfigError(problem)
     for flag, value in DEFAULTS.items():
-        if getattr(args, flag) is None:
+        elsewhere = args.stream_ckpt is not None and flag in found and found[flag].origin != "default"
+        if getattr(args, flag) is None and not elsewhere:
             setattr(args, flag, value)
     if args.stream_ckpt is None:
         return None
+    warn_of_strangers(StreamConfig, os.environ)
     if args.warm_start is not None:
         args.source = Source.of(args.warm_start, store=args.warm_start_store)
-    uris = args.stream_ckpt
-    settings = {name: getattr(args, name) for name in SETTINGS}
-    return StreamConfig(uri=uris[0] if len(uris) == 1 else tuple(uris), fresh=args.restore == "none", **settings)
+    values = {name: each.value for name, each in found.items() if each.origin != "default"}
+    values["fresh"] = values.get("fresh", False) or args.restore == "none"
+    return StreamConfig(**values)
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Setting]:
+    """Each setting of ``StreamConfig``, and where it came from: flag, environment, file or default, in this order.
+
+    Args:
+        args: What a parser with ``add_flags`` has parsed.
+
+    Raises:
+        ConfigError: file or environment have an unknown setting or a wrong value.
+    """
+    found = {each.name: Setting(_default(each), "default") for each in dataclasses.fields(StreamConfig)}
+    found |= gather(StreamConfig, args.stream_config, os.environ)
+    found |= {name: Setting(getattr(args, name), "flag") for name in SETTINGS if getattr(args, name) is not None}
+    if (uris := args.stream_ckpt) is not None:
+        found["uri"] = Setting(uris[0] if len(uris) == 1 else tuple(uris), "flag")
+    return found
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def _fill(args: argparse.Namespace, found: Mapping[str, Setting]) -> None:
+    """Flags that were not given get what file and environment say."""
+    uri = found["uri"].value
+    args.stream_ckpt = [uri] if isinstance(uri, str) else list(uri)
+    for name in SETTINGS:
+        if getattr(args, name) is None and found[name].origin != "default":
+            setattr(args, name, found[name].value)
+    for flag, parse in RUN_FLAGS.items():
+        variable = PREFIX + flag.upper()
+        if getattr(args, flag) is None and (text := os.environ.get(variable)):
+            try:
+                setattr(args, flag, parse(text))
+            except argparse.ArgumentTypeError as error:
+                raise ConfigError(f"the environment variable {variable}: {error}") from None
 
 
 def _given_without_stream(args: argparse.Namespace) -> str | None:
-    others = ("standby", "changes", "warm_start", "warm_start_store")
+    others = ("standby", "changes", "warm_start", "warm_start_store", "stream_config")
     given = [flag for flag in dict.fromkeys((*DEFAULTS, *SETTINGS, *others)) if getattr(args, flag) is not None]
     return f"--{given[0]} needs --stream_ckpt URI, file://DIR or kafka://BROKERS/JOB" if given else None
 
@@ -263,7 +333,7 @@ def _wrong_together(args: argparse.Namespace) -> str | None:
         return "--accept_unproved is about what is restored: leave it out with --restore none"
     for flag in ("kafka_options", "store_options", "commit_key_file"):
         path = getattr(args, flag)
-        if path is not None and not path.is_file():
+        if path is not None and not isinstance(path, Mapping) and not Path(path).is_file():
             return f"--{flag} {path}: no such file"
     return None
 

@@ -101,6 +101,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sizing": LEAVES | {"format", "sizing"},
     "cli": LEAVES
     | {
+        "flags",
         "format",
         "log",
         "store",

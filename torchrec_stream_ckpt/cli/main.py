@@ -37,6 +37,7 @@ VERBS = {
     "gc": "gc:collect_garbage",
     "pin": "pin:pin_marker",
     "unpin": "pin:unpin_marker",
+    "config": "config_:print_config",
     "broker": "broker:app",
 }
 """Verb -> its module below ``cli``, and what is there."""
@@ -70,6 +71,8 @@ SAYS = {
     "gc": "Give up the markers that no option keeps, and delete what is no longer needed, in this store alone.",
     "pin": "Keep a marker in the store, whatever the retention says.",
     "unpin": "Leave a marker to the retention again.",
+    "config": "Print the settings that hold for a training script, and where each came from: flag, environment, file, "
+    "default.",
     "broker": "A Kafka broker of one's own on this machine (loopback only).",
 }
 """Verb -> the first sentence of its help: the list of all verbs imports none of them."""
@@ -98,6 +101,8 @@ ALSO_CALLED = {
     "delete": "gc",
     "clean": "gc",
     "keep": "pin",
+    "settings": "config",
+    "env": "config",
 }
 """What other tools call a verb, and what a verb was called before -> what it is called here."""
 
@@ -108,7 +113,8 @@ def _command(verb: str) -> Any:
     found = getattr(import_module(f"torchrec_stream_ckpt.cli.{module}"), name)
     if not isinstance(found, typer.Typer):
         one = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        one.command(verb)(as_command(found))
+        context = {"ignore_unknown_options": verb == "config"}  # its flags are those of scripts
+        one.command(verb, context_settings=context)(as_command(found))
         found = one
     made = typer.main.get_command(found)
     made.name = verb

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from torchrec_stream_ckpt.settings import PREFIX
+import typer
+
+from torchrec_stream_ckpt.settings import FILE_VARIABLE, PREFIX
 
 SHARED = frozenset({"--store", "--store-options", "--kafka-options", "--commit-key-file", "--verbose", "--width"})
 """Options that mean the same for every verb: ``STREAM_CKPT_STORE`` counts unless ``STREAM_CKPT_LIST_STORE`` is set."""
@@ -33,6 +35,31 @@ def give_variables(command: Any, verb: str) -> Any:
         if long.startswith("--") and long not in _NONE:
             option.envvar, option.show_envvar = variables_of(verb, long), False
     return command
+
+
+def readers_of(variable: str) -> str | None:
+    """What reads a variable of ours that is no setting, in words; None: nothing does."""
+    from torchrec_stream_ckpt.cli.main import VERBS, app
+    from torchrec_stream_ckpt.flags import RUN_FLAGS
+
+    flag = variable.removeprefix(PREFIX).lower()
+    if variable == FILE_VARIABLE:
+        return "stream-ckpt config --file, and --stream_config of training scripts"
+    if flag in RUN_FLAGS:
+        return f"--{flag} of training scripts"
+    if variable in (name for option in SHARED for name in variables_of("", option)):
+        return f"--{flag.replace('_', '-')} of each verb"
+    if variable.startswith("STREAM_CKPT_FAILPOINTS"):
+        return "fail points, for tests"
+    for verb in VERBS:
+        if not variable.startswith(PREFIX + verb.replace("-", "_").upper() + "_"):
+            continue
+        made = typer.main.get_command(app).commands[verb]  # type: ignore[attr-defined]
+        for name, command in getattr(made, "commands", {"": made}).items():
+            for option in command.params:
+                if variable in (option.envvar or ()):
+                    return f"stream-ckpt {verb} {name}".strip() + f" {max(option.opts, key=len)}"
+    return None
 
 
 def variable_behind(error: Any) -> str | None:
