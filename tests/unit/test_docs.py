@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import typer
 
 from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.flags import add_flags
 from torchrec_stream_ckpt.metrics import METRICS, TRAINER_METRICS
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +65,10 @@ def problems(arguments: list[str]) -> list[str]:
             return []
         command = verbs[name]
     known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    if command.name == "config":  # it takes the flags of scripts, too
+        script = argparse.ArgumentParser()
+        add_flags(script)
+        known |= script._option_string_actions.keys()
     return [
         f"no option {word!r}"
         for word in (argument.split("=")[0] for argument in rest)
@@ -85,6 +91,7 @@ def test_commands_are_found_and_stale_ones_noticed() -> None:
     assert found == [["list", "URI", "--tree"], ["gc", "URI", "--newest", "3"], ["trim", "URI", "--gone"]]
     assert [problems(line) for line in found] == [[], [], ["no option '--gone'"]]
     assert problems(["list", "URI", "--json", "|", "python", "-m", "json.tool"]) == []
+    assert problems(["config", "--marker_every", "3", "--marker_evry", "3"]) == ["no option '--marker_evry'"]
     assert problems(["compress", "URI"]) == ["no verb 'compress'"]
     assert problems(["broker", "start", "--dir", "x", "--rapid"]) == ["no option '--rapid'"]
     assert sum(1 for page in PAGES for _ in commands(page.read_text())) > 60

@@ -136,7 +136,7 @@ def test_every_setting_can_be_set_by_the_environment(monkeypatch: pytest.MonkeyP
     values |= {"store": "file:///s", "head": "/h", "tensorboard": "t", "max_overhead": 0.5, "outer_every": 1}
     values |= {"store_options": "o", "kafka_options": "k", "commit_key_file": "c", "max_fallback": 0}
     for field in fields(StreamConfig):
-        value = values.setdefault(field.name, 3)
+        value = values.setdefault(field.name, field.default if isinstance(field.default, str) else 3)
         if field.name in ("marker_every_s", "marker_every_event_s", "on_signal"):
             values[field.name] = field.default  # not with max_overhead; or of another kind
             continue
