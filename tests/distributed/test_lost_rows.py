@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,11 @@ from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.interchange.dense_proof import compare_dense
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.log.stream import read_stream
+from torchrec_stream_ckpt.materialize import fold as materialize_fold
 from torchrec_stream_ckpt.materialize.compactor import Policy
+from torchrec_stream_ckpt.materialize.materializer import Materializer
+from torchrec_stream_ckpt.materialize.proof_checker import ProofRule
+from torchrec_stream_ckpt.proofs.window import WindowCheck
 from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.restore.verify import verify_marker
 from torchrec_stream_ckpt.store.api import open_store
@@ -369,3 +374,57 @@ def _accept_and_mark(uri: str) -> None:
     with StreamCheckpointer(job.dmp, job.optimizer, config=_settings(uri), stateful={"job": job}) as checkpointer:
         checkpointer.restore(accept_unproved=True)
         checkpointer.mark().result(60)
+
+
+def _compare(folder: Path, lose: bool) -> list[str]:
+    """What the materializer finds in the markers that it folds now; ``lose``: it loses a row on the way."""
+    log, found, decode, lost = FileLog(folder), list[str](), materialize_fold.decode_rows, [not lose]
+
+    def losing(*each: Any) -> Any:
+        view = decode(*each)
+        if lost[0] or len(view.ids) < 2:
+            return view
+        lost[0] = True
+        return type(view)(view.ids[1:], view.weights[1:], tuple(state[1:] for state in view.states))
+
+    def told(check: WindowCheck) -> None:
+        assert check.compared.unproved is not None
+        found.extend(str(block) for block in check.compared.unproved.blocks)
+
+    materialize_fold.decode_rows = losing  # type: ignore[attr-defined]
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            objects = open_store(str(folder))
+            rule = ProofRule(lambda _: objects, told)
+            dense = DenseFolder(folder)
+            materializer = Materializer(log, objects, lambda _: dense, pool, Policy(rebase=0), proofs=rule)
+            assert list(materializer.catch_up(Control(log).refresh()))
+    finally:
+        materialize_fold.decode_rows = decode  # type: ignore[attr-defined]
+    return found
+
+
+def _healed(uri: str) -> list[list[str]]:
+    """What the materializer finds at each marker, while no row changes after the first one, in which it loses a row."""
+    job = trainer(PLAN_1)
+    settings = StreamConfig(uri=uri, marker_every=None)  # each marker proves every row
+    found = []
+    with StreamCheckpointer(job.dmp, job.optimizer, config=settings, stateful={"job": job}) as checkpointer:
+        checkpointer.restore()
+        job.step()
+        for number in range(4):
+            checkpointer.step()
+            checkpointer.mark().result(60)
+            found.append(_compare(Path(uri.removeprefix("file://")), lose=not number))
+    return found
+
+
+def test_a_row_that_the_materializer_has_lost_is_sent_again_while_nobody_restores(tmp_path: Path) -> None:
+    (found,) = ranks.run(1, _healed, f"file://{tmp_path}")
+    assert found[0]
+    assert "weights rows [" in found[0][0]
+    assert found[-1] == []
+    assert _cli("verify", f"file://{tmp_path}").exit_code == 0
+    listed = json.loads(_cli("list", f"file://{tmp_path}", "--json").stdout)
+    assert [bool(each["compared"]["differing"]) for each in listed["markers"]][:1] == [True]
+    assert listed["compared"]["differing"] == 0
