@@ -21,7 +21,7 @@ class Comparison:
     job: bytes
     marker: MarkerId
     who: str
-    """What the rows were read from: ``store``, ``head`` or ``follower``."""
+    """What the rows were read from: ``store``; ``head`` and ``follower`` are reserved."""
     chain: int
     """``RankEnd.chain`` of rank 0 at the marker: tells histories apart that share a job and a marker's name."""
     position: int

@@ -6,8 +6,8 @@ from torchrec_stream_ckpt.format.compared import Comparison
 from torchrec_stream_ckpt.layout import PROVED_DIR
 from torchrec_stream_ckpt.store.api import Objects
 
-STORE, HEAD, FOLLOWER = "store", "head", "follower"
-"""What rows are read from."""
+STORE = "store"
+"""What rows were read from. ``head`` and ``follower`` are reserved."""
 
 
 def list_proved(objects: Objects, job: bytes) -> list[Comparison]:
