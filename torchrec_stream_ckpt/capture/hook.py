@@ -156,16 +156,18 @@ class Capture:
         if not self._sender.may_send(drain):
             return False
         self.outside.note()
+        left_bytes = max_bytes
         for position, mask in enumerate(self._masks):
             row_bytes = self._sender.row_bytes(position)
-            while mask.sweep.left and max_bytes > 0:
+            # One row at least, and none in what is left over at the end: that would be a frame a row.
+            while mask.sweep.left and (left_bytes >= row_bytes or left_bytes == max_bytes):
                 with self._kernels[position].order.reading():
-                    found = mask.take_unswept(max(1, max_bytes // row_bytes))
+                    found = mask.take_unswept(max(1, left_bytes // row_bytes))
                     sent = self._sender.send(position, found, drain)
                     mask.sweep_sent(found.rows, sent)
                 if sent < found.rows.numel():
                     return False
-                max_bytes -= sent * row_bytes
+                left_bytes -= sent * row_bytes
         return True
 
     @property

@@ -9,6 +9,9 @@ import torch
 
 from torchrec_stream_ckpt.capture.kernel_rows import KernelRows
 
+_SCAN_ROWS = 2**16
+"""As many are looked at in one piece at least: what drains have sent is passed over in few."""
+
 
 class Sweep(Protocol):
     """What is left of the rows that were never sent."""
@@ -49,15 +52,17 @@ class MaskSweep:
         """Up to ``limit`` rows that were never sent; skips over what has been."""
         found = torch.empty(0, dtype=torch.int64, device="cpu")
         while self._cursor < self._total and not found.numel():
-            window = self.unswept[self._cursor : self._cursor + limit]
-            found = window.nonzero().flatten() + self._cursor
+            window = self.unswept[self._cursor : self._cursor + max(limit, _SCAN_ROWS)]
+            found = window.nonzero().flatten()[:limit] + self._cursor
             if not found.numel():
                 self._cursor += window.numel()
         return KernelRows(found)
 
     def sent(self, rows: torch.Tensor, count: int) -> None:
-        """Of the rows of the window, the first ``count`` were sent."""
-        self.drained(rows[:count])
+        """Of the rows of the window, the first ``count`` were sent: the next one begins after them."""
+        if count:
+            self.drained(rows[:count])
+            self._cursor = int(rows[count - 1]) + 1
 
     def drained(self, rows: torch.Tensor) -> None:
         """A drain has sent these rows."""
