@@ -26,7 +26,7 @@ CASES = {
 
 POINTS = {
     "encode": {"gather", "gather, speed", "small, write", "small, read", "large, write", "large, read"},
-    "evolve": {"restore", "first marker"},
+    "evolve": {"restore", "to first marker"},
     "hooks": {"CPU time of a small step"},
     "limits": {"limits"},
     "marker": {"table", "twice the table", "a tenth of the rows"},
