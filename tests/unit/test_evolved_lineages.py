@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from typer.testing import CliRunner
 
 from tests import evolved, stores
@@ -96,6 +97,25 @@ def test_every_marker_is_there_from_the_log(tmp_path: Path, seed: int) -> None:
     for marker in job.truth:
         check(job, marker, None, tmp_path)
         check_filled(job, marker)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_an_export_has_the_tables_of_its_marker(tmp_path: Path, seed: int) -> None:
+    """On each side of each change: its names and shapes, its rows, and nothing of a table that was dropped."""
+    job = random_job(tmp_path / "log", seed)
+    for marker in (max(each for each in job.truth if each.generation == number) for number in job.schemas):
+        folder, by_name = tmp_path / str(marker), {table.spec.name: table for table in job.truth[marker].values()}
+        done = CliRunner().invoke(
+            app, ["export", f"file://{job.root}", "--marker", str(marker), "--to", f"safetensors://{folder}"]
+        )
+        assert done.exit_code == 0, done.output
+        with safe_open(folder / "model-00001-of-00001.safetensors", "pt") as file:
+            names = [*file.keys()]
+            found = {name: file.get_tensor(name) for name in names if name in by_name}
+        assert all(name.startswith(tuple(f"{table}." for table in by_name)) for name in names if name not in by_name)
+        assert {name: value.view(torch.uint8).numpy().tobytes() for name, value in found.items()} == {
+            name: table.bits()[0] for name, table in by_name.items()
+        }
 
 
 POLICIES = {
