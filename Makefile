@@ -25,7 +25,7 @@ GPU_PY ?= python3
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kafka demo-evolve test test-unit test-all test-kafka test-slow test-matrix test-gpu test-tnt fuzz chaos coverage \
+.PHONY: help setup try demo demo-kafka demo-evolve test test-unit test-all test-kafka test-slow test-matrix test-gpu test-tnt fuzz chaos coverage \
   lint docs deploy-check bench bench-age lock clean kafka-tools host-tools browser-tools test-tools compiled
 
 help: ## Show these lines
@@ -41,6 +41,9 @@ $(STAMP) $(OLD_STAMP): pyproject.toml scripts/setup.sh
 
 demo: $(STAMP) ## Train, kill, restore on other ranks, prove it bit for bit (DEMO_ARGS=...)
 	@$(PY) recipes/demo.py $(DEMO_ARGS)
+
+try: $(STAMP) ## A guided tour in the terminal: train, kill, restore, branch, diff, follow, report (TRY_ARGS=--yes)
+	@$(PY) scripts/tour.py $(TRY_ARGS)
 
 demo-kafka: kafka-tools ## The same over a Kafka broker that it starts and stops
 	@$(PY) recipes/demo.py --kafka $(DEMO_ARGS)
@@ -127,7 +130,7 @@ lock: $(STAMP) ## Resolve requirements/cpu*.txt anew from pyproject.toml (UPGRAD
 	@bash scripts/lock.sh $(if $(UPGRADE),--upgrade)
 
 clean: ## Remove caches, build products and the demo's folder; .venv* stay
-	rm -rf build dist demo-run evolve-run *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist demo-run evolve-run tour-run *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 kafka-tools: $(STAMP)
