@@ -163,6 +163,9 @@ def watch_job(
         bool, typer.Option("--fail-on-alert", help="End with status 1 at the first look that finds an alert.")
     ] = False,
     restore_mb_per_s: Rate = None,
+    also: Annotated[
+        list[str] | None, typer.Option("--also", help="Another job to watch; may be given again.", metavar="URI")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Watch a job: its newest marker, what would be lost now, how long a restore would take, and what is wrong.
@@ -170,8 +173,15 @@ def watch_job(
     Reads the log's control partition and the store's names, and changes nothing. Where stdout is no terminal it prints
     a line a marker and a line an alert; with --json an object a look. Ctrl-C ends it. It waits for a job that has not
     begun. With --once it does not wait, and ends with status 1 if there is an alert. With --fail-on-alert it goes on
-    until there is one, names it on stderr, and ends with status 1; with status 0 once the job is finished.
+    until there is one, names it on stderr, and ends with status 1; with status 0 once the job is finished. With --also
+    there is a line a job.
     """
+    if also:
+        from torchrec_stream_ckpt.cli.watch_many import watch_all
+
+        jobs = [options, *(replace(options, uri=each, store=None) for each in also)]
+        watch_all(jobs, interval, restore_mb_per_s, once=once, fail_on_alert=fail_on_alert, json=json)
+        return
     with options.open(warn=False) if once else _opened(options, interval) as job:
         watcher = Watcher(job, bytes_per_s(options.uri, restore_mb_per_s))
         if once:

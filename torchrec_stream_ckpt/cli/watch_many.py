@@ -1,0 +1,196 @@
+"""``stream-ckpt watch URI --also URI``: a line a job. Each job is looked at by a thread of its own.
+
+A log that does not answer holds up the view of no other job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from torchrec_stream_ckpt.cli.common import console, plain
+from torchrec_stream_ckpt.cli.options import JobOptions
+from torchrec_stream_ckpt.cli.watch import Watcher, bytes_per_s, record
+from torchrec_stream_ckpt.cli.watching import line
+from torchrec_stream_ckpt.errors import StreamCkptError, printable
+from torchrec_stream_ckpt.reporting.now import Look
+from torchrec_stream_ckpt.units import clock, duration
+from torchrec_stream_ckpt.uris import job_name, without_login
+
+
+class Watched:
+    """One of the jobs: what was seen of it last.
+
+    Args:
+        name: What it is called here.
+        options: Of its log and store.
+        rate: 10^6 bytes that one rank restores in a second; None: by the log's scheme.
+    """
+
+    def __init__(self, name: str, options: JobOptions, rate: float | None) -> None:
+        self.name, self.uri = name, options.uri
+        self.seen: Look | None = None
+        self.trouble = "not looked at so far"
+        """Why there is no look, or no newer one; empty if all is well."""
+        self._options, self._rate = options, bytes_per_s(options.uri, rate)
+
+    def look(self) -> None:
+        """Look once."""
+        with self._tried(), self._options.open(warn=False) as job:
+            self.seen, self.trouble = Watcher(job, self._rate).look(), ""
+
+    def follow(self, interval_s: float, end: threading.Event) -> None:
+        """(a thread of its own) Look until the end; a job that has not begun is waited for."""
+        while not end.is_set():
+            with self._tried(), self._options.open(warn=False) as job:
+                watcher = Watcher(job, self._rate)
+                while not end.is_set():
+                    self.seen, self.trouble = watcher.look_or_say_why_not(), ""
+                    end.wait(interval_s)
+            end.wait(interval_s)
+
+    @contextlib.contextmanager
+    def _tried(self) -> Iterator[None]:
+        try:
+            yield
+        except StreamCkptError as error:
+            self.trouble = error.headline
+
+    @property
+    def alerts(self) -> list[str]:
+        """What is wrong with it."""
+        found = [f"{alert.kind}: {alert.text}" for alert in self.seen.alerts] if self.seen is not None else []
+        return [*found, *([f"unavailable: {self.trouble}"] if self.trouble else [])]
+
+
+def watch_all(
+    jobs: Sequence[JobOptions], interval_s: float, rate: float | None, *, once: bool, fail_on_alert: bool, json: bool
+) -> None:
+    """Watch several jobs, as ``watch_job`` does one; ends as that does, with an alert of any of them."""
+    watched = [Watched(name, each, rate) for name, each in zip(_names(jobs), jobs, strict=True)]
+    if once:
+        for each in watched:
+            each.look()
+        _show_once(watched, json=json)
+        if any(each.alerts for each in watched):
+            raise typer.Exit(1)
+        return
+    end = threading.Event()
+    for each in watched:
+        threading.Thread(target=each.follow, args=(interval_s, end), name=f"watch {each.name}", daemon=True).start()
+    try:
+        with _shower(watched, json=json) as show:
+            while True:
+                time.sleep(interval_s)
+                show()
+                looked = [each for each in watched if each.seen is not None]
+                if fail_on_alert and any(each.seen.alerts for each in looked if each.seen is not None):
+                    break
+                done = [each.seen.ended for each in looked if each.seen is not None and each.seen.ended is not None]
+                if fail_on_alert and len(done) == len(watched) and all(e.outcome == "finished" for e in done):
+                    return
+    finally:
+        end.set()
+    for each in watched if not json else ():
+        for alert in each.alerts:
+            typer.echo(f"Alert: {printable(f'{each.name}: {alert}')}", err=True)
+    raise typer.Exit(1)
+
+
+def _names(jobs: Sequence[JobOptions]) -> list[str]:
+    """The last part of each URI; whole URIs, if two of those are the same."""
+    short = [job_name(each.uri) for each in jobs]
+    return short if len(set(short)) == len(short) else [without_login(each.uri) for each in jobs]
+
+
+def view(watched: Sequence[Watched], now_s: float) -> RenderableType:
+    """A line a job, and under them what is wrong."""
+    table = Table(expand=True, box=None, header_style="dim", padding=(0, 1), title=clock(now_s), title_justify="right")
+    table.add_column("job", overflow="fold")
+    for name in ("marker", "step", "loss now", "every", "restore", "state"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for each in watched:
+        table.add_row(plain(each.name), *(plain(cell) for cell in _cells(each, now_s)))
+    alerts = [printable(f"{each.name}: {alert}") for each in watched for alert in each.alerts]
+    return Group(table, *([Text("\n" + "\n".join(alerts), style="red")] if alerts else []))
+
+
+def _cells(each: Watched, now_s: float) -> tuple[str, ...]:
+    seen = each.seen
+    if seen is None:
+        return ("-", "-", "-", "-", "-", "unavailable")
+    state = seen.ended.outcome if seen.ended is not None else f"{len(each.alerts)} alerts" if each.alerts else "well"
+    newest = seen.newest
+    if newest is None:
+        return ("none", "-", "all of it", "-", "-", state)
+    return (
+        str(newest.marker),
+        f"{newest.step:,}",
+        duration(max(0.0, now_s - newest.time_s)),
+        duration(seen.interval_s) if seen.interval_s else "-",
+        duration(seen.restore.seconds) if seen.restore is not None else "-",
+        state,
+    )
+
+
+def _records(watched: Sequence[Watched]) -> list[dict[str, object]]:
+    found = []
+    for each in watched:
+        seen: dict[str, object] = {"uri": each.uri, "newest": None, "recent": [], "alerts": []}
+        found.append({**(record(each.uri, each.seen) if each.seen is not None else seen), "trouble": each.trouble})
+    return found
+
+
+def _show_once(watched: Sequence[Watched], *, json: bool) -> None:
+    if json:
+        typer.echo(json_.dumps(_records(watched), indent=2))
+    else:
+        console(pipe=200).print(view(watched, time.time()))
+
+
+@contextlib.contextmanager
+def _shower(watched: Sequence[Watched], *, json: bool) -> Iterator[Callable[[], None]]:
+    """Shows all jobs, each time that it is called."""
+    screen = Console()
+    if json:
+        yield lambda: print(json_.dumps(_records(watched)), flush=True)
+    elif not screen.is_terminal:
+        yield _Lines(watched).show
+    else:
+        with Live(console=screen, screen=True, auto_refresh=False) as live:
+            yield lambda: live.update(view(watched, time.time()), refresh=True)
+
+
+class _Lines:
+    """Prints what is new of each job."""
+
+    def __init__(self, watched: Sequence[Watched]) -> None:
+        self._watched = watched
+        self._said: dict[str, object] = {}
+        self._alerts: dict[str, list[str]] = {}
+
+    def show(self) -> None:
+        for each in self._watched:
+            seen = each.seen
+            if seen is not None:
+                state = (seen.generation, seen.newest.marker if seen.newest is not None else None, seen.ended)
+                if state != self._said.get(each.name):
+                    print(f"{printable(each.name)}: {line(seen)}", flush=True)
+                self._said[each.name] = state
+            kinds = [alert.partition(":")[0] for alert in each.alerts]
+            before = self._alerts.get(each.name, [])
+            for kind, alert in zip(kinds, each.alerts, strict=True):
+                if kind not in before:
+                    print(printable(f"{each.name}: ALERT {alert}"), flush=True)
+            for gone in sorted(set(before) - set(kinds)):
+                print(f"{printable(each.name)}: over: {gone}", flush=True)
+            self._alerts[each.name] = kinds
