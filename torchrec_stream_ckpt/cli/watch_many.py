@@ -164,13 +164,13 @@ def _shower(watched: Sequence[Watched], *, json: bool) -> Iterator[Callable[[], 
     if json:
         yield lambda: print(json_.dumps(_records(watched)), flush=True)
     elif not screen.is_terminal:
-        yield _Lines(watched).show
+        yield _LinesOfJobs(watched).show
     else:
         with Live(console=screen, screen=True, auto_refresh=False) as live:
             yield lambda: live.update(view(watched, time.time()), refresh=True)
 
 
-class _Lines:
+class _LinesOfJobs:
     """Prints what is new of each job."""
 
     def __init__(self, watched: Sequence[Watched]) -> None:
