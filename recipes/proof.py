@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -59,20 +60,22 @@ def train(flags: Sequence[str], on_step: Callable[[StepEvent], None], steps: int
     with recipe.process_group() as device:
         model, optimizer, loader = recipe.build(args, device)
         checkpointer, restored = recipe.open_checkpointer(args, model, optimizer, loader)
-        step = 0 if restored is None else restored.step
-        on_step(StepEvent(step, model, optimizer, loader, restored, checkpointer, None))
-        model.train()
-        batches = (batch for _ in range(loader.epoch, args.epochs) for batch in loader)
-        for batch in islice(batches, steps):
-            optimizer.zero_grad()
-            loss, _ = model(batch.to(device))
-            loss.backward()
-            optimizer.step()
-            step += 1
-            checkpointer.step()
-            on_step(StepEvent(step, model, optimizer, loader, restored, checkpointer, loss.detach()))
-        checkpointer.mark().result()
-        checkpointer.close()
+        with checkpointer:
+            step = 0 if restored is None else restored.step
+            on_step(StepEvent(step, model, optimizer, loader, restored, checkpointer, None))
+            model.train()
+            batches = (batch for _ in range(loader.epoch, args.epochs) for batch in loader)
+            for batch in islice(batches, steps):
+                optimizer.zero_grad()
+                loss, _ = model(batch.to(device))
+                loss.backward()
+                optimizer.step()
+                step += 1
+                checkpointer.step()
+                on_step(StepEvent(step, model, optimizer, loader, restored, checkpointer, loss.detach()))
+                if checkpointer.should_stop:
+                    raise SystemExit(128 + signal.SIGTERM)
+            checkpointer.mark().result()
 
 
 # --------------------------------------------------------------------------------- the truth, by plain TorchRec code

@@ -46,15 +46,16 @@ model = DistributedModelParallel(torch.nn.Sequential(ebc), device=torch.device("
 loader = TrackedLoader(GlobalBatches(make_batch, samples=60_000, batch_size=60, rank=rank, world=world))
 
 try:
-    config = StreamConfig(uri=uri, marker_every=150)
-    ckpt = StreamCheckpointer(model, model.fused_optimizer, config=config, stateful={"loader": loader})
-    ckpt.restore()  # the newest whole marker, if there is one
-    for batch in loader:  # what is left of the epoch
-        loss = (model(batch)["item"] - 1).square().mean()
-        loss.backward()  # updates the table, too
-        ckpt.step()
-    ckpt.mark().result()
-    ckpt.close()
+    config = StreamConfig(uri=uri, marker_every=150, on_signal="mark")
+    with StreamCheckpointer(model, model.fused_optimizer, config=config, stateful={"loader": loader}) as ckpt:
+        ckpt.restore()  # the newest whole marker, if there is one
+        for batch in loader:  # what is left of the epoch
+            loss = (model(batch)["item"] - 1).square().mean()
+            loss.backward()  # updates the table
+            ckpt.step()
+            if ckpt.should_stop:
+                sys.exit(143)
+        ckpt.mark().result()
 except StreamCkptError as error:
     sys.exit(f"Error: {error}")
 print(f"rank {rank}: step {ckpt.steps}, loss {loss.item():.6f}")

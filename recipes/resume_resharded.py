@@ -20,7 +20,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -189,7 +189,8 @@ def prove(recipe: ModuleType, args: argparse.Namespace, device: torch.device) ->
     from torchrec_stream_ckpt import StreamCheckpointer
 
     dmp, optimizer, loader = recipe.build(args, device)
-    with StreamCheckpointer(dmp, optimizer, config=args.stream, stateful={"loader": loader}) as checkpointer:
+    config = replace(args.stream, on_signal=None)  # nothing is trained that a signal could mark
+    with StreamCheckpointer(dmp, optimizer, config=config, stateful={"loader": loader}) as checkpointer:
         restored = restore_from(args, checkpointer)
         if restored is None:
             raise UserError(f"{args.stream_ckpt[0]} has no committed marker to restore")

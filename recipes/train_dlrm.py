@@ -18,11 +18,12 @@ import json
 import logging
 import os
 import random
+import signal
 import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -151,7 +152,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if problem:
         parser.error(problem)
     try:
-        args.stream = config_from(args)
+        args.stream = config_from(args, on_signal="mark")
     except ConfigError as error:
         parser.error(str(error))
     return args
@@ -370,7 +371,7 @@ def train(args: argparse.Namespace, device: torch.device, loader: GlobalBatches[
     step = 0 if restored is None else restored.step
     model.train()
     bar = tqdm(desc="training", unit="step", initial=step, disable=rank > 0 or not sys.stderr.isatty())
-    with logging_redirect_tqdm(), bar:
+    with logging_redirect_tqdm(), bar, checkpointer or nullcontext():  # which says in the log how the job has ended
         for epoch in range(loader.epoch, args.epochs):
             for batch in loader:
                 optimizer.zero_grad()
@@ -380,6 +381,8 @@ def train(args: argparse.Namespace, device: torch.device, loader: GlobalBatches[
                 step += 1
                 if checkpointer is not None:
                     checkpointer.step()
+                    if checkpointer.should_stop:
+                        raise SystemExit(128 + signal.SIGTERM)
                 bar.update()
                 if step % args.log_every == 0:
                     loss = loss.detach()
@@ -387,7 +390,6 @@ def train(args: argparse.Namespace, device: torch.device, loader: GlobalBatches[
                     log.info("step %d, epoch %d: loss %.6f", step, epoch, loss.item() / world)
         if checkpointer is not None:
             checkpointer.mark().result()
-            checkpointer.close()
     log.info("done: step %d, %d epochs", step, args.epochs)
 
 

@@ -15,6 +15,7 @@ import contextlib
 import gc
 import logging
 import os
+import signal
 import sys
 import time
 import warnings
@@ -71,7 +72,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.embedding_dim % 4:
         parser.error(f"--embedding_dim {args.embedding_dim} is not a multiple of 4, which FBGEMM needs")
     try:
-        args.stream = config_from(args)
+        args.stream = config_from(args, on_signal="mark")
     except StreamCkptError as error:
         parser.error(str(error))
     return args
@@ -184,29 +185,32 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     dmp, optimizer, loader = build(args, device)
     log.info("training on %d ranks, %s, global batch %d", dist.get_world_size(), device.type, args.batch_size)
     checkpointer, step = None, 0
-    if args.stream is not None:
-        from torchrec_stream_ckpt import StreamCheckpointer
+    with contextlib.ExitStack() as closing:  # says in the log how the job has ended, whatever ends it
+        if args.stream is not None:
+            from torchrec_stream_ckpt import StreamCheckpointer
 
-        checkpointer = StreamCheckpointer(
-            dmp, optimizer, config=args.stream, stateful={"loader": loader}, paranoid=args.paranoid
-        )
-        restored = restore_from(args, checkpointer)
-        step = restored.step if restored is not None else 0
-    pipeline = TrainPipelineSparseDist(dmp, optimizer, device)
-    dmp.train()
-    for epoch in range(loader.epoch, args.epochs):
-        batches = iter(loader)
-        with contextlib.suppress(StopIteration):
-            while True:
-                loss = pipeline.progress(batches)
-                step += 1
-                checkpointer.step() if checkpointer is not None else loader.trained()
-                if step % args.log_every == 0:
-                    dist.all_reduce(loss)
-                    log.info("step %d, epoch %d: loss %.6f", step, epoch, loss.item() / dist.get_world_size())
-    if checkpointer is not None:
-        checkpointer.mark().result()
-        checkpointer.close()
+            checkpointer = StreamCheckpointer(
+                dmp, optimizer, config=args.stream, stateful={"loader": loader}, paranoid=args.paranoid
+            )
+            closing.enter_context(checkpointer)
+            restored = restore_from(args, checkpointer)
+            step = restored.step if restored is not None else 0
+        pipeline = TrainPipelineSparseDist(dmp, optimizer, device)
+        dmp.train()
+        for epoch in range(loader.epoch, args.epochs):
+            batches = iter(loader)
+            with contextlib.suppress(StopIteration):
+                while True:
+                    loss = pipeline.progress(batches)
+                    step += 1
+                    checkpointer.step() if checkpointer is not None else loader.trained()
+                    if step % args.log_every == 0:
+                        dist.all_reduce(loss)
+                        log.info("step %d, epoch %d: loss %.6f", step, epoch, loss.item() / dist.get_world_size())
+                    if checkpointer is not None and checkpointer.should_stop:
+                        raise SystemExit(128 + signal.SIGTERM)
+        if checkpointer is not None:
+            checkpointer.mark().result()
     log.info("done: step %d, %d epochs", step, args.epochs)
 
 

@@ -25,7 +25,6 @@ from torchrec_stream_ckpt.config import Source, StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import ConfigError, UnsupportedError
 from torchrec_stream_ckpt.evolve.changes import Changes
 from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
-from torchrec_stream_ckpt.format.record import Meta
 from torchrec_stream_ckpt.format.ring import FrameRing
 from torchrec_stream_ckpt.loader import TrackedLoader
 from torchrec_stream_ckpt.restore.plan import RestorePlan
@@ -41,6 +40,8 @@ from torchrec_stream_ckpt.trainer.remarks import agreed
 from torchrec_stream_ckpt.trainer.restoring import Restoring
 from torchrec_stream_ckpt.trainer.session import Session
 from torchrec_stream_ckpt.trainer.showing import Showing
+from torchrec_stream_ckpt.trainer.signals import Signals
+from torchrec_stream_ckpt.trainer.stopping import Stopping
 from torchrec_stream_ckpt.trainer.stream import JOIN_S, StreamParts
 from torchrec_stream_ckpt.trainer.streaming import PEERS_S, Streaming
 from torchrec_stream_ckpt.trainer.telemetry import Telemetry
@@ -94,6 +95,8 @@ class StreamCheckpointer:
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialized", hint="init_process_group() comes first")
         self._config = config.inner
+        signals = Signals(config.on_signal, config.signal_s)
+        signals.check()
         bound_s = config.commit_timeout_s + PEERS_S
         meet(bound_s)
         with ExitStack() as undo:
@@ -143,14 +146,16 @@ class StreamCheckpointer:
                 self._roll,
                 2 * config.commit_timeout_s + 60,
                 EventTime(config.marker_every_event_s),
+                listens=signals.on,
             )
+            stopping = Stopping(signals, self._team, self._roll, PEERS_S)
             self._announcer = Announcer(on_commit if self._team.rank == 0 else None)
             undo.callback(self._announcer.close, 0.0)
             parts = StreamParts(
                 self._attached, self._tier, self._dense, self._ring, self._team, self._commit_team, self._announcer
             )
             self._streaming = Streaming(
-                self._config, parts, self._tiers, self._cadence, pace, self._roll, self._telemetry
+                self._config, parts, self._tiers, self._cadence, pace, self._roll, self._telemetry, stopping
             )
             self._restoring = Restoring(
                 self._config,
@@ -167,6 +172,8 @@ class StreamCheckpointer:
             """What was in flight here: of no meaning to the job's end."""
             self._closed = False
             self._showing = Showing(config, self._team, self.stats, self._telemetry)
+            self._signals = signals
+            signals.install()
             undo.pop_all()
 
     def __enter__(self) -> StreamCheckpointer:
@@ -184,6 +191,14 @@ class StreamCheckpointer:
     def steps(self) -> int:
         """Steps of the job so far, those before a restored marker counted."""
         return self._streaming.steps
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether SIGTERM has come to a rank (``StreamConfig.on_signal``), and its marker was waited for. Local.
+
+        It becomes true on all ranks in the same ``step()``. Leave the loop then, and ``close()``.
+        """
+        return bool(self._streaming.stopping.by)
 
     @property
     def generation(self) -> int | None:
@@ -290,7 +305,8 @@ class StreamCheckpointer:
             ColumnResplitError: this plan splits columns of a row-wise optimizer otherwise; a spare merges nothing.
         """
         self._check_open()
-        return self._restoring.standby(takeover or Takeover(), accept_unproved=accept_unproved)
+        with self._signals.aside():
+            return self._restoring.standby(takeover or Takeover(), accept_unproved=accept_unproved)
 
     @collective("plan()")
     def plan(
@@ -372,7 +388,9 @@ class StreamCheckpointer:
         """
         self._check_open()
         room = partial(self._announcer.make_room, self._config.commit_timeout_s)
-        return self._mark(agreed(self._team, meta, pin, room))
+        meta_of_all = agreed(self._team, meta, pin, room)
+        self._ensure_stream()
+        return self._streaming.mark(meta_of_all)
 
     def mark_all(self) -> None:
         """Send all rows again: tables were written past torch, by ``.data``, NumPy, a raw pointer or a collective.
@@ -403,14 +421,17 @@ class StreamCheckpointer:
             return
         self._calls.check_none("close()")
         error = sys.exception()
-        word = LastWord.of(outcome, error if error is not self._handled else None)
+        stopping = self._streaming.stopping
+        word = LastWord.of(outcome, error if error is not self._handled else None, stopping.by)
         self._closed = True
         deadline = time.monotonic() + timeout_s
         self._showing.close()
         with suppress(UnsupportedError):
             self._streaming.check_kernels()
         self._attached.unhook()
-        self._streaming.close(timeout_s)
+        stopping.close()
+        # The marker of a signal was waited for already: what is left of a grace period is for END.
+        self._streaming.close(min(timeout_s, JOIN_S) if stopping.by else timeout_s)
         self._roll.close()  # ranks that wait in another call are told
         self._ending.say(self._streaming.stream, self._streaming.steps, word, deadline)
         self._announcer.close(max(0.0, deadline - time.monotonic()))
@@ -418,6 +439,7 @@ class StreamCheckpointer:
             self._tiers.close(max(JOIN_S, deadline - time.monotonic()))
         self._tier.close()
         self._end_groups()
+        self._signals.remove()
 
     # What stands between a call and the parts that do it.
 
@@ -436,10 +458,6 @@ class StreamCheckpointer:
             self._streaming.check_restored()
             self._streaming.open_root()
 
-    def _mark(self, meta: Meta = ()) -> Future[Committed]:
-        self._ensure_stream()
-        return self._streaming.mark(meta)
-
     @collective("reshard()")
     def _reshard(self, reshard: Callable[[], float]) -> float:
         """``dmp.reshard()``: rows move between ranks, in kernels that are built anew.
@@ -449,7 +467,9 @@ class StreamCheckpointer:
         """
         wait_s = self._config.commit_timeout_s + 2 * PEERS_S
         attached, running = self._attached, self._streaming.stream is not None
-        parent = self._mark().result(wait_s).id if running else None
+        if running:
+            self._check_open()
+        parent = self._streaming.mark().result(wait_s).id if running else None
         before = attached.column_splits()
         self._streaming.close(JOIN_S)
         try:

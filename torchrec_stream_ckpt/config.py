@@ -17,6 +17,8 @@ from torchrec_stream_ckpt.uris import FileUri, KafkaUri, check_store_url, parse_
 
 _MARKER_EVERY = 100
 _MARKER = re.compile(r"\d{1,9}:\d{1,18}")
+SIGNAL_S = 20.0
+"""Default of ``StreamConfig.signal_s``."""
 PROOF_BYTES = 4 * 2**20
 """Default of ``StreamConfig.proof_bytes``."""
 
@@ -63,6 +65,14 @@ class StreamConfig:
     on_stream_failure: Literal["continue", "raise"] = "continue"
     """What a marker that fails does besides failing its future: training goes on and the next one tries again, or
     ``step()`` raises the reason, on all ranks at the same step."""
+    on_signal: Literal["mark", "none"] | None = None
+    """``mark``: SIGTERM leads to a marker at the next step boundary of all ranks, waited for there, after which
+    ``StreamCheckpointer.should_stop`` is true on all of them: leave the loop and close. SIGUSR1 leads to a marker, and
+    training goes on. One rank that is signalled is enough. None or ``none``: signals do what they did. See
+    docs/training_loop.md."""
+    signal_s: float = SIGNAL_S
+    """How long the marker of a signal may take, from the first step boundary after the signal on. Then the job says why
+    there is none, and after SIGTERM it ends without it. A marker gets 5 s in any case."""
     on_column_resplit: Literal["refuse", "merge"] = "refuse"
     """What a restore does when the plan splits columns of a row-wise optimizer in another way."""
     ring_bytes: int = 64 * 2**20
@@ -112,6 +122,7 @@ class StreamConfig:
             "marker_every_s",
             "marker_every_event_s",
             "commit_timeout_s",
+            "signal_s",
             "restore_mb_per_s",
             "max_overhead",
             "marker_budget_bytes",
@@ -139,7 +150,7 @@ class StreamConfig:
                 or_auto = " or 'auto'" if name == "drain_every" else ""
                 raise ConfigError(f"{name} must be a positive whole number{or_auto}, it is {value!r}")
         self._check_overhead()
-        for name in ("marker_every_s", "marker_every_event_s", "commit_timeout_s", "restore_mb_per_s"):
+        for name in ("marker_every_s", "marker_every_event_s", "commit_timeout_s", "signal_s", "restore_mb_per_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be positive, it is {value!r}")
@@ -168,6 +179,10 @@ class StreamConfig:
             raise ConfigError("marker_budget_bytes cannot be negative")
         if self.on_stream_failure not in ("continue", "raise"):
             raise ConfigError(f"on_stream_failure must be 'continue' or 'raise', it is {self.on_stream_failure!r}")
+        if self.on_signal not in ("mark", "none", None):
+            raise ConfigError(
+                f"on_signal must be 'mark' or 'none', it is {self.on_signal!r:.80}", hint="'none' leaves signals alone"
+            )
         if self.on_column_resplit not in ("refuse", "merge"):
             raise ConfigError(f"on_column_resplit must be 'refuse' or 'merge', it is {self.on_column_resplit!r}")
 

@@ -18,9 +18,9 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
-from torchrec_stream_ckpt.config import PROOF_BYTES, Source, StreamConfig, Takeover
+from torchrec_stream_ckpt.config import PROOF_BYTES, SIGNAL_S, Source, StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import ChangesError, ConfigError, JobFinishedError
 from torchrec_stream_ckpt.settings import PREFIX, Setting, gather, warn_of_strangers
 from torchrec_stream_ckpt.types import Restored
@@ -38,6 +38,8 @@ SETTINGS = (
     "marker_every",
     "marker_every_s",
     "max_overhead",
+    "on_signal",
+    "signal_s",
     "proof_bytes",
     "kafka_options",
     "commit_key_file",
@@ -52,6 +54,7 @@ DEFAULTS = {
     "outer_every": 1,
     "drain_every": 1,
     "marker_every": 100,
+    "signal_s": SIGNAL_S,
     "proof_bytes": PROOF_BYTES,
     "metrics_host": "127.0.0.1",
     "metrics_run": "",
@@ -210,6 +213,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="0.01: as many markers as cost at most 1%% of the training time, instead of --marker_every",
     )
     group.add_argument(
+        "--on_signal",
+        choices=("mark", "none"),
+        help="mark: SIGTERM leads to a marker and then the end, SIGUSR1 to a marker alone; none: they do what they did",
+    )
+    group.add_argument(
+        "--signal_s",
+        metavar="SECONDS",
+        type=positive,
+        help="how long the marker of a signal may take, less than the scheduler's grace period (default: 20)",
+    )
+    group.add_argument(
         "--proof_bytes",
         metavar="BYTES",
         type=whole(0),
@@ -231,7 +245,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def config_from(args: argparse.Namespace) -> StreamConfig | None:
+def config_from(args: argparse.Namespace, *, on_signal: Literal["mark"] | None = None) -> StreamConfig | None:
     """The settings that the flags ask for, None without ``--stream_ckpt``.
 
     What no flag says comes from the environment (``STREAM_CKPT_STORE`` for ``--store``, ``STREAM_CKPT_URI`` for
@@ -240,6 +254,8 @@ def config_from(args: argparse.Namespace) -> StreamConfig | None:
 
     Args:
         args: What a parser with ``add_flags`` has parsed.
+        on_signal: What holds where neither flag nor environment nor file says it. Say ``"mark"`` in a script that
+            leaves its loop once ``should_stop`` is true: in any other one SIGTERM would end nothing.
 
     Raises:
         ConfigError: the flags do not go together, a file is missing, or a URI has no form that we know. One line to
@@ -261,6 +277,8 @@ def config_from(args: argparse.Namespace) -> StreamConfig | None:
     if args.warm_start is not None:
         args.source = Source.of(args.warm_start, store=args.warm_start_store)
     values = {name: each.value for name, each in found.items() if each.origin != "default"}
+    if on_signal is not None:
+        values.setdefault("on_signal", on_signal)
     values["fresh"] = values.get("fresh", False) or args.restore == "none"
     return StreamConfig(**values)
 

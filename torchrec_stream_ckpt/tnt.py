@@ -91,7 +91,8 @@ class StreamCheckpointCallback(Callback):  # type: ignore[misc]
             only by the cadence of ``StreamConfig``, and at the end.
         meta: (rank 0's counts) What to say of the markers of epochs and of the last one, from state and unit.
         close: Cut a last marker and close when training ends, and close when it fails; END says ``finished`` or
-            ``failed``. False if the job goes on afterwards: then you mark and close.
+            ``failed``, and ``preempted`` after SIGTERM (``StreamConfig.on_signal``), which ends training early. False
+            if the job goes on afterwards: then you mark and close.
 
     Raises:
         ConfigError: ``every_n_epochs`` is less than 1.
@@ -144,9 +145,13 @@ class StreamCheckpointCallback(Callback):  # type: ignore[misc]
         accumulated = getattr(unit, "gradient_accumulation_steps", 1)
         if unit.train_progress.num_steps_completed_in_epoch % accumulated == 0:
             self._step()
+            if self._checkpointer.should_stop:  # after SIGTERM and its marker, on all ranks
+                state.stop()
 
     def on_train_epoch_end(self, state: Any, unit: Any) -> None:
         """Mark, if it is time: the unit's progress counts the epoch already."""
+        if self._checkpointer.should_stop:
+            return
         self._step()
         if self._every_n_epochs is not None and unit.train_progress.num_epochs_completed % self._every_n_epochs == 0:
             self._mark(state, unit)
@@ -158,6 +163,9 @@ class StreamCheckpointCallback(Callback):  # type: ignore[misc]
     def on_train_end(self, state: Any, unit: Any) -> None:
         """Mark what no marker has yet, wait for it, and close."""
         if not self._close:
+            return
+        if self._checkpointer.should_stop:  # a grace period has no time for a second marker
+            self._checkpointer.close()
             return
         if self._changed:
             self._mark(state, unit)

@@ -9,7 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.forks import ROOT, Torchrun, run_script
+from tests.launched import Launched
 from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.log.files import FileLog
 
 pytestmark = pytest.mark.distributed
 
@@ -78,3 +81,20 @@ def test_a_fenced_job_says_so_without_a_traceback(tmp_path: Path) -> None:
     assert "Error: " in rest
     assert "an operator has ended this trainer" in rest
     assert 'quickstart.py", line' not in rest
+
+
+def test_torchrun_that_is_told_to_stop_leaves_a_marker_of_the_last_step(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}/ckpt"
+    command = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT), uri]
+    with Launched(command, tmp_path / "output", {}) as job:
+        job.wait_for("marker 1:1 committed", 120)
+        job.process.terminate()
+        assert job.process.wait(120)  # no success
+        said = job.text()
+    told = re.search(r"SIGTERM has led to marker (\d+:\d+) of step (\d+); the job is to stop", said)
+    assert told is not None, said
+    lineage = Control(FileLog(tmp_path / "ckpt")).refresh()
+    assert lineage.newest is not None
+    assert lineage.ended is not None
+    assert (str(lineage.newest.id), lineage.newest.step) == (told[1], int(told[2]))
+    assert (lineage.ended.outcome, lineage.ended.reason, lineage.ended.step) == ("preempted", "SIGTERM", int(told[2]))

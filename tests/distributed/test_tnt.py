@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from tests import ranks
 from tests.model import GLOBAL_BATCH, PLAN_1, PLAN_2, PLAN_3, Trainer, batch, differences, trainer, truth
 from tests.pool import Pool
 from torchrec_stream_ckpt import GlobalBatches, StreamCheckpointer, StreamConfig, TrackedLoader
@@ -131,6 +134,36 @@ def test_a_failed_run_goes_on_from_the_end_of_an_epoch(tmp_path: Path, pool: Poo
     said_of = {str(marker): dict(lineage.meta(marker)) for marker in lineage.commits}
     # The evaluation after the last epoch is in a marker of its own: it has moved the unit's progress on.
     assert said_of == {"1:1": {"epoch": 1}, "1:2": {"epoch": 2}, "2:3": {"epoch": 3}, "2:4": {"epoch": 3}}
+
+
+class Told(Callback):
+    """SIGTERM comes to one rank within the sixth batch."""
+
+    def on_train_step_start(self, state: State, unit: Any) -> None:
+        if unit.train_progress.num_steps_completed == 5 and torch.distributed.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _told(uri: str) -> tuple[int, int]:
+    """Steps of the checkpointer and of the unit."""
+    job = trainer(PLANS[torch.distributed.get_world_size()])
+    unit, loader = Unit(job.dmp, job.optimizer, job.dense, -1), _loader()
+    held = {"loader": loader, **tnt.unit_state(unit, job.dmp)}
+    config = StreamConfig(uri=uri, marker_every=None, on_signal="mark")
+    ckpt = StreamCheckpointer(job.dmp, job.optimizer, config=config, stateful=held)
+    callbacks = [tnt.StreamCheckpointCallback(ckpt), Told()]
+    train(unit, loader, max_epochs=1000, callbacks=callbacks)
+    return ckpt.steps, unit.train_progress.num_steps_completed
+
+
+def test_sigterm_ends_training_after_a_marker(tmp_path: Path) -> None:
+    ((steps, trained), other) = ranks.run(2, _told, f"file://{tmp_path}")
+    assert (steps, trained) == other
+    assert steps == trained < 2 * BATCHES
+    assert _ended(tmp_path) == ("preempted", "SIGTERM")
+    lineage = Control(FileLog(tmp_path)).refresh()
+    assert lineage.newest is not None
+    assert lineage.newest.step == steps
 
 
 def _ended(directory: Path) -> tuple[str, str]:

@@ -158,3 +158,18 @@ def test_a_value_of_another_type_is_named(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be") as refused:
         StreamConfig(**{"uri": "file:///x", **wrong})  # type: ignore[arg-type]
     assert refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"on_signal": "stop"}, "on_signal must be 'mark' or 'none', it is 'stop'"),
+        ({"on_signal": True}, "on_signal must be 'mark' or 'none', it is True"),
+        ({"signal_s": 0}, "signal_s must be positive, it is 0"),
+        ({"signal_s": "20"}, "signal_s must be a number, it is '20'"),
+    ],
+)
+def test_signals_are_answered_by_a_marker_or_not_at_all(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        StreamConfig(uri="file://x", **given)
+    assert StreamConfig(uri="file://x").on_signal is None

@@ -259,3 +259,22 @@ def test_a_spare_that_would_never_take_over_is_refused() -> None:
         Takeover(after_s=None)
     with pytest.raises(ConfigError, match="must be positive"):
         Takeover(after_s=0.0)
+
+
+def test_a_script_that_looks_at_should_stop_has_signals_on_unless_flag_or_environment_say_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def on(*argv: str) -> object:
+        config = config_from(parse("--stream_ckpt", "file://x", *argv), on_signal="mark")
+        assert config is not None
+        return config.on_signal, config.signal_s
+
+    plain = config_from(parse("--stream_ckpt", "file://x"))
+    assert plain is not None
+    assert plain.on_signal is None
+    assert on() == ("mark", 20.0)
+    assert on("--on_signal", "none", "--signal_s", "7") == ("none", 7.0)
+    monkeypatch.setenv("STREAM_CKPT_ON_SIGNAL", "none")
+    assert on() == ("none", 20.0)
+    with pytest.raises(SystemExit):
+        parse("--stream_ckpt", "file://x", "--on_signal", "stop")

@@ -50,6 +50,10 @@ class StepVote:
     """It has not given its part of the last cut up."""
     sound: bool = True
     """The log has not lost what it had acknowledged of its stream."""
+    calm: bool = True
+    """No signal asks it for a marker."""
+    staying: bool = True
+    """No signal asks it for a marker and the end of the job."""
 
 
 NOTHING = StepVote(ready=False, settled=True, owner=True, holding=True)
@@ -127,7 +131,7 @@ class Cadence:
         to_go = self._affordable() if self._affordable is not None else 0
         wanted = self._due or (self._every_s is not None and (left_s <= 0 or self._rank != 0))
         wanted = wanted or (self._affordable is not None and to_go == 0)
-        soon = self._soon(left_s, polls=not vote.settled or (wanted and not vote.ready))
+        soon = self._soon(left_s, polls=not vote.settled or not vote.calm or (wanted and not vote.ready))
         later = max(to_go, self.events.steps_to_go(step) if self.events.counts else 0)
         flags = _flags_of(replace(vote, ready=vote.ready and wanted))
         said = [*map(int, flags), int(vote.ready), self.events.stretch, step, soon, -later]
@@ -163,7 +167,7 @@ class Cadence:
         *flags, able, stretch, first, soon, later = said
         vote = StepVote(**dict(zip(_NAMES, map(bool, flags), strict=True)))
         self.events.heard(stretch)
-        if self.events.is_due:  # all ranks know it: they cut at the first boundary at which all are able to
+        if self.events.is_due or not vote.calm:  # all ranks know it: they cut at the first boundary at which all can
             vote = replace(vote, ready=bool(able))
         steps = 1 if vote.ready else soon if later >= 0 else min(soon, -later)
         self._next = first + steps

@@ -28,6 +28,8 @@ from torchrec_stream_ckpt.trainer.claims import Claims
 from torchrec_stream_ckpt.trainer.drains import Drains
 from torchrec_stream_ckpt.trainer.patience import Patience, at_once
 from torchrec_stream_ckpt.trainer.remarks import note
+from torchrec_stream_ckpt.trainer.signals import MARK, STOP
+from torchrec_stream_ckpt.trainer.stopping import Stopping
 from torchrec_stream_ckpt.trainer.stream import JOIN_S, Stream, StreamParts, open_stream, say_hello
 from torchrec_stream_ckpt.trainer.telemetry import Telemetry
 from torchrec_stream_ckpt.types import Committed, MarkerId
@@ -47,6 +49,7 @@ class Streaming:
         pace: Says what drains and markers may cost.
         roll: Says how long other ranks may wait for this one.
         telemetry: Hears what was done.
+        stopping: Answers signals.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Streaming:
         pace: Pace,
         roll: Roll,
         telemetry: Telemetry,
+        stopping: Stopping,
     ) -> None:
         self._config = config
         self._parts = parts
@@ -67,6 +71,8 @@ class Streaming:
         self._pace = pace
         self._roll = roll
         self._telemetry = telemetry
+        self.stopping = stopping
+        """What signals lead to."""
         self.events = cadence.events
         """Event time, as the user tells it."""
         self.claims = Claims(parts.tier, tiers, parts.attached, parts.team.world)
@@ -130,17 +136,26 @@ class Streaming:
         if not vote.holding:
             stream.cuts.give_up("it is given up with another rank")
         if vote.ready:
-            self._cut(stream, deadline_s=None)
+            self._cut(stream, deadline_s=None, asked=not vote.calm)
         else:
             with self._pace.going_on() if stream.cuts.open else nullcontext():
                 stream.cuts.go_on()
-        if not (vote.ready or stream.cuts.open):
+        if not vote.staying:
+            self._stop(stream)
+        elif not (vote.ready or stream.cuts.open):
             self._drains.drain(self._attached.capture, stream.publisher, Drain(self.steps, self._next_marker))
         self._vote(stream)
 
     def stepped(self) -> None:
         """The user's call ends: all that it took is known."""
         self._pace.stepped()
+
+    def _stop(self, stream: Stream) -> None:
+        """(all ranks) A signal has asked one of them for a marker here, and the end of the job."""
+        step, future = self._last
+        with self._pace.waiting():
+            there = future if step == self.steps else None
+            self.stopping.stop(stream, self.steps, there, lambda deadline_s: self._cut(stream, deadline_s))
 
     def _raise_failure(self, stream: Stream, vote: StepVote) -> None:
         """(``on_stream_failure="raise"``) The last marker has settled on all ranks: if it failed, all of them raise."""
@@ -154,7 +169,15 @@ class Streaming:
         """Say how this rank stands, for the decision at the end of the next step."""
         sound = self._ended or stream.sound
         vote = stream.vote(swept=self._attached.capture.swept, sound=sound)
-        self._cadence.start(self.steps, replace(vote, ready=vote.ready and not self._parts.announcer.is_behind))
+        self.stopping.boundary(stream)
+        signals = self.stopping.signals
+        vote = replace(
+            vote,
+            ready=vote.ready and not self._parts.announcer.is_behind,
+            calm=not signals.pending(MARK),
+            staying=not signals.pending(STOP),
+        )
+        self._cadence.start(self.steps, vote)
 
     def mark(self, meta: Meta = ()) -> Future[Committed]:
         """Cut a marker at this step boundary, once the one in flight has settled; none if it has this very one.
@@ -218,8 +241,11 @@ class Streaming:
         before = lineage.commits[previous] if previous is not None else None
         self._parts.announcer.noted(lineage.commits[marker], before, lineage.meta(marker))
 
-    def _cut(self, stream: Stream, deadline_s: float | None, meta: Meta = ()) -> Future[Committed]:
-        """Cut a marker at this step boundary."""
+    def _cut(
+        self, stream: Stream, deadline_s: float | None, meta: Meta = (), *, asked: bool = False
+    ) -> Future[Committed]:
+        """Cut a marker at this step boundary; ``asked``: because of a signal."""
+        seen = self.stopping.signals.seen()
         self._attached.standing.check_all()
         self._send_again(stream)
         self._cadence.cut()
@@ -230,6 +256,7 @@ class Streaming:
                 self.steps, marker, deadline_s, self._finish_sweep, meta, self.events.watermark_s
             )
         self._last = self.steps, future
+        self.stopping.cut(seen, stream.generation.marker(marker), self.steps, future, asked=asked)
         self._telemetry.follow(stream.generation.marker(marker), self.steps, future)
         return future
 
