@@ -41,10 +41,11 @@ Layers = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Frames:
-    """As the training thread and the publisher make them, into buffers that are there."""
+    """As the training thread and the publisher make them, into buffers that are there. Each table has a stager."""
 
-    def __init__(self, spec: TableSpec, count: int) -> None:
-        self._stager = RowStager(LocalShard(spec, 0, spec.rows, 0, spec.dim), 0, IDENTITY)
+    def __init__(self, spec: TableSpec, count: int, tables: int = 1) -> None:
+        shard = LocalShard(spec, 0, spec.rows, 0, spec.dim)
+        self._stagers = [RowStager(shard, table, IDENTITY) for table in range(tables)]
         self.buffers = [FrameBuffer(np.ones(MAX_FRAME_BYTES, np.uint8), pooled=True) for _ in range(count)]
         self.used = 0
         self._chain = 0
@@ -52,12 +53,14 @@ class Frames:
     def begin(self) -> None:
         self.used = self._chain = 0
 
-    def add(self, rows: torch.Tensor, weights: torch.Tensor, states: tuple[torch.Tensor, ...] = ()) -> None:
-        most = self._stager.max_rows
-        for begin in range(0, len(rows), most):
+    def add(
+        self, rows: torch.Tensor, weights: torch.Tensor, states: tuple[torch.Tensor, ...] = (), *, table: int = 0
+    ) -> None:
+        stager = self._stagers[table]
+        most = stager.max_rows
+        for some in rows.split(most) if rows.numel() > most else (rows,):
             buffer = self.buffers[self.used]
-            some = rows[begin : begin + most]
-            self._stager.fill(buffer, some, weights, states, newest=lambda _, values: values, step=1, marker=1)
+            stager.fill(buffer, some, weights, states, newest=lambda _, values: values, step=1, marker=1)
             assert buffer.header is not None
             buffer.header.seq, buffer.header.chain = self.used, self._chain
             seal(buffer.header, buffer.array.data)
@@ -95,7 +98,7 @@ class Sizes:
     def __init__(self, layer_bytes: int) -> None:
         rows = max(1, round(layer_bytes / (8 + 4 * DIM)))
         self.layers: Layers = [(torch.randint(0, ROWS, (rows,)), torch.rand(rows, DIM)) for _ in range(LAYERS)]
-        self._frames = Frames(PLAIN, 2 * LAYERS)
+        self._frames = Frames(PLAIN, 2 * LAYERS, LAYERS)
         self._places = torch.arange(rows)
         self.packed: dict[str, Any] = {}
 
@@ -124,8 +127,8 @@ class Sizes:
     def _write(self) -> None:
         """The rows of a layer lie behind one another already: they are gathered all the same, as a drain does it."""
         self._frames.begin()
-        for _, weights in self.layers:
-            self._frames.add(self._places, weights)
+        for table, (_, weights) in enumerate(self.layers):
+            self._frames.add(self._places, weights, table=table)
 
     def _read(self) -> list[Any]:
         found = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 from crc32c import crc32c
@@ -182,8 +183,7 @@ class Header:
             self.cols,
             self.schema_crc,
             bytes(self.dtypes),
-            *[offset // ALIGNMENT for offset in self.section_offsets],
-            *_NO_OFFSETS[len(self.section_offsets) :],
+            *_in_units(self.section_offsets),
             self.payload_len,
             self.payload_len,
             self.payload_crc,
@@ -196,6 +196,12 @@ class Header:
     def place(self) -> dict[str, Any]:
         """Coordinates for an error message."""
         return {"generation": self.generation, "rank": self.rank, "seq": self.seq}
+
+
+@lru_cache(maxsize=4096)
+def _in_units(offsets: tuple[int, ...]) -> tuple[int, ...]:
+    """All eight, as a header holds them."""
+    return (*(offset // ALIGNMENT for offset in offsets), *_NO_OFFSETS[len(offsets) :])
 
 
 def parse_header(data: Buffer) -> Header:

@@ -105,11 +105,17 @@ class RowLayout:
 
     def offsets(self, rows: int) -> tuple[tuple[int, ...], int]:
         """(offset of each section from the payload's first byte, length of the payload)."""
-        offsets, position = [], 0
-        for row_bytes in self.widths:
-            offsets.append(position)
-            position += aligned(rows * row_bytes)
-        return tuple(offsets), position
+        return _offsets(self.widths, rows)
+
+
+@lru_cache(maxsize=4096)
+def _offsets(widths: tuple[int, ...], rows: int) -> tuple[tuple[int, ...], int]:
+    """Kept: by widths, since a layout takes longer to hash than this takes to work out."""
+    offsets, position = [], 0
+    for row_bytes in widths:
+        offsets.append(position)
+        position += aligned(rows * row_bytes)
+    return tuple(offsets), position
 
 
 @dataclass(frozen=True, slots=True)
