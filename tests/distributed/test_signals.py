@@ -108,6 +108,7 @@ def _ended(folder: Path, seed: int, rounds: int) -> list[tuple[str, int, list[st
                 timer.join()  # one that has begun sends its signal while the handler is there
             marker = checkpointer.mark().result(60)  # that of the signal: this boundary has one
         found.append((str(marker.id), marker.step, said.lines, truths.get(str(marker.id), {})))
+        dist.barrier()  # rank 0 writes END once the other one has said its word
         ended = lineage_of(folder).ended
         assert ended is not None
         assert (ended.outcome, ended.reason.split()[-1], ended.step) == ("preempted", "SIGTERM", marker.step), number
