@@ -143,7 +143,7 @@ class Draw:
         if self.chance(0.5):
             if shuffled := self.chance(0.3):  # each row stays, most under another id
                 rows = old.rows
-            pairs = rows if shuffled else self.count(0, min(rows, old.rows))
+            pairs = rows if shuffled else self.count(1, min(rows, old.rows))
             ids = IdMap(self.rng.permutation(old.rows)[:pairs], self.rng.permutation(rows)[:pairs])
         elif rows == old.rows:
             rows += 1

@@ -52,7 +52,7 @@ def written(folder: Path, text: str) -> Path:
         Changes(dense=DenseChanges(fresh=("f",))),
         Changes(dense=DenseChanges(renamed={"a": "b"})),
         Changes(columns={"w": 1}, dense=DenseChanges(renamed={"a": "b"}, optimizer={"p": "fresh"})),
-        Changes(rows={"g": RowChange(4, IdMap([], []), allow_dropped_rows=True)}),
+        Changes(rows={"g": RowChange(4, IdMap([7], [0]), allow_dropped_rows=True)}),
     ],
 )
 def test_changes_come_back_from_toml_and_from_python(changes: Changes, tmp_path: Path) -> None:
@@ -97,10 +97,17 @@ def test_the_path_of_a_table_is_near_its_last_name() -> None:
     assert nearest("t_a", ("sparse.ebc.t_a", "sparse.ebc.t_b")) == " (near: 'sparse.ebc.t_a')"
 
 
-def test_an_empty_id_map_is_not_no_id_map() -> None:
-    none, empty = (Changes(rows={"t": RowChange(3, ids)}) for ids in (None, IdMap([], [])))
-    assert none.digest != empty.digest
-    assert none != empty
+def test_an_empty_id_map_would_drop_all_rows_and_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ChangesError, match="the id map has no pair"):
+        IdMap([], [])
+    np.save(tmp_path / "none.npy", np.zeros((0, 2), np.int64))
+    for text in ("", "old,new\n", "\n", "old,new\n\n", "\n\n"):
+        (tmp_path / "none.csv").write_text(text)
+        for name in ("none.csv", "none.npy"):
+            with pytest.raises(ChangesError, match=r"has no pair(.|\n)*path=.*none"):
+                IdMap.load(tmp_path / name)
+    with pytest.raises(ChangesError, match="rows\\['t'\\]: the id map has no pair"):
+        Changes.load(written(tmp_path, "[rows]\nt = { rows = 3, ids = [], allow_dropped_rows = true }\n"))
 
 
 def test_no_name_comes_twice_in_a_list_and_all_wrong_values_are_named() -> None:
@@ -177,18 +184,53 @@ def test_id_maps_are_read_in_each_form(tmp_path: Path) -> None:
     wanted = IdMap([5, 0, 9], [1, 2, 0])
     (tmp_path / "names.csv").write_text("old,new\r\n5,1\r\n0,2\r\n9,0\r\n")
     (tmp_path / "plain.csv").write_text("5, 1\n0, 2\n9, 0")
+    (tmp_path / "marked.csv").write_text("old id, new id\n5,1\n\n0,2\n9,0\n", "utf-8-sig")
+    (tmp_path / "marked_plain.csv").write_text("5,1\n0,2\n9,0\n", "utf-8-sig")
     np.save(tmp_path / "pairs.npy", np.array([[5, 1], [0, 2], [9, 0]], np.uint32))
     wanted.save(tmp_path / "saved.npz")
-    for name in ("names.csv", "plain.csv", "pairs.npy", "saved.npz"):
+    for name in ("names.csv", "plain.csv", "marked.csv", "marked_plain.csv", "pairs.npy", "saved.npz"):
         found = IdMap.load(tmp_path / name)
         assert found == wanted, name
         assert found.digest == wanted.digest
         assert found.old_ids.dtype == np.int64
-    for text in ("", "old,new\n", "\n"):
-        (tmp_path / "none.csv").write_text(text)
-        assert len(IdMap.load(tmp_path / "none.csv")) == 0
+    with pytest.raises(ChangesError, match=r"cannot be written: No such file.*\n?.*path=.*nowhere"):
+        wanted.save(tmp_path / "nowhere" / "saved.npz")
     with pytest.raises(ChangesError, match=r"name a file that ends in \.npz"):
         wanted.save(tmp_path / "saved.csv")
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        *(
+            "x1,2",
+            "n/a,2",
+            "NaN,2",
+            "nan,NAN",
+            "na,inf",
+            "None,null",
+            ".5,2",
+            ";1,2",
+            '"1","2"',
+            "O,1",
+            "1,old",
+            "1o,l2",
+        ),
+        *("old", "old;new", "old,new,weight", "old,", "# old,new", "'1','2'", "-,2", " x,2", "old-id,new-id"),
+    ],
+)
+def test_a_first_line_that_may_have_been_a_pair_is_not_taken_for_names(first: str, tmp_path: Path) -> None:
+    (tmp_path / "ids.csv").write_text(f"{first}\n3,4\n")
+    with pytest.raises(ChangesError) as refused:
+        IdMap.load(tmp_path / "ids.csv")
+    assert f"line 1 is {first.strip()!r}, not two ids" in refused.value.message
+
+
+def test_a_line_that_is_no_pair_is_named_by_its_number(tmp_path: Path) -> None:
+    for line in ("3", "3,4,5", "three,4", "3.0,4", f"{2**63},4", "old,new"):
+        (tmp_path / "ids.csv").write_text(f"old,new\n\n1,2\n{line}\n")
+        with pytest.raises(ChangesError, match=r"line 4 is .*, not two ids"):
+            IdMap.load(tmp_path / "ids.csv")
 
 
 @pytest.mark.parametrize(
@@ -262,8 +304,6 @@ def test_a_row_map_goes_both_ways() -> None:
     assert same.old_of([1, 5]).tolist() == [1, -1]
     assert same.old_within(1, 9).tolist() == [1, 2]
     assert same.old_within(5, 9).tolist() == []
-    none = RowMap.of(IdMap([], []))
-    assert none.new_of([0, 1]).tolist() == [-1, -1]
     assert RowMap.of(IdMap([1, 2], [1, 2])).is_identity is False
     assert RowMap.of(IdMap([1, 0], [1, 0])).is_identity is True
 

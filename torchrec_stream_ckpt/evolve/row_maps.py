@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import re
 import warnings
 import zlib
+from codecs import BOM_UTF8
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +21,10 @@ from torchrec_stream_ckpt.errors import ChangesError
 
 Ids = npt.NDArray[np.int64]
 FORMS = (".csv", ".npy", ".npz")
+_NAME = re.compile("[A-Za-z_][A-Za-z0-9_ ]*")
+_NO_NUMBERS = {"nan", "inf", "infinity", "na", "none", "null"}
+"""What programs write in place of a number."""
+_PAIR = re.compile(r"([+-]?0*[0-9]{1,19})\s*,\s*([+-]?0*[0-9]{1,19})")
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +34,8 @@ class IdMap:
     A row of the marker that no pair names is dropped; a row of this model that no pair names starts fresh.
 
     Raises:
-        ChangesError: an id is negative, stands twice or is not an integer, or one side has more of them.
+        ChangesError: an id is negative, stands twice or is not an integer, or one side has more of them; or there is
+            no pair.
     """
 
     old_ids: Ids
@@ -41,6 +49,12 @@ class IdMap:
         old, new = (_ids(each, side, self.path) for each, side in ((self.old_ids, "old"), (self.new_ids, "new")))
         if len(old) != len(new):
             raise ChangesError(f"an id map has {len(old)} old ids and {len(new)} new ones", path=self.path)
+        if not len(old):
+            raise ChangesError(
+                "the id map has no pair: all rows would be dropped",
+                hint="name the rows that stay; where none does, declare the table as dropped and as added",
+                path=self.path,
+            )
         for ids, side in ((old, "old"), (new, "new")):
             _check_ids(ids, side, self.path)
         order = np.argsort(old, kind="stable")
@@ -50,7 +64,7 @@ class IdMap:
 
     @staticmethod
     def load(path: str | Path) -> IdMap:
-        """Read a file of pairs: ``.csv`` (old,new in each line, a line of names may come first), ``.npy`` (shape
+        """Read a file of pairs: ``.csv`` (old,new in each line, a line of two names may come first), ``.npy`` (shape
         (pairs, 2)), ``.npz`` (``old_ids`` and ``new_ids``).
 
         Raises:
@@ -62,11 +76,16 @@ class IdMap:
         """Write the pairs as ``.npz``, which :meth:`load` reads.
 
         Raises:
-            ChangesError: the path ends in something else.
+            ChangesError: the path ends in something else, or cannot be written.
         """
         if Path(path).suffix != ".npz":
             raise ChangesError("an id map is written as .npz", hint="name a file that ends in .npz", path=path)
-        np.savez(path, old_ids=self.old_ids, new_ids=self.new_ids)
+        try:
+            np.savez(path, old_ids=self.old_ids, new_ids=self.new_ids)
+        except OSError as error:
+            raise ChangesError(
+                f"the id map cannot be written: {error.strerror}", hint="name a folder that is there", path=path
+            ) from None
 
     @cached_property
     def digest(self) -> str:
@@ -131,20 +150,42 @@ def _read(path: Path) -> tuple[Any, Any]:
 
 
 def _read_csv(path: Path) -> tuple[Any, Any]:
-    with path.open(encoding="ascii") as lines:
-        first = lines.readline()
-        skip = 0 if not first or first.lstrip()[:1] in {*"0123456789+-", ""} else 1
-        if not lines.readline() and (skip or not first.strip()):
+    with path.open("rb") as file:
+        encoding = "utf-8-sig" if file.read(3) == BOM_UTF8 else "ascii"
+    with path.open(encoding=encoding) as lines:
+        skip = 1 if _is_header(lines.readline()) else 0
+        lines.seek(0)
+        if not any(line.strip() for line in itertools.islice(lines, skip, None)):
             return [], []
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # numpy reads 1.5 as 1 with a warning
         try:
-            pairs = np.loadtxt(path, np.int64, comments=None, delimiter=",", skiprows=skip, ndmin=2, encoding="ascii")
-        except Warning as warning:
-            raise ValueError(str(warning)) from None
+            pairs = np.loadtxt(path, np.int64, comments=None, delimiter=",", skiprows=skip, ndmin=2, encoding=encoding)
+        except (ValueError, Warning) as error:
+            raise ValueError(_wrong_line(path, encoding, skip) or str(error)) from None
     if pairs.shape[1] != 2:
-        raise ValueError(f"a line has {pairs.shape[1]} fields")
+        raise ValueError(_wrong_line(path, encoding, skip))
     return pairs[:, 0], pairs[:, 1]
+
+
+def _is_header(line: str) -> bool:
+    """Whether a line names two columns. What is near a pair, such as ``x1,2`` or ``nan,2``, is no header."""
+    names = [each.strip() for each in line.split(",")]
+    return len(names) == 2 and all(_NAME.fullmatch(each) and each.lower() not in _NO_NUMBERS for each in names)
+
+
+def _wrong_line(path: Path, encoding: str, skip: int) -> str:
+    """The first line that is no pair of ids, in words; empty if all are."""
+    with path.open(encoding=encoding) as lines:
+        for number, line in enumerate(lines, 1):
+            pair = _PAIR.fullmatch(line.strip())
+            if (
+                number > skip
+                and line.strip()
+                and (pair is None or max(abs(int(each)) for each in pair.groups()) >= 2**63)
+            ):
+                return f"line {number} is {line.strip()!r:.80}, not two ids"
+    return ""
 
 
 @dataclass(frozen=True, eq=False)
