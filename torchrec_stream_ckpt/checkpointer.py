@@ -15,12 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from torchrec_stream_ckpt.capture.staging import allocate
-from torchrec_stream_ckpt.commit.cadence import Cadence
-from torchrec_stream_ckpt.commit.collective import Team, end_group, meet, new_group, outlast
+from torchrec_stream_ckpt.commit.collective import meet
 from torchrec_stream_ckpt.commit.dense import DenseState, Stateful
-from torchrec_stream_ckpt.commit.event_time import EventTime
-from torchrec_stream_ckpt.commit.pace import Pace
-from torchrec_stream_ckpt.commit.roll import Roll
 from torchrec_stream_ckpt.config import Source, StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import ConfigError, UnsupportedError
 from torchrec_stream_ckpt.evolve.changes import Changes
@@ -36,14 +32,14 @@ from torchrec_stream_ckpt.trainer.attached import Attached
 from torchrec_stream_ckpt.trainer.calls import Calls, collective
 from torchrec_stream_ckpt.trainer.choosing import chosen
 from torchrec_stream_ckpt.trainer.ending import Ending, LastWord
+from torchrec_stream_ckpt.trainer.groups import PEERS_S, Groups
 from torchrec_stream_ckpt.trainer.remarks import agreed
 from torchrec_stream_ckpt.trainer.restoring import Restoring
-from torchrec_stream_ckpt.trainer.session import Session
+from torchrec_stream_ckpt.trainer.session import RestoreParts, Session
 from torchrec_stream_ckpt.trainer.showing import Showing
 from torchrec_stream_ckpt.trainer.signals import Signals
-from torchrec_stream_ckpt.trainer.stopping import Stopping
 from torchrec_stream_ckpt.trainer.stream import JOIN_S, StreamParts
-from torchrec_stream_ckpt.trainer.streaming import PEERS_S, Streaming
+from torchrec_stream_ckpt.trainer.streaming import Streaming
 from torchrec_stream_ckpt.trainer.telemetry import Telemetry
 from torchrec_stream_ckpt.types import Committed, MarkerId, MarkerReport, Restored
 
@@ -97,22 +93,16 @@ class StreamCheckpointer:
         self._config = config.inner
         signals = Signals(config.on_signal, config.signal_s)
         signals.check()
-        bound_s = config.commit_timeout_s + PEERS_S
-        meet(bound_s)
+        meet(config.commit_timeout_s + PEERS_S)
         with ExitStack() as undo:
-            # One group for each thread and purpose: calls on one group are in the same order on every rank.
-            step_group, vote_group, dense_group = (new_group(2 * config.commit_timeout_s + 60) for _ in range(3))
-            self._dense_group = outlast(dense_group)
-            self._roll = Roll.of(step_group)
-            undo.callback(self._roll.close)
-            self._calls = Calls(self._roll)
-            self._team = Team(step_group, self._roll, bound_s)
-            self._commit_team = Team(outlast(vote_group), self._roll, bound_s, in_call=False)
+            self._groups = groups = Groups(config.commit_timeout_s)
             undo.callback(self._end_groups)
+            self._calls = Calls(groups.roll)
+            self._team = groups.team
             self._attached = Attached(dmp, optimizer, self._team, paranoid=paranoid)
             shared, per_rank = stateful or {}, stateful_per_rank or {}
             self._dense = self._team.together(
-                lambda: DenseState(dmp, optimizer, shared, per_rank, self._attached.kernels, self._dense_group)
+                lambda: DenseState(dmp, optimizer, shared, per_rank, self._attached.kernels, groups.dense)
             )
             handed = (*shared.values(), *per_rank.values())
             self._loaders = [item for item in handed if isinstance(item, TrackedLoader)]
@@ -125,7 +115,8 @@ class StreamCheckpointer:
             if self._tiers is not None:
                 undo.callback(self._tiers.close, JOIN_S)
             self._job = self._tiers.logs if self._tiers is not None else self._tier
-            self._session = Session(self._config, self._team, self._tier, self._tiers, self._dense, self._attached)
+            restored = RestoreParts(self._config, self._team, self._tier, self._tiers, self._dense, self._attached)
+            self._session = Session(restored)
             self._attached.hook(self._reshard)
             undo.callback(self._attached.unhook)
             self._telemetry = Telemetry(self._team.rank, config.restore_bytes_per_s)
@@ -137,37 +128,14 @@ class StreamCheckpointer:
             self._ring = FrameRing(
                 config.ring_bytes, config.marker_budget_bytes, lambda num_bytes: allocate(device, num_bytes)
             )
-            pace = Pace(config.drain_every, config.max_overhead)
-            self._cadence = Cadence(
-                config.marker_every if pace.account is None else None,
-                config.marker_every_s,
-                step_group,
-                pace.account.steps_to_marker if pace.account is not None else None,
-                self._roll,
-                2 * config.commit_timeout_s + 60,
-                EventTime(config.marker_every_event_s),
-                listens=signals.on,
-            )
-            stopping = Stopping(signals, self._team, self._roll, PEERS_S)
             self._announcer = Announcer(on_commit if self._team.rank == 0 else None)
             undo.callback(self._announcer.close, 0.0)
             parts = StreamParts(
-                self._attached, self._tier, self._dense, self._ring, self._team, self._commit_team, self._announcer
+                self._attached, self._tier, self._dense, self._ring, self._team, groups.commit_team, self._announcer
             )
-            self._streaming = Streaming(
-                self._config, parts, self._tiers, self._cadence, pace, self._roll, self._telemetry, stopping
-            )
-            self._restoring = Restoring(
-                self._config,
-                self._team,
-                self._tier,
-                self._tiers,
-                self._dense,
-                self._attached,
-                self._session,
-                self._streaming,
-            )
-            self._ending = Ending(self._roll.store, self._team.rank, self._team.world)
+            self._streaming = Streaming(self._config, parts, self._tiers, groups, self._telemetry, signals)
+            self._restoring = Restoring(restored, self._session, self._streaming)
+            self._ending = Ending(groups.roll.store, self._team.rank, self._team.world)
             self._handled = sys.exception()
             """What was in flight here: of no meaning to the job's end."""
             self._closed = False
@@ -421,10 +389,15 @@ class StreamCheckpointer:
             return
         self._calls.check_none("close()")
         error = sys.exception()
-        stopping = self._streaming.stopping
-        word = LastWord.of(outcome, error if error is not self._handled else None, stopping.by)
+        word = LastWord.of(outcome, error if error is not self._handled else None, self._streaming.stopping.by)
         self._closed = True
-        deadline = time.monotonic() + timeout_s
+        try:
+            self._close(timeout_s, word)
+        finally:
+            self._signals.remove()
+
+    def _close(self, timeout_s: float, word: LastWord) -> None:
+        deadline, stopping = time.monotonic() + timeout_s, self._streaming.stopping
         self._showing.close()
         with suppress(UnsupportedError):
             self._streaming.check_kernels()
@@ -432,14 +405,13 @@ class StreamCheckpointer:
         stopping.close()
         # The marker of a signal was waited for already: what is left of a grace period is for END.
         self._streaming.close(min(timeout_s, JOIN_S) if stopping.by else timeout_s)
-        self._roll.close()  # ranks that wait in another call are told
+        self._groups.roll.close()  # ranks that wait in another call are told
         self._ending.say(self._streaming.stream, self._streaming.steps, word, deadline)
         self._announcer.close(max(0.0, deadline - time.monotonic()))
         if self._tiers is not None:
             self._tiers.close(max(JOIN_S, deadline - time.monotonic()))
         self._tier.close()
         self._end_groups()
-        self._signals.remove()
 
     # What stands between a call and the parts that do it.
 
@@ -460,40 +432,15 @@ class StreamCheckpointer:
 
     @collective("reshard()")
     def _reshard(self, reshard: Callable[[], float]) -> float:
-        """``dmp.reshard()``: rows move between ranks, in kernels that are built anew.
-
-        A marker holds all rows where they were; once they have moved, a generation that stands on it goes on. Only
-        tables with another column split are sent whole again.
-        """
-        wait_s = self._config.commit_timeout_s + 2 * PEERS_S
-        attached, running = self._attached, self._streaming.stream is not None
-        if running:
+        """``dmp.reshard()``: rows move between ranks, in kernels that are built anew."""
+        if self._streaming.stream is not None:
             self._check_open()
-        parent = self._streaming.mark().result(wait_s).id if running else None
-        before = attached.column_splits()
-        self._streaming.close(JOIN_S)
-        try:
-            moved = reshard()
-        except BaseException as error:
-            self._restoring.broken = error
-            raise
-        attached.unhook()
-        attached.describe(attached.schema)
-        self._dense.kernels = attached.kernels
-        attached.hook(self._reshard)
-        if parent is not None:
-            after = attached.column_splits()
-            self._streaming.go_on_with(parent, [table for table in sorted(after) if after[table] != before[table]])
-        return moved
+        return self._restoring.reshard(reshard, self._reshard)
 
     def _end_groups(self) -> None:
         """End threads and sockets of process groups here, with the last references to them."""
-        self._roll.close()
-        self._team.close()
-        self._commit_team.close()
-        end_group(self._dense_group)
-        del self._dense_group  # whatever still refers to this object keeps no thread and no socket alive
+        self._groups.close()
         if hasattr(self, "_dense"):
             self._dense.end()
-        if hasattr(self, "_cadence"):
-            self._cadence.end()
+        if hasattr(self, "_streaming"):
+            self._streaming.end()

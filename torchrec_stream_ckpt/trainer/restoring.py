@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 
-from torchrec_stream_ckpt.commit.collective import Team
-from torchrec_stream_ckpt.commit.dense import DenseState
-from torchrec_stream_ckpt.config import Source, StreamConfig, Takeover
+from torchrec_stream_ckpt.config import Source, Takeover
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.evolve.changes import NO_CHANGES, Changes
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.changed import ClaimChanges
 from torchrec_stream_ckpt.format.record import EVENT_S
 from torchrec_stream_ckpt.restore.plan import RestorePlan
-from torchrec_stream_ckpt.route.job import Tier, open_tier
+from torchrec_stream_ckpt.route.job import open_tier
 from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.route.tiers import Tiers, open_tiers
 from torchrec_stream_ckpt.tiers.job import Tiered
-from torchrec_stream_ckpt.trainer.attached import Attached
 from torchrec_stream_ckpt.trainer.begin import check_apart, check_begun, nothing_there
+from torchrec_stream_ckpt.trainer.groups import PEERS_S
 from torchrec_stream_ckpt.trainer.patience import Patience, at_once
-from torchrec_stream_ckpt.trainer.session import Session
+from torchrec_stream_ckpt.trainer.session import RestoreParts, Session
 from torchrec_stream_ckpt.trainer.standby import Standby
+from torchrec_stream_ckpt.trainer.stream import JOIN_S
 from torchrec_stream_ckpt.trainer.streaming import Streaming
 from torchrec_stream_ckpt.types import MarkerId, Restored
 
@@ -33,33 +34,18 @@ class Restoring:
     """Restores a job and opens its generation. Every method is collective, and comes before the first step.
 
     Args:
-        config: Of the nearest tier.
-        team: All ranks.
-        tier: What the job writes to.
-        tiers: Both tiers, if there are two.
-        dense: The live dense state.
-        attached: The live tables.
+        parts: This job, in its log and live.
         session: Reads this job's markers.
         streaming: Opens its generations.
     """
 
-    def __init__(
-        self,
-        config: StreamConfig,
-        team: Team,
-        tier: Tier,
-        tiers: Tiered | None,
-        dense: DenseState,
-        attached: Attached,
-        session: Session,
-        streaming: Streaming,
-    ) -> None:
-        self._config = config
-        self._team = team
-        self._tier = tier
-        self._tiers = tiers
-        self._dense = dense
-        self._attached = attached
+    def __init__(self, parts: RestoreParts, session: Session, streaming: Streaming) -> None:
+        self._parts = parts
+        self._config = parts.config
+        self._team = parts.team
+        self._tier = parts.tier
+        self._tiers = parts.tiers
+        self._attached = parts.attached
         self._session = session
         self._streaming = streaming
         self.broken: BaseException | None = None
@@ -152,7 +138,7 @@ class Restoring:
         with closing(self._team.together(lambda: opener(config, signs=signs, copies=False))) as there:
             tier, tiers = (there.inner, Tiered(config, there)) if isinstance(there, Tiers) else (there, None)
             self._team.on_rank0(there.outer.preflight)
-            other = Session(config.inner, self._team, tier, tiers, self._dense, self._attached, own=False)
+            other = Session(replace(self._parts, config=config.inner, tier=tier, tiers=tiers), own=False)
             return self._begin_in(other, source, changes, accept_unproved=accept_unproved)
 
     def _begin_in(self, other: Session, source: Source, changes: Changes | None, *, accept_unproved: bool) -> Restored:
@@ -192,6 +178,35 @@ class Restoring:
             plan.report,
             source.name,
         )
+
+    def reshard(self, move: Callable[[], float], hook: Callable[[Callable[[], float]], float]) -> float:
+        """``dmp.reshard()``: rows move between ranks, in kernels that are built anew.
+
+        A marker holds all rows where they were; once they have moved, a generation that stands on it goes on. Only
+        tables with another column split are sent whole again.
+
+        Args:
+            move: Moves them.
+            hook: What the next ``dmp.reshard()`` is to call.
+        """
+        wait_s = self._config.commit_timeout_s + 2 * PEERS_S
+        attached, streaming = self._attached, self._streaming
+        parent = streaming.mark().result(wait_s).id if streaming.stream is not None else None
+        before = attached.column_splits()
+        streaming.close(JOIN_S)
+        try:
+            moved = move()
+        except BaseException as error:
+            self.broken = error
+            raise
+        attached.unhook()
+        attached.describe(attached.schema)
+        self._parts.dense.kernels = attached.kernels
+        attached.hook(hook)
+        if parent is not None:
+            after = attached.column_splits()
+            streaming.go_on_with(parent, [table for table in sorted(after) if after[table] != before[table]])
+        return moved
 
     def _check_first(self, call: str) -> None:
         if (stream := self._streaming.stream) is not None:

@@ -94,38 +94,41 @@ class Loaded:
             log.info("rows of %s come into tables that have changed: they were not compared", ", ".join(changed))
 
 
+@dataclass(frozen=True, slots=True)
+class RestoreParts:
+    """What a restore reads, and what it writes to."""
+
+    config: StreamConfig
+    """Of the nearest tier."""
+    team: Team
+    """All ranks."""
+    tier: Tier
+    """What the job writes to."""
+    tiers: Tiered | None
+    """Both tiers, if there are two."""
+    dense: DenseState
+    """The live dense state."""
+    attached: Attached
+    """The live tables."""
+
+
 class Session:
     """Finds markers and brings them back. Every method is collective, but for ``advance``.
 
     Args:
-        config: Of the nearest tier.
-        team: All ranks.
-        tier: What the job writes to.
-        tiers: Both tiers, if there are two.
-        dense: Checks and loads the dense state of a marker.
-        attached: The live tables.
+        parts: The job that it reads, and the live one.
         own: Whether the log is this job's; nothing is written to that of another one, or to its store.
     """
 
-    def __init__(
-        self,
-        config: StreamConfig,
-        team: Team,
-        tier: Tier,
-        tiers: Tiered | None,
-        dense: DenseState,
-        attached: Attached,
-        *,
-        own: bool = True,
-    ) -> None:
-        self._config = config
-        self._team = team
-        self._tier = tier
-        self._tiers = tiers
-        self._dense = dense
-        self._attached = attached
+    def __init__(self, parts: RestoreParts, *, own: bool = True) -> None:
+        self._config = parts.config
+        self._team = parts.team
+        self._tier = parts.tier
+        self._tiers = parts.tiers
+        self._dense = parts.dense
+        self._attached = parts.attached
         self._own = own
-        self._finder = Finder(config, team, tier, tiers)
+        self._finder = Finder(parts.config, parts.team, parts.tier, parts.tiers)
         self._met = Met(Path())
         """What the rows of the live tables came with."""
         self._changes: Changes | None = None

@@ -12,9 +12,9 @@ from functools import partial
 from torchrec_stream_ckpt.capture.prover import Load, Prover, Replicated, window_width
 from torchrec_stream_ckpt.capture.sender import Drain
 from torchrec_stream_ckpt.commit.cadence import NOTHING, Cadence, StepVote
+from torchrec_stream_ckpt.commit.event_time import EventTime
 from torchrec_stream_ckpt.commit.generation import check_same_log
 from torchrec_stream_ckpt.commit.pace import Pace
-from torchrec_stream_ckpt.commit.roll import Roll
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import MarkerFailedError, StreamCkptError, UnsupportedError
 from torchrec_stream_ckpt.format.changed import ClaimChanges
@@ -26,16 +26,14 @@ from torchrec_stream_ckpt.signal_safe import SafeFuture
 from torchrec_stream_ckpt.tiers.job import Tiered
 from torchrec_stream_ckpt.trainer.claims import Claims
 from torchrec_stream_ckpt.trainer.drains import Drains
+from torchrec_stream_ckpt.trainer.groups import PEERS_S, Groups
 from torchrec_stream_ckpt.trainer.patience import Patience, at_once
 from torchrec_stream_ckpt.trainer.remarks import note
-from torchrec_stream_ckpt.trainer.signals import MARK, STOP
+from torchrec_stream_ckpt.trainer.signals import MARK, STOP, Signals
 from torchrec_stream_ckpt.trainer.stopping import Stopping
 from torchrec_stream_ckpt.trainer.stream import JOIN_S, Stream, StreamParts, open_stream, say_hello
 from torchrec_stream_ckpt.trainer.telemetry import Telemetry
 from torchrec_stream_ckpt.types import Committed, MarkerId
-
-PEERS_S = 20.0
-"""Other ranks are waited for so much longer than for the log."""
 
 
 class Streaming:
@@ -45,11 +43,9 @@ class Streaming:
         config: The job's.
         parts: What each stream uses.
         tiers: Both tiers, if there are two.
-        cadence: Says when to cut.
-        pace: Says what drains and markers may cost.
-        roll: Says how long other ranks may wait for this one.
+        groups: Ranks talk over them.
         telemetry: Hears what was done.
-        stopping: Answers signals.
+        signals: What they have asked of this rank.
     """
 
     def __init__(
@@ -57,27 +53,35 @@ class Streaming:
         config: StreamConfig,
         parts: StreamParts,
         tiers: Tiered | None,
-        cadence: Cadence,
-        pace: Pace,
-        roll: Roll,
+        groups: Groups,
         telemetry: Telemetry,
-        stopping: Stopping,
+        signals: Signals,
     ) -> None:
         self._config = config
         self._parts = parts
         self._attached, self._team = parts.attached, parts.team
         self._tiers = tiers
-        self._cadence = cadence
-        self._pace = pace
-        self._roll = roll
+        self._pace = Pace(config.drain_every, config.max_overhead)
+        account = self._pace.account
+        self._cadence = Cadence(
+            config.marker_every if account is None else None,
+            config.marker_every_s,
+            groups.step,
+            account.steps_to_marker if account is not None else None,
+            groups.roll,
+            groups.vote_s,
+            EventTime(config.marker_every_event_s),
+            listens=signals.on,
+        )
+        self._roll = groups.roll
         self._telemetry = telemetry
-        self.stopping = stopping
+        self.stopping = Stopping(signals, groups.team, groups.roll, PEERS_S)
         """What signals lead to."""
-        self.events = cadence.events
+        self.events = self._cadence.events
         """Event time, as the user tells it."""
         self.claims = Claims(parts.tier, tiers, parts.attached, parts.team.world)
         """(rank 0) Of this job's generations."""
-        self._drains = Drains(parts.ring, pace, config.sweep_bytes, telemetry.drain, parts.team.rank)
+        self._drains = Drains(parts.ring, self._pace, config.sweep_bytes, telemetry.drain, parts.team.rank)
         self.stream: Stream | None = None
         """What this rank has open; None until a generation is."""
         self.steps = 0
@@ -406,3 +410,7 @@ class Streaming:
         """End this rank's stream, if there is one."""
         if self.stream is not None:
             self.stream.close(timeout_s, self._cadence.close)
+
+    def end(self) -> None:
+        """No vote comes any more."""
+        self._cadence.end()
