@@ -45,7 +45,6 @@ HEAD, below its folder (by default one of the user in shared memory)::
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from dataclasses import dataclass
 from functools import lru_cache
@@ -428,11 +427,6 @@ def parse_dense_file(name: str) -> tuple[bytes, MarkerId, str] | None:
     if match is None or found is None or dense_file_name(*found, match[4]) != name:
         return None
     return (*found, match[4])
-
-
-def default_head_root() -> Path:
-    """Where this user's HEADs are when nothing else is said: in shared memory."""
-    return Path(f"/dev/shm/stream-ckpt-{os.getuid()}")
 
 
 def head_slice_name(table: int, col0: int) -> str:

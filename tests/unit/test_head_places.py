@@ -19,12 +19,11 @@ from torchrec_stream_ckpt.errors import ConfigError, StoreUnavailableError
 from torchrec_stream_ckpt.format import head as head_format
 from torchrec_stream_ckpt.layout import (
     HEAD_FILE,
-    default_head_root,
     head_slice_name,
     parse_head_slice,
 )
 from torchrec_stream_ckpt.materialize.head import HeadWriter
-from torchrec_stream_ckpt.store.head import HeadFolder, head_root
+from torchrec_stream_ckpt.store.head import HeadFolder, default_head_root, head_root
 from torchrec_stream_ckpt.types import MarkerId
 
 

@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StreamCkpt
 from torchrec_stream_ckpt.format.head import HeadSlice, HeadState, SliceLayout
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.layout import HEAD_FILE, HEAD_LOCK, default_head_root, head_slice_name, parse_head_slice
+from torchrec_stream_ckpt.layout import HEAD_FILE, HEAD_LOCK, head_slice_name, parse_head_slice
 from torchrec_stream_ckpt.locks import await_lock, close_lock, open_lock
 
 READER_WAIT_S = 1.0
@@ -36,6 +36,11 @@ log = logging.getLogger(__name__)
 
 class HeadDamagedError(CorruptionError):
     """A HEAD does not hold what was written: take the rows from the store."""
+
+
+def default_head_root() -> Path:
+    """Where this user's HEADs are when nothing else is said: in shared memory."""
+    return Path(f"/dev/shm/stream-ckpt-{os.getuid()}")
 
 
 def head_root(setting: str | None) -> Path | None:
