@@ -13,10 +13,10 @@ import torch.distributed as dist
 from tests import ranks
 from tests.model import PLAN_2, Trainer, trainer
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt import checkpointer as checkpointer_module
 from torchrec_stream_ckpt.commit.collective import meet
 from torchrec_stream_ckpt.commit.coordinator import Coordinator, CutOrder, MarkerVote
 from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError, RankLostError, StreamCkptError
+from torchrec_stream_ckpt.trainer import groups
 
 pytestmark = pytest.mark.distributed
 
@@ -89,6 +89,7 @@ def _freeze(uri: str, during: str, told: Path) -> None:
         job.step()
         checkpointer.step()
         checkpointer.mark().result(60)
+        checkpointer.step()  # a boundary without a marker
         future = checkpointer.mark() if during in ("future", "close") else None
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -188,8 +189,8 @@ def test_a_rank_that_has_closed_is_named_to_the_one_that_steps(tmp_path: Path) -
 def _one_save_is_left_out(uri: str, left_out_by: int, pause_s: float) -> list[str]:
     """A rank gives a marker up before it saves dense state, as one does that still saves an earlier one; all go on."""
     if pause_s:
-        made = checkpointer_module.new_group
-        checkpointer_module.new_group = lambda _: made(pause_s - 3)  # gloo's own time-out, which ends a group for good
+        made = groups.new_group
+        groups.new_group = lambda _: made(pause_s - 3)  # gloo's own time-out, which ends a group for good
     job, checkpointer = _attach(uri)
     checkpointer.restore()
     prepare, left_out = Coordinator._prepare, []
