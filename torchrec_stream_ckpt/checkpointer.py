@@ -249,7 +249,7 @@ class StreamCheckpointer:
             StreamCkptError: as :meth:`restore` of the other job's marker.
         """
         self._check_open()
-        there = Source.of(source) if isinstance(source, str) else source
+        there = source if isinstance(source, Source) else Source.of(source)
         return self._restoring.warm_start(there, changes, accept_unproved=accept_unproved)
 
     @collective("standby()")

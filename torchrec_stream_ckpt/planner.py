@@ -68,7 +68,7 @@ def planner_constraints(
     with closing(open_tiers(config) if config.outer is not None else open_tier(config, copies=False)) as job:
         route = find(job, marker)
     if route is None and source is not None:
-        there = Source.of(source) if isinstance(source, str) else source
+        there = source if isinstance(source, Source) else Source.of(source)
         other = there.settings(config)
         opened = open_tiers(other, copies=False) if other.outer is not None else open_tier(other, copies=False)
         with closing(opened) as job:

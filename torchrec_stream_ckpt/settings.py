@@ -75,10 +75,10 @@ def _read_file(path: Path, hints: Mapping[str, _Type]) -> dict[str, Setting]:
     import tomllib
 
     try:
-        data = tomllib.loads(path.read_text("utf-8"))
+        data = tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read the settings: {error.strerror}", hint="name a TOML file", path=path) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"the settings are not TOML: {error}", hint="write: marker_every = 100", path=path) from None
     if isinstance(data.get(TABLE), dict):
         data = data[TABLE]

@@ -172,6 +172,26 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         Changes.load(tmp_path / "nowhere.toml")
 
 
+def test_a_number_that_is_too_long_is_told_with_its_file(tmp_path: Path) -> None:
+    path = written(tmp_path, f"columns = {{ t = {'9' * 5000} }}")
+    with pytest.raises(ChangesError, match=r"not TOML: .*5000 digits(.|\n)*changes.toml"):
+        Changes.load(path)
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "changes.toml").write_text(FULL.to_toml(), "utf-8-sig")
+    assert Changes.load(tmp_path / "changes.toml") == FULL
+    SCHEMA.save(tmp_path / "schema.json")
+    (tmp_path / "schema.json").write_text((tmp_path / "schema.json").read_text(), "utf-8-sig")
+    assert ModelSchema.load(tmp_path / "schema.json") == SCHEMA
+
+
+def test_changes_are_loaded_from_a_path() -> None:
+    for path in (None, 3):
+        with pytest.raises(ChangesError, match=f"the file of changes is {path}"):
+            Changes.load(path)  # type: ignore[arg-type]
+
+
 def test_paths_of_id_maps_are_relative_to_the_file(tmp_path: Path) -> None:
     (tmp_path / "ids.csv").write_text("old,new\n4,1\n2,0\n")
     changes = Changes.load(written(tmp_path, '[rows]\nt = { rows = 3, ids = "ids.csv" }\n'))

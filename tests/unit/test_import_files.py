@@ -12,10 +12,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from torchrec_stream_ckpt import open_marker
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, SchemaMismatchError, StreamCkptError
 from torchrec_stream_ckpt.evolve.changes import Changes
 from torchrec_stream_ckpt.evolve.model_schema import DenseEntry, DenseOptimizer, ModelSchema
+from torchrec_stream_ckpt.interchange import importing
 from torchrec_stream_ckpt.types import StateSpec, TableSpec
 
 WEIGHT, HEAD = "ebc.embedding_bags.t_user.weight", "head.weight"
@@ -136,6 +138,11 @@ def named(name: str, value: Any) -> dict[str, Any]:
         (named(WEIGHT, torch.ones(6, 4).to_sparse()), ROWWISE, "is not imported: a Tensor"),
         (named("t_user.momentum1", torch.ones(5)), ROWWISE, r"has size \(5,\), the table \(6, 4\)"),
         (named("t_user.momentum1", 3), ROWWISE, "momentum1 is no tensor"),
+        (state(), (*ROWWISE, f"--step={10**22}"), f"--step is {10**22}"),
+        (state(), (*ROWWISE, f"--step={2**63}"), f"--step is {2**63}"),
+        (state(), ("--optimizer=exact_sgd", *ROWWISE[1:]), "exact_sgd keeps nothing, the checkpoint has momentum1"),
+        (state(), ("--optimizer=exact_adagrad", *ROWWISE[1:]), "keeps sum for each weight, .* one value for each row"),
+        (named("t_user.momentum1", torch.ones(6, 4)), ROWWISE, "keeps sum for each row, .* one value for each weight"),
     ],
 )
 def test_what_does_not_fit_is_named_before_a_byte_is_written(
@@ -216,3 +223,34 @@ def test_a_damaged_rank_file_is_a_corruption(tmp_path: Path) -> None:
     (tmp_path / "ranks" / "rank1.pt").write_bytes((tmp_path / "ranks" / "rank0.pt").read_bytes()[:300])
     with pytest.raises(CorruptionError, match=r"rank1\.pt"):
         run(tmp_path, *ROWWISE, source=tmp_path / "ranks")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tensor_that_is_saved_as_the_negative_of_its_bits_has_its_values(tmp_path: Path, dtype: torch.dtype) -> None:
+    value = state()
+    value["model"][WEIGHT] = value["model"][WEIGHT].to(dtype)
+    value["model"] = {name: torch._neg_view(tensor) for name, tensor in value["model"].items()}
+    save(tmp_path, value)
+    assert torch.load(tmp_path / "model.pt")["model"][WEIGHT].is_neg()
+    run(tmp_path, *ROWWISE)
+    with open_marker(f"file://{tmp_path}/log") as marker:
+        assert torch.equal(torch.as_tensor(marker.tables["ebc.t_user"][:]), value["model"][WEIGHT].resolve_neg())
+
+
+def test_an_import_that_ends_before_this_one_claims_the_log_stays_the_only_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, state())
+    claim, found = importing.claim_generation, []
+
+    def overtaken(*given: Any, **more: Any) -> Any:
+        monkeypatch.setattr(importing, "claim_generation", claim)
+        found.append(run(tmp_path, *ROWWISE)["marker"])
+        return claim(*given, **more)
+
+    monkeypatch.setattr(importing, "claim_generation", overtaken)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="not empty, an import has committed marker 1:1"):
+            run(tmp_path, *ROWWISE)
+    listed = json.loads(CliRunner().invoke(app, ["list", f"file://{tmp_path}/log", "--json"]).stdout)
+    assert (found, [each["marker"] for each in listed["markers"]]) == (["1:1"], ["1:1"])

@@ -100,7 +100,7 @@ from torchrec_stream_ckpt.adapter.dense import (
 from torchrec_stream_ckpt.adapter.kernels import FusedKernel, LocalShard
 from torchrec_stream_ckpt.adapter.lookups import FusedUpdate, Key, Lookup
 from torchrec_stream_ckpt.adapter.modules import fused_kernels, sharded_embeddings
-from torchrec_stream_ckpt.adapter.optimizers import optimizer_states
+from torchrec_stream_ckpt.adapter.optimizers import is_per_row, optimizer_states
 from torchrec_stream_ckpt.adapter.outside import watch_outside_writes
 from torchrec_stream_ckpt.adapter.standing import Standing
 from torchrec_stream_ckpt.adapter.wrappers import (
@@ -130,6 +130,7 @@ __all__ = [
     "fused_kernels",
     "has_own_state_dict",
     "id_maps",
+    "is_per_row",
     "load_wrapper_states",
     "named_states",
     "optimizer_states",

@@ -39,6 +39,15 @@ _KNOWN = {
     "LAMB": FusedOptimizer(_MOMENTS, reads_iteration=True),
     "PARTIAL_ROWWISE_LAMB": FusedOptimizer(_MOMENTS, reads_iteration=True),
 }
+_PER_ROW = {
+    "EXACT_ROWWISE_ADAGRAD": "sum",
+    "EMAINPLACE_ROWWISE_ADAGRAD": "sum",
+    "ROWWISE_RMSPROP_AR": "sum",
+    "ENSEMBLE_ROWWISE_ADAGRAD": "sum",
+    "PARTIAL_ROWWISE_ADAM": "exp_avg_sq",
+    "PARTIAL_ROWWISE_LAMB": "exp_avg_sq",
+}
+"""The state that has one value a row, not one a weight."""
 OPTIMIZERS = {EmbOptimType[name]: kind for name, kind in _KNOWN.items() if name in EmbOptimType.__members__}
 """Those that this FBGEMM has."""
 
@@ -55,6 +64,11 @@ def optimizer_states(name: str) -> tuple[str, ...]:
     if name not in known:
         raise ConfigError(f"{name!r} is no fused optimizer that is captured", hint=f"use one of {', '.join(known)}")
     return known[name]
+
+
+def is_per_row(name: str, state: str) -> bool:
+    """Whether a state of this fused optimizer has one value a row; those of weight decay and bias correction have."""
+    return _PER_ROW.get(name.upper()) == state or state in ("prev_iter", "row_counter")
 
 
 def describe(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> FusedOptimizer | None:

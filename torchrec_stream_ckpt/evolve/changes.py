@@ -104,6 +104,8 @@ class Changes:
         Raises:
             ChangesError: it does not parse, or has unknown fields or wrong values; names all of them.
         """
+        if not isinstance(path, str | Path):
+            raise ChangesError(f"the file of changes is {path!r:.80}", hint="name a TOML file")
         return read_toml(Path(path), Changes, DenseChanges, RowChange)
 
     def to_toml(self) -> str:

@@ -80,7 +80,7 @@ class ModelSchema:
         try:
             if Path(path).stat().st_size > _MAX_BYTES:
                 raise ValueError(f"it is larger than {_MAX_BYTES:,} bytes")
-            return _schema(json.loads(Path(path).read_text("ascii")))
+            return _schema(json.loads(Path(path).read_text("utf-8-sig")))
         except OSError as error:
             raise ConfigError(f"the schema cannot be read: {error.strerror}", path=path) from None
         except (ValueError, TypeError, RecursionError) as error:

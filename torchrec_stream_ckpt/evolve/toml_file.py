@@ -33,11 +33,15 @@ def read_toml(path: Path, kind: type[T], dense: type[Any], row_change: type[Any]
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise ChangesError(f"the file is larger than {_MAX_BYTES:,} bytes", path=path)
-        data = tomllib.loads(path.read_text("utf-8"))
+        data = tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:
         raise ChangesError(f"cannot be read: {error.strerror}", hint="name a TOML file", path=path) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ChangesError(f"not TOML: {error}", hint="see docs/evolve.md for an example", path=path) from None
+    except ChangesError:
+        raise
+    except (ValueError, RecursionError) as error:  # a number that is too long is a plain ValueError
+        raise ChangesError(
+            f"not TOML: {str(error).partition(';')[0]}", hint="see docs/evolve.md for an example", path=path
+        ) from None
     reader = _Reader(path, row_change)
     for section, names in data.items():
         reader.unquoted(section, names)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from torchrec_stream_ckpt.adapter import optimizer_states
+from torchrec_stream_ckpt.adapter import is_per_row, optimizer_states
 from torchrec_stream_ckpt.errors import ConfigError, UnsupportedError
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
 from torchrec_stream_ckpt.format.schema import Schema
@@ -40,6 +40,10 @@ class ImportSource:
     """Patterns of whole names of parameters and buffers, and what becomes of them, in this order."""
     step: int = 0
     """Steps that the job had made."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.step < 2**63:
+            raise ConfigError(f"--step is {self.step}", hint="give the steps that the job had made, below 2^63")
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +236,13 @@ def _table(
                 "cut by columns, import the ShardedTensors: what was gathered does not say where it was cut",
                 **where,
             )
+        if per_row != is_per_row(optimizer, state):
+            wanted, found = ("weight", "row") if per_row else ("row", "weight")
+            raise ConfigError(
+                f"{optimizer} keeps {state} for each {wanted}, the checkpoint has one value for each {found} ({key})",
+                hint="name the fused optimizer of the job with --optimizer",
+                **where,
+            )
         specs.append(StateSpec(state, _dtype(kind, key), per_row))
         keys.append(key)
     spec = TableSpec(name.spec_name, rows, dim, _dtype(saved, weight), optimizer, tuple(specs))
@@ -251,6 +262,8 @@ def _states_of(optimizer: str, found: set[str], name: TorchRecName) -> tuple[str
     known = states_of(optimizer)
     for more in ((), ("prev_iter", "row_counter"), ("prev_iter",), ("row_counter",)):
         states = (*known, *more)
+        if more and not known:
+            break  # these come after the states of an optimizer that has some
         if {"momentum1" if position == 0 else state for position, state in enumerate(states)} == found:
             return states
     raise ConfigError(

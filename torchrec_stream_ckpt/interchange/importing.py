@@ -133,6 +133,7 @@ def import_checkpoint(
     layout, swept = RankShards.of([shards]), tuple(range(len(schema.tables)))
     nonce = import_nonce()
     claim = claim_generation(log, control, dense, objects, config, schema, 1, None, swept, layout=layout, nonce=nonce)
+    check_may_import(control.lineage, config.uris[-1])  # another one may have ended before that CLAIM
     batches = _batches(checkpoint, contents.tables, progress)
     end = write_stream(log, claim, shards, batches, source.step, config.commit_timeout_s)
     failpoint("import.rows")
@@ -214,6 +215,7 @@ def _batches(
 
 
 def _array(tensor: torch.Tensor) -> Array:
+    tensor = tensor.resolve_conj().resolve_neg()
     bits = tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor
     return bits.numpy()
 

@@ -106,9 +106,14 @@ def _below(keys: tuple[str, ...], value: Any, path: Path) -> Iterator[tuple[tupl
         yield keys, _shards(value, ".".join(keys), path)
     elif isinstance(value, torch.Tensor):
         _check_kind(value, ".".join(keys), path)
-        yield keys, value.detach()
+        yield keys, _resolved(value)
     else:
         yield keys, value
+
+
+def _resolved(value: torch.Tensor) -> torch.Tensor:
+    """Its bits are its values: a tensor may be saved with a flag that says to negate or conjugate them."""
+    return value.detach().resolve_conj().resolve_neg()
 
 
 def _check_kind(value: torch.Tensor, name: str, path: Path) -> None:
@@ -241,7 +246,7 @@ def _shards(value: _Sharded, name: str, path: Path) -> Shards:
         if not isinstance(tensor, torch.Tensor) or offsets not in places or sizes != tuple(tensor.shape):
             raise wrong
         _check_kind(tensor, name, path)
-        own[offsets] = tensor.detach()
+        own[offsets] = _resolved(tensor)
     if size is None or not isinstance(local, list):
         raise wrong
     properties = metadata.get("tensor_properties")
