@@ -207,7 +207,8 @@ class StreamCheckpointer:
             What was restored; None when nothing was ever committed, or ``StreamConfig.fresh`` is set.
 
         Raises:
-            MarkerNotFoundError: ``marker`` is not committed; or changes are declared, and no marker is.
+            MarkerNotFoundError: ``marker`` is not committed; or no marker is, and changes are declared,
+                or an import or a warm start has begun in this log.
             SchemaMismatchError: tables or dense state differ from the model's in what was not declared; names all of
                 it, and the ``Changes`` that accept it.
             ChangesError: ``changes`` declares what is not so; names all of it.

@@ -31,6 +31,7 @@ from tests.ranks import RankFailed
 from tests.zoo import MARK, Marks, Model, Place, Plan
 from torchrec_stream_ckpt import Source, StreamConfig, failpoints, planner_constraints
 from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.commit.generation import fence_of
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.evolve.changes import Changes
@@ -149,6 +150,41 @@ def test_what_is_killed_before_the_first_own_marker_begins_again(
     newest = max(said[0][2])
     (state, _), *_ = ranks.run(1, zoo.resume, NEW, ALONE, settings, newest, ())
     assert differences(said[0][2][newest], state) == []
+
+
+def plain(settings: StreamConfig, plan: Plan, changes: Changes | None, call: str) -> str:
+    """A job that forgets the warm start, and maybe the restore."""
+    job = zoo.build(NEW, plan)
+    try:
+        with zoo.attach(job, settings, paranoid=False) as checkpointer:
+            if call == "restore":
+                assert checkpointer.restore(changes=changes) is None
+            zoo.play(job, checkpointer, ("train", MARK))
+    except StreamCkptError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_without_the_warm_start_that_was_broken_off_nothing_begins_from_nothing(
+    trained: tuple[Path, list[Marks]], tmp_path: Path
+) -> None:
+    settings, source = config(tmp_path / "log"), f"file://{trained[0]}"
+    ranks.run(2, begun, NEW, TWO, settings, source, CHANGES)
+    log = Control(FileLog(tmp_path / "log"))
+    log.claim(fence_of(log.refresh(), settings.uris[0]))
+    before, theirs = tree(tmp_path / "log"), Control(FileLog(trained[0])).refresh().job.hex()
+    for call, changes in (("restore", None), ("restore", CHANGES), ("none", None)):
+        for said in ranks.run(2, plain, settings, TWO, changes, call):
+            assert f"MarkerNotFoundError: a warm start from marker 1:2 of job {theirs} has begun in this log" in said
+            assert f"uri=file://{tmp_path}/log, generation=1]" in said
+            assert "Try: give the same warm_start(...) again" in said
+            assert "fresh=True" in said
+    assert tree(tmp_path / "log") == before
+    shutil.copytree(tmp_path / "log", tmp_path / "fresh")
+    said = ranks.run(1, begun, NEW, ALONE, settings, source, CHANGES, ("train", MARK))
+    check(trained[1], said, "1:2")
+    assert ranks.run(1, plain, config(tmp_path / "fresh", fresh=True), ALONE, None, "restore") == [""]
+    assert str(Control(FileLog(tmp_path / "fresh")).refresh().commits.newest) == "3:1"
 
 
 def refused(settings: StreamConfig, source: Source | str, changes: Changes | None = None) -> str:

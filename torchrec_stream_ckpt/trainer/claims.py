@@ -20,6 +20,7 @@ from torchrec_stream_ckpt.errors import (
 from torchrec_stream_ckpt.format.changed import ClaimChanges
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.lineage import told_to
+from torchrec_stream_ckpt.format.warm import check_may_begin
 from torchrec_stream_ckpt.restore.plan import check_schema
 from torchrec_stream_ckpt.route.job import Tier
 from torchrec_stream_ckpt.tiers.job import Tiered
@@ -70,14 +71,18 @@ class Claims:
 
         Raises:
             ConfigError: it holds some, and ``fresh`` is not set.
+            MarkerNotFoundError: it waits for the first marker of an import or a warm start, likewise.
         """
-        newest = self._control.refresh().newest
-        if newest is not None and not self._tier.config.fresh:
+        if self._tier.config.fresh:
+            return
+        lineage, uri = self._control.refresh(), self._tier.config.uris[0]
+        check_may_begin(lineage, uri)
+        if (newest := lineage.newest) is not None:
             raise ConfigError(
                 f"the log holds markers, the newest is {newest.id}, and this run has restored none",
                 hint="add the line `checkpointer.restore()` before the first step(); to start from nothing, set "
                 "StreamConfig(..., fresh=True), in the recipes --restore none",
-                uri=self._tier.config.uris[0],
+                uri=uri,
             )
 
     def claim(self, parent: MarkerId | None, swept: Sequence[int], changes: ClaimChanges | None = None) -> Claim:

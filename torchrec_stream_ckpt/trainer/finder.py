@@ -10,6 +10,7 @@ from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.imported import check_no_import
+from torchrec_stream_ckpt.format.warm import begun_in, check_may_begin
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.route.damaged import Damaged
 from torchrec_stream_ckpt.route.find import OpenHead, find, no_head
@@ -99,21 +100,20 @@ class Finder:
         newest = next(state.newest_first(), None)
         if newest is None:
             find(self._job, None)  # looks whether a log was lost
-            self.check_no_import()
+            outer = self._job.outer
+            check_no_import(outer.control.lineage, outer.uri)
             return None
         lineage = state.lineage(next(state.places(newest.id)))
-        changes = lineage.claims[lineage.way(newest.id)[0].generation].changes
-        told = changes.each if changes is not None else ()
-        return Begun(newest.id, next((each.source for each in reversed(told) if each.source is not None), None))
+        return Begun(newest.id, begun_in(lineage.claims[lineage.way(newest.id)[0].generation]))
 
-    def check_no_import(self) -> None:
-        """(rank 0) See that a log without a marker is not one that waits for the end of an import.
+    def check_may_begin(self) -> None:
+        """(rank 0) See that a log without a marker does not wait for that of an import or of a warm start.
 
         Raises:
-            MarkerNotFoundError: it is.
+            MarkerNotFoundError: it does.
         """
         outer = self._job.outer
-        check_no_import(outer.control.lineage, outer.uri)
+        check_may_begin(outer.control.lineage, outer.uri)
 
     def made_of(self, marker: MarkerId, digest: str) -> MarkerId | None:
         """(rank 0) The newest marker, if the way to it leads through ``marker`` and the changes with this digest."""

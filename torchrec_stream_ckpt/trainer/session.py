@@ -162,7 +162,7 @@ class Session:
             marker: Which one; None: the newest.
             changes: In what this model differs from that of the marker, as the user declares it.
             fall_back: Whether damage in rows leads to an older marker, if none is named; without, a log that waits
-                for the end of an import is one without a marker.
+                for the end of an import, or for the first marker of a warm start, is one without a marker.
             once: Whether a job that has made these very changes of ``marker`` goes on from its newest marker.
 
         Returns:
@@ -170,7 +170,7 @@ class Session:
 
         Raises:
             CorruptionError: the marker is damaged wherever it can be read from, or too many newer ones are.
-            MarkerNotFoundError: it was never committed; or an import has begun in the log, and has not ended.
+            MarkerNotFoundError: it was never committed; or an import or a warm start has no marker yet.
             SchemaMismatchError, ChangesError, UnsupportedError: it is not a marker of this model, as far as declared.
         """
         self._begin(marker, changes)
@@ -196,7 +196,7 @@ class Session:
                     self._finder.go_elsewhere(route, error, may_pass=marker is None and fall_back)
                     written = (plan, error) if plan is not None else written
             if fall_back:
-                self._team.on_rank0(self._finder.check_no_import)
+                self._team.on_rank0(self._finder.check_may_begin)
             if self._changes is not None:
                 raise nothing_to_change(self._tier.uri)
             return None
