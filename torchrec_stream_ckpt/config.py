@@ -283,22 +283,32 @@ class Source:
 
     def __post_init__(self) -> None:
         if not isinstance(self.uri, str | tuple | list) or not all(isinstance(each, str) for each in self.uris):
-            raise ConfigError(f"the source of a warm start is {self.uri!r:.80}", hint="name one log: file:///old/job")
+            raise _no_source(self.uri)
         check_tiers(self.uris, 1)
         if self.marker is not None and not _MARKER.fullmatch(self.marker):
             raise ConfigError(f"{self.marker!r:.80} is not a marker", hint="name it as GENERATION:MARKER, as in 2:17")
 
     @staticmethod
     def of(text: str | Sequence[str], *, store: str | None = None) -> Source:
-        """Read ``URI`` or ``URI@GENERATION:MARKER``; of two tiers both, either of them with the marker.
+        """Read ``URI``, ``URI@latest`` or ``URI@GENERATION:MARKER``; of two tiers both, either of them with the marker.
 
         Raises:
-            ConfigError: as of the class; or two markers are named.
+            ConfigError: as of the class; or two markers are named, or what stands behind the @ is none. A folder that
+                is there may have an @ in its name.
         """
+        if not isinstance(text, str | tuple | list) or not all(isinstance(each, str) for each in text):
+            raise _no_source(text)
         uris, markers = [], set()
         for each in (text,) if isinstance(text, str) else text:
             uri, separator, marker = each.rpartition("@")
             named = bool(separator) and _MARKER.fullmatch(marker) is not None
+            if separator and not named and "/" not in marker and not _is_folder(each):
+                if marker != "latest":
+                    raise ConfigError(
+                        f"{marker!r:.80} is not a marker; the source of a warm start is {each!r:.200}",
+                        hint="name URI, URI@latest or URI@GENERATION:MARKER, as in file:///old/job@2:17",
+                    )
+                each = uri
             uris.append(uri if named else each)
             markers |= {marker} if named else set()
         if len(markers) > 1:
@@ -333,6 +343,14 @@ class Source:
             commit_key_file=self.commit_key_file or own.commit_key_file,
             fresh=False,
         )
+
+
+def _no_source(given: object) -> ConfigError:
+    return ConfigError(f"the source of a warm start is {given!r:.80}", hint="name one log: 'file:///old/job'")
+
+
+def _is_folder(uri: str) -> bool:
+    return uri.startswith("file:") and isinstance(there := parse_uri(uri), FileUri) and there.directory.is_dir()
 
 
 def check_tiers(uris: Sequence[str], outer_every: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from torchrec_stream_ckpt.config import StreamConfig
+from torchrec_stream_ckpt.config import Source, StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.log.api import load_options, open_log
 from torchrec_stream_ckpt.options import read_options
@@ -173,3 +173,19 @@ def test_signals_are_answered_by_a_marker_or_not_at_all(given: dict[str, Any], s
     with pytest.raises(ConfigError, match=said):
         StreamConfig(uri="file://x", **given)
     assert StreamConfig(uri="file://x").on_signal is None
+
+
+def test_what_stands_behind_the_at_of_a_source_is_a_marker_or_a_folder_of_that_name(tmp_path: Path) -> None:
+    assert Source.of("file:///old@latest") == Source("file:///old")
+    assert Source.of(("file:///a@latest", "file:///b@latest")) == Source(("file:///a", "file:///b"))
+    for end in ("", "abc", "1:1 ", "best:auc:max"):
+        with pytest.raises(ConfigError, match=f"'{end}' is not a marker"):
+            Source.of(f"file://{tmp_path}/old@{end}")
+    (tmp_path / "old@abc").mkdir()
+    assert Source.of(f"file://{tmp_path}/old@abc") == Source(f"file://{tmp_path}/old@abc")
+
+
+@pytest.mark.parametrize("given", [None, 3, Path("/old"), (Path("/old"),)])
+def test_a_source_that_is_no_text_is_named(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"the source of a warm start is .*(None|3|old)"):
+        Source.of(given)

@@ -138,6 +138,7 @@ def named(name: str, value: Any) -> dict[str, Any]:
         (named(WEIGHT, torch.ones(6, 4).to_sparse()), ROWWISE, "is not imported: a Tensor"),
         (named("t_user.momentum1", torch.ones(5)), ROWWISE, r"has size \(5,\), the table \(6, 4\)"),
         (named("t_user.momentum1", 3), ROWWISE, "momentum1 is no tensor"),
+        (state(), (*ROWWISE, "--data-parallel=zz"), "--data-parallel zz: the checkpoint has no such table"),
         (state(), (*ROWWISE, f"--step={10**22}"), f"--step is {10**22}"),
         (state(), (*ROWWISE, f"--step={2**63}"), f"--step is {2**63}"),
         (state(), ("--optimizer=exact_sgd", *ROWWISE[1:]), "exact_sgd keeps nothing, the checkpoint has momentum1"),

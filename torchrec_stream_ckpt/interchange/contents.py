@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,8 @@ class ImportSource:
     """(an optimizer without state) Tables that are replicated, by name: otherwise those without fused state are."""
     sharded: tuple[str, ...] = ()
     """Tables that are known to be sharded: one without fused state comes as weights alone."""
+    of_model: frozenset[str] = frozenset()
+    """Those of ``data_parallel`` that a model names: the checkpoint need not have them."""
     renamed: tuple[tuple[str, str], ...] = ()
     """Patterns of whole names of parameters and buffers, and what becomes of them, in this order."""
     step: int = 0
@@ -108,6 +110,7 @@ def read_contents(checkpoint: Checkpoint, source: ImportSource) -> Contents:
     tables: dict[str, SavedTable] = {}
     others: set[str] = set()
     names = _renamed(model, source.renamed)
+    _check_replicated(source, names.values())
     for name, new_name in names.items():
         parsed, before = TorchRecName.parse(new_name), TorchRecName.parse(name)
         if parsed is None or parsed.spec_name in source.data_parallel:
@@ -168,6 +171,16 @@ def _renamed(model: Mapping[str, str], renamed: Sequence[tuple[str, str]]) -> di
             raise ConfigError(f"--rename: {sources[new_name]} and {name} both become {new_name}")
         sources[new_name] = name
     return names
+
+
+def _check_replicated(source: ImportSource, names: Iterable[str]) -> None:
+    tables = {parsed.spec_name for name in names if (parsed := TorchRecName.parse(name)) is not None}
+    for table in source.data_parallel:
+        if table not in tables and table not in source.of_model:
+            raise ConfigError(
+                f"--data-parallel {table}: the checkpoint has no such table",
+                hint=f"near are {nearest(table, tables)}",
+            )
 
 
 def _contents(

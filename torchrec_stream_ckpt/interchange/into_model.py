@@ -35,6 +35,7 @@ class IntoModel:
         return replace(
             source,
             sharded=tuple(sorted({*source.sharded, *(sharded - replicated)})),
+            of_model=frozenset(replicated - sharded - {*source.data_parallel}),
             data_parallel=tuple(sorted({*source.data_parallel, *(replicated - sharded)})),
         )
 
