@@ -24,7 +24,7 @@ from tests.distributed.test_changed_model_faults import (
     check,
     tree,
 )
-from tests.evolving import State
+from tests.evolving import Origin, State, Step, expected
 from tests.laps import config
 from tests.model import differences
 from tests.ranks import RankFailed
@@ -34,7 +34,7 @@ from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.commit.generation import fence_of
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import StreamCkptError
-from torchrec_stream_ckpt.evolve.changes import Changes
+from torchrec_stream_ckpt.evolve.changes import Changes, RowChange
 from torchrec_stream_ckpt.layout import dense_name
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.types import MarkerId, Restored
@@ -185,6 +185,31 @@ def test_without_the_warm_start_that_was_broken_off_nothing_begins_from_nothing(
     check(trained[1], said, "1:2")
     assert ranks.run(1, plain, config(tmp_path / "fresh", fresh=True), ALONE, None, "restore") == [""]
     assert str(Control(FileLog(tmp_path / "fresh")).refresh().commits.newest) == "3:1"
+
+
+def test_a_wrong_size_is_corrected_before_the_first_own_marker(
+    trained: tuple[Path, list[Marks]], tmp_path: Path
+) -> None:
+    """As it is after a restore that was broken off: a log without a marker binds the next warm start to no table."""
+    settings, (directory, marks) = config(tmp_path / "log"), trained
+    wrong, right = (resized(OLD, "t1", rows) for rows in (50, 45))
+    ranks.run(1, begun, wrong, ALONE, settings, f"file://{directory}", Changes(rows={"part0.t1": RowChange(50)}), ())
+    declared = Changes(rows={"part0.t1": RowChange(45)})
+    said = ranks.run(1, begun, right, ALONE, settings, f"file://{directory}", declared, ("train", MARK))
+    before, after, mine, _ = said[0]
+    origins = {each.name: Origin(each.name, each, None) for each in OLD.parts[0].tables}
+    step = Step(right, (1, 1, 1), origins, declared, OLD)
+    assert differences(expected(step, before, marks[0]["1:2"]), after, rng=False) == []
+    stores.fold(tmp_path / "log")
+    stores.lose_rows(tmp_path / "log")
+    (state, _), *_ = ranks.run(1, zoo.resume, right, ALONE, settings, "2:1", ())
+    assert differences(mine["2:1"], state) == []
+
+
+def resized(model: Model, name: str, rows: int) -> Model:
+    (part,) = model.parts
+    tables = tuple(replace(each, rows=rows) if each.name == name else each for each in part.tables)
+    return replace(model, parts=(replace(part, tables=tables),))
 
 
 def refused(settings: StreamConfig, source: Source | str, changes: Changes | None = None) -> str:

@@ -20,7 +20,7 @@ from torchrec_stream_ckpt.errors import (
 from torchrec_stream_ckpt.format.changed import ClaimChanges
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.lineage import told_to
-from torchrec_stream_ckpt.format.warm import check_may_begin
+from torchrec_stream_ckpt.format.warm import check_may_begin, unfinished_warm_start
 from torchrec_stream_ckpt.restore.plan import check_schema
 from torchrec_stream_ckpt.route.job import Tier
 from torchrec_stream_ckpt.tiers.job import Tiered
@@ -60,10 +60,15 @@ class Claims:
         """The control partition that decides."""
         return self._tier.control if self._tiers is None else self._tiers.control
 
-    def check_schema(self) -> None:
-        """A job that restores nothing must still be of the log's kind."""
-        claims = self._control.refresh().claims
-        if claims:
+    def check_schema(self, *, warm: bool = False) -> None:
+        """A job that restores nothing must still be of the log's kind.
+
+        Args:
+            warm: Whether it begins in another job: one that began so before, and has no marker, binds it to nothing.
+        """
+        lineage = self._control.refresh()
+        claims = lineage.claims
+        if claims and not (warm and unfinished_warm_start(lineage) is not None):
             check_schema(claims[max(claims)].schema, self._attached.schema)
 
     def check_restored(self) -> None:

@@ -121,7 +121,7 @@ def evolved(
     if model.already:
         log.info(
             "marker %s is of a model that has these changes: nothing is left to change; to make them once more, give "
-            "them another label",
+            "them another label, and name the marker",
             route.marker,
         )
     if model.already or model.is_plain:

@@ -131,7 +131,7 @@ class Restoring:
             found = self.restore(None, changes, accept_unproved=accept_unproved)
             assert found is not None
             return found
-        self._streaming.check_root()
+        self._streaming.check_root(warm=True)
         config = self._team.together(lambda: source.settings(self._config))
         signs, two = self._team.rank == 0, config.outer is not None
         opener = open_tiers if two else open_tier

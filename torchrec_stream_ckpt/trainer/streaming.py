@@ -281,9 +281,13 @@ class Streaming:
         """(all ranks) Refuse a run that forgot ``restore()``."""
         self._team.on_rank0(self.claims.check_restored)
 
-    def check_root(self) -> None:
-        """(all ranks) Refuse a log of other tables, which no generation without a marker can begin in."""
-        self._team.on_rank0(self.claims.check_schema)
+    def check_root(self, *, warm: bool = False) -> None:
+        """(all ranks) Refuse a log of other tables, which no generation without a marker can begin in.
+
+        Args:
+            warm: As of ``Claims.check_schema``.
+        """
+        self._team.on_rank0(lambda: self.claims.check_schema(warm=warm))
 
     def open_root(self, step: int = 0, changes: ClaimChanges | None = None) -> None:
         """Open a generation that stands on nothing: every table is sent whole.
@@ -292,7 +296,7 @@ class Streaming:
             step: Steps that the job has made already: those of another one.
             changes: Where its first rows come from; None: they are as the model has made them.
         """
-        self.check_root()
+        self.check_root(warm=changes is not None)
         self.steps = step
         tables = self._attached.tables
         self._attached.begin(tables)
