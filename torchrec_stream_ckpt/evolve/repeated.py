@@ -31,7 +31,8 @@ def check_not_repeated(changes: Changes, made: Iterable[ClaimChanges]) -> None:
         lines = "\n".join(f"  {each}" for each in sorted(said))
         raise ChangesError(
             f"the newest marker has had such changes already, and would have them once more:\n{lines}",
-            hint="leave out what was made; or, to make it once more, name the marker",
+            hint="leave out what was made; or, to make it once more, name the marker, and give the "
+            "changes another label",
         )
 
 
