@@ -15,7 +15,8 @@ from torch import nn
 from tests.dense_job import OPTIMIZERS, Job, OneOfItsOwn, attach, build, go_on, resume, train, unequal
 from tests.pool import Pool
 from torchrec_stream_ckpt.adapter import fused_kernels
-from torchrec_stream_ckpt.errors import MarkerFailedError, UnsupportedError
+from torchrec_stream_ckpt.errors import MarkerFailedError, SchemaMismatchError, UnsupportedError
+from torchrec_stream_ckpt.evolve.changes import Changes, DenseChanges
 
 pytestmark = pytest.mark.distributed
 
@@ -38,6 +39,47 @@ def test_what_a_dense_optimizer_keeps_comes_back_bit_for_bit(kind: str, pool: Po
         assert unequal(later, later_2) == []
     for rank, (state, _, _) in enumerate(pool.run(3, resume, kind, uri)):
         assert unequal(trained[rank if rank < 2 else 0][0], state) == []
+
+
+# Parameters in another order.
+
+OVER = ["over.0.weight", "over.0.bias", "over.2.weight", "over.2.bias"]
+
+
+def turned(kind: str, uri: str, pasted: bool) -> Any:
+    """A job whose optimizer was given its parameters in the opposite order: what it holds after a restore, by name."""
+    job = build(kind, lr=0.5)
+    job.optimizer = OPTIMIZERS[kind](list(job.dmp.module.over.parameters())[::-1], 0.5)
+    changes = Changes(dense=DenseChanges(optimizer=dict.fromkeys(OVER, "fresh"))) if pasted else None
+    with attach(job, uri) as checkpointer:
+        try:
+            assert checkpointer.restore(changes=changes) is not None
+        except SchemaMismatchError as error:
+            return str(error)
+        return job.truth()
+
+
+@pytest.mark.parametrize("kind", ["Adam", "LBFGS", "state beside the parameters", "a state_dict() of its own"])
+def test_parameters_in_another_order_keep_their_own_state(kind: str, pool: Pool, tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}"
+    (_, _, truth), *_ = pool.run(1, train, kind, uri)
+    ((before, *_),) = pool.run(1, resume, kind, uri)
+    (found,) = pool.run(1, turned, kind, uri, False)
+    if kind == "Adam":
+        (group,) = found["groups"]
+        assert group["params"] == truth["groups"][0]["params"][::-1]
+        for key in ("weights", "attributes"):
+            assert unequal(before[key], found[key]) == []
+        assert found["state"].keys() == before["state"].keys()
+        for name, state in before["state"].items():
+            assert unequal(state, found["state"][name]) == []
+        assert unequal({**before["groups"][0], "params": []}, {**group, "params": []}) == []
+        return
+    assert "keeps state for all of them together" in found
+    assert f"restore(changes=Changes(dense=DenseChanges(optimizer={dict.fromkeys(OVER[::-1], 'fresh')!r})))" in found
+    (found,) = pool.run(1, turned, kind, uri, True)
+    assert unequal(before["weights"], found["weights"]) == []
+    assert not found["state"]
 
 
 # What cannot be saved fails the marker on all ranks, by name.

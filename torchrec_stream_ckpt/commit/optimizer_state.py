@@ -237,10 +237,11 @@ def read(
 
 
 def check(optimizers: Optimizers, saved: Mapping[str, OptimizerState], names: Mapping[int, str]) -> None:
-    """Compare number, classes and parameter groups.
+    """Compare number, classes and parameter groups, in which the order of the parameters is free: state goes by name.
 
     Raises:
-        SchemaMismatchError: names what differs, with both values.
+        SchemaMismatchError: names what differs, with both values; or an optimizer keeps state for all its parameters
+            together, which depends on their order.
     """
     if saved.keys() != optimizers.keys():
         raise SchemaMismatchError(f"the marker has {len(saved)} dense optimizers, this job has {len(optimizers)}")
@@ -251,8 +252,24 @@ def check(optimizers: Optimizers, saved: Mapping[str, OptimizerState], names: Ma
             )
         here = [group["params"] for group in named_groups(optimizer, names)]
         there = [group["params"] for group in saved[key].groups]
-        if here != there:
-            raise SchemaMismatchError(f"dense {key}: its parameter groups are {there!r:.200}, here {here!r:.200}")
+        if list(map(sorted, here)) != list(map(sorted, there)):
+            raise SchemaMismatchError(
+                f"dense {key}: its parameter groups are {there!r:.200}, here {here!r:.200}",
+                hint="give it the param groups that it had, in their order",
+            )
+        if here != there and _keeps_together(optimizer, saved[key]):
+            fresh = {name: "fresh" for group in here for name in group}
+            raise SchemaMismatchError(
+                f"dense {key}: the order of its parameters was {there!r:.200}, here {here!r:.200}, and "
+                f"{saved[key].kind} keeps state for all of them together",
+                hint="keep the order, or let its state begin anew: "
+                f"restore(changes=Changes(dense=DenseChanges(optimizer={fresh!r})))",
+            )
+
+
+def _keeps_together(optimizer: torch.optim.Optimizer, saved: OptimizerState) -> bool:
+    """Whether there is state that belongs to no parameter alone. That of LBFGS is below its first one."""
+    return saved.own is not None or bool(saved.other) or isinstance(optimizer, torch.optim.LBFGS)
 
 
 def matched(
@@ -298,7 +315,7 @@ def _matched(
     }
     result = OptimizerState(type(optimizer).__name__, found, state)
     for old in {old for old, _ in states.values()}:
-        together = saved[old].own is not None or bool(saved[old].other)
+        together = _keeps_together(optimizer, saved[old])
         all_here = [name for group in here for name in group["params"]]
         same = old == key and list(groups) == list(range(len(saved[old].groups)))
         same = same and [states.get(name) for name in all_here] == [
