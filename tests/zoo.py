@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 from zlib import crc32
 
@@ -457,9 +458,11 @@ MARK = "mark"
 
 
 def play(job: Job, checkpointer: StreamCheckpointer, events: tuple[str, ...]) -> None:
-    """Go on with these events, each one a step, and note the truth at each ``mark``."""
-    for event in events:
+    """Go on with these events, each one a step, and note the truth at each ``mark``; two in a row have one between."""
+    for before, event in pairwise(("", *events)):
         if event == MARK:
+            if before == MARK:
+                checkpointer.step()  # a boundary has one marker
             committed = checkpointer.mark().result(60)
             job.marks[str(committed.id)] = truth(job)
         else:

@@ -105,6 +105,9 @@ def _explicit(uri: str) -> list[tuple[int, int, int]]:
     futures.append(checkpointer.mark())
     job.step_number += 1 - dist.get_rank()
     futures.append(checkpointer.mark())
+    for group in job.dmp.fused_optimizer.param_groups:
+        group["lr"] *= 0.5  # which MARK holds
+    futures.append(checkpointer.mark())
     checkpointer.mark_all()
     futures.append(checkpointer.mark())
     for _ in range(3):
@@ -121,7 +124,7 @@ def _explicit(uri: str) -> list[tuple[int, int, int]]:
 def test_futures_resolve_on_every_rank_and_a_boundary_at_which_nothing_has_changed_has_one_marker(
     tmp_path: Path,
 ) -> None:
-    expected = [(1, number, 0) for number in (1, 1, 2, 3, 4, 4, 5, 6)] + [(1, 7, 3)]
+    expected = [(1, number, 0) for number in (1, 1, 2, 3, 4, 4, 5, 6, 7)] + [(1, 8, 3)]
     assert ranks.run(2, _explicit, f"file://{tmp_path}") == [expected, expected]
     lineage = _lineage(f"file://{tmp_path}")
     assert [(m.generation, m.marker, c.step) for m, c in lineage.commits.items()] == list(dict.fromkeys(expected))

@@ -109,8 +109,10 @@ def test_a_lookup_on_a_stream_of_its_own_is_waited_for(device: torch.device, tmp
     with attach(job, tmp_path) as checkpointer:
         run(job, checkpointer, 1)
         checkpointer.mark().result(60)
+        checkpointer.step()  # a boundary without a marker
         with counted() as one:
             checkpointer.mark().result(60)
+        checkpointer.step()
         with torch.cuda.stream(torch.cuda.Stream()):
             job.step()
         with counted() as two:

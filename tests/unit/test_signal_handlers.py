@@ -123,6 +123,18 @@ def kill_myself() -> None:
     os.kill(os.getpid(), STOP)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_checkpointers_either_may_be_closed_first(first: int) -> None:
+    both = installed(), installed()
+    both[first].remove()
+    other = both[1 - first]
+    os.kill(os.getpid(), STOP)  # and this process goes on
+    assert other.pending(STOP)
+    assert not both[first].pending(STOP)
+    other.remove()
+    assert [signal.getsignal(number) for number in (STOP, MARK)] == [signal.SIG_DFL] * 2
+
+
 def test_a_fork_a_spare_and_a_checkpointer_that_is_gone_are_ended_by_a_signal_as_ever() -> None:
     signals = installed()
     assert ended_by(kill_myself) == STOP  # of a pool, or of a loader

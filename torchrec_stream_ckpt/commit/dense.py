@@ -138,6 +138,8 @@ class DenseState:
         """What it does, or did last."""
         self._bytes: dict[str, torch.Tensor] = {}
         """What the last :meth:`stage` has taken as bytes."""
+        self._counted: list[tuple[float, ...]] = []
+        """What the kernels' own state was then; MARK holds it."""
         self.listing: tuple[str, ...] = ()
         """What the last :meth:`stage` has found on this rank of what all ranks must hold alike."""
         for name, item in {**self._shared, **self._per_rank}.items():
@@ -164,19 +166,29 @@ class DenseState:
         ]
         self.listing = listing(taken.alike, taken.places, frozen)
         staged: dict[str, Any] = BlockingAsyncStager().stage(taken.apart) if taken.apart else {}
-        self._bytes = taken.blobs
+        self._bytes, self._counted = taken.blobs, self._counts()
         return {**staged, **self._copies.copy(taken.mine), **taken.blobs}
 
     def has_changed(self) -> bool:
-        """(training thread) Whether :meth:`stage` would take something else now than it took last. Local.
+        """(training thread) Whether a marker would hold something else now, rows apart, than at the last :meth:`stage`.
 
-        Parts of sharded parameters and id maps are not compared: where this rank holds some, the answer is yes.
+        Local. Parts of sharded parameters and id maps are not compared: where this rank holds some, the answer is yes.
         """
+        if self._counted != self._counts():
+            return True
         taken = self._take()
         same_bytes = self._bytes.keys() == taken.blobs.keys() and all(
             torch.equal(self._bytes[name], value) for name, value in taken.blobs.items()
         )
         return not same_bytes or bool(taken.apart) or not self._copies.holds(taken.mine)
+
+    def _counts(self) -> list[tuple[float, ...]]:
+        """Of each kernel: trained batches, largest count, and its learning rates."""
+        scalars = [(kernel.scalars, kernel.lookups.in_flight) for kernel in self.kernels]
+        return [
+            (each.iteration - in_flight, each.max_counter, each.learning_rate, each.next_learning_rate)
+            for each, in_flight in scalars
+        ]
 
     def _take(self) -> _Taken:
         """The dense state as it is now; its tensors are the live ones."""

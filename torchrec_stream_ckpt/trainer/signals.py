@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -78,7 +78,9 @@ class Signals:
         self._before: dict[int, Any] = {}
         self._aside = False
         """The handlers do as those before them would have done."""
-        self._handler: Callable[[int, FrameType | None], None] | None = None
+        self._handler: _Handler | None = None
+        self.removed = False
+        """Whether it has ended."""
         self._ending = SafeEvent()
 
     def check(self) -> None:
@@ -107,7 +109,7 @@ class Signals:
         if not self.on:
             return
         self._before = {int(number): signal.getsignal(number) for number in self._came}
-        self._handler = _handler(weakref.ref(self), self._before)
+        self._handler = _Handler(weakref.ref(self), self._before)
         for number in self._came:
             signal.signal(number, self._handler)
         threading.Thread(
@@ -117,11 +119,13 @@ class Signals:
     def remove(self) -> None:
         """Put back the handlers that stood before; where another one stands by now, ours passes on to them."""
         self._ending.set()
-        self._aside = True
+        self._aside = self.removed = True
         if self._handler is None or threading.current_thread() is not threading.main_thread():
             return
         for number, before in self._before.items():
             if signal.getsignal(number) is self._handler:
+                while isinstance(before, _Handler) and before.is_over:
+                    before = before.before[number]
                 signal.signal(number, before)
 
     @contextmanager
@@ -185,29 +189,42 @@ class Signals:
             )
 
 
-def _handler(of: weakref.ref[Signals], before: dict[int, Any]) -> Callable[[int, FrameType | None], None]:
-    """What is installed; it keeps nothing alive but what stood before it."""
-    process = os.getpid()
+class _Handler:
+    """What is installed; it keeps nothing alive but what stood before it. That may be one of ours, too."""
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        signals = of()
-        if signals is not None and not signals._aside and os.getpid() == process:
-            signals._came[signal.Signals(number)].come()
-            if callable(before[number]):
-                before[number](number, frame)
-        else:
-            _as_before(number, frame, before[number])
+    def __init__(self, of: weakref.ref[Signals], before: dict[int, Any]) -> None:
+        self._of = of
+        self.before = before
+        self._process = os.getpid()
 
-    return handle
+    @property
+    def is_over(self) -> bool:
+        """Its checkpointer is closed or gone."""
+        signals = self._of()
+        return signals is None or signals.removed
 
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Set the flag of each of ours, and call what stood before them.
 
-def _as_before(number: int, frame: FrameType | None, before: Any) -> None:
-    """Of a checkpointer that is closed or gone, in a forked process, or in a spare: as if we were not there."""
-    if callable(before):
-        before(number, frame)
-    elif before == signal.SIG_DFL:
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        Of checkpointers that are closed or gone, in a forked process, or in a spare: as if they were not there.
+        """
+        handler: Any = self
+        taken = False
+        while isinstance(handler, _Handler):
+            taken = handler._takes(number) or taken
+            handler = handler.before[number]
+        if callable(handler):
+            handler(number, frame)
+        elif handler == signal.SIG_DFL and not taken:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def _takes(self, number: int) -> bool:
+        signals = self._of()
+        if signals is None or signals._aside or os.getpid() != self._process:
+            return False
+        signals._came[signal.Signals(number)].come()
+        return True
 
 
 def _watch(of: weakref.ref[Signals], ending: threading.Event) -> None:

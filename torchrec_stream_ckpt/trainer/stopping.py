@@ -114,11 +114,11 @@ class Stopping:
             return
         log.warning(
             "SIGTERM leads to no marker of step %d, %.0f s after this boundary knew of it: %s. The job is to stop; the "
-            "newest marker is the one before. %s",
+            "newest marker is the one before%s",
             step,
             waited_s + left_s - max(0.0, deadline_s - time.monotonic()),
             why,
-            _HINT,
+            f". {_HINT}" if time.monotonic() >= deadline_s else "",
         )
 
     def _begin(
