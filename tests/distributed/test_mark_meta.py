@@ -51,6 +51,7 @@ def _marked(uri: str) -> tuple[list[str], list[str], list[str]]:
         refuse({"auc": 0.5} if rank else None)
         refuse({"auc": float("nan")} if rank else {"auc": 0.5})
         refuse({"text": "x" * 5000})
+        refuse({"step": 3})
         refuse(None, pin="" if rank == 0 else None)
         assert _said(uri) == {}
         dist.barrier()
@@ -113,6 +114,7 @@ def test_what_rank_0_says_of_a_marker_is_in_the_log_once(tmp_path: Path) -> None
             "rank 0 nothing, rank 1 auc=0.5",
             "auc is nan [rank=1]",
             "is too large",
+            "step is known of each marker already",
             "pin is '' [rank=0]",
             "the ranks ask for different markers: 1:1, 1:2",
             "a marker, 1:1, and the best one are asked for",

@@ -14,6 +14,9 @@ from torchrec_stream_ckpt.route.job import Tier
 from torchrec_stream_ckpt.store.pins import pin
 from torchrec_stream_ckpt.types import MarkerId
 
+_TAKEN = frozenset({"step", "generation", "ranks", "rows", "bytes", "time_s"})
+"""What ``list --where`` knows of a marker by these names is something else."""
+
 
 def agreed(
     team: Team, meta: Mapping[str, object] | None, why_pinned: str | None, ready: Callable[[], None] = lambda: None
@@ -62,6 +65,10 @@ def given(meta: Mapping[str, object] | None, why_pinned: str | None) -> Meta:
     values: dict[str, object] = dict(meta or {})
     if PIN in values:
         raise ConfigError(f"metadata: {PIN} is the name of why a marker is pinned", hint="say mark(pin='...')")
+    if taken := sorted(values.keys() & _TAKEN):
+        raise ConfigError(
+            f"metadata: {', '.join(taken)} is known of each marker already", hint=f"give another name: my_{taken[0]}"
+        )
     if why_pinned is not None:
         if not isinstance(why_pinned, str) or not why_pinned.strip():
             raise ConfigError(f"pin is {why_pinned!r:.80}", hint="say why the marker is to be kept, in a few words")
