@@ -37,6 +37,14 @@ def test_the_package_runs_as_a_module() -> None:
     assert done.stdout == f"stream-ckpt {__version__}\n"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_output_that_nobody_takes_is_one_line() -> None:
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "torchrec_stream_ckpt", "--version"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=500, check=False)
+    assert (done.returncode, done.stderr) == (1, "Error: standard output takes no more: No space left on device\n")
+
+
 def test_every_verb_is_there_and_says_what_it_does() -> None:
     said = run("--help").output
     for verb, place in VERBS.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -263,6 +265,12 @@ def main() -> None:
         print(f"Error: {error.headline}", file=sys.stderr)
         if error.hint:
             print(f"Try: {error.hint}", file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
+            raise
+        print(f"Error: standard output takes no more: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it goes nowhere
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
