@@ -9,6 +9,7 @@ all, trains some steps on a tenth of the rows, commits a marker, and saves the s
 ``torch.load + copy``  read the whole file, and copy into the live tables (this rank's rows of them)
 ``dcp.load``           in place, into sharded tensors of the live tables
 ``ours, log``          ``StreamCheckpointer.restore()``: lineage, plan, rows, dense state, a new generation
+``StreamReader``       ``dcp.load`` of the same marker, tables and states at once, in place, by our storage reader
 ``ours, store``        the same once a materializer has folded the log into a store in a local folder
 
 The same job over a Kafka broker on loopback, if one can be started (``--no-kafka`` leaves it out):
@@ -51,7 +52,7 @@ from common import (  # noqa: E402
 from device import add_device  # noqa: E402
 from job import Job, Shape, build, spread  # noqa: E402
 
-from torchrec_stream_ckpt import StreamCheckpointer, StreamCkptError, StreamConfig  # noqa: E402
+from torchrec_stream_ckpt import StreamCheckpointer, StreamCkptError, StreamConfig, StreamReader  # noqa: E402
 from torchrec_stream_ckpt.control.partition import Control  # noqa: E402
 from torchrec_stream_ckpt.log.files import FileLog  # noqa: E402
 from torchrec_stream_ckpt.materialize.materializer import Materializer  # noqa: E402
@@ -60,7 +61,7 @@ from torchrec_stream_ckpt.store.dense import open_dense  # noqa: E402
 from torchrec_stream_ckpt.types import Restored  # noqa: E402
 
 LOAD, DCP, LOG, STORE = "torch.load + copy", "dcp.load", "ours, log", "ours, store"
-RAW, KAFKA = "raw consume", "ours, kafka"
+RAW, KAFKA, READER = "raw consume", "ours, kafka", "StreamReader"
 JOB = "restore"
 
 
@@ -125,6 +126,7 @@ class Restores:
         return {
             LOAD: partial(self._run, partial(slowest, self._load)),
             DCP: partial(self._run, partial(slowest, self._dcp)),
+            READER: partial(self._run, partial(slowest, self._reader)),
             ours: partial(self._run, partial(self._ours, log)),
         }
 
@@ -146,6 +148,14 @@ class Restores:
     @torch.no_grad()
     def _dcp(self) -> None:
         dcp.load(self._job.sharded(), checkpoint_id=self._folder / "dcp")
+
+    @torch.no_grad()
+    def _reader(self) -> None:
+        model = {name: value for name, value in self._job.sharded().items() if not name.startswith("optim.")}
+        state = {"model": model, "optim": {"state": self._job.model.fused_optimizer.state_dict()["state"]}}
+        store = f"file://{self._folder / 'store'}"
+        reader = StreamReader(self._uri, store=store, model_key="model", optimizer_key="optim")
+        dcp.load(state, storage_reader=reader)
 
     def _ours(self, wanted: str) -> float:
         found: list[Restored | None] = []
@@ -205,6 +215,8 @@ def main() -> None:
         for ours in (LOG, STORE):
             point = f"{ours.partition(', ')[2]}, on {ranks}"
             report.goals.append(Goal.at_least(f"{point}: dcp.load / ours", 1, report.paired(point, DCP, ours)))
+            slower = report.paired(point, READER, ours)
+            report.goals.append(Goal.at_most(f"{point}: StreamReader / ours", 1.2, slower, "x"))
         if not args.no_kafka:
             share = report.paired(f"kafka, on {ranks}", RAW, KAFKA)
             share = share if share is None else 100 * share
