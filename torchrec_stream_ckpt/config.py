@@ -293,7 +293,7 @@ class Source:
         """Read ``URI``, ``URI@latest`` or ``URI@GENERATION:MARKER``; of two tiers both, either of them with the marker.
 
         Raises:
-            ConfigError: as of the class; or two markers are named, or what stands behind the @ is none. A folder that
+            ConfigError: as of the class; or two markers are named, or what stands after the @ is none. A folder that
                 is there may have an @ in its name.
         """
         if not isinstance(text, str | tuple | list) or not all(isinstance(each, str) for each in text):
