@@ -14,6 +14,7 @@ from tests import model
 from tests.inside import inside
 from tests.model import Trainer, trainer
 from torchrec_stream_ckpt import StreamCheckpointer
+from torchrec_stream_ckpt.commit import coordinator
 from torchrec_stream_ckpt.log.api import Ack
 from torchrec_stream_ckpt.log.file_writer import FileWriter
 
@@ -42,6 +43,28 @@ class Gate:
             return real(writer, timeout_s) if self._opened.wait(timeout_s) else []
 
         FileWriter.poll = poll  # type: ignore[method-assign]
+
+
+class Agreed:
+    """When the commit thread of this rank has heard of all ranks that they cut one marker.
+
+    Before that, a rank that gives its part up may say so there and then; after it, only by a vote at a step boundary.
+    """
+
+    def __init__(self) -> None:
+        self._heard = threading.Event()
+        self.clear = self._heard.clear
+        real = coordinator.failpoint
+
+        def failpoint(name: str) -> None:
+            if name == "cut.agreed":
+                self._heard.set()
+            real(name)
+
+        coordinator.failpoint = failpoint  # type: ignore[attr-defined]
+
+    def wait(self) -> None:
+        assert self._heard.wait(WAIT_S)
 
 
 def steps(job: Trainer, checkpointer: StreamCheckpointer, count: int) -> None:

@@ -16,7 +16,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import EmainplaceMod
 from tests.inside import inside
 from tests.jobs import attach, gradient_accumulation, two_forwards_before_their_backwards
 from tests.model import PLAN_2, PLAN_3, Trainer, batch, differences, truth
-from tests.pressure import RING, RING_BYTES, ROWS, Gate, cut, large, steps, steps_until_done, touch_everything
+from tests.pressure import RING, RING_BYTES, ROWS, Agreed, Gate, cut, large, steps, steps_until_done, touch_everything
 from tests.ranks import run
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import CaptureMismatchError, MarkerFailedError
@@ -261,7 +261,7 @@ def test_a_cut_that_no_step_follows_settles_in_time_and_close_sends_the_rest(tmp
 
 def _one_rank_only(uri: str) -> tuple[Truths, str]:
     """``mark()`` while one rank only has a frozen cut: both markers, in their order. Then one rank only gives up."""
-    job, gate = large(PLAN_2), Gate()
+    job, gate, agreed = large(PLAN_2), Gate(), Agreed()
     first = dist.get_rank() == 0
     truths: Truths = {}
     with attach(job, StreamConfig(uri=uri, marker_every=3, **RING)) as checkpointer:
@@ -282,7 +282,9 @@ def _one_rank_only(uri: str) -> tuple[Truths, str]:
 
         touch_everything(job)
         gate.shut()
+        agreed.clear()
         future = cut(checkpointer)
+        agreed.wait()
         if not first:
             checkpointer.mark_all()
         assert inside(checkpointer).cuts.holding == first
