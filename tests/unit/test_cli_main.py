@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from importlib import import_module
@@ -43,6 +44,16 @@ def test_output_that_nobody_takes_is_one_line() -> None:
         command = [sys.executable, "-m", "torchrec_stream_ckpt", "--version"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=500, check=False)
     assert (done.returncode, done.stderr) == (1, "Error: standard output takes no more: No space left on device\n")
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["plan", "--help"], ["broker", "--help"]])
+def test_a_reader_that_has_stopped_is_no_error(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "torchrec_stream_ckpt", *arguments]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=500, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_every_verb_is_there_and_says_what_it_does() -> None:

@@ -128,6 +128,7 @@ STATUSES = {
     1: "an error, which says why; or the verb has found what it looks for: an alert, damage, a broker that is down",
     2: "the call is wrong: an unknown option, a missing argument",
     130: "ended by Ctrl-C",
+    141: "whoever read the output has stopped, as head does: what came until then is right",
     143: "ended by SIGTERM; services and scrubs end orderly instead, with 0 or 1 as their pages say",
 }
 """What the exit statuses of every verb mean."""
@@ -237,6 +238,11 @@ def _before(
     ask_before_verb(verbose=verbose, width=width)
 
 
+def _drop_output() -> None:
+    """What is left of the standard output goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def mistake_in(arguments: Sequence[str]) -> str | None:
     """Say what is wrong with a call, and do not make it; None: verb and options are understood.
 
@@ -270,7 +276,12 @@ def main() -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
             raise
         print(f"Error: standard output takes no more: {error.strerror}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it goes nowhere
+        _drop_output()
         sys.exit(1)
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich and typer end with 1, as if it were an error
+            _drop_output()
+            sys.exit(141)
+        raise
     except KeyboardInterrupt:
         sys.exit(130)
