@@ -53,7 +53,10 @@ GROUPS: dict[str, dict[str, Make]] = {
         "differential": Differential,
         "IncrCP": IncrCp,
         "log, no store": FromLog,
-        "store": partial(FromStore, Policy(rebase=0)),
+        "store": partial(FromStore, Policy(rebase=0, compact="none")),
+        "store, span2": partial(FromStore, Policy(rebase=0, compact="span2")),
+        "store, span4": partial(FromStore, Policy(rebase=0, compact="span4")),
+        "store, span8": partial(FromStore, Policy(rebase=0, compact="span8")),
         "store, span16": partial(FromStore, Policy(rebase=0, compact="span16")),
         "store, head": Head,
         "torch.load": TorchLoad,
@@ -64,7 +67,8 @@ GROUPS: dict[str, dict[str, Make]] = {
         "naive": Naive,
         "Check-N-Run": DifferentialWithResets,
         "IncrCP, base reset": IncrCpWithResets,
-        "store, rebase": partial(FromStore, Policy(rebase=1)),
+        "store, rebase": partial(FromStore, Policy(rebase=1, compact="none")),
+        "store, rebase, span4": partial(FromStore, Policy(rebase=1, compact="span4")),
     },
 }
 

@@ -196,7 +196,8 @@ def test_a_cover_is_gapless_and_no_other_leads_further(markers: set[str], spans:
     catalog = Catalog(open_store("memory://none"), JOB, frozenset(map(marker, markers))).assuming(
         (chain[start].id if start >= 0 else None, chain[end].id) for start, end in spans
     )
-    catalog._manifests = {each.id: Shelf.manifest(_Bare(), each) for each in chain}
+    for each in chain:
+        catalog._kept.put(manifest_name(JOB, each.id), Shelf.manifest(_Bare(), each), 1)
     cover = catalog.cover(chain)
     ends = [place for place in reached - {-1} if str(chain[place].id) in markers]
     if not ends:

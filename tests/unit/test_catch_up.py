@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -12,10 +17,14 @@ from tests import synthetic
 from tests.synthetic import Job
 from tests.unit.folded_job import made_once
 from tests.unit.test_fold import fold, lineage_of
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.format import commits
 from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.store import catalog as catalog_module
+from torchrec_stream_ckpt.materialize.materializer import Materializer
+from torchrec_stream_ckpt.store import kept
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.types import MarkerId
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
@@ -110,11 +119,98 @@ def test_no_span_crosses_a_base(tmp_path: Path) -> None:
 
 
 def test_what_was_read_of_many_manifests_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalog_module, "MOST_REFS", 10)
+    monkeypatch.setattr(kept, "MOST_REFS", 10)
     job, objects = history(tmp_path, 30), open_store(str(tmp_path / "store"))
     fold(job, objects, Policy(rebase=0))
     lineage, found = lineage_of(job), Catalog.load(objects, synthetic.JOB)
     chain = lineage.chain(max(lineage.commits))
     for _ in range(2):
         assert len(found.cover(chain)) == 30
-        assert len(found._manifests) <= 10
+        assert len(found._kept) <= 10
+
+
+def work_of(act: Callable[[], object]) -> int:
+    """How many functions were called, and how many times a line of code was gone through again in a loop."""
+    calls, backwards, last = 0, 0, dict[object, int]()
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal calls, backwards
+        if event == "call":
+            calls += 1
+        elif event == "line":
+            backwards += frame.f_lineno <= last.get(frame, 0)
+            last[frame] = frame.f_lineno
+        elif event == "return":
+            last.pop(frame, None)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        act()
+    finally:
+        sys.settrace(None)
+    return calls + backwards
+
+
+@pytest.mark.parametrize("policy", [Policy(rebase=0, compact="none"), Policy()], ids=str)
+def test_the_work_of_a_marker_does_not_grow_with_those_that_came_before(tmp_path: Path, policy: Policy) -> None:
+    """Counted: calls of functions, and rounds of loops, of each marker that a catch-up puts."""
+    job, objects = history(tmp_path, 120), open_store(str(tmp_path / "store"))
+    lineage, found = lineage_of(job), []
+    with ThreadPoolExecutor(1) as pool:
+        steps = Materializer(job.log, objects, lambda _: open_dense(str(job.root)), pool, policy).catch_up(lineage)
+        while True:
+            marker: list[MarkerId] = []
+            work = work_of(lambda marker=marker: marker.extend(islice(steps, 1)))
+            if not marker:
+                break
+            found.append(work)
+    early, late = sorted(found[16:48]), sorted(found[80:112])
+    assert late[len(late) // 2] <= 1.05 * early[len(early) // 2]
+
+
+def test_a_round_that_brings_one_marker_opens_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, objects = history(tmp_path, 40), open_store(str(tmp_path / "store"))
+    opened = []
+    whole = commits.open_commit
+    monkeypatch.setattr(commits, "open_commit", lambda frame: opened.append(frame) or whole(frame))
+    with ThreadPoolExecutor(1) as pool:
+        materializer = Materializer(job.log, objects, lambda _: open_dense(str(job.root)), pool, Policy(rebase=0))
+        control = Control(job.log)
+        assert len(list(materializer.catch_up(control.refresh()))) == 40
+        for _ in range(3):
+            job.touch(1)
+            job.commit()
+            opened.clear()
+            assert len(list(materializer.catch_up(control.refresh()))) == 1
+            assert len(opened) <= 1
+
+
+def test_what_a_new_process_opens_of_a_long_job_is_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, objects = history(tmp_path, 40), open_store(str(tmp_path / "store"))
+    fold(job, objects, Policy(rebase=0, compact="none"))
+    job.touch(1)
+    job.commit()
+    lineage, opened = lineage_of(job), []
+    whole = commits.open_commit
+    monkeypatch.setattr(commits, "open_commit", lambda frame: opened.append(frame) or whole(frame))
+    with ThreadPoolExecutor(1) as pool:
+        policy = Policy(rebase=0, compact="none")
+        materializer = Materializer(job.log, objects, lambda _: open_dense(str(job.root)), pool, policy)
+        assert len(list(materializer.catch_up(lineage))) == 1
+    assert len(opened) <= 3, "the missing one, the one before it, and no more than that"
+
+
+def test_markers_of_a_lineage_that_grows_are_those_of_one_that_is_read_anew(tmp_path: Path) -> None:
+    job = history(tmp_path, 12)
+    control = Control(job.log)
+    for number in range(6):
+        lineage = control.refresh()
+        for marker in lineage_of(job).commits:
+            assert lineage.previous(marker) == lineage_of(job).previous(marker)
+        if number == 2:
+            job.begin(MarkerId(job.generation, job.marker))
+        job.touch(1)
+        job.commit()

@@ -24,6 +24,7 @@ from torchrec_stream_ckpt.materialize.repairer import Repairer
 from torchrec_stream_ckpt.materialize.retention import Retention
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.store.kept import Kept
 from torchrec_stream_ckpt.types import MarkerId
 
 NEWEST = MarkerId(1, 6)
@@ -97,7 +98,7 @@ def is_there(history: History, store: HeldObjects) -> bool:
     catalog, found = Catalog.load(store, lineage.job), False  # type: ignore[arg-type]
     for folds in (catalog.folds, *(catalog.folds - {fold} for fold in catalog.folds), frozenset()):
         try:
-            one = replace(catalog, folds=frozenset(folds), _manifests={}, _folds={})
+            one = replace(catalog, folds=frozenset(folds), _kept=Kept())
             cover = one.cover(lineage.chain(NEWEST))
             if cover:
                 assert stores.rows_in(one, lineage, NEWEST, cover) == history.rows[NEWEST]

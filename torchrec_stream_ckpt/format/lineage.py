@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, islice
 
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.changed import ClaimChanges, in_words
@@ -231,8 +231,13 @@ def _of_generation(lineage: Lineage, generation: int) -> list[MarkerId]:
     """The committed markers of a generation, oldest first."""
     state = (len(lineage.commits), lineage.commits.newest)
     if lineage._ordered[0] != state:
-        ordered: dict[int, list[MarkerId]] = {}
-        for marker in lineage.commits:
+        (count, newest), ordered = lineage._ordered
+        grown = list(islice(reversed(lineage.commits), max(0, state[0] - count) + 1))[::-1]
+        if not count or len(grown) <= 1 or grown[0] != newest:  # not the same markers and some more
+            grown, ordered = [*lineage.commits], {}
+        else:
+            del grown[0]
+        for marker in grown:
             ordered.setdefault(marker.generation, []).append(marker)
         lineage._ordered = state, ordered
     return lineage._ordered[1].get(generation, [])

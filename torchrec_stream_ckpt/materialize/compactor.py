@@ -126,7 +126,9 @@ class Compactor:
                 way.ids.append(commit.id)
                 return way
         chain = lineage.chain(commit.id)
-        return _GrowingPath(catalog, catalog.listed, [each.id for each in chain], list(catalog.cover(chain)))
+        return _GrowingPath(
+            catalog, catalog.listed, [each.id for each in chain], list(catalog.cover(chain, pool=self._pool))
+        )
 
     def _merge(self, lineage: Lineage, way: _GrowingPath, place: int) -> None:
         """Write the fold of the pieces from a place on; 0: a base."""
@@ -137,7 +139,7 @@ class Compactor:
         progress.doing = f"merging {len(pieces)} pieces up to marker {way.end}"
         fold = merge(self._objects, lineage, pieces, self._pool, progress.count_merged)
         progress.counts.fold_bytes += sum(ref.num_bytes for ref in fold.segments)
-        way.catalog.folds |= {(fold.start, fold.end)}
+        way.catalog.folded(fold.start, fold.end)
         way.cover[place:] = [Piece(fold.start, fold.end, fold.segments, fold.chain)]
 
 

@@ -28,6 +28,10 @@ SEGMENT_BYTES = 128 * 2**20
 format: who folds the same interval must cut it at the same places."""
 
 
+FRONT_BYTES = 64 * 2**10
+"""What is read of a segment to have its directory with one request: room for some 1,300 chunks."""
+
+
 class SegmentWriter:
     """Puts the parts of one interval or fold into the store, one after the other.
 
@@ -137,15 +141,20 @@ def fold_interval(
 
 
 def folded_interval(objects: Objects, interval: Interval) -> tuple[SegmentRef, ...] | None:
-    """The segments of an interval if all of its parts are there, whoever wrote them; None if not."""
+    """The segments of an interval if all of its parts are there, whoever wrote them; None if not.
+
+    One request for a part that is not there; two for one that is, and three if it has a long directory.
+    """
     refs: list[SegmentRef] = []
     while True:
         name = interval.name(len(refs))
         num_bytes = objects.size(name)
         if num_bytes is None or num_bytes < HEADER_LEN:
             return None
-        front_bytes = front_bytes_of(objects.read(name, 0, HEADER_LEN), name)
-        front = parse_front(objects.read(name, 0, front_bytes), name)
+        data = objects.read(name, 0, min(num_bytes, FRONT_BYTES))
+        if (front_bytes := front_bytes_of(data, name)) > len(data):
+            data = objects.read(name, 0, front_bytes)
+        front = parse_front(data, name)
         if front.id != interval.segment(len(refs)) or front.num_bytes != num_bytes:
             raise CorruptionError("segment is not the one that its name says", name=name)
         refs.append(SegmentRef(name, num_bytes, front.front_bytes, front.header_crc, front.rows))

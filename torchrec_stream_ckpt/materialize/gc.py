@@ -98,7 +98,7 @@ def plan_gc(stock: Stock, rules: GcRules, clocks: Mapping[str, float]) -> GcPlan
     spans = tuple(plan_spans(holdings, anchors)) if rules.compact else ()
     after = holdings.assuming((span.start, span.end) for span in spans)
     dropping = tuple(sorted({*decision.dropped, *by_hand}))
-    given_up = (catalog.dropped | frozenset(dropping)) - stock.pins
+    given_up = frozenset((catalog.dropped | {*dropping}) - stock.pins)
     needed = _mark(after, anchors)
     garbage = [Entry(*each) for each in holdings.sizes.items() if _is_garbage(each[0], stock, needed, given_up)]
     garbage += stock.attempts
@@ -176,7 +176,7 @@ def _links(holdings: Holdings) -> set[MarkerId]:
     markers = holdings.catalog.markers
     newest = max(markers | holdings.catalog.dropped).generation
     parents = {claim.parent for claim in holdings.lineage.claims.values() if claim.generation > newest}
-    return {parent for parent in parents if parent in markers} | ({max(markers)} if markers else set())
+    return {each for each in parents if each is not None and each in markers} | ({max(markers)} if markers else set())
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from functools import partial
 
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, OtherLogError, TrimmedError
 from torchrec_stream_ckpt.format.control import Commit
@@ -31,15 +33,26 @@ class IntervalFolder:
         objects: The store.
         mine: Whether a data partition is this one's to fold.
         progress: Told of what is folded.
+        pool: Threads that look for segments of several ranks at once; None: one after the other.
     """
 
-    def __init__(self, log: Log, objects: Objects, mine: Callable[[int], bool], progress: Progress) -> None:
+    def __init__(
+        self,
+        log: Log,
+        objects: Objects,
+        mine: Callable[[int], bool],
+        progress: Progress,
+        pool: Executor | None = None,
+    ) -> None:
         self._log = log
         self._objects = objects
         self._mine = mine
         self._progress = progress
+        self._map = map if pool is None else pool.map
         self._found: dict[tuple[MarkerId, int], tuple[SegmentRef, ...]] = {}
         """Segments of markers that are not in the store yet, by marker and rank: not looked for twice."""
+        self._shards: dict[tuple[int, int], tuple[TableShard, ...]] = {}
+        """What ranks hold in the newest generation that is folded, by generation and rank: it stays as it is."""
 
     def forget(self, missing: Sequence[Commit]) -> None:
         """Keep what was found of these markers alone."""
@@ -61,25 +74,53 @@ class IntervalFolder:
         Raises:
             CorruptionError: the log is damaged, or lacks an interval.
         """
-        claim = lineage.claims[commit.generation]
+        intervals = list(intervals_of(lineage.claims[commit.generation], commit, before))
         leads = self._mine(commit.ranks[0].partition)
-        segments = []
-        for interval in intervals_of(claim, commit, before):
-            end, mine = interval.end, self._mine(interval.end.partition)
-            refs = self._found.get((commit.id, end.rank))
-            if refs is None and (mine or leads):
-                try:
-                    refs = folded_interval(self._objects, interval)
-                except CorruptionError:  # no manifest names it yet: it is folded again, to the same bytes
-                    mine = True
-            if refs is None and mine:
-                self.check_there(lineage, catalog, interval, missing)
-                refs = self.fold(catalog, interval, before)
-            if refs is not None:
-                self._found[commit.id, end.rank] = refs
-            segments.append(refs)
-        complete = tuple(refs for refs in segments if refs is not None)
-        return complete if len(complete) == len(segments) else None
+        sought = [
+            each
+            for each in intervals
+            if (commit.id, each.end.rank) not in self._found and (leads or self._mine(each.end.partition))
+        ]
+        looked = zip(sought, self._map(self._look, sought), strict=True)
+        found = {interval.end.rank: refs for interval, refs in looked}
+        lacking = [each for each in sought if self._is_to_be_folded(each, found[each.end.rank])]
+        shards = self._shards_of_all(lacking, before)
+        for interval in lacking:
+            rank = interval.end.rank
+            self.check_there(lineage, catalog, interval, missing)
+            found[rank] = self.fold(catalog, interval, before, shards=shards.get(rank))
+        self._found |= {(commit.id, rank): refs for rank, refs in found.items() if refs}
+        complete = tuple(refs for each in intervals if (refs := self._found.get((commit.id, each.end.rank))))
+        return complete if len(complete) == len(intervals) else None
+
+    def _is_to_be_folded(self, interval: Interval, refs: tuple[SegmentRef, ...] | None) -> bool:
+        return refs == () or (refs is None and self._mine(interval.end.partition))
+
+    def _look(self, interval: Interval) -> tuple[SegmentRef, ...] | None:
+        """The segments of an interval that is folded; None: it is not; empty: what is there is damaged.
+
+        No manifest names it yet: what is damaged is folded again, to the same bytes.
+        """
+        try:
+            return folded_interval(self._objects, interval)
+        except CorruptionError:
+            return ()
+
+    def _shards_of_all(
+        self, intervals: Sequence[Interval], before: Commit | None
+    ) -> dict[int, tuple[TableShard, ...] | None]:
+        """By rank, what each held at the marker before, if this process knows it or the store says it: side by side."""
+        if before is None:
+            return {}
+        shards = self._map(partial(self._shards_in_store, before), intervals)
+        return {each.end.rank: held for each, held in zip(intervals, shards, strict=True)}
+
+    def _know(self, interval: Interval, shards: tuple[TableShard, ...]) -> None:
+        """Keep what a rank holds; that of an older generation is forgotten."""
+        generation = interval.commit.generation
+        if any(key[0] < generation for key in self._shards):
+            self._shards.clear()
+        self._shards[generation, interval.end.rank] = shards
 
     def again(
         self, lineage: Lineage, catalog: Catalog, commit: Commit, before: Commit | None, into: Objects
@@ -130,15 +171,44 @@ class IntervalFolder:
             )
 
     def fold(
-        self, catalog: Catalog, interval: Interval, before: Commit | None, into: Objects | None = None
+        self,
+        catalog: Catalog,
+        interval: Interval,
+        before: Commit | None,
+        into: Objects | None = None,
+        shards: tuple[TableShard, ...] | None = None,
     ) -> tuple[SegmentRef, ...]:
-        """Fold one rank's interval, whatever the store has of it; ``before`` as of :meth:`segments`."""
+        """Fold one rank's interval, whatever the store has of it.
+
+        Args:
+            catalog: What the store holds.
+            interval: Which one.
+            before: As of :meth:`segments`.
+            into: Takes the segments; None: the store does.
+            shards: What the rank held at the marker before, where that is known.
+        """
         progress = self._progress
         progress.doing = f"folding marker {interval.commit.id}, rank {interval.end.rank}"
-        shards = self._shards_before(catalog, interval, before)
+        shards = shards or self._shards_before(catalog, interval, before)
         refs = fold_interval(self._log, into or self._objects, interval, shards, progress.count_frames)
         progress.counts.segment_bytes += sum(ref.num_bytes for ref in refs)
+        if shards is not None:
+            self._know(interval, shards)
         return refs
+
+    def _shards_in_store(self, before: Commit, interval: Interval) -> tuple[TableShard, ...] | None:
+        """What a rank held at the marker before; None if its segments are not there, or damaged.
+
+        The store is asked unless this process has folded an interval of the rank in this generation.
+        """
+        if (known := self._shards.get((before.generation, interval.end.rank))) is not None:
+            return known
+        previous = Interval(interval.claim, before, before.ranks[interval.end.rank])
+        try:
+            refs = folded_interval(self._objects, previous)
+        except CorruptionError:  # as good as gone
+            refs = None
+        return shards_of(self._objects, refs) if refs is not None else None
 
     def _shards_before(
         self, catalog: Catalog, interval: Interval, before: Commit | None
@@ -146,14 +216,10 @@ class IntervalFolder:
         """What the rank held at the marker before, as the store says, or else the log."""
         if before is None:
             return None
-        previous = Interval(interval.claim, before, before.ranks[interval.end.rank])
-        try:
-            refs = folded_interval(self._objects, previous)
-        except CorruptionError:  # as good as gone
-            refs = None
-        if refs is not None:
-            return shards_of(self._objects, refs)
+        if (stored := self._shards_in_store(before, interval)) is not None:
+            return stored
         if before.id in catalog.markers:
+            previous = Interval(interval.claim, before, before.ranks[interval.end.rank])
             raise MissingObjectError(
                 "the store has lost segments of a marker that it holds",
                 hint="bring them back, or delete the marker's manifest: it is folded anew from what the log still has",

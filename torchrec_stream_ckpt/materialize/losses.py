@@ -45,7 +45,7 @@ class Losses:
         """Say in the store that a marker was given up: all others see it there, and a trim does."""
         put_claim(self._objects, lineage, dropped.commit)
         self._objects.put(dropped_name(dropped.commit.job, dropped.commit.id), [dropped.to_bytes()])
-        catalog.dropped |= {dropped.commit.id}
+        catalog.went(dropped.commit.id)
 
 
 def put_claim(objects: Objects, lineage: Lineage, commit: Commit) -> None:

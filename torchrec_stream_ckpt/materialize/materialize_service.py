@@ -19,7 +19,7 @@ from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.remarks import End, Outcome
 from torchrec_stream_ckpt.materialize.background_scrub import BackgroundScrub
-from torchrec_stream_ckpt.materialize.materializer import Materializer, backlog_bytes
+from torchrec_stream_ckpt.materialize.materializer import Materializer
 from torchrec_stream_ckpt.materialize.progress import Counts
 from torchrec_stream_ckpt.materialize.repairer import Repair
 from torchrec_stream_ckpt.materialize.scrubber import Damage, Scrubber
@@ -249,8 +249,8 @@ class MaterializeService(Service):
                 yield marker
         finally:
             self._measure(lineage, materializer)
-        present = [marker for marker in reversed(lineage.commits) if marker in materializer.held]
-        self.status.newest = present[0] if present else None
+        held = materializer.held
+        self.status.newest = next((marker for marker in reversed(lineage.commits) if marker in held), None)
         self._say_head(materializer)
 
     def _say_head(self, materializer: Materializer) -> None:
@@ -266,7 +266,7 @@ class MaterializeService(Service):
     def _measure(self, lineage: Lineage, materializer: Materializer) -> None:
         missing = materializer.missing
         self.status.lag_markers = len(missing)
-        self.status.lag_bytes = backlog_bytes(lineage, missing)
+        self.status.lag_bytes = materializer.missing_bytes
         self.status.waiting_since_s = missing[0].time_s if missing else None
 
     def _wait_for(self, what: str) -> None:

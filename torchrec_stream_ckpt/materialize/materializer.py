@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Executor
 from functools import partial
 
@@ -79,7 +79,7 @@ class Materializer:
         self._catalog: Catalog | None = None
         self._progress = Progress(going_on)
         self._losses = Losses(objects, pass_over)
-        self._intervals = IntervalFolder(log, objects, mine, self._progress)
+        self._intervals = IntervalFolder(log, objects, mine, self._progress, pool)
         self._dense = DenseCopier(objects, dense_of, self._losses, self._progress)
         self._repairer = Repairer(objects, pool, self._intervals, self._progress, repaired)
         self._compactor = Compactor(objects, pool, policy or Policy(), self._progress)
@@ -89,6 +89,8 @@ class Materializer:
         self._head = keeper
         self.missing: list[Commit] = []
         """Committed markers that are not in the store and were not given up, in commit order."""
+        self.missing_bytes = 0
+        """Bytes of frames that lead to these, each from the marker before in its generation."""
 
     @property
     def counts(self) -> Counts:
@@ -126,7 +128,7 @@ class Materializer:
         return self._head.problem if self._head is not None else None
 
     @property
-    def held(self) -> frozenset[MarkerId]:
+    def held(self) -> Set[MarkerId]:
         """Markers that the store offers, as of the last look."""
         return self._catalog.markers - self._catalog.dropped if self._catalog is not None else frozenset()
 
@@ -189,23 +191,24 @@ class Materializer:
             return
         catalog = self._look(lineage)
         self._dense.give_up_lost(lineage, catalog, self._mine)
-        before, waiting = _previous(lineage), False
+        waiting = False
         self._check_proofs(lineage, catalog)
         for commit in list(self.missing):
             self._progress.going_on()
-            segments = self._fold_or_pass(lineage, catalog, commit, before[commit.id])
+            segments = self._fold_or_pass(lineage, catalog, commit, _before(lineage, commit.id))
             if segments is None:
                 waiting = waiting or commit.id not in catalog.dropped
             elif not waiting and self._mine(commit.ranks[0].partition):
                 self._put_marker(lineage, catalog, commit, segments)
                 self.missing.remove(commit)
+                self.missing_bytes -= backlog_bytes(lineage, [commit])
                 fold = partial(self._compactor.fold, lineage, catalog, commit)
                 self._repairer.mending(lineage, catalog, fold)
                 self.counts.markers += 1
                 self.proofs.add(commit)
                 self._check_proofs(lineage, catalog)
                 yield commit.id
-        self.missing = [commit for commit in self.missing if commit.id not in catalog.dropped]
+        self._are_missing(lineage, [commit for commit in self.missing if commit.id not in catalog.dropped])
         if self._head is not None:
             self._head.follow(lineage, catalog)
         self._progress.doing = "waiting for others" if self.missing else "waiting for markers"
@@ -227,13 +230,20 @@ class Materializer:
         catalog = self._load(lineage.job)
         if not fresh and self._missing(lineage, catalog):
             catalog.refresh_within(lineage)
-        self.missing = self._missing(lineage, catalog)
+        self._are_missing(lineage, lineage.commits.named(self._missing(lineage, catalog)))
         self._intervals.forget(self.missing)
         return catalog
 
-    def _missing(self, lineage: Lineage, catalog: Catalog) -> list[Commit]:
-        known = catalog.markers | catalog.dropped
-        return [commit for commit in lineage.commits.values() if commit.id not in known]
+    def _are_missing(self, lineage: Lineage, missing: list[Commit]) -> None:
+        if self.missing != missing:
+            self.missing_bytes = backlog_bytes(lineage, missing)
+        self.missing = missing
+
+    @staticmethod
+    def _missing(lineage: Lineage, catalog: Catalog) -> list[MarkerId]:
+        """By their names: the COMMITs of those that the store has are not opened."""
+        markers, dropped = catalog.markers, catalog.dropped
+        return [marker for marker in lineage.commits if marker not in markers and marker not in dropped]
 
     def _fold_or_pass(
         self, lineage: Lineage, catalog: Catalog, commit: Commit, before: Commit | None
@@ -266,7 +276,7 @@ class Materializer:
         failpoint("materialize.manifest")
         self._objects.put(manifest, [Manifest(commit, previous, segments).to_bytes()])
         failpoint("materialize.manifest_put")
-        catalog.markers |= {commit.id}
+        catalog.came(commit.id)
         if not has_dense:
             self._dense.give_up(lineage, catalog, commit)
 
@@ -279,24 +289,24 @@ def _check(catalog: Catalog, commit: Commit) -> None:
 
 def _is_lost(catalog: Catalog, marker: MarkerId | None) -> bool:
     """Whether nothing can stand on a marker: its rows were given up, and were not brought after all."""
-    return marker in catalog.dropped - catalog.markers and marker is not None and catalog.drop_of(marker).lost
+    return (
+        marker is not None
+        and marker in catalog.dropped
+        and marker not in catalog.markers
+        and catalog.drop_of(marker).lost
+    )
 
 
-def _previous(lineage: Lineage) -> dict[MarkerId, Commit | None]:
-    """The marker before each one in its generation; None for the first."""
-    newest: dict[int, Commit] = {}
-    before: dict[MarkerId, Commit | None] = {}
-    for commit in lineage.commits.values():
-        before[commit.id] = newest.get(commit.generation)
-        newest[commit.generation] = commit
-    return before
+def _before(lineage: Lineage, marker: MarkerId) -> Commit | None:
+    """The marker before one in its generation; None for the first."""
+    previous = lineage.previous(marker)
+    return lineage.find(previous) if previous is not None else None
 
 
 def backlog_bytes(lineage: Lineage, missing: Sequence[Commit]) -> int:
     """Bytes of frames that lead to these markers, each from the one before in its generation."""
-    before = _previous(lineage)
     return sum(
         interval.num_bytes
         for commit in missing
-        for interval in intervals_of(lineage.claims[commit.generation], commit, before[commit.id])
+        for interval in intervals_of(lineage.claims[commit.generation], commit, _before(lineage, commit.id))
     )

@@ -176,7 +176,7 @@ class Job:
         """
         dropped: frozenset[MarkerId] = frozenset()
         if self.lineage.newest is not None and self.says_where(self.lineage.newest) and check_store(self.objects):
-            dropped = Catalog.load(self.objects, self.lineage.job).dropped
+            dropped = frozenset(Catalog.load(self.objects, self.lineage.job).dropped)
         return said_of(self.lineage, dropped)
 
     def lost_tail(self) -> CorruptionError | None:

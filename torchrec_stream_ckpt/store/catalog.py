@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from threading import Lock
 from typing import TypeVar
 
 import numpy as np
@@ -32,12 +31,11 @@ from torchrec_stream_ckpt.layout import (
     parse_pin_name,
 )
 from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.kept import Kept
 from torchrec_stream_ckpt.types import MarkerId
 
 T = TypeVar("T")
-
-MOST_REFS = 2**18
-"""Segments of which manifests are kept once they were read: some 100 MB. Those that were read first are read again."""
+H = TypeVar("H", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,20 +97,17 @@ class Catalog:
 
     objects: Objects
     job: bytes
-    markers: frozenset[MarkerId] = frozenset()
+    markers: Set[MarkerId] = frozenset()
     """Markers whose manifests are there; some may have been dropped."""
-    dropped: frozenset[MarkerId] = frozenset()
+    dropped: Set[MarkerId] = frozenset()
     """Markers that were given up, and that were not pinned before that was said."""
-    folds: frozenset[tuple[MarkerId | None, MarkerId]] = frozenset()
+    folds: Set[tuple[MarkerId | None, MarkerId]] = frozenset()
     listed: int = 0
     """How often it was listed, or forgot what it had read: until it grows, only the caller's own folds are new."""
-    _manifests: dict[MarkerId, Manifest] = field(default_factory=dict)
-    _lock: Lock = field(default_factory=Lock, compare=False, repr=False)
-    """Several threads read manifests at once."""
-    _refs: int = 0
-    """Segments of these."""
-    _folds: dict[tuple[MarkerId | None, MarkerId], Fold] = field(default_factory=dict)
-    _drops: dict[MarkerId, Dropped] = field(default_factory=dict)
+    _kept: Kept = field(default_factory=Kept, compare=False, repr=False)
+    """What was read of manifests, folds and markers that were given up, up to a bound."""
+    _assumed: Mapping[tuple[MarkerId | None, MarkerId], Fold] = field(default_factory=dict)
+    """Folds that are still to be written."""
 
     @classmethod
     def load(cls, objects: Objects, job: bytes) -> Catalog:
@@ -137,6 +132,20 @@ class Catalog:
             (fold.start, fold.end) for name in _names(self, FOLDS_DIR) if (fold := parse_fold_name(name)) is not None
         )
 
+    # What the owner of this catalog has put since it was listed.
+
+    def came(self, marker: MarkerId) -> None:
+        """The caller has put the manifest of a marker."""
+        self.markers = _grown(self.markers, marker)
+
+    def went(self, marker: MarkerId) -> None:
+        """The caller has given a marker up."""
+        self.dropped = _grown(self.dropped, marker)
+
+    def folded(self, start: MarkerId | None, end: MarkerId) -> None:
+        """The caller has put a fold."""
+        self.folds = _grown(self.folds, (start, end))
+
     def refresh_within(self, lineage: Lineage) -> None:
         """List again; raises as :meth:`check` for a marker that came meanwhile and is of another history."""
         known = self.markers
@@ -151,24 +160,14 @@ class Catalog:
         Raises:
             CorruptionError: it is gone or altered.
         """
-        manifest = self._manifests.get(marker)
+        name = manifest_name(self.job, marker)
+        manifest = self._kept.get(name, Manifest)
         if manifest is None:
-            name = manifest_name(self.job, marker)
             manifest = self._read(name, Manifest.from_bytes)
             if (manifest.commit.job, manifest.commit.id) != (self.job, marker):
                 raise CorruptionError("manifest is of another marker than its name", name=name)
-            self._keep(marker, manifest)
+            self._kept.put(name, manifest, sum(map(len, manifest.segments)))
         return manifest
-
-    def _keep(self, marker: MarkerId, manifest: Manifest) -> None:
-        """Hold a manifest for the next time, in place of those that were read first if there are too many."""
-        with self._lock:
-            if marker not in self._manifests:
-                self._refs += sum(map(len, manifest.segments))
-            self._manifests[marker] = manifest
-            while self._refs > MOST_REFS and len(self._manifests) > 1:
-                first = self._manifests.pop(next(iter(self._manifests)))
-                self._refs -= sum(map(len, first.segments))
 
     def _read(self, name: str, parse: Callable[[Buffer, str], T]) -> T:
         try:
@@ -183,11 +182,8 @@ class Catalog:
 
     def forget(self) -> None:
         """Read manifests and folds again when they are next asked for: one was written anew."""
-        with self._lock:
-            self.listed += 1
-            self._manifests.clear()
-            self._refs = 0
-            self._folds.clear()
+        self.listed += 1
+        self._kept.clear()
 
     def check(self, commit: Commit) -> Manifest:
         """The manifest of a marker that is there; raises also when it is of another history than ``commit``."""
@@ -206,13 +202,14 @@ class Catalog:
 
     def drop_of(self, marker: MarkerId) -> Dropped:
         """What was said when a marker was given up; raises as :meth:`manifest`."""
-        if marker not in self._drops:
-            name = dropped_name(self.job, marker)
+        name = dropped_name(self.job, marker)
+        drop = self._kept.get(name, Dropped)
+        if drop is None:
             drop = self._read(name, Dropped.from_bytes)
             if (drop.commit.job, drop.commit.id) != (self.job, marker):
                 raise CorruptionError("this is about another marker than its name", name=name)
-            self._drops[marker] = drop
-        return self._drops[marker]
+            self._kept.put(name, drop, len(drop.commit.ranks))
+        return drop
 
     def is_dropped(self, commit: Commit) -> bool:
         """Whether the marker was given up; raises when it was one of another history that had its name."""
@@ -239,18 +236,21 @@ class Catalog:
 
     def fold(self, start: MarkerId | None, end: MarkerId) -> Fold:
         """A fold that is there; raises as :meth:`manifest`."""
-        if (start, end) not in self._folds:
-            name = FoldName(self.job, end, start).name
+        if (start, end) in self._assumed:
+            return self._assumed[start, end]
+        name = FoldName(self.job, end, start).name
+        fold = self._kept.get(name, Fold)
+        if fold is None:
             fold = self._read(name, Fold.from_bytes)
             if (fold.job, fold.start, fold.end) != (self.job, start, end):
                 raise CorruptionError("fold is not the one that its name says", name=name)
-            self._folds[start, end] = fold
-        return self._folds[start, end]
+            self._kept.put(name, fold, len(fold.segments))
+        return fold
 
     def assuming(self, spans: Iterable[tuple[MarkerId | None, MarkerId]]) -> Catalog:
         """This catalog with folds that are still to be written, and have no segments."""
         folds = {(start, end): Fold(self.job, start, end, 0, ()) for start, end in spans}
-        return replace(self, folds=self.folds | folds.keys(), _folds=self._folds | folds)
+        return replace(self, folds=self.folds | folds.keys(), _assumed={**self._assumed, **folds})
 
     def claim(self, generation: int) -> Claim:
         """The CLAIM of a generation that has a manifest, as it stands in the control partition."""
@@ -350,6 +350,13 @@ def follow(
         steps.append((strides[at], at))
         at = strides[at]
     return steps[::-1]
+
+
+def _grown(names: Set[H], name: H) -> Set[H]:
+    """The same with one more; what was grown once takes more in place, at the cost of that one alone."""
+    grown = names if isinstance(names, set) else set(names)
+    grown.add(name)
+    return grown
 
 
 def _gap(objects: Objects, marker: MarkerId, previous: MarkerId | None) -> CorruptionError:

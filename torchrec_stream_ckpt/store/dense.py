@@ -133,8 +133,8 @@ def name_files(
 
 def lacking(objects: Objects, commit: Commit, files: Iterable[DenseFile]) -> list[DenseFile]:
     """A marker's dense files that a store lacks, or has with another length."""
-    names = {file: dense_file_name(commit.job, commit.id, file.name) for file in files}
-    return [file for file, name in names.items() if objects.size(name) != file.num_bytes]
+    sizes = {entry.name: entry.num_bytes for entry in objects.list(f"{dense_name(commit.job, commit.id)}/")}
+    return [file for file in files if sizes.get(dense_file_name(commit.job, commit.id, file.name)) != file.num_bytes]
 
 
 def copy_dense(
