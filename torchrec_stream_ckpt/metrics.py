@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: the names of the trainer's and the materializer's, and the port at which they can be read.
+"""Metrics for Prometheus: names of the trainer's, the materializer's and a follower's, and the port to read them at.
 
 The only module that imports ``prometheus_client``, lazily: it is the extra ``metrics``.
 """
@@ -126,6 +126,26 @@ TRAINER_METRICS: Mapping[str, Metric] = {
     "commit": Metric(f"{_OURS}_commit_seconds", "From a cut to its COMMIT, of committed markers.", "histogram"),
 }
 """The trainer's, each with the labels of :func:`labels_of`; by the name of the value in :func:`trainer_values`."""
+
+_REPLICA = "stream_ckpt_follower"
+FOLLOWER_METRICS: Mapping[str, Metric] = {
+    "markers": Metric(f"{_REPLICA}_markers_total", "Markers applied.", "counter"),
+    "rows": Metric(f"{_REPLICA}_rows_total", "Row records read.", "counter"),
+    "age_s": Metric(f"{_REPLICA}_age_seconds", "Since the applied marker was committed, by the trainer's wall clock."),
+    "generation": Metric(f"{_REPLICA}_generation", "Generation of the applied marker; 0: none."),
+    "marker": Metric(f"{_REPLICA}_marker", "Its number in that generation."),
+    "reloads": Metric(f"{_REPLICA}_reloads_total", "Times that all rows were loaded again.", "counter"),
+    "outages": Metric(f"{_REPLICA}_outages_total", "Times that log or store did not answer.", "counter"),
+    "proofs": Metric(f"{_REPLICA}_proofs_total", "Markers whose weights were compared with their proof.", "counter"),
+    "uncompared": Metric(f"{_REPLICA}_uncompared_total", "Markers applied without a comparison.", "counter"),
+    "unproved": Metric(
+        f"{_REPLICA}_unproved_blocks_total", "Blocks of rows that were not as their marker proved them.", "counter"
+    ),
+    "doubted": Metric(
+        f"{_REPLICA}_doubted_blocks", "Of these, held still: the replica serves nothing while there are any."
+    ),
+}
+"""A follower's, by the name of the value."""
 
 Value = float | Timing
 Read = Callable[[], Mapping[str, Value]]

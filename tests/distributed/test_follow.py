@@ -14,7 +14,10 @@ from tests.forks import ROOT, Torchrun
 from tests.model import PLAN_2, PLAN_3, Spec
 from tests.unit.recipe_helper import load_recipe
 from torchrec_stream_ckpt import FollowedTables, StreamConfig, follow
+from torchrec_stream_ckpt.errors import ProofMismatchError
+from torchrec_stream_ckpt.follower import tables as followed
 from torchrec_stream_ckpt.follower.updates import UpdateKind
+from torchrec_stream_ckpt.interchange.dense_state import DenseTensors
 from torchrec_stream_ckpt.types import MarkerId
 
 pytestmark = pytest.mark.distributed
@@ -41,7 +44,24 @@ def go_on(spec: Spec, settings: StreamConfig, marker: str | None, steps: int) ->
     return jobs.restore_with(spec, settings, marker, steps, {})[3]
 
 
-def test_each_marker_that_is_seen_is_the_one_that_live_ranks_cut(tmp_path: Path) -> None:
+def _check_replicated(tables: FollowedTables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dense state is as it was proved, and is refused if a bit of a replicated table is another one."""
+    (name,) = [name for name in tables.dense().model if name.endswith("t_dp.weight")]
+    read = followed.read_dense
+
+    def altered(folder: Path) -> DenseTensors:
+        dense = read(folder)
+        dense.model[name].view(torch.int32)[3, 1] ^= 1
+        return dense
+
+    monkeypatch.setattr(followed, "read_dense", altered)
+    with pytest.raises(ProofMismatchError, match=r"t_dp.weight replicated rows \[0, "):
+        tables.dense()
+
+
+def test_each_marker_that_is_seen_is_the_one_that_live_ranks_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two ranks, then three under another plan, then a branch; the replica's thread runs beside them all."""
     settings = StreamConfig(uri=f"file://{tmp_path / 'log'}", marker_every=2)
     seen: dict[MarkerId, tuple[int, Weights]] = {}
@@ -57,6 +77,10 @@ def test_each_marker_that_is_seen_is_the_one_that_live_ranks_cut(tmp_path: Path)
             truth = job.join()[0]
             truths[generation] = {step: weights_in(state) for step, state in truth.items()}
             kinds += _look(tables, seen)
+        stats = tables.follower.stats
+        assert (stats.proofs, stats.unproved, stats.uncompared) == (stats.markers, 0, 0)
+        assert stats.proofs >= 3
+        _check_replicated(tables, monkeypatch)
     assert {marker.generation for marker in seen} == {1, 2, 3}
     # The first one, the branch, and one more if the last marker of the first job, which nobody goes on from, was seen.
     assert kinds.count(UpdateKind.LOAD) in (2, 3)

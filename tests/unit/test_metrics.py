@@ -14,7 +14,16 @@ import pytest
 
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError
-from torchrec_stream_ckpt.metrics import METRICS, TRAINER_METRICS, Metric, labels_of, serve_metrics, trainer_values
+from torchrec_stream_ckpt.follower.stats import FollowStats, values_of
+from torchrec_stream_ckpt.metrics import (
+    FOLLOWER_METRICS,
+    METRICS,
+    TRAINER_METRICS,
+    Metric,
+    labels_of,
+    serve_metrics,
+    trainer_values,
+)
 from torchrec_stream_ckpt.stats import BUCKETS_S, Stats, Stopwatch, Timing
 from torchrec_stream_ckpt.trainer.showing import scalars
 from torchrec_stream_ckpt.trainer.telemetry import Telemetry
@@ -76,7 +85,7 @@ def test_every_metric_has_a_value_and_every_value_that_is_a_number_a_metric() ->
 
 
 def test_names_follow_the_rules_of_prometheus() -> None:
-    for metric in [*METRICS.values(), *TRAINER_METRICS.values()]:
+    for metric in [*METRICS.values(), *TRAINER_METRICS.values(), *FOLLOWER_METRICS.values()]:
         assert re.fullmatch(r"stream_ckpt_[a-z_]+", metric.name)
         assert (metric.kind == "counter") == metric.name.endswith("_total")
         assert metric.help.endswith(".")
@@ -121,6 +130,10 @@ def test_wrong_settings_are_refused_by_name(wrong: dict[str, object]) -> None:
         StreamConfig(uri="file:///log", **wrong)  # type: ignore[arg-type]
 
 
+def test_every_metric_of_a_follower_has_a_value() -> None:
+    assert values_of(FollowStats()).keys() == FOLLOWER_METRICS.keys()
+
+
 def test_the_rate_of_a_restore_is_that_of_the_scheme_unless_it_is_given() -> None:
     assert StreamConfig(uri="file:///log").restore_bytes_per_s == 1.5e9
     assert StreamConfig(uri="kafka://broker:9092/job", store="file:///store").restore_bytes_per_s == 0.15e9
@@ -134,7 +147,8 @@ def table(metrics: list[Metric]) -> list[str]:
 def test_the_page_lists_every_metric_and_every_scalar_as_the_code_has_it() -> None:
     page = (DOCS / "observability.md").read_text()
     said = [line for line in page.splitlines() if line.startswith("| `stream_ckpt_")]
-    assert said == table([*TRAINER_METRICS.values()]) + table([*METRICS.values()])
+    every = (*TRAINER_METRICS.values(), *METRICS.values(), *FOLLOWER_METRICS.values())
+    assert said == table([*every])
     listed = next(block for block in page.split("\n\n") if block.startswith("`rows_captured`, "))
     assert re.findall(r"`(\w+)`", listed) == list(scalars(stats(), None, 0.0))
 
@@ -143,7 +157,8 @@ def test_the_alerts_that_are_advised_ask_for_metrics_that_exist() -> None:
     page = (DOCS / "operations.md").read_text().partition("## Alerts to set")[2].partition("\n## ")[0]
     asked = set(re.findall(r"\bstream_ckpt_\w+", page))
     assert len(asked) >= 9
-    assert asked <= {name for metric in (*TRAINER_METRICS.values(), *METRICS.values()) for name in metric.series}
+    every = (*TRAINER_METRICS.values(), *METRICS.values(), *FOLLOWER_METRICS.values())
+    assert asked <= {name for metric in every for name in metric.series}
 
 
 # The dashboard.

@@ -81,6 +81,17 @@ def test_bf16_is_that_of_torch_and_keeps_what_is_no_number() -> None:
     assert (found[numbers] == expected[numbers]).all()
     decoded = decode(served_schema(SCHEMA, "bf16").tables[PLAIN], RowsView(np.arange(300), found, ()))
     assert (np.isnan(decoded) == ~numbers).all()
+    normal = np.isfinite(decoded) & (np.abs(rows) >= np.finfo(np.float32).tiny)
+    error = np.abs(decoded[normal].astype(np.float64) / rows[normal] - 1)
+    assert 2**-9 < error.max() <= 2**-8
+
+
+def test_under_bf16_the_greatest_values_become_infinities() -> None:
+    table, limit = served_schema(SCHEMA, "bf16").tables[PLAIN], np.float32(2.0**127 * (2 - 2**-8))
+    rows = np.array([[limit, np.nextafter(limit, np.float32(0)), -limit, np.finfo(np.float32).max]], np.float32)
+    (found,) = encode(table, "bf16", rows)
+    decoded = decode(table, RowsView(np.arange(1), found, ()))
+    assert np.isinf(decoded).tolist() == [[True, False, True, True]]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

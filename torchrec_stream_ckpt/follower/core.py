@@ -6,9 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -19,19 +17,20 @@ from torchrec_stream_ckpt.errors import (
     LogUnavailableError,
     SchemaMismatchError,
     StoreUnavailableError,
-    StreamCkptError,
     StreamLostError,
     TrimmedError,
 )
 from torchrec_stream_ckpt.follower.source import FollowedJob, handed_out
+from torchrec_stream_ckpt.follower.stats import FollowStats, Outages
 from torchrec_stream_ckpt.follower.tail import Tail
 from torchrec_stream_ckpt.follower.updates import Changed, Update, UpdateKind
 from torchrec_stream_ckpt.format.changed import in_words
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.remarks import End, Outcome
+from torchrec_stream_ckpt.format.remarks import Outcome
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.options import Options
+from torchrec_stream_ckpt.proofs.weights import WeightProof
 from torchrec_stream_ckpt.restore.plan import check_schema
 from torchrec_stream_ckpt.types import MarkerId, TableSpec
 
@@ -39,80 +38,6 @@ log = logging.getLogger(__name__)
 
 FollowMode = Literal["markers", "rows"]
 AtChange = Literal["load", "stop"]
-RATE_S = 10.0
-"""Seconds over which rates are taken."""
-
-
-@dataclass(slots=True)
-class FollowStats:
-    """Where a replica stands. Written by the thread that follows, read by any."""
-
-    marker: MarkerId | None = None
-    """The newest marker that is wholly applied."""
-    step: int = 0
-    committed_s: float = 0.0
-    """When it was committed, by the trainer's wall clock."""
-    newest: MarkerId | None = None
-    """The newest one that is committed, as of the last look."""
-    rows: int = 0
-    """Row records handed out."""
-    markers: int = 0
-    """Updates of kind LOAD and MARKER."""
-    reloads: int = 0
-    """LOADs after the first one."""
-    rollbacks: int = 0
-    outages: int = 0
-    """Times that log or store did not answer."""
-    ended: End | None = None
-    """The last word of the job's trainer, as of the last look; None while there is none."""
-    heard_s: float = field(default_factory=time.time)
-    """When the log last answered."""
-    _recent: deque[tuple[float, int]] = field(default_factory=deque)
-
-    @property
-    def age_s(self) -> float:
-        """Seconds since the applied marker was committed: what a reader sees is no older. Infinite without one."""
-        return max(0.0, time.time() - self.committed_s) if self.marker is not None else float("inf")
-
-    @property
-    def rows_per_s(self) -> float:
-        """Row records a second over the last :data:`RATE_S` seconds."""
-        now = time.monotonic()
-        return sum(rows for when, rows in list(self._recent) if now - when <= RATE_S) / RATE_S
-
-    def count(self, rows: int) -> None:
-        """Some rows were handed out."""
-        self.rows += rows
-        now = time.monotonic()
-        self._recent.append((now, rows))
-        while now - self._recent[0][0] > RATE_S:
-            self._recent.popleft()
-
-
-class Outages:
-    """Outlasts log and store that do not answer; says so once."""
-
-    def __init__(self, stats: FollowStats) -> None:
-        self._stats = stats
-        self._since: float | None = None
-        """Since when log or store do not answer, on the monotonic clock."""
-
-    def over(self) -> None:
-        """Log and store have answered."""
-        if self._since is not None:
-            log.warning("the log and the store answer again")
-        self._since = None
-        self._stats.heard_s = time.time()
-
-    def outlast(self, error: StreamCkptError, longest_s: float) -> None:
-        """One of them did not answer; raises ``error`` once that has lasted ``longest_s``."""
-        now = time.monotonic()
-        if self._since is None:
-            self._since = now
-            self._stats.outages += 1
-            log.warning("waiting up to %.0f s: %s", longest_s, error.headline)
-        if now - self._since >= longest_s:
-            raise error
 
 
 class Follower:
@@ -132,7 +57,8 @@ class Follower:
         self._at: Commit | None = None
         self._schema: Schema | None = None
         self._tail: Tail | None = None
-        self._said: MarkerId | None = None
+        self._anew = ""
+        """Why all rows are to be loaded at the next look, whatever the replica has."""
         self.stats = FollowStats()
         """Counts and positions so far; may be read on any thread."""
         self._outages = Outages(self.stats)
@@ -150,9 +76,18 @@ class Follower:
         """The newest marker whose updates have all been handed out."""
         return self._at.id if self._at is not None else None
 
+    @property
+    def uri(self) -> str:
+        """The job's log, as given to :func:`follow`."""
+        return self._source.job.uri
+
     def wants(self, table: TableSpec) -> bool:
         """Whether a table is one of those that were asked for."""
         return self._source.wants(table)
+
+    def load_anew(self, why: str) -> None:
+        """Load every row at the next look instead of what has changed; of the update that is being applied, too."""
+        self._anew = why
 
     def pause(self) -> bool:
         """Wait as between two looks at the log; whether it was stopped."""
@@ -233,7 +168,9 @@ class Follower:
         changed = self._check_tables(lineage, target.id, schema)
         why = "the first marker"
         if self._at is not None:
-            if changed:
+            if self._anew:
+                why = self._anew
+            elif changed:
                 if self._tail is not None:
                     yield from self._take_back(lineage, self._at)
                 why = f"the model has changed at generation {target.generation}: {changed}"
@@ -246,8 +183,8 @@ class Follower:
             else:
                 why = f"marker {self._at.id} is on an abandoned branch: the trainer went on from an older one"
             log.warning("all rows are loaded again: %s", why)
-        with self._source.whole(lineage, target) as changes:
-            yield self._update(UpdateKind.LOAD, target, schema, changes, why)
+        with self._source.whole(lineage, target) as given:
+            yield self._update(UpdateKind.LOAD, target, schema, given.changes, why, given.proof)
 
     def _check_tables(self, lineage: Lineage, target: MarkerId, schema: Schema) -> str:
         """How the tables of a marker differ from those that the replica has, in words; empty: they do not.
@@ -283,11 +220,11 @@ class Follower:
         for stored in (False, True):
             with contextlib.ExitStack() as stack:
                 try:
-                    changes = stack.enter_context(self._source.since(lineage, start, target, stored=stored))
+                    given = stack.enter_context(self._source.since(lineage, start, target, stored=stored))
                 except (TrimmedError, CorruptionError) as error:
                     why = error.headline
                     continue
-                yield self._update(UpdateKind.MARKER, target, schema, changes)
+                yield self._update(UpdateKind.MARKER, target, schema, given.changes, proof=given.proof)
                 return ""
         return why
 
@@ -369,6 +306,7 @@ class Follower:
         schema: Schema,
         changes: Callable[[], Iterator[Changed]],
         why: str = "",
+        proof: Callable[[], WeightProof | None] = lambda: None,
     ) -> Update:
         def counted() -> Iterator[Changed]:
             for each in changes():
@@ -378,7 +316,7 @@ class Follower:
         def dense() -> Path:
             return self._source.dense(commit)
 
-        return Update(kind, commit, handed_out(schema), why, counted, dense)
+        return Update(kind, commit, handed_out(schema), why, counted, dense, proof)
 
     def _took(self, update: Update) -> None:
         """The caller has applied it."""
@@ -392,7 +330,7 @@ class Follower:
             return
         if update.kind is UpdateKind.LOAD:
             stats.reloads += self._at is not None
-            self._tail = None
+            self._tail, self._anew = None, ""
         elif self._tail is not None:
             if self._tail.reaches(update.commit):
                 self._tail.committed(update.commit)

@@ -9,12 +9,15 @@ import threading
 import time
 import uuid
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
+from torchrec_stream_ckpt.follower.doubts import IN_A_STREAM, proof_of, refusal
 from torchrec_stream_ckpt.follower.updates import Update, UpdateKind
 from torchrec_stream_ckpt.format.changed import ClaimChanges, changes_of
 from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, Serve
@@ -24,8 +27,9 @@ from torchrec_stream_ckpt.format.schema import Schema, canonical
 from torchrec_stream_ckpt.format.serving import Encoding, encode, rows_frame, served_schema, to_float32
 from torchrec_stream_ckpt.log.api import DataWriter
 from torchrec_stream_ckpt.options import Options
+from torchrec_stream_ckpt.proofs.unproved import Compared
 from torchrec_stream_ckpt.route.job import Job
-from torchrec_stream_ckpt.types import RankEnd, TableShard
+from torchrec_stream_ckpt.types import RankEnd, TableShard, TableSpec
 from torchrec_stream_ckpt.uris import KafkaUri, parse_uri
 
 ANSWER_S = 60.0
@@ -88,6 +92,7 @@ class ServingWriter:
             ConfigError: the log is a trainer's; or the update is no marker.
             FencedError: another publisher has taken over this log.
             LogUnavailableError: the serving log does not answer.
+            ProofMismatchError: rows are not as the marker proved them; nothing of it is published.
             UnsupportedError: a row cannot be encoded.
         """
         if update.kind is UpdateKind.LOAD:
@@ -97,10 +102,8 @@ class ServingWriter:
         generation = self._open
         assert generation is not None
         before, generation.marker = generation.num_bytes, generation.marker + 1
-        if update.kind is UpdateKind.LOAD:
-            self._send_all(update)
-        else:
-            self._send_changed(update)
+        for table, ids in self._take(update).items():
+            self._send_rows(update, table, ids)
         self._commit(update)
         return generation.num_bytes - before
 
@@ -140,25 +143,36 @@ class ServingWriter:
         )
         self._send(json_frame(self._header(Kind.HELLO, 0, 0), Hello(1, self._schema, shards).to_json()))
 
-    def _send_all(self, update: Update) -> None:
-        index = self._schema.index()
-        for each in update.changes():
-            table = index[each.table.name]
-            values = to_float32(each.table, each.weights)
-            self._tables[table][each.ids, each.col0 : each.col0 + values.shape[1]] = values
-        for table, values in enumerate(self._tables):
-            self._send_rows(update, table, np.arange(len(values)))
+    def _take(self, update: Update) -> Mapping[int, npt.NDArray[np.int64]]:
+        """Put what has changed into the tables; the rows to publish, by table.
 
-    def _send_changed(self, update: Update) -> None:
+        Raises:
+            ProofMismatchError: rows are not as the marker proved them.
+        """
         index = self._schema.index()
         touched: dict[int, list[npt.NDArray[np.int64]]] = {}
         for each in update.changes():
             table = index[each.table.name]
             values = to_float32(each.table, each.weights)
             self._tables[table][each.ids, each.col0 : each.col0 + values.shape[1]] = values
-            touched.setdefault(table, []).append(each.ids.copy())
-        for table, ids in touched.items():
-            self._send_rows(update, table, np.unique(np.concatenate(ids)))
+            if update.kind is not UpdateKind.LOAD:
+                touched.setdefault(table, []).append(each.ids.copy())
+        self._check(update, index)
+        if update.kind is UpdateKind.LOAD:
+            return {table: np.arange(len(values)) for table, values in enumerate(self._tables)}
+        return {table: np.unique(np.concatenate(ids)) for table, ids in touched.items()}
+
+    def _check(self, update: Update, index: Mapping[str, int]) -> None:
+        proof = proof_of(update)
+        if proof is None:
+            return
+        found = Compared()
+        for _, table in update.schema.live:
+            if table.name in index:
+                held = self._tables[index[table.name]]
+                found += proof.compare(table, 0, table.rows, partial(_as_trained, table, held))
+        if found.unproved is not None:
+            raise refusal(found.unproved, update.marker, IN_A_STREAM)
 
     def _send_rows(self, update: Update, table: int, ids: npt.NDArray[np.int64]) -> None:
         generation = self._open
@@ -232,3 +246,11 @@ class ServingWriter:
                 deadline = time.monotonic() + ANSWER_S
             if time.monotonic() > deadline:
                 raise LogUnavailableError("the serving log does not take frames", hint="repair it, then serve again")
+
+
+def _as_trained(table: TableSpec, held: npt.NDArray[np.float32], ids: npt.NDArray[np.int64]) -> Array:
+    """Rows as the trainer has them: what became float32 exactly becomes itself again."""
+    rows = held[ids]
+    if table.dtype == "bfloat16":
+        return (rows.view(np.uint32) >> 16).astype(np.uint16)
+    return rows.astype(np.float16) if table.dtype == "float16" else rows

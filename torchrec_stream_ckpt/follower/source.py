@@ -6,6 +6,8 @@ import contextlib
 import fnmatch
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.serving import decode, decoded_table, is_served
 from torchrec_stream_ckpt.interchange.rows import MarkerRows, TableReader, TableWindow, open_rows
 from torchrec_stream_ckpt.options import Options
+from torchrec_stream_ckpt.proofs.weights import WeightProof
 from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.route.locate import load_catalog
 from torchrec_stream_ckpt.store.api import Objects
@@ -28,6 +31,16 @@ from torchrec_stream_ckpt.uris import check_store_url
 
 Ids = Mapping[int, npt.NDArray[np.int64]]
 """Rows by table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """What log and store give for one update, while they are open for it."""
+
+    changes: Callable[[], Iterator[Changed]]
+    """Rows, in their order."""
+    proof: Callable[[], WeightProof | None]
+    """What the marker proves of the weights."""
 
 
 class FollowedJob:
@@ -136,15 +149,13 @@ class FollowedJob:
     # Rows.
 
     @contextlib.contextmanager
-    def whole(self, lineage: Lineage, commit: Commit) -> Iterator[Callable[[], Iterator[Changed]]]:
+    def whole(self, lineage: Lineage, commit: Commit) -> Iterator[Delivered]:
         """Every row of a marker, from the store and the log behind it; raises as :func:`open_rows`."""
         with self._open(lineage, commit, self.objects(commit)) as rows:
-            yield lambda: self._windows(rows)
+            yield Delivered(partial(self._windows, rows), partial(_proof, rows))
 
     @contextlib.contextmanager
-    def since(
-        self, lineage: Lineage, start: MarkerId, commit: Commit, *, stored: bool
-    ) -> Iterator[Callable[[], Iterator[Changed]]]:
+    def since(self, lineage: Lineage, start: MarkerId, commit: Commit, *, stored: bool) -> Iterator[Delivered]:
         """What was sent behind a marker on the path to another one. The log is read, and checked, before it yields.
 
         Args:
@@ -155,7 +166,7 @@ class FollowedJob:
         """
         objects = self.objects(commit) if stored else None
         with self._open(lineage, commit, objects, start) as rows:
-            yield lambda: self._sent(rows)
+            yield Delivered(partial(self._sent, rows), partial(_proof, rows))
 
     @contextlib.contextmanager
     def some(self, lineage: Lineage, commit: Commit, ids: Ids) -> Iterator[Callable[[], Iterator[Changed]]]:
@@ -220,6 +231,11 @@ class FollowedJob:
         if is_served(table):
             return Changed(decoded_table(table), col0, view.ids, decode(table, view))
         return Changed(table, col0, view.ids, view.weights, view.states if self._states else ())
+
+
+def _proof(rows: MarkerRows) -> WeightProof | None:
+    """What a marker proves of its weights."""
+    return WeightProof.of(rows.marker, rows.schema, rows.said())
 
 
 def handed_out(schema: Schema) -> Schema:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -11,22 +12,33 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     LogUnavailableError,
+    ProofMismatchError,
     ReplicaNotReadyError,
     SchemaMismatchError,
     StoreUnavailableError,
 )
 from torchrec_stream_ckpt.follower.core import Follower
-from torchrec_stream_ckpt.follower.updates import Changed, Update
+from torchrec_stream_ckpt.follower.doubts import Doubts, proof_of, refusal
+from torchrec_stream_ckpt.follower.stats import values_of
+from torchrec_stream_ckpt.follower.updates import Changed, Update, UpdateKind
+from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.interchange.dense_state import DenseTensors, read_dense
 from torchrec_stream_ckpt.interchange.names import TorchRecName
+from torchrec_stream_ckpt.metrics import FOLLOWER_METRICS, labels_of, serve_metrics
+from torchrec_stream_ckpt.proofs.unproved import Compared, Unproved
+from torchrec_stream_ckpt.proofs.weights import WeightProof
 from torchrec_stream_ckpt.restore.planes import Plane
+from torchrec_stream_ckpt.restore.replicated import compare_replicated
 from torchrec_stream_ckpt.types import MarkerId, TableSpec
+
+log = logging.getLogger(__name__)
 
 _JOIN_S = 30.0
 
@@ -98,6 +110,7 @@ class FollowedTables:
             :func:`weights_of` a module; None: new ones on ``device``.
         shard: (number, count): hold block ``number`` of ``count`` of the rows of each table.
         device: Of new tensors. A GPU was never tried.
+        accept_unproved: Serve rows that are not as their marker proved them: they are named and counted.
     """
 
     def __init__(
@@ -107,6 +120,7 @@ class FollowedTables:
         *,
         shard: tuple[int, int] = (0, 1),
         device: torch.device | str = "cpu",
+        accept_unproved: bool = False,
     ) -> None:
         number, count = shard
         if not 0 <= number < count:
@@ -121,8 +135,13 @@ class FollowedTables:
         self._schema: Schema | None = None
         """What the tensors are for."""
         self._newest: Update | None = None
-        self._half = False
-        """An update was not applied to its end."""
+        self._proof: WeightProof | None = None
+        """Of that update."""
+        self._accept = accept_unproved
+        self._doubts = Doubts()
+        self._half = ""
+        """Why the tables are no marker's; empty: they are."""
+        self._closing = contextlib.ExitStack()
         self._thread: threading.Thread | None = None
         self.failure: BaseException | None = None
         """What has ended the thread of :meth:`start`. What was applied before can still be read."""
@@ -145,12 +164,22 @@ class FollowedTables:
 
         Returns:
             What was applied, in order; their rows cannot be read any more.
+
+        Raises:
+            ProofMismatchError: rows are not as the marker proved them, and nothing is served. Call it again: then all
+                rows are loaded anew, and where log and store themselves have other rows, newer ones are waited for.
         """
         applied = []
         for update in self._follower.updates(timeout_s, once=True):
             self._apply(update)
             applied.append(update)
+        if (unproved := self._refused()) is not None and self._newest is not None:
+            raise refusal(unproved, self._newest.marker)
         return applied
+
+    def _refused(self) -> Unproved | None:
+        """Why nothing is served, though an update was applied to its end."""
+        return self._doubts.unproved if not self._accept else None
 
     def start(self) -> None:
         """Apply updates on a thread of its own, until :meth:`close`; see :attr:`failure`."""
@@ -173,14 +202,30 @@ class FollowedTables:
                     self._apply(update)
                     broken_s = None
                 return
+            except ProofMismatchError as error:
+                log.warning("%s", error.headline)  # nothing is served until all rows were loaded again
             except (LogUnavailableError, StoreUnavailableError):
                 # In the middle of an update; what the follower itself waited for in vain is raised.
                 broken_s = broken_s or time.monotonic()
                 if not self._half or time.monotonic() - broken_s >= self._follower.outage_s or self._follower.pause():
                     raise
 
+    def serve_metrics(self, port: int, host: str = "127.0.0.1") -> int:
+        """Answer ``GET http://host:port/metrics`` until :meth:`close`; returns the port, a free one for 0.
+
+        Raises:
+            ConfigError: ``prometheus_client`` is not installed, or it cannot listen there.
+        """
+        follower = self._follower
+        endpoint = serve_metrics(
+            host, port, lambda: values_of(follower.stats), FOLLOWER_METRICS, labels_of(follower.uri), "port"
+        )
+        self._closing.callback(endpoint.close)
+        return endpoint.port
+
     def close(self) -> None:
         """End the thread, and the follower. What was applied can still be read."""
+        self._closing.close()
         self._follower.stop()
         if self._thread is not None:
             self._thread.join(_JOIN_S)
@@ -199,17 +244,21 @@ class FollowedTables:
         """The tables, which stay as they are inside. Keep it short: an update waits for it.
 
         Raises:
-            ReplicaNotReadyError: nothing was loaded yet, or the last update broke off half way.
+            ReplicaNotReadyError: nothing was loaded yet, the last update broke off half way, or rows are not as a
+                marker proved them; it names these.
         """
         with self._gate.reading():
             update = self._newest
             if update is None or self._half:
                 raise ReplicaNotReadyError(
-                    "an update of this replica broke off half way" if self._half else "no marker was loaded yet",
+                    self._half or "no marker was loaded yet",
                     hint="advance() again: it makes the tables whole"
                     if self._half
                     else "advance() first, and let the trainer commit a marker",
                 )
+            if (unproved := self._refused()) is not None:
+                why = refusal(unproved, update.marker)
+                raise ReplicaNotReadyError(why.message, hint=why.hint, **why.where)
             commit = update.commit
             yield Served(commit.id, commit.step, commit.time_s, update.is_provisional, self._tensors)
 
@@ -218,26 +267,85 @@ class FollowedTables:
 
         Raises:
             ReplicaNotReadyError: no marker was loaded yet.
+            ProofMismatchError: a replicated table is not as the marker proved it.
             ConfigError, CorruptionError, StoreUnavailableError: as :meth:`Update.dense`.
         """
         if self._newest is None:
             raise ReplicaNotReadyError("no marker was loaded yet", hint="advance() first")
-        return read_dense(self._newest.dense())
+        dense = read_dense(self._newest.dense())
+        if self._proof is not None and self._proof.proof.replicated:
+            held = {f"model.{name}": value for name, value in dense.model.items() if isinstance(value, torch.Tensor)}
+            compared = compare_replicated(held, self._proof.proof, self._newest.marker)
+            if compared.unproved is not None:
+                self._follower.stats.unproved += compared.unproved.count
+                error = refusal(compared.unproved, self._newest.marker)
+                if not self._accept:
+                    raise error
+                log.warning("served as it is: %s", error.headline)
+        return dense
 
     # Writing.
 
     def _apply(self, update: Update) -> None:
         others = self._others(update.schema)
         with self._gate.writing(), torch.no_grad():
-            self._half = True
+            self._half = "an update of this replica broke off half way"
             if others is not None:
                 self._tensors = others
                 self._planes = {name: Plane(tensor) for name, tensor in others.items()}
                 self._schema = update.schema
+                self._doubts.keep(table for _, table in update.schema.live)
             for changed in update.changes():
                 self._put(changed)
+                if update.kind is not UpdateKind.LOAD:  # whose rows may be older than the proof
+                    self._doubts.sent(changed)
+            self._check(update)
+            self._follower.stats.doubted = len(self._doubts)
             self._newest = update
-            self._half = False
+            self._half = ""
+
+    def _check(self, update: Update) -> None:
+        """Compare the weights that are held with what the marker proves of them.
+
+        Raises:
+            ProofMismatchError: they differ, and log and store may have them otherwise: nothing is served, and the next
+                update loads all of them.
+        """
+        stats, self._proof = self._follower.stats, None
+        if self._follower.mode != "markers":
+            return
+        proof = self._proof = proof_of(update)
+        if proof is None:
+            stats.uncompared += 1
+            return
+        found = [(table, self._compare(proof, table)) for _, table in update.schema.live if table.name in self._planes]
+        differing = [(table, compared.unproved) for table, compared in found if compared.unproved is not None]
+        blocks = tuple(block for _, unproved in differing for block in unproved.blocks)
+        stats.unproved += len(blocks)
+        # What a load has not brought either, another one does not bring.
+        if not (update.kind is UpdateKind.LOAD or self._accept or self._doubts.has(blocks)):
+            error = refusal(Unproved(len(blocks), blocks, tuple(table.name for table, _ in differing)), update.marker)
+            self._half = error.message
+            self._follower.load_anew(f"rows are not as marker {update.marker} proved them")
+            raise error
+        self._doubts.proved(proof)
+        for table, unproved in differing:
+            self._doubts.add(table, unproved.blocks)
+        stats.proofs += 1
+        if differing and (doubted := self._doubts.unproved) is not None:
+            what = "served as they are" if self._accept else "nothing is served"
+            log.error("%s: %s", what, refusal(doubted, update.marker).headline)
+
+    def _compare(self, proof: WeightProof, table: TableSpec) -> Compared:
+        """What came of the blocks of one table that are held whole."""
+        first, rows = self.rows_of(table)
+        tensor = self._tensors[table.name]
+
+        def read(ids: npt.NDArray[np.int64]) -> Array:
+            part = tensor.detach().index_select(0, torch.from_numpy(ids - first).to(tensor.device)).cpu()
+            return (part.view(torch.int16) if part.dtype == torch.bfloat16 else part).numpy()
+
+        return proof.compare(table, first, rows, read)
 
     def _put(self, changed: Changed) -> None:
         plane = self._planes.get(changed.table.name)

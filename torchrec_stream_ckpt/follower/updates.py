@@ -14,6 +14,7 @@ import numpy.typing as npt
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.proofs.weights import WeightProof
 from torchrec_stream_ckpt.types import MarkerId, TableSpec
 
 _MARKER = re.compile(r"\d+:\d+")
@@ -63,6 +64,9 @@ class Update:
     """In order: of a row that comes more than once the last one counts. To be read while the update is the newest."""
     dense: Callable[[], Path]
     """A folder with the marker's dense state, a DCP checkpoint, digests compared. Raises as a restore would."""
+    proof: Callable[[], WeightProof | None] = lambda: None
+    """(LOAD, MARKER) What the marker proves of the weights; None: nothing. To be asked while the update is the newest.
+    Raises CorruptionError, TrimmedError: it is damaged or gone; StoreUnavailableError, LogUnavailableError."""
 
     @property
     def marker(self) -> MarkerId:

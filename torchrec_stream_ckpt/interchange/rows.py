@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, ScratchUnavailableError, TrimmedError
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.manifest import Notes
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array, RowsView
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import ChunkEntry, decode_chunk
@@ -34,7 +35,7 @@ from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
 from torchrec_stream_ckpt.store.folder import FolderObjects
 from torchrec_stream_ckpt.store.newest import NewestFirst, newest_first
-from torchrec_stream_ckpt.store.reader import open_pieces, read_chunks
+from torchrec_stream_ckpt.store.reader import load_notes, open_pieces, read_chunks
 from torchrec_stream_ckpt.store.runs import Runs, columns_of, cuts_of, read_from
 from torchrec_stream_ckpt.types import MarkerId, StateSpec, TableSpec
 
@@ -82,6 +83,8 @@ class MarkerRows:
         self._names: list[tuple[Objects, set[str]]] = []
         """Their segments, likewise."""
         self._narrow = ScratchRuns(self, pool, folder)
+        self._tail: tuple[Piece, ...] = ()
+        """What only the log has."""
         self.opened = 0
         """How often it was looked up where the rows are: they come from elsewhere once this has grown."""
         self._route = self._open(lineage, marker, since)
@@ -102,7 +105,7 @@ class MarkerRows:
         route = locate(lineage, marker, self._catalog, since=since, damaged=self._damaged)
         route.check(self._log)
         tail = open_pieces(self._folder, tuple(self._fold(route)), lineage.job, self._pool)
-        self._pieces = [(self._folder, tail)]
+        self._tail, self._pieces = tail, [(self._folder, tail)]
         if self._catalog is not None:
             self._pieces.insert(0, (self._catalog.objects, route.pieces))
         self._narrow.close()
@@ -166,6 +169,24 @@ class MarkerRows:
         """Some chunks of one segment, some ahead of what is being used; raises as :func:`read_chunks`."""
         for each, entry, data in read_chunks(self._objects_of(picked.ref.name), [picked], self._pool):
             yield entry, decode_chunk(entry, data, self.schema, each.ref.name)
+
+    def said(self) -> tuple[Notes, ...]:
+        """What each rank said at the marker, what it proves included.
+
+        Raises:
+            CorruptionError: it is damaged, or in neither log nor store.
+            StoreUnavailableError, LogUnavailableError: one of them does not answer.
+        """
+        if self._tail and self._tail[-1].end == self.marker:
+            fronts = [(each.front.notes, each.ref.name) for each in self._tail[-1].opened]
+            notes = [Notes.from_json(text, name) for text, name in fronts if text]
+            if all(each.mark.proof is None for each in notes):
+                return tuple(notes)
+            shards = self._route.complete(self._log).shards[self.marker.generation]  # the notes have none
+            return tuple(replace(each, shards=held) for each, held in zip(notes, shards, strict=True))
+        if self._catalog is None:
+            raise CorruptionError("what the ranks said is in neither log nor store", marker=self.marker)
+        return load_notes(self._catalog, self.marker, self._pool)
 
     def close(self) -> None:
         """Delete what was merged in the folder; the folder itself belongs to the caller."""

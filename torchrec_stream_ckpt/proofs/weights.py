@@ -1,0 +1,104 @@
+"""What one marker proves of weights alone, for a reader that holds tables without optimizer states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchrec_stream_ckpt.format.manifest import Notes
+from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, Digests, Ints, Proof, digest_blocks, row_keys
+from torchrec_stream_ckpt.format.rows import Array
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.proofs.met import Said, digests_of
+from torchrec_stream_ckpt.proofs.rowsums import plain_sums
+from torchrec_stream_ckpt.proofs.unproved import Compared, Unproved, UnprovedBlock
+from torchrec_stream_ckpt.proofs.window import window_of
+from torchrec_stream_ckpt.types import MarkerId, TableSpec
+
+ReadRows = Callable[[Ints], Array]
+"""Weights of some rows of a table, ids ascending; shape (n, dim), bfloat16 as its bits."""
+
+_PART_BLOCKS = 1 << 10
+"""Blocks whose rows are read at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightProof:
+    """Digests of weights, of the blocks in the window of one marker. A digest has one number for each section of a row
+    (docs/format.md), and that of the weights stands by itself: so weights are compared exactly, without the states."""
+
+    marker: MarkerId
+    tables: Mapping[str, tuple[Ints, Digests]]
+    """By name of a table: blocks, ascending, and the digest of the weights of each, over all columns."""
+    proof: Proof
+    """What rank 0 said: of replicated tables, which travel with the dense state."""
+
+    @classmethod
+    def of(cls, marker: MarkerId, schema: Schema, notes: Sequence[Notes]) -> WeightProof | None:
+        """What a marker proves; None: nothing.
+
+        Args:
+            marker: The marker.
+            schema: The tables of its generation, with ids.
+            notes: What each of its ranks said.
+
+        Raises:
+            CorruptionError: a proof has more or fewer digests than its shards have.
+        """
+        window = window_of(notes)
+        if window is None:
+            return None
+        tables = [(table.id, 1 + len(table.states)) for table in schema.tables]
+        found: dict[str, tuple[Ints, Digests]] = {}
+        for table in schema.tables:
+            if table.id is not None and table.rows:
+                blocks = window.blocks(table.id, 0, table.rows)
+                found[table.name] = blocks, np.zeros(len(blocks), np.uint64)
+        for each in notes:
+            for shard, blocks, digests in digests_of(Said(each.shards, each.mark.proof), tables):
+                if len(blocks):
+                    of_table, sums = found[schema.tables[shard.table].name]
+                    sums[np.searchsorted(of_table, blocks)] += digests[:, 0]
+        assert notes[0].mark.proof is not None
+        return cls(marker, found, notes[0].mark.proof)
+
+    def compare(self, table: TableSpec, row0: int, rows: int, read: ReadRows) -> Compared:
+        """Compare what a reader holds of one table; blocks that it does not hold whole are left out.
+
+        Args:
+            table: One of the marker's.
+            row0: First row that the reader holds.
+            rows: How many rows it holds from there on.
+            read: Gives them.
+        """
+        checked, found, total = 0, [], table.rows * table.dim
+        for blocks, expected in self._parts(table, row0, rows):
+            ends = np.minimum((blocks + 1) * BLOCK_ROWS, table.rows)
+            counts = ends - blocks * BLOCK_ROWS
+            digests = _digests(table, blocks, counts, read)
+            checked += int(counts.sum()) * table.dim
+            found += [
+                UnprovedBlock(table.name, "weights", int(block) * BLOCK_ROWS, int(end), self.marker, None)
+                for block, end, fits in zip(blocks, ends, digests == expected, strict=True)
+                if not fits
+            ]
+        return Compared(checked, total, Unproved(len(found), tuple(found), (table.name,)) if found else None)
+
+    def _parts(self, table: TableSpec, row0: int, rows: int) -> Iterator[tuple[Ints, Digests]]:
+        """Blocks that lie in [row0, row0 + rows), with what is proved of them; a part at a time."""
+        blocks, expected = self.tables.get(table.name, (np.empty(0, np.int64), np.empty(0, np.uint64)))
+        last = row0 + rows
+        whole = (blocks * BLOCK_ROWS >= row0) & (np.minimum((blocks + 1) * BLOCK_ROWS, table.rows) <= last)
+        blocks, expected = blocks[whole], expected[whole]
+        for begin in range(0, len(blocks), _PART_BLOCKS):
+            yield blocks[begin : begin + _PART_BLOCKS], expected[begin : begin + _PART_BLOCKS]
+
+
+def _digests(table: TableSpec, blocks: Ints, counts: Ints, read: ReadRows) -> Digests:
+    """Of the weights that a reader holds, one number a block."""
+    assert table.id is not None
+    ids = (blocks[:, None] * BLOCK_ROWS + np.arange(BLOCK_ROWS)).ravel()
+    ids = ids[ids < table.rows]
+    return digest_blocks(plain_sums(read(ids), 0, table.dim) * row_keys(table.id, 0, ids), counts)
