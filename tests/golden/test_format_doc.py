@@ -28,6 +28,7 @@ from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Proof, Repl
 from torchrec_stream_ckpt.format.reading import Reading, ReadUnit
 from torchrec_stream_ckpt.format.scrub_place import MAX_DAMAGED, ScrubPlace
 from torchrec_stream_ckpt.materialize.fold import SEGMENT_BYTES
+from torchrec_stream_ckpt.materialize.merge_plan import WINDOWS_OF_BLOCK
 from torchrec_stream_ckpt.materialize.read_back import COUNTS_FOR_S
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
 from torchrec_stream_ckpt.uris import KafkaUri
@@ -219,6 +220,7 @@ def test_where_segments_are_cut_is_documented() -> None:
     assert f"CHUNK_BYTES = {segment.CHUNK_BYTES:,}" in section("Chunks")
     assert f"SEGMENT_BYTES = {SEGMENT_BYTES:,}" in section("Chunks")
     assert section("Chunks").count(f"{SEGMENT_BYTES // 2:,}") == 2
+    assert f"*Block* K is the eight windows from {WINDOWS_OF_BLOCK}K on" in section("Chunks")
     limits = {row[0]: row[1] for row in cells("Limits")}
     assert limits["chunk"] == f"{segment.MAX_CHUNK_BYTES:,} bytes"
 

@@ -156,7 +156,7 @@ def test_one_kind_is_none_of_the_others(kind: str) -> None:
 def test_a_newer_format_is_named_and_others_are_none(kind: str) -> None:
     good, read = OBJECTS[kind]
     raw = json.loads(good)
-    newest = 2 if kind == "garbage" else 1
+    newest = 2 if kind in ("garbage", "fold") else 1
     message = f"{kind} has format {newest + 1}, this program reads up to {newest}"
     with pytest.raises(CorruptionError, match=message) as refused:
         read(canonical({**raw, "format": newest + 1, "body": "anything"}))
@@ -362,3 +362,25 @@ def test_the_same_pin_has_the_same_bytes() -> None:
     assert Pin(5.0).to_bytes() == b'{"body":{"time_s":5.0},"crc32c":"%08x","format":1,"kind":"pin"}' % crc32c(
         b'{"time_s":5.0}'
     )
+
+
+def fold_of(*parts: int) -> Fold:
+    name = FoldName(JOB, MarkerId(1, 9), None)
+    return Fold(JOB, None, MarkerId(1, 9), 7, tuple(ref(name.segment_name(part)) for part in parts))
+
+
+def test_a_fold_that_leaves_numbers_of_parts_out_has_format_2() -> None:
+    for parts, version in (((0, 1, 2), 1), ((0, 1, 8), 2), ((16,), 2)):
+        data = fold_of(*parts).to_bytes()
+        assert json.loads(data)["format"] == version
+        assert Fold.from_bytes(data, "it") == fold_of(*parts)
+
+
+def test_parts_of_a_fold_that_do_not_ascend_or_are_of_another_format_are_refused() -> None:
+    for parts in ((8, 0), (8, 8)):
+        with pytest.raises(CorruptionError, match=r"p008.seg', where .*-p000.seg belongs"):
+            Fold.from_bytes(fold_of(*parts).to_bytes(), "it")
+    for parts, version in (((0, 8), 1), ((0, 1), 2)):
+        raw = json.loads(fold_of(*parts).to_bytes()) | {"format": version}
+        with pytest.raises(CorruptionError, match="parts that its format does not have"):
+            Fold.from_bytes(canonical(raw), "it")

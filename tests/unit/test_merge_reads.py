@@ -28,10 +28,10 @@ from torchrec_stream_ckpt.interchange import rows as rows_module
 from torchrec_stream_ckpt.interchange.rows import TableReader, open_rows
 from torchrec_stream_ckpt.materialize import fold as fold_module
 from torchrec_stream_ckpt.materialize import merge as merge_module
-from torchrec_stream_ckpt.materialize import narrow
+from torchrec_stream_ckpt.materialize import merge_plan, narrow
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.gc import GcRules, collect
-from torchrec_stream_ckpt.materialize.merge import merge
+from torchrec_stream_ckpt.materialize.merge import merge, merge_share, plan_merge
 from torchrec_stream_ckpt.materialize.retention import Retention
 from torchrec_stream_ckpt.materialize.sorter import RowSorter
 from torchrec_stream_ckpt.route.locate import locate
@@ -148,17 +148,22 @@ def test_a_merge_in_passes_writes_what_one_pass_writes(
 
 
 FILED = {
-    Policy(rebase=1e-9): "ff694e73924851e745f8076a8e5840cefe111ff11799461c45870925729cfff5",
-    Policy(rebase=0, compact="span16"): "461a3e04ec0be75b6e7ab2d54e9b8102f212d27031b81604a6376f34880fe002",
+    (Policy(rebase=1e-9), 8): "d5c5f64f063158ce289c7ac3baed556c2754a8cde89a61b8233dc513254207b9",
+    (Policy(rebase=0, compact="span16"), 8): "974b9413d1b4c3179b12266ca6c4202984d56812eefa7b805e8584d2b7b9f183",
+    (Policy(rebase=1e-9), 10**9): "ff694e73924851e745f8076a8e5840cefe111ff11799461c45870925729cfff5",
+    (Policy(rebase=0, compact="span16"), 10**9): "461a3e04ec0be75b6e7ab2d54e9b8102f212d27031b81604a6376f34880fe002",
 }
-"""SHA-256 of all folds of a history of branches, column splits and ranks, as written by merges of an earlier kind."""
+"""SHA-256 of all folds of a history of branches, column splits and ranks: in blocks of 8 windows, and in one block, as
+earlier releases wrote them."""
 
 
 @pytest.mark.parametrize("fan_in", [2, 64])
-@pytest.mark.parametrize("policy", FILED, ids=str)
+@pytest.mark.parametrize(("policy", "block"), FILED, ids=str)
 def test_the_bytes_of_folds_are_those_of_earlier_releases(
-    tmp_path: Path, policy: Policy, fan_in: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, policy: Policy, block: int, fan_in: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for module in (merge_module, merge_plan):
+        monkeypatch.setattr(module, "WINDOWS_OF_BLOCK", block)
     for module in (fold_module, merge_module):
         monkeypatch.setattr(module, "SEGMENT_BYTES", 2000)
     monkeypatch.setattr(narrow, "FAN_IN", fan_in)
@@ -167,7 +172,27 @@ def test_the_bytes_of_folds_are_those_of_earlier_releases(
     for name in sorted(entry.name for entry in objects.list("")):
         if name.startswith("folds/") or "/f-" in name:
             digest.update(name.encode() + bytes(objects.read(name)))
-    assert digest.hexdigest() == FILED[policy]
+    assert digest.hexdigest() == FILED[policy, block]
+
+
+@pytest.mark.parametrize("fan_in", [4, 64])
+def test_tasks_of_any_number_and_in_any_order_write_the_same_bytes(
+    tmp_path: Path, spread: Job, fan_in: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects, lineage, cover = open_store(str(tmp_path / "store")), lineage_of(spread), pieces_of_intervals(spread)
+    wanted, at_once = merged(spread, objects), []
+    monkeypatch.setattr(narrow, "FAN_IN", fan_in)
+    monkeypatch.setattr(merge_plan, "_READ_TWICE", 100.0)
+    with ThreadPoolExecutor(2) as pool:
+        for task_bytes in (1, 150_000):
+            for name in wanted:
+                objects.delete(name)
+            merging = plan_merge(objects, lineage, cover, pool, task_bytes=task_bytes)
+            done = {task: merge_share(objects, task, pool) for task in reversed(merging.tasks)}
+            found = merging.finish(objects, [done[task] for task in merging.tasks])
+            assert {ref.name: bytes(objects.read(ref.name)) for ref in found.segments} == wanted
+            at_once.append(len(merging.tasks))
+    assert at_once[0] > at_once[1] > 1
 
 
 def test_bits_that_flip_on_the_way_through_the_scratch_folder_never_reach_a_fold(

@@ -1,7 +1,7 @@
 """The JSON objects of a store: manifests, one a marker, folds, and what retention says. Specified in docs/format.md.
 
-Each is ``{"body": ..., "crc32c": ..., "format": 1, "kind": ...}`` in canonical JSON; the checksum is that of the
-canonical body.
+Each is ``{"body": ..., "crc32c": ..., "format": 1, "kind": ...}``, some of format 2, in canonical JSON; the checksum is
+that of the canonical body.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import base64
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from crc32c import crc32c
@@ -23,7 +24,7 @@ from torchrec_stream_ckpt.format.fields import Fields
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.schema import canonical, plain
 from torchrec_stream_ckpt.format.segment import HEADER_LEN
-from torchrec_stream_ckpt.layout import FoldName, StoreSegment
+from torchrec_stream_ckpt.layout import FoldName, StoreSegment, parse_fold_segment
 from torchrec_stream_ckpt.types import MarkerId, TableShard
 
 FORMAT = 1
@@ -118,17 +119,26 @@ class Fold:
             "chain": self.chain,
             "segments": [asdict(each) for each in self.segments],
         }
-        return _wrap("fold", body)
+        dense = all(ref.name == self.name_of(part) for part, ref in enumerate(self.segments))
+        return _wrap("fold", body, FORMAT if dense else 2)
+
+    def name_of(self, part: int) -> str:
+        """Name of a part."""
+        return FoldName(self.job, self.end, self.start).segment_name(part)
 
     @classmethod
     def from_bytes(cls, data: Buffer, where: str) -> Fold:
         """As :meth:`Manifest.from_bytes`."""
-        body = _unwrap(data, "fold", where, {"job", "start", "end", "chain", "segments"})
+        body = _unwrap(data, "fold", where, {"job", "start", "end", "chain", "segments"}, highest=2)
         job, start, end = _job(body["job"], where), _marker(body["start"], where), _marker(body["end"], where)
         if end is None or (start is not None and not start < end):
             raise CorruptionError(f"{start} is not before {end}", name=where)
-        chain = _chain(body, "fold", where)
-        return cls(job, start, end, chain, _refs(body["segments"], FoldName(job, end, start).segment_name, where))
+        name = FoldName(job, end, start)
+        refs = _refs(body["segments"], name.segment_name, where, _parts(body["segments"], name, where))
+        fold = cls(job, start, end, _chain(body, "fold", where), refs)
+        if fold.to_bytes() != data:
+            raise CorruptionError("fold has parts that its format does not have", name=where)
+        return fold
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,10 +394,12 @@ def _wrap(kind: str, body: Mapping[str, Any], version: int = FORMAT) -> bytes:
     return canonical({"format": version, "kind": kind, "crc32c": f"{crc32c(canonical(body)):08x}", "body": body})
 
 
-def _unwrap(data: Buffer, kind: str, where: str, names: set[str], added: Set[str] = frozenset()) -> dict[str, Any]:
-    """The body; ``added`` are fields that it has in format 2, if there is one of its kind."""
+def _unwrap(
+    data: Buffer, kind: str, where: str, names: set[str], added: Set[str] = frozenset(), highest: int = FORMAT
+) -> dict[str, Any]:
+    """The body; ``added`` are fields that it has in format 2, ``highest`` is the newest format without such."""
     raw = _object(bytes(data), where)
-    version, highest = raw.get("format"), 2 if added else FORMAT
+    version, highest = raw.get("format"), 2 if added else highest
     if type(version) is int and version > highest:
         raise CorruptionError(
             f"{kind} has format {version}, this program reads up to {highest}",
@@ -417,9 +429,22 @@ def _object(data: bytes, where: str) -> dict[str, Any]:
     return raw
 
 
-def _refs(items: object, name_of: Callable[[int], str], where: str) -> tuple[SegmentRef, ...]:
+def _parts(items: object, fold: FoldName, where: str) -> list[int]:
+    """The numbers of a fold's parts, as their names say: they ascend, and some may be left out."""
+    found = [parse_fold_segment(str(item.get("name"))) for item in _list(items, where) if isinstance(item, dict)]
+    parts = [part for each, part in filter(None, found) if each == fold]
+    if len(parts) < len(found) or any(part <= before for before, part in pairwise(parts)):
+        parts = list(range(len(found)))  # the first one that is of others is named
+    return parts
+
+
+def _refs(
+    items: object, name_of: Callable[[int], str], where: str, parts: Sequence[int] | None = None
+) -> tuple[SegmentRef, ...]:
     """The parts of one interval or fold: their names follow from whose they are, so none can be of others."""
-    refs = tuple(_ref(item, name_of(part), where) for part, item in enumerate(_list(items, where)))
+    given = _list(items, where)
+    numbers = parts if parts is not None and len(parts) == len(given) else range(len(given))
+    refs = tuple(_ref(item, name_of(part), where) for part, item in zip(numbers, given, strict=True))
     if not refs:
         raise CorruptionError("an interval or fold without segments", name=where)
     return refs

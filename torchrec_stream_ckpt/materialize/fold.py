@@ -60,16 +60,23 @@ class SegmentWriter:
         self.refs: list[SegmentRef] = []
         """The parts that are written."""
 
-    def put(self, rows: RowSorter, *, last: bool, notes: Notes | None = None) -> None:
-        """Write what ``rows`` holds as the next part, which must then stay as it is until the next call."""
+    def put(self, rows: RowSorter, *, last: bool, notes: Notes | None = None, part: int | None = None) -> None:
+        """Write what ``rows`` holds as the next part, which must then stay as it is until the next call.
+
+        Args:
+            rows: What to write.
+            last: Whether no part follows.
+            notes: What goes with the last part of an interval.
+            part: The number of the part; None: parts are counted from 0.
+        """
         text = notes.to_json() if notes is not None else b""
         version = 2 if notes is not None and notes.mark.proof is not None else 1
         self.finish()
-        chunks = rows.chunks()
+        chunks, part = rows.chunks(), part if part is not None else len(self.refs)
         if self._background is None:
-            self._put(chunks, last, text, version)
+            self._put(part, chunks, last, text, version)
         else:
-            self._writing = self._background.submit(self._put, chunks, last, text, version)
+            self._writing = self._background.submit(self._put, part, chunks, last, text, version)
 
     def finish(self) -> tuple[SegmentRef, ...]:
         """All parts, once they are written; raises as :meth:`put`."""
@@ -78,8 +85,7 @@ class SegmentWriter:
             self._writing = None
         return tuple(self.refs)
 
-    def _put(self, chunks: Sequence[Chunk], last: bool, notes: bytes, version: int) -> None:
-        part = len(self.refs)
+    def _put(self, part: int, chunks: Sequence[Chunk], last: bool, notes: bytes, version: int) -> None:
         parts, front_bytes, crc = lay_out(
             self._segment(part), chunks, last=last, schema_crc=self._schema.crc, notes=notes, version=version
         )

@@ -4,55 +4,126 @@ A fold from the start of the history is a base: a restore reads nothing older. O
 versions that the span has overwritten itself.
 
 Pieces are sorted runs, and a merge goes through them side by side: it reads each byte of them once, and then once what
-it has written. Runs of which too many are open at once go through a scratch folder first (:mod:`.narrow`).
+it has written. Runs of which too many are open at once go through a scratch folder first (:mod:`.narrow`). A fold is
+planned as a row of tasks (:mod:`.merge_plan`), each by itself; what they write does not depend on how many they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-
-import numpy as np
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.manifest import Fold
-from torchrec_stream_ckpt.format.rows import RowLayout
+from torchrec_stream_ckpt.format.manifest import Fold, SegmentRef
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.format.segment import SegmentId, SegmentKind, check_tables, decode_chunk, slices_of
+from torchrec_stream_ckpt.format.segment import SegmentId, SegmentKind, check_tables, decode_chunk
 from torchrec_stream_ckpt.layout import FoldName
 from torchrec_stream_ckpt.materialize.fold import SEGMENT_BYTES, SegmentWriter
+from torchrec_stream_ckpt.materialize.merge_plan import WINDOWS_OF_BLOCK, MergePlan, TableWindows
 from torchrec_stream_ckpt.materialize.narrow import ScratchRuns, cut_rows
 from torchrec_stream_ckpt.materialize.row_digests import RowDigests
 from torchrec_stream_ckpt.materialize.sorter import RowSorter
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.catalog import Picked, Piece
-from torchrec_stream_ckpt.store.newest import NewestFirst, newest_first
+from torchrec_stream_ckpt.store.catalog import Piece
+from torchrec_stream_ckpt.store.newest import NewestFirst
 from torchrec_stream_ckpt.store.reader import open_pieces, open_segments, read_chunks
-from torchrec_stream_ckpt.store.runs import Runs, Window, columns_of, cuts_of, read_from
+from torchrec_stream_ckpt.store.runs import Runs, read_from
+from torchrec_stream_ckpt.types import MarkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MergeTask:
+    """Some blocks of a fold: all that a process needs to write them. What it writes is a function of this."""
+
+    fold: FoldName
+    schema: Schema
+    """At the end of the fold."""
+    stretches: tuple[TableWindows, ...]
+    """Windows to merge, with the chunks that they are made of."""
+    last: int | None
+    """Number of the fold's last window, if the task has it: it writes the last part. None: another one does."""
+    num_bytes: int
+    """Bytes of chunks to read."""
+
+    def __str__(self) -> str:
+        return f"merge {self.fold.end} from {self.fold.start or 'root'}"
 
 
 @dataclass(frozen=True, slots=True)
-class _TableRuns:
-    """What the pieces hold of one table."""
+class Merging:
+    """A fold that is being made: its tasks, and what they are to become."""
 
-    table: int
-    newest: list[Picked]
-    """Newest segment first."""
-    columns: set[tuple[int, int]]
-    first: int
-    last: int
+    job: bytes
+    start: MarkerId | None
+    end: MarkerId
+    chain: int
+    """``RankEnd.chain`` of rank 0 at the end."""
+    tasks: tuple[MergeTask, ...]
 
-    def windows(self, row_bytes: int) -> Iterator[Window]:
-        """Rows are cut so that those of a window fit half a segment. All writers of a fold cut them alike."""
-        height = max(1, SEGMENT_BYTES // 2 // row_bytes)
-        for row0 in range(self.first, self.last + 1, height):
-            yield row0, min(row0 + height, self.last + 1)
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of chunks to read."""
+        return sum(task.num_bytes for task in self.tasks)
+
+    def finish(self, objects: Objects, refs: Sequence[Sequence[SegmentRef]]) -> Fold:
+        """Put the fold, once all tasks have written their segments: with this it is in the store.
+
+        Args:
+            objects: The store.
+            refs: What each task has written.
+
+        Raises:
+            StoreUnavailableError: it was not written.
+        """
+        fold = Fold(self.job, self.start, self.end, self.chain, tuple(ref for each in refs for ref in each))
+        failpoint("fold.manifest")
+        objects.put(FoldName(self.job, self.end, self.start).name, [fold.to_bytes()])
+        failpoint("fold.manifest_put")
+        return fold
+
+
+def plan_merge(
+    objects: Objects, lineage: Lineage, pieces: Sequence[Piece], pool: Executor, *, task_bytes: int | None = None
+) -> Merging:
+    """Read the directories of ``pieces``, which follow one after the other, and cut their merge into tasks.
+
+    Args:
+        objects: The store.
+        lineage: The control partition.
+        pieces: What to merge.
+        pool: Threads to read with.
+        task_bytes: What a task is to read, about; None: there is one task.
+
+    Raises:
+        CorruptionError: a piece is damaged.
+        StoreUnavailableError: the store does not answer.
+    """
+    start, end, job = pieces[0].start, pieces[-1].end, lineage.job
+    pieces = open_pieces(objects, pieces, job, pool)
+    for piece in pieces:
+        own = lineage.claims[piece.generation].schema  # rows of tables that it had otherwise are left out by bases
+        for picked in piece.opened:
+            check_tables(picked.front, own, picked.ref.name)
+    schema = lineage.claims[end.generation].schema
+    plan = MergePlan.of(schema, lineage.bases(end), pieces, SEGMENT_BYTES // 2)
+    name = FoldName(job, end, start)
+    shares = plan.cut(task_bytes)
+    tasks = tuple(
+        MergeTask(
+            fold=name,
+            schema=schema,
+            stretches=share,
+            last=max(0, plan.windows - 1) if number == len(shares) else None,
+            num_bytes=sum(picked.num_bytes for stretch in share for picked in stretch.newest),
+        )
+        for number, share in enumerate(shares, 1)
+    )
+    return Merging(job, start, end, pieces[-1].chain, tasks)
 
 
 def merge(
@@ -80,98 +151,116 @@ def merge(
         ScratchUnavailableError: there is no room for temporary files.
         StoreUnavailableError: the fold was not written.
     """
-    start, end, job = pieces[0].start, pieces[-1].end, lineage.job
-    schema, bases = lineage.claims[end.generation].schema, lineage.bases(end)
-    name = FoldName(job, end, start)
-    pieces = open_pieces(objects, pieces, job, pool)
-    for piece in pieces:
-        own = lineage.claims[piece.generation].schema  # rows of tables that it had otherwise are left out by bases
-        for picked in piece.opened:
-            check_tables(picked.front, own, picked.ref.name)
-    rows, merged = RowSorter(schema), RowDigests()
+    merging = plan_merge(objects, lineage, pieces, pool)
+    refs = [merge_share(objects, task, pool, progress, scratch) for task in merging.tasks]
+    return merging.finish(objects, refs)
+
+
+def merge_share(
+    objects: Objects,
+    task: MergeTask,
+    pool: Executor,
+    progress: Callable[[int], None] = lambda _: None,
+    scratch: Path | None = None,
+) -> tuple[SegmentRef, ...]:
+    """Write the segments of some blocks of a fold, and read them back; arguments and errors as of :func:`merge`."""
     with (
         ThreadPoolExecutor(1, "stream-ckpt-write") as background,
         closing(ScratchRuns(objects, pool, scratch, progress)) as made,
     ):
-        writer = SegmentWriter(
-            objects, schema, name.segment_name, lambda part: SegmentId(SegmentKind.FOLD, job, end, 0, part), background
-        )
-        for each in _tables(bases, pieces):
-            for _ in _merge_table(schema, each, rows, merged, made, pool, progress):
-                if rows.num_bytes >= SEGMENT_BYTES // 2:
-                    writer.put(rows, last=False)
-        writer.put(rows, last=True)
-        refs = writer.finish()
+        parts = _Parts(objects, task, background)
+        for stretch in task.stretches:
+            _merge_stretch(task.schema, stretch, parts, made, pool, progress)
+        refs = parts.finish()
         made.check()
-    fold = Fold(job, start, end, pieces[-1].chain, refs)
-    _check_written(objects, fold, schema, merged, pool)
-    failpoint("fold.manifest")
-    objects.put(name.name, [fold.to_bytes()])
-    failpoint("fold.manifest_put")
-    return fold
+    _check_written(objects, refs, task, parts.merged, pool)
+    return refs
 
 
-def _check_written(objects: Objects, fold: Fold, schema: Schema, merged: RowDigests, pool: Executor) -> None:
-    """Read a fold back before anything relies on it.
+class _Parts:
+    """The rows that a task has merged, and the segments that it writes of them: cut by blocks, and by their bytes."""
+
+    def __init__(self, objects: Objects, task: MergeTask, background: Executor) -> None:
+        name, self._last = task.fold, task.last
+        self._writer = SegmentWriter(
+            objects,
+            task.schema,
+            name.segment_name,
+            lambda part: SegmentId(SegmentKind.FOLD, name.job, name.end, 0, part),
+            background,
+        )
+        self.rows, self.merged = RowSorter(task.schema), RowDigests()
+        self._block, self._part = -1, 0
+
+    def begin(self, window: int) -> None:
+        """Go on with a window, by its number."""
+        block = window // WINDOWS_OF_BLOCK
+        if block != self._block:
+            if self.rows.num_bytes:
+                self._put(last=False)
+            self._block, self._part = block, block * WINDOWS_OF_BLOCK
+
+    def end(self) -> None:
+        """The window has given all its rows."""
+        if self.rows.num_bytes >= SEGMENT_BYTES // 2:
+            self._put(last=False)
+
+    def finish(self) -> tuple[SegmentRef, ...]:
+        """Write what is left."""
+        if self._last is not None:
+            self.begin(self._last)
+            self._put(last=True)
+        elif self.rows.num_bytes:
+            self._put(last=False)
+        return self._writer.finish()
+
+    def _put(self, *, last: bool) -> None:
+        self._writer.put(self.rows, last=last, part=self._part)
+        self._part += 1
+
+
+def _check_written(
+    objects: Objects, refs: Sequence[SegmentRef], task: MergeTask, merged: RowDigests, pool: Executor
+) -> None:
+    """Read segments back before anything relies on them.
 
     Raises:
-        CorruptionError: it holds other rows than were merged.
+        CorruptionError: they hold other rows than were merged.
     """
     found = RowDigests()
-    for each, entry, data in read_chunks(objects, open_segments(objects, fold.segments, fold.job, pool), pool):
-        found.add(entry.table, entry.col0, entry.cols, decode_chunk(entry, data, schema, each.ref.name))
+    for each, entry, data in read_chunks(objects, open_segments(objects, refs, task.fold.job, pool), pool):
+        found.add(entry.table, entry.col0, entry.cols, decode_chunk(entry, data, task.schema, each.ref.name))
     if found != merged:
         raise CorruptionError(
             f"a fold of {merged.rows} rows was read back with {found.rows} rows, or with other bits",
             hint="it is not used; check the memory and the disks of this host, and start the materializer again",
-            fold=FoldName(fold.job, fold.end, fold.start).name,
+            fold=task.fold.name,
         )
 
 
-def _tables(bases: Mapping[int, int], pieces: Sequence[Piece]) -> Iterator[_TableRuns]:
-    """What counts of each table: nothing that is older than the generation that sent it whole."""
-    segments = [picked for piece in pieces for picked in piece.opened]
-    slices = {picked.ref.name: slices_of(picked.front.directory) for picked in segments}
-    tables = sorted({table for each in slices.values() for table, _, _ in each})
-    held: dict[int, list[Picked]] = {table: [] for table in tables}
-    for piece in reversed(pieces):
-        for picked in newest_first([piece]):
-            chunks: dict[int, list[np.ndarray]] = {}
-            for (table, _, _), place in slices[picked.ref.name].items():
-                if piece.generation >= bases.get(table, 0):
-                    chunks.setdefault(table, []).append(np.arange(place.start, place.stop))
-            for table, numbers in chunks.items():
-                held[table].append(Picked(picked.ref, picked.front, np.concatenate(numbers)))
-    for table, newest in held.items():
-        if newest:
-            first = min(int(each.entries["first"].min()) for each in newest)
-            last = max(int(each.entries["last"].max()) for each in newest)
-            yield _TableRuns(table, newest, columns_of(newest), first, last)
-
-
-def _merge_table(
+def _merge_stretch(
     schema: Schema,
-    held: _TableRuns,
-    rows: RowSorter,
-    merged: RowDigests,
+    held: TableWindows,
+    parts: _Parts,
     scratch: ScratchRuns,
     pool: Executor,
     progress: Callable[[int], None],
-) -> Iterator[None]:
-    """Add the newest version of each row of a table; yields after each window."""
-    newest = scratch.narrowed(schema, held.newest, held.table)
-    for col0, stop in pairwise(cuts_of(held.columns)):
-        mine = [each.only(each.entries["col0"] == col0) for each in newest]
+) -> None:
+    """Give the newest version of each row of some windows to ``parts``."""
+    newest = scratch.narrowed(schema, held.newest, held.table, within=held.within)
+    for cut in held.slices:
+        mine = [each.only(each.entries["col0"] == cut.col0) for each in newest]
         mine = [each for each in mine if len(each.chunks)]
-        windows = held.windows(RowLayout.of(schema.tables[held.table], stop - col0).row_bytes)
-        for (row0, end), chunks in Runs(mine, schema, read_from(scratch, pool, progress)).through(windows):
+        cols = cut.stop - cut.col0
+        for (row0, end), chunks in Runs(mine, schema, read_from(scratch, pool, progress)).through(cut.windows()):
+            parts.begin(cut.number_of(row0))
             fresh = NewestFirst(row0, end - row0)
             for given in chunks:
                 scratch.saw(given)
                 _, chosen = fresh.take(given.view.ids)
                 if len(chosen):
-                    part = cut_rows(given.view, chosen, given.entry, col0, stop - col0, given.picked.ref.name)
-                    rows.add(held.table, col0, stop - col0, part)
-                    merged.add(held.table, col0, stop - col0, part)
-            yield
+                    part = cut_rows(given.view, chosen, given.entry, cut.col0, cols, given.picked.ref.name)
+                    parts.rows.add(held.table, cut.col0, cols, part)
+                    parts.merged.add(held.table, cut.col0, cols, part)
+            parts.end()
     scratch.free(newest)

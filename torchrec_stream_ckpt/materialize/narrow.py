@@ -97,7 +97,15 @@ class ScratchRuns:
                 hint="check the memory and the disk of the temporary files (TMPDIR) of this host, and start it again",
             )
 
-    def narrowed(self, schema: Schema, newest: Sequence[Picked], table: int, *, as_wide: bool = False) -> list[Picked]:
+    def narrowed(
+        self,
+        schema: Schema,
+        newest: Sequence[Picked],
+        table: int,
+        *,
+        as_wide: bool = False,
+        within: tuple[int, int] | None = None,
+    ) -> list[Picked]:
         """Runs with the newest rows of these: at most ``FAN_IN`` open at once, none wider than two cuts are apart.
 
         Args:
@@ -105,6 +113,7 @@ class ScratchRuns:
             newest: Chunks of one table, the newest segment first.
             table: Which one.
             as_wide: They may be as wide as they are.
+            within: [first row, row after the last) that are wanted; None: all. Passes leave other rows out.
 
         Raises:
             CorruptionError: a segment is damaged, or row-wise state lies under two column splits.
@@ -119,7 +128,7 @@ class ScratchRuns:
             done: list[Picked] = []
             while held and (is_wide or open_at_once([*done, *held, *oldest], cuts) > FAN_IN):
                 count = _most(held, cuts)
-                done += self._pass(schema, held[:count], table, cuts)
+                done += self._pass(schema, held[:count], table, cuts, within)
                 self.free(held[:count])
                 held = held[count:]
             held, is_wide = done + held, False
@@ -132,13 +141,26 @@ class ScratchRuns:
             with self._named():
                 self._made.delete(name)
 
-    def _pass(self, schema: Schema, newest: Sequence[Picked], table: int, cuts: Sequence[int]) -> list[Picked]:
+    def _pass(
+        self,
+        schema: Schema,
+        newest: Sequence[Picked],
+        table: int,
+        cuts: Sequence[int],
+        within: tuple[int, int] | None,
+    ) -> list[Picked]:
         """Merge some segments into new ones in the folder."""
         with self._named():
-            return self._merged(self._open(), schema, newest, table, cuts)
+            return self._merged(self._open(), schema, newest, table, cuts, within)
 
     def _merged(
-        self, folder: FolderObjects, schema: Schema, newest: Sequence[Picked], table: int, cuts: Sequence[int]
+        self,
+        folder: FolderObjects,
+        schema: Schema,
+        newest: Sequence[Picked],
+        table: int,
+        cuts: Sequence[int],
+        within: tuple[int, int] | None,
     ) -> list[Picked]:
         group = self._groups
         self._groups += 1
@@ -152,6 +174,8 @@ class ScratchRuns:
         height = max(1, PASS_BYTES // sum(layout.row_bytes for layout in layouts))
         first = min(int(each.entries["first"].min()) for each in newest)
         last = max(int(each.entries["last"].max()) for each in newest)
+        if within is not None:
+            first, last = max(first, within[0]), min(last, within[1] - 1)
         windows = ((row0, min(row0 + height, last + 1)) for row0 in range(first, last + 1, height))
         rows, runs = RowSorter(schema), Runs(newest, schema, read_from(self, self._pool, self._progress))
         for (row0, stop), chunks in runs.through(windows):
