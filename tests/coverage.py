@@ -60,7 +60,7 @@ OUTCOMES = ("exact", "limited", "refused", "unverified")
 
 INTRO = """# Coverage
 
-Can I use my model with it? Eleven rows; the tables after them say it combination by combination, with the test of each.
+Can I use my model with it? Eleven rows answer that. The tables after them list each combination, with its tests.
 """
 IN_SHORT = (
     (
@@ -96,7 +96,7 @@ IN_SHORT = (
     (
         "`DistributedModelParallel`, or `shard_modules` with DDP or FSDP2 around the dense layers",
         "exact",
-        "written, not run; not tested",
+        "`DistributedModelParallel`: written, not run; `shard_modules`: not tested",
     ),
     (
         "managed collision with LFU, LRU, DistanceLFU",
@@ -104,36 +104,37 @@ IN_SHORT = (
         "not tested",
     ),
     (
-        "fp32, fp16 weights; bf16 weights",
-        "exact; TorchRec trains none",
-        "written, not run; refused",
+        "fp32, fp16 or bf16 weights",
+        "fp32, fp16: exact; bf16: TorchRec trains none",
+        "fp32, fp16: written, not run; bf16: refused",
     ),
     (
         "a plain loop, `TrainPipelineBase`, `TrainPipelineSparseDist`; semi-synchronous and prefetching pipelines",
-        "exact; their order is staged by hand",
+        "exact; for semi-synchronous and prefetching pipelines with their order staged by hand",
         "written, not run",
     ),
     (
         "DDP or FSDP2 around the dense part, any optimizer of torch; FSDP1, tables inside FSDP2",
-        "exact; refused",
-        "not tested; refused",
+        "exact; FSDP1 and tables inside FSDP2: refused",
+        "not tested; FSDP1 and tables inside FSDP2: refused",
     ),
     (
         "UVM tables; SSD and key-value tables, 2D parallelism, ITEP, hash ZCH, quantized tables",
-        "refused but for UVM, which needs a GPU",
-        "UVM written, not run; the others refused",
+        "UVM needs a GPU; the others are refused",
+        "UVM: written, not run; the others: refused",
     ),
 )
 """What people ask first."""
 MORE = """\
 *Exact* means bit for bit: every table, every optimizer state, the kernels' own counters and the dense model, restored
-from a marker, equal what the live job had when it was cut. *Refused* means by name, with what the error says.
-*Written, not run* means that the code and its test are there, with the reason why no test has shown it.
+from a marker, equal those of the live job at the cut. *Refused* means refused by name; the text of the error stands
+beside it. *Written, not run* means that the code and its test exist; the table says why the test has
+not run.
 
-This page is made from the tests: `make coverage` writes it anew, and a test fails when it is out of date. A row is a
-cell of the cross product; several tests that show the same cell stand in one row. The last table lists what is known
-to go wrong in checkpoints of TorchRec and FBGEMM, each with the tests that prevent it. Which operators that write
-tables outside of the update are seen, and which escape: [guarantees.md](guarantees.md#limits-of-exactness).
+`make coverage` writes this page from the tests, and a test fails if it is out of date. A row is a cell of the cross
+product, with all tests that show it. The last table lists known faults in checkpoints of TorchRec and FBGEMM, each
+with the tests that prevent it. [guarantees.md](guarantees.md#limits-of-exactness) says which writes to tables outside
+the update are seen, and which are not.
 """
 HEADINGS = {
     "exact": ("Exact", "shown by"),

@@ -112,23 +112,24 @@ def report(board: Board) -> str:
     run = "\n".join(f"| {name} | {value} |" for name, value in board.about.items())
     return f"""# Chaos
 
-One run of `make chaos`, as it was printed; [chaos.json](chaos.json) has the same numbers. Real jobs of one to three
-gloo ranks train under the oracle, with DCP for the dense state, on the file log and on a real broker. At every step the
-job puts its whole state aside before it gives the step to the checkpointer; what a restore brings back is compared with
-that, bit for bit. Hosts that are cut off, or lose power, are network namespaces on one machine, and three brokers.
+This page is the output of one run of `make chaos`; [chaos.json](chaos.json) has the same numbers. Real jobs of one to
+three gloo ranks train under the oracle, with DCP for the dense state, on the file log and on a real broker. At every
+step the job saves a copy of its whole state before it gives the step to the checkpointer. Each restored state is
+compared with that copy, bit for bit. Hosts that are cut off, or lose power, are network namespaces on one machine,
+with three brokers.
 
 | | |
 |---|---|
 {run}
 | time | {board.took_s / 60:.0f} minutes |
 
-- *fired*: there was evidence that the fault happened (an exit by SIGKILL after a line that the fail point wrote, an
-  error that strace injected, a refused or silent connection); a row that fired less often than it was injected fails.
-- *compared*: markers that were restored after the fault and equal the truth bit for bit; for the power loss, markers
+- *fired*: evidence showed that the fault happened (an exit by SIGKILL after a line that the fail point wrote, an
+  error that strace injected, a refused or silent connection). A row that fired less often than it was injected fails.
+- *compared*: markers that were restored after the fault and equal the copy bit for bit; for the power loss, markers
   that were read whole from a rebuilt disk.
 - *refused*: markers whose bytes the fault itself destroyed, and whose restore was refused by name.
 - *lost*: markers that were reported as committed and could not be restored. *wrong*: restores that differ, markers
-  that should not exist, ranks that did not end as they must. One of either fails the run.
+  that should not exist, ranks that did not end as they must. A single lost or wrong one fails the run.
 
 {board.markdown()}
 """
