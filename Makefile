@@ -13,6 +13,8 @@ DEPLOY_VENV := .venv-deploy
 DEPLOY_STAMP := $(DEPLOY_VENV)/.installed
 TNT_VENV := .venv-tnt
 TNT_STAMP := $(TNT_VENV)/.installed
+CLOUDS_VENV := .venv-clouds
+CLOUDS_STAMP := $(CLOUDS_VENV)/.installed
 BENCH ?= *
 # Three files of tests at a time, also on two cores: most of them wait for ranks to start. Each worker has a broker of
 # its own.
@@ -25,7 +27,7 @@ GPU_PY ?= python3
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup try demo demo-kafka demo-evolve test test-unit test-all test-kafka test-slow test-matrix test-gpu test-tnt fuzz chaos coverage \
+.PHONY: help setup try demo demo-kafka demo-evolve test test-unit test-all test-kafka test-slow test-matrix test-gpu test-tnt test-clouds fuzz chaos coverage \
   lint docs deploy-check bench bench-age lock clean kafka-tools host-tools browser-tools test-tools compiled
 
 help: ## Show these lines
@@ -95,6 +97,10 @@ test-matrix: test-tools compiled $(OLD_STAMP) ## Run all tests under both locked
 test-tnt: $(TNT_STAMP) ## Run the callback of TorchTNT with the released torchtnt (PYTEST_ARGS=...)
 	@OMP_NUM_THREADS=1 $(TNT_VENV)/bin/python -m pytest tests/distributed/test_tnt.py $(PYTEST_ARGS)
 
+test-clouds: $(CLOUDS_STAMP) ## Run stores on Google's and Azure's protocols, over servers that it installs (PYTEST_ARGS=...)
+	@OMP_NUM_THREADS=1 $(CLOUDS_VENV)/bin/python -m pytest -m 'not gpu' -k 'gs or abfs' tests/clouds \
+	  tests/contract/test_store_contract.py tests/distributed/test_cloud_store.py $(PYTEST_ARGS)
+
 lint: $(STAMP) ## Check style and types: ruff, mypy --strict on the package
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
@@ -104,10 +110,12 @@ lint: $(STAMP) ## Check style and types: ruff, mypy --strict on the package
 $(DOCS_STAMP): requirements/docs.txt
 $(DEPLOY_STAMP): requirements/deploy.txt
 $(TNT_STAMP): requirements/tnt.txt
-$(DOCS_STAMP) $(DEPLOY_STAMP) $(TNT_STAMP): | $(STAMP)
+$(CLOUDS_STAMP): requirements/clouds.txt scripts/cloud_servers.sh
+$(DOCS_STAMP) $(DEPLOY_STAMP) $(TNT_STAMP) $(CLOUDS_STAMP): | $(STAMP)
 	@$(PY) -m uv venv --quiet --clear --python $(PY) $(@D)
 	@$(PY) -m uv pip install --quiet --python $(@D)/bin/python --no-deps -r $<
-	@[ $(@D) != $(TNT_VENV) ] || $(PY) scripts/beside.py $(@D)
+	@case $(@D) in $(TNT_VENV) | $(CLOUDS_VENV)) $(PY) scripts/beside.py $(@D);; esac
+	@[ $(@D) != $(CLOUDS_VENV) ] || bash scripts/cloud_servers.sh $(@D)
 	@touch $@
 
 docs: $(DOCS_STAMP) ## Build the documentation site into build/site; a broken link or a public name without a docstring fails

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.clouds import servers
 from tests.java_classes import ARCHIVE
 from tests.s3.server import S3Server
 from torchrec_stream_ckpt.broker.kraft import Broker
@@ -92,5 +93,21 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A running S3 server that all tests share; none of them may stop it."""
     server = S3Server(tmp_path_factory.mktemp("s3"))
     server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="session")
+def gs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.CloudServer]:
+    """A running fake-gcs-server that all tests share; skips if it is not installed."""
+    server = servers.start("gs", tmp_path_factory.mktemp("gs"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="session")
+def abfs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.CloudServer]:
+    """A running Azurite that all tests share; skips if it is not installed."""
+    server = servers.start("abfs", tmp_path_factory.mktemp("abfs"))
     yield server
     server.kill()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.clouds.servers import CLOUDS
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, UnsupportedError
 from torchrec_stream_ckpt.store.api import Entry, Objects, open_store
 from torchrec_stream_ckpt.store.identity import check_store, prepare_store
@@ -31,12 +32,15 @@ class Backend:
         return open_store(self.url, self.options)
 
 
-@pytest.fixture(params=["folder", "memory", "s3"])
+@pytest.fixture(params=["folder", "memory", "s3", "gs", "abfs"])
 def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
     if request.param == "folder":
         return Backend(f"file://{tmp_path}/store")
     if request.param == "memory":
         return Backend(f"memory://{uuid.uuid4().hex}/store")
+    if request.param in CLOUDS:
+        cloud = request.getfixturevalue(f"{request.param}_server")
+        return Backend(cloud.url(f"{uuid.uuid4().hex}/store"), cloud.options())
     server = request.getfixturevalue("s3_server")
     return Backend(f"s3://{server.bucket}/{uuid.uuid4().hex}/store", server.options())
 

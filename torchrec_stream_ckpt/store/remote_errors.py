@@ -1,0 +1,150 @@
+"""Errors of the libraries below fsspec as ours: what is wrong, where, and what to try."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, StoreUnavailableError
+
+_RIGHTS_HINT = "give this user the rights that docs/operations.md names: get, put, delete and list"
+_KEYS_HINT = ""  # each cloud has its own
+_REGION_HINT = "name the bucket's region: client_kwargs.region_name in the store's options, or AWS_DEFAULT_REGION"
+_BUSY_HINT = "try again later; ask for a higher request rate, or use fewer ranks, partitions or intervals at once"
+_NETWORK_HINT = "check the address (endpoint_url in the store's options), the network and the server"
+_WORDLESS = frozenset({"403", "Forbidden"})
+_SHORTER = frozenset({"InvalidRange", "416"})
+_NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound", "FilesystemNotFound"})
+REFUSALS = _WORDLESS | {"AccessDenied", "AuthorizationFailure", "AuthorizationPermissionMismatch", "PermissionError"}
+"""Signs that a user may not do something, whatever else he may do."""
+_CAUSES: tuple[tuple[frozenset[str], str, str], ...] = (
+    (_NO_BUCKET, "there is no such bucket", "make the bucket, or correct the store's URL"),
+    (
+        frozenset({"InvalidBucketName", "InvalidResourceName"}),
+        "that cannot be a bucket's name",
+        "correct the store's URL",
+    ),
+    (frozenset({"InvalidAccessKeyId"}), "the store does not know this access key", _KEYS_HINT),
+    (frozenset({"RequestTimeTooSkewed"}), "this machine's clock is wrong", "set the clock: run NTP"),
+    (frozenset({"SignatureDoesNotMatch"}), "the secret does not belong to the access key", _KEYS_HINT),
+    (
+        frozenset({"ExpiredToken", "TokenRefreshRequired", "InvalidToken"}),
+        "the session's token has expired",
+        _KEYS_HINT,
+    ),
+    (
+        frozenset({"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError"}),
+        "no credentials were found",
+        _KEYS_HINT,
+    ),
+    (frozenset({"NoRegionError"}), "no region is named", _REGION_HINT),
+    (
+        frozenset({"AuthorizationHeaderMalformed", "PermanentRedirect", "301", "IllegalLocationConstraintException"}),
+        "the bucket is in another region",
+        _REGION_HINT,
+    ),
+    (
+        frozenset({"401", "AuthenticationFailed", "RefreshError"}),
+        "the store does not accept these credentials",
+        _KEYS_HINT,
+    ),
+    (
+        frozenset({"AccessDenied", "AllAccessDisabled", "AuthorizationPermissionMismatch"}),
+        "the store does not allow it",
+        _RIGHTS_HINT,
+    ),
+    (_WORDLESS, "wrong credentials, or rights that are missing", _RIGHTS_HINT),
+    (
+        frozenset({"SlowDown", "ServerBusy", "TooManyRequests", "429", "503", "ServiceUnavailable"}),
+        "the store is too busy, also after all retries",
+        _BUSY_HINT,
+    ),
+    (
+        frozenset({"InternalError", "500", "502", "504", "RequestTimeout", "OperationTimedOut"}),
+        "the store failed, also after all retries",
+        "try again later; ask the store's operator if it goes on",
+    ),
+    (frozenset({"SSLError", "SSLCertVerificationError"}), "TLS failed", "check the address and the CA (verify)"),
+    (
+        frozenset(
+            {
+                "EndpointConnectionError",
+                "ConnectTimeoutError",
+                "ClientConnectorError",
+                "ServiceRequestError",
+                "gaierror",
+            }
+        ),
+        "no server answers at its address",
+        _NETWORK_HINT,
+    ),
+    (
+        frozenset({"ConnectionClosedError", "ReadTimeoutError", "HTTPClientError", "ClientPayloadError"})
+        | {"ServiceResponseError", "ServerDisconnectedError", "ClientOSError", "TimeoutError", "IncompleteReadError"},
+        "the connection broke",
+        _NETWORK_HINT,
+    ),
+    (REFUSALS, "the store does not allow it", _RIGHTS_HINT),
+)
+"""Error codes of the stores, or names of exceptions: what is wrong, and what to try. The first that fits counts."""
+
+
+def shorter(url: str, name: str, begin: int, end: int) -> CorruptionError:
+    """An error: an object does not have the bytes [begin, end)."""
+    return CorruptionError(f"bytes [{begin}, {end}) were asked for, the object is shorter", store=url, name=name)
+
+
+def no_bucket(doing: str, url: str, name: str) -> StoreUnavailableError:
+    """An error: the bucket itself is not there."""
+    _, wrong, hint = _CAUSES[0]
+    return StoreUnavailableError(f"cannot {doing} it: {wrong}", hint=hint, store=url, name=name)
+
+
+def translated(error: Exception, doing: str, url: str, name: str, keys_hint: str) -> Exception:
+    """One of our errors for one of a library's.
+
+    Args:
+        error: What the library raised.
+        doing: What was done with the object, as a verb.
+        url: Of the store.
+        name: Of the object, or a prefix of names.
+        keys_hint: What to try when the store does not accept our login.
+    """
+    signs = signs_of(error)
+    if isinstance(error, FileNotFoundError) and signs.isdisjoint(_NO_BUCKET):
+        return MissingObjectError(
+            "the store does not hold this object",
+            hint="if stream-ckpt gc ran meanwhile, try again; stream-ckpt verify tells which markers are whole",
+            store=url,
+            name=name,
+        )
+    if signs & _SHORTER:
+        return CorruptionError("an object of the store is shorter than what was asked for", store=url, name=name)
+    for known, wrong, hint in _CAUSES:
+        if signs & known:
+            return StoreUnavailableError(f"cannot {doing} it: {wrong}", hint=hint or keys_hint, store=url, name=name)
+    return StoreUnavailableError(
+        f"cannot {doing} it: {type(error).__name__}: {error}", hint=_NETWORK_HINT, store=url, name=name
+    )
+
+
+def wordless(error: Exception) -> bool:
+    """Whether a refusal came without its reason."""
+    return not signs_of(error).isdisjoint(_WORDLESS)
+
+
+def signs_of(error: BaseException | None) -> set[str]:
+    """Error codes and names of exception classes of an error and of all that caused it."""
+    signs: set[str] = set()
+    while error is not None:
+        signs |= {kind.__name__ for kind in type(error).__mro__}
+        response = getattr(error, "response", None)
+        if isinstance(response, Mapping):
+            signs.add(str(response.get("Error", {}).get("Code")))
+        for name in ("error_code", "code", "status_code"):  # of Azure, of Google, of Azure again
+            code = getattr(error, name, None)
+            if isinstance(code, str | int):
+                signs.add(str(getattr(code, "value", code)))
+        if isinstance(error, OSError) and str(error).startswith("Forbidden: "):  # what gcsfs makes of a 403
+            signs.add("403")
+        error = error.__cause__ or error.__context__
+    return signs
