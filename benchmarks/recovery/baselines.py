@@ -34,10 +34,26 @@ class Ledger:
     """What it keeps."""
     written: int = 0
     read_back: int = 0
+    dead: int = 0
+    """Of no use to any marker, in files of which another part is; beside ``stored``."""
+    untimed_s: float = 0.0
+    """Of a build: trials that a job would not make at each marker."""
 
     def add(self, num_bytes: int) -> None:
         self.stored += num_bytes
         self.written += num_bytes
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What the restore of one marker reads."""
+
+    base_bytes: int
+    delta_bytes: int
+    """After the base; all of it, where a scheme reads both at once."""
+    delta_rows: int | None = None
+    pieces: int | None = None
+    """That the rows after the base are in."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +93,10 @@ class Scheme(Protocol):
     def files(self, interval: int) -> Iterable[Path]:
         """What a restore of that marker reads, to warm or to chill it."""
 
+    def reads(self, interval: int) -> Reads:
+        """How much of them."""
+        ...
+
 
 @dataclass
 class _Chain:
@@ -113,6 +133,11 @@ class _Chain:
     def files(self, interval: int) -> Iterator[Path]:
         yield self.bases[self.base_of(interval)].path
         yield from {piece.path: None for piece in self.pieces(interval)}
+
+    def reads(self, interval: int) -> Reads:
+        pieces = self.pieces(interval)
+        rows, num_bytes = sum(piece.rows for piece in pieces), sum(piece.num_bytes for piece in pieces)
+        return Reads(self.bases[self.base_of(interval)].num_bytes, num_bytes, rows, len(pieces))
 
     def land(self, tables: Tables) -> None:
         pass
@@ -216,6 +241,9 @@ class NaiveByIndexCopy:
 
     def files(self, interval: int) -> Iterator[Path]:
         return self._naive.files(interval)
+
+    def reads(self, interval: int) -> Reads:
+        return self._naive.reads(interval)
 
 
 class Differential(_Chain):

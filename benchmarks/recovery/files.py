@@ -40,6 +40,8 @@ class Piece:
     rows: int
     num_bytes: int
     crc: int
+    span: float = 1.0
+    """The part of all rows that lies between its first id and its last one."""
 
 
 def write_file(path: Path, pieces: Iterable[Sequence[Buffer]]) -> list[tuple[int, int, int]]:
@@ -145,8 +147,9 @@ def place_pieces(pieces: Sequence[Piece], tables: Tables) -> None:
             for (ids, new_weights, new_sums), check in zip(views, ready, strict=True):
                 check.result()
                 low, high = np.searchsorted(ids, (begin, end))
-                weights[ids[low:high]] = new_weights[low:high]
-                sums[ids[low:high]] = new_sums[low:high]
+                if low < high:
+                    weights[ids[low:high]] = new_weights[low:high]
+                    sums[ids[low:high]] = new_sums[low:high]
 
         in_windows(place, pieces, tables)
 
@@ -154,11 +157,12 @@ def place_pieces(pieces: Sequence[Piece], tables: Tables) -> None:
 def in_windows(place: Callable[[int, int], None], pieces: Sequence[Piece], tables: Tables) -> None:
     """Call ``place(begin, end)`` for windows of all rows, in as many threads as torch has.
 
-    A window is small enough for a cache, but not so small that a piece has hardly any rows in it.
+    A window is small enough for a cache, but not so small that a pass over the tables has hardly any rows in it.
     """
     threads, rows = torch.get_num_threads(), tables.sums.numel()
     wanted = -(-tables.weights.nbytes // _WINDOW_BYTES)
-    count = max(threads, min(wanted, sum(piece.rows for piece in pieces) // max(1, len(pieces)) // _WINDOW_PIECE_ROWS))
+    passes = max(1.0, sum(piece.span for piece in pieces))
+    count = max(threads, min(wanted, int(sum(piece.rows for piece in pieces) / passes) // _WINDOW_PIECE_ROWS))
     cuts = [rows * number // count for number in range(count + 1)]
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(place, cuts[:-1], cuts[1:]))

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from baselines import Scheme, Timing, UnavailableError
+from baselines import Reads, Scheme, Timing, UnavailableError
 from stream import Trainer
 from workload import Tables, Values, Workload, wrong_rows
 
@@ -34,6 +34,9 @@ class Record:
     stored: list[int] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
     read_back: list[int] = field(default_factory=list)
+    dead: list[int] = field(default_factory=list)
+    reads: dict[int, Reads] = field(default_factory=dict)
+    """By marker."""
     exact: list[int] = field(default_factory=list)
     """Markers whose restored state was the reference's, bit for bit."""
     no_cold: str = ""
@@ -103,12 +106,15 @@ def _build_all(trainer: Trainer, schemes: dict[str, Scheme], records: dict[str, 
             try:
                 begin = time.perf_counter()
                 scheme.build(interval)
-                record.build_s.append(time.perf_counter() - begin)
+                taken = time.perf_counter() - begin
             except UnavailableError as error:
                 record.unavailable = str(error)
                 continue
             ledger = scheme.ledger
+            record.build_s.append(taken - ledger.untimed_s)
+            ledger.untimed_s = 0.0
             record.stored.append(ledger.stored)
+            record.dead.append(ledger.dead)
             record.written.append(ledger.written)
             record.read_back.append(ledger.read_back)
         tell(f"{trainer.workload.name}: marker {interval} of {trainer.workload.intervals} built by all")
@@ -132,6 +138,7 @@ def _verify(
         if wrong := wrong_rows(tables, workload, values, marker):
             raise WrongStateError(f"{workload.name}: {name} restored marker {marker} with {wrong} wrong rows")
         records[name].exact.append(marker)
+        records[name].reads[marker] = scheme.reads(marker)
     tell(f"{workload.name}: marker {marker} restored exactly by all")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from baselines import Ledger, UnavailableError
+from baselines import Ledger, Reads, UnavailableError
 from stream import Trainer, marker_of
 from workload import Tables, Workload
 
@@ -93,6 +93,10 @@ class FromLog:
     def files(self, interval: int) -> Iterator[Path]:
         yield from sorted(partition_dir(self._trainer.root, 0).iterdir())
 
+    def reads(self, interval: int) -> Reads:
+        spans = self._trainer.spans[: interval + 1]
+        return Reads(0, sum(span.end - span.begin for span in spans))
+
 
 class FromStore:
     """The materializer's store in a folder; ``policy`` says what it writes beside the intervals."""
@@ -145,6 +149,15 @@ class FromStore:
             if path in needed or path.suffix != ".seg":
                 yield path
 
+    def reads(self, interval: int) -> Reads:
+        """Chunks of the segments that the plan opens."""
+        _, plan = self._plan(self._trainer.log, interval)
+        base = [picked for piece in plan.stored if piece.start is None for picked in piece.opened]
+        later = [picked for piece in plan.stored if piece.start is not None for picked in piece.opened]
+        rows = sum(int(picked.entries["rows"].sum()) for picked in later)
+        base_bytes, later_bytes = (sum(picked.num_bytes for picked in each) for each in (base, later))
+        return Reads(base_bytes, later_bytes, rows, len(later))
+
     def _plan(self, log: FileLog, interval: int) -> tuple[Route, RestorePlan]:
         choice, plan = _plan(log, self._folder, self._trainer.workload, marker_of(interval))
         assert plan.reach == plan.marker, "the store does not serve all of it"
@@ -174,6 +187,9 @@ class Head:
 
     def files(self, interval: int) -> Iterator[Path]:
         return iter(())
+
+    def reads(self, interval: int) -> Reads:
+        raise UnavailableError("measured in benchmarks/head")
 
 
 def _plan(log: FileLog, store: Path, workload: Workload, marker: MarkerId) -> tuple[Route, RestorePlan]:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from baselines import Timing
+from common import Goal
 from measure import Record
 
 Part = Callable[[Timing], float | None]
 
 PARTS: dict[str, Part] = {"whole": lambda timing: timing.whole_s, "delta": lambda timing: timing.delta_s}
-NAIVE = "naive"
+NAIVE, DEFAULT = "naive", "store, by default"
+COPY, MAPPED = "torch.load + copy", "torch.load, mmap + copy"
 
 # Of the abstract and section 5 of PVLDB 18(4).
 PAPER = {
@@ -42,6 +45,8 @@ def _one(records: Mapping[str, Record], record: Record, newest: str) -> dict[str
         "stored": record.stored,
         "written": record.written,
         "read_back": record.read_back,
+        "dead": record.dead,
+        "reads": {str(marker): asdict(reads) for marker, reads in record.reads.items()},
         "warm": _times(record.warm, records[NAIVE].warm, _of(records, newest, "warm")),
         "cold": _times(record.cold, records[NAIVE].cold, _of(records, newest, "cold")),
     }
@@ -145,6 +150,33 @@ def against_paper(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         if all(each in group and group[each]["stored"] for each in chain):
             found[name] = round(group[chain[0]]["stored"][-1] / group[chain[1]]["stored"][-1], 3)
     return found
+
+
+def goals(groups: Mapping[str, Mapping[str, Any]]) -> list[Goal]:
+    """What the store as it is by default should reach, beside schemes of its own group."""
+    group = list(groups.values())[-1]
+    ours, naive = group.get(DEFAULT, {}), group[NAIVE]
+    found = []
+    for marker, least in (("50", 1.9), ("150", 2.7)):
+        for which in ("warm", "cold"):
+            times = ours.get(which, {}).get(marker, {})
+            what = f"delta of marker {marker}, {which}: naive / {DEFAULT}"
+            found.append(Goal.at_least(what, least, times.get("delta_naive_ratio")))
+    for which, most in (("warm", 1.0), ("cold", 1.2)):
+        for other in (COPY, MAPPED):
+            pair = [_newest(group.get(name, {}), which) for name in (DEFAULT, other)]
+            share = ratio(pair[1], pair[0]) if all(pair) else None
+            found.append(Goal.at_most(f"newest marker, {which}: {DEFAULT} / {other}", most, share, "x"))
+    if ours.get("written"):
+        share = (ours["written"][-1] - ours["written"][0]) / (naive["written"][-1] - naive["written"][0])
+        found.append(Goal.at_most(f"written after the first base: {DEFAULT} / naive", 2.5, share, "x"))
+    return found
+
+
+def _newest(row: Mapping[str, Any], which: str) -> list[float]:
+    """Rounds of the whole restore of the newest marker."""
+    times = row.get(which) or {}
+    return list(times[max(times, key=int)]["whole_ms_rounds"]) if times else []
 
 
 def newest_lines(group: Mapping[str, Any]) -> list[str]:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,26 +26,24 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[1])]
 
 import torch  # noqa: E402
 from baselines import Differential, DifferentialWithResets, Naive, NaiveByIndexCopy  # noqa: E402
-from common import at_least, machine  # noqa: E402
+from common import UnavailableError as Unavailable  # noqa: E402
+from common import at_least, check_memory, machine  # noqa: E402
 from death_index import compare  # noqa: E402
-from incrcp import IncrCp, IncrCpWithResets  # noqa: E402
+from incrcp import IncrCp, IncrCpWithResets, resetting_every  # noqa: E402
 from measure import Make, Measured, Plan, can_drop_caches, run_group  # noqa: E402
 from ours import FromLog, FromStore, Head  # noqa: E402
-from report import against_paper, lines, newest_lines, plot, ratio, summary  # noqa: E402
+from report import COPY, DEFAULT, MAPPED, against_paper, goals, lines, newest_lines, plot, ratio, summary  # noqa: E402
 from saved import TorchLoad, TorchLoadAndCopy, TorchMmapAndCopy  # noqa: E402
-from workload import Values, Workload  # noqa: E402
+from workload import WORKLOADS, Values, Workload  # noqa: E402
 
 from torchrec_stream_ckpt.materialize.compactor import Policy  # noqa: E402
 
-WORKLOADS = {
-    "kaggle": Workload("kaggle", rows=10_000_000, dim=64, batch=2560, intervals=150),
-    "deepfm": Workload("deepfm", rows=2_000_000, dim=16, batch=1024, intervals=150),
-    "pnn": Workload("pnn", rows=2_000_000, dim=10, batch=1024, intervals=150),
-}
 QUICK = {"rows": 30_000, "batch": 64, "intervals": 16}
+PUBLISHED = "IncrCP, base every N"
 MARKERS = (10, 31, 50, 75, 100, 125, 150)
 
-# Each group is built and measured by itself, as all of them together would not fit a small disk; naive is in both.
+# Each group is built and measured by itself, as all of them together would not fit a small disk; naive and
+# torch.load are in both.
 GROUPS: dict[str, dict[str, Make]] = {
     "one base": {
         "naive": Naive,
@@ -60,15 +58,19 @@ GROUPS: dict[str, dict[str, Make]] = {
         "store, span16": partial(FromStore, Policy(rebase=0, compact="span16")),
         "store, head": Head,
         "torch.load": TorchLoad,
-        "torch.load + copy": TorchLoadAndCopy,
-        "torch.load, mmap + copy": TorchMmapAndCopy,
+        COPY: TorchLoadAndCopy,
+        MAPPED: TorchMmapAndCopy,
     },
     "new bases": {
         "naive": Naive,
         "Check-N-Run": DifferentialWithResets,
         "IncrCP, base reset": IncrCpWithResets,
+        PUBLISHED: partial(resetting_every, 100),
         "store, rebase": partial(FromStore, Policy(rebase=1, compact="none")),
-        "store, rebase, span4": partial(FromStore, Policy(rebase=1, compact="span4")),
+        DEFAULT: partial(FromStore, Policy()),
+        "torch.load": TorchLoad,
+        COPY: TorchLoadAndCopy,
+        MAPPED: TorchMmapAndCopy,
     },
 }
 
@@ -109,6 +111,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=at_least(1), help="with the page cache warm (default 7)")
     parser.add_argument("--cold-rounds", type=at_least(1), help="and cold (default 5)")
     parser.add_argument("--cold-by", choices=("fadvise", "drop-caches"), help="default: drop-caches where root allows")
+    parser.add_argument("--incrcp-every", type=at_least(1), default=100, help=f"N of '{PUBLISHED}'")
     parser.add_argument("--threads", type=at_least(1), default=2, help="of torch")
     parser.add_argument("--schemes", nargs="+", help="only these, and naive")
     parser.add_argument("--scratch", type=Path, help="folder for the files, on the disk to be measured; removed again")
@@ -139,6 +142,8 @@ def _run(workload: Workload, args: argparse.Namespace, scratch: Path) -> dict[st
     groups, index = {}, {}
     for number, (name, makes) in enumerate(GROUPS.items()):
         chosen = {key: make for key, make in makes.items() if not args.schemes or key in ("naive", *args.schemes)}
+        if PUBLISHED in chosen:
+            chosen[PUBLISHED] = partial(resetting_every, args.incrcp_every)
         folder = scratch / f"{workload.name}-{number}"
         # Every new base that a marker needs takes the room of all tables.
         measured = run_group(workload, values, chosen, replace(plan, markers=tuple(few)) if number else plan, folder)
@@ -157,8 +162,10 @@ def _run(workload: Workload, args: argparse.Namespace, scratch: Path) -> dict[st
         "zipf": workload.zipf,
         "markers": workload.intervals,
         "rows_an_interval": round(sum(rows) / len(rows)),
+        "incrcp_every": args.incrcp_every,
         "groups": groups,
         "against_the_paper": against_paper(groups),
+        "goals": [asdict(goal) for goal in goals(groups)],
         "death_index": index,
     }
 
@@ -167,12 +174,16 @@ def _check_room(workload: Workload, markers: Sequence[int], scratch: Path) -> No
     """Of the two groups the first one takes more increments, the second one more bases."""
     base = workload.row_bytes * workload.rows
     increments = workload.row_bytes * sum(len(touched) for touched in workload.touched[1:])
-    wanted = max(5 * base + 7 * increments, (4 + len(markers)) * base + 5 * increments)
+    wanted = max(5 * base + 9 * increments, (6 + len(markers)) * base + 9 * increments)
     free = shutil.disk_usage(scratch).free
     if free < wanted:
         sys.exit(
             f"{scratch} has {free / 1e9:.0f} GB free, {workload.name} wants {wanted / 1e9:.0f}: name another --scratch"
         )
+    try:
+        check_memory(3 * base, f"{workload.name}: the tables, what torch.load makes of them, and the stream")
+    except Unavailable as error:
+        sys.exit(f"{error}: pass fewer --rows, or run it on a larger machine")
 
 
 def _death_index(measured: Measured, plan: Plan) -> dict[str, Any]:
@@ -208,6 +219,9 @@ def _print(report: dict[str, Any]) -> None:
         for group, rows in found["groups"].items():
             print("\n".join(lines(group, rows)))
             print("\n".join(newest_lines(rows)))
+        for goal in found["goals"]:
+            verdict = {True: "reached", False: "MISSED", None: "not measured"}[goal["met"]]
+            print(f"  {verdict:13}{goal['what']}: {goal['found'] or '-'} (goal {goal['wanted']})")
         for key, value in found["against_the_paper"].items():
             print(f"  {key}: {value}")
         for marker, saved in found["death_index"].items():

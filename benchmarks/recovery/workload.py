@@ -7,7 +7,7 @@ hand in.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -98,12 +98,29 @@ class Workload:
             if (chosen := ids[cuts[table] : cuts[table + 1]]).size:
                 yield table, chosen - self.bases[table]
 
+    def linear(self, interval: int) -> Iterator[tuple[int, Ids]]:
+        """(table, its rows that the interval changes, numbered over all tables), where there are any."""
+        for table, ids in self.by_table(interval):
+            yield table, ids + self.bases[table]
+
     def owners(self, interval: int) -> npt.NDArray[np.int32]:
         """For every row, the last interval up to ``interval`` that changed it."""
         owners = np.zeros(self.rows, np.int32)
         for number in range(1, interval + 1):
             owners[self.touched[number]] = number
         return owners
+
+
+WORKLOADS = {
+    "kaggle": Workload("kaggle", rows=10_000_000, dim=64, batch=2560, intervals=150),
+    "deepfm": Workload("deepfm", rows=2_000_000, dim=16, batch=1024, intervals=150),
+    "pnn": Workload("pnn", rows=2_000_000, dim=10, batch=1024, intervals=150),
+}
+
+
+def shaped(workload: Workload, **asked: int | None) -> Workload:
+    """The same with other sizes, where they are given."""
+    return replace(workload, **{key: value for key, value in asked.items() if value})
 
 
 def _zipf(rows: int, exponent: float) -> npt.NDArray[np.float64]:

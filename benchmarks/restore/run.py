@@ -7,6 +7,7 @@ all, trains some steps on a tenth of the rows, commits a marker, and saves the s
 (sharded tensors, as TorchRec hands them out). Another job with the same tables then restores, on one rank and on two:
 
 ``torch.load + copy``  read the whole file, and copy into the live tables (this rank's rows of them)
+``torch.load, mmap + copy``  the same with the file mapped: only this rank's rows of it are read
 ``dcp.load``           in place, into sharded tensors of the live tables
 ``ours, log``          ``StreamCheckpointer.restore()``: lineage, plan, rows, dense state, a new generation
 ``StreamReader``       ``dcp.load`` of the same marker, tables and states at once, in place, by our storage reader
@@ -60,7 +61,13 @@ from torchrec_stream_ckpt.store.api import open_store  # noqa: E402
 from torchrec_stream_ckpt.store.dense import open_dense  # noqa: E402
 from torchrec_stream_ckpt.types import Restored  # noqa: E402
 
-LOAD, DCP, LOG, STORE = "torch.load + copy", "dcp.load", "ours, log", "ours, store"
+LOAD, MAPPED, DCP, LOG, STORE = (
+    "torch.load + copy",
+    "torch.load, mmap + copy",
+    "dcp.load",
+    "ours, log",
+    "ours, store",
+)
 RAW, KAFKA, READER = "raw consume", "ours, kafka", "StreamReader"
 JOB = "restore"
 
@@ -125,6 +132,7 @@ class Restores:
             }
         return {
             LOAD: partial(self._run, partial(slowest, self._load)),
+            MAPPED: partial(self._run, partial(slowest, partial(self._load, mmap=True))),
             DCP: partial(self._run, partial(slowest, self._dcp)),
             READER: partial(self._run, partial(slowest, self._reader)),
             ours: partial(self._run, partial(self._ours, log)),
@@ -140,8 +148,8 @@ class Restores:
         return taken
 
     @torch.no_grad()
-    def _load(self) -> None:
-        loaded = torch.load(self._folder / "tables.pt", map_location="cpu")
+    def _load(self, *, mmap: bool = False) -> None:
+        loaded = torch.load(self._folder / "tables.pt", map_location="cpu", mmap=mmap)
         for name, value in self._job.sharded().items():
             value.local_shards()[0].tensor.copy_(self._mine(name, loaded[name]))
 
@@ -215,6 +223,8 @@ def main() -> None:
         for ours in (LOG, STORE):
             point = f"{ours.partition(', ')[2]}, on {ranks}"
             report.goals.append(Goal.at_least(f"{point}: dcp.load / ours", 1, report.paired(point, DCP, ours)))
+            mapped = report.paired(point, MAPPED, ours)
+            report.goals.append(Goal.at_least(f"{point}: torch.load, mmap + copy / ours", 1, mapped))
             slower = report.paired(point, READER, ours)
             report.goals.append(Goal.at_most(f"{point}: StreamReader / ours", 1.2, slower, "x"))
         if not args.no_kafka:

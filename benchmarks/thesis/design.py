@@ -1,20 +1,25 @@
 """The design of the thesis that this library grew out of, built anew so that it can be measured beside ours.
 
-What is taken from it: ids of each step through a multiprocessing queue, whole tables cloned for a checkpoint, pickled
-rows in numbered chunks of 1 MB, one consumer process that takes the queue's items one by one, dense state and
+What is taken from it: ids of each step through a queue between processes that does not pickle (its Quick Queue), whole
+tables copied aside for a checkpoint, rows by a binary serializer of its own (its CSER: a header, then memoryviews of
+what is there) in numbered chunks of 1 MB, one consumer process that takes the queue's items one by one, dense state and
 optimizer states by ``torch.save``, and a loading service that holds the folded state and answers in chunks, too.
 
-Where it leaves a choice, the cheaper one is taken: tables are cloned at a checkpoint and not at each step, the consumer
-keeps a bit a row instead of the ids, chunks are appended to a file and not sent to a broker, the loading service
-costs nothing while training runs, and processes are up before the clock is started.
+Where it leaves a choice, the cheaper one is taken: tables are copied at a checkpoint and not at each step, into shared
+memory that is there and touched before the clock starts; the consumer keeps a bit a row instead of the ids; chunks are
+appended to a file where ours go to one, or sent to a broker of which nothing is read back; the loading service costs
+nothing while training runs; what it sends are views of its tables, so that nothing is serialized when a restart asks;
+processes are up before the clock is started.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
+import queue
 import struct
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,55 +28,116 @@ import torch.multiprocessing as mp
 from common import synced
 
 CHUNK_BYTES = 1_000_000
-_CHUNK = struct.Struct("<III")  # table, number of the chunk, chunks of the table
+_HEADER = struct.Struct("<IIIIQI")  # table, number of the chunk, chunks of the table, rows, first row, bytes of a row
+_ITEM = struct.Struct("<BI")  # kind, number of messages that follow
+BEGIN, IDS, TABLES, END = range(4)
+Buffer = bytes | memoryview
 
 
-def chunks(table: int, packed: bytes) -> Iterator[bytes]:
-    """The pieces of one table, each with its number."""
-    total = -(-len(packed) // CHUNK_BYTES)
+def raw(tensor: torch.Tensor) -> memoryview:
+    """Bytes of a contiguous tensor where they are."""
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+
+
+def serialized(table: int, ids: torch.Tensor | None, rows: torch.Tensor) -> Iterator[list[Buffer]]:
+    """Chunks of rows of one table, each as header, ids and rows; without ids they are the table's rows in order."""
+    row_bytes = rows.shape[1] * rows.element_size()
+    step = max(1, CHUNK_BYTES // (row_bytes + (8 if ids is not None else 0)))
+    total = -(-len(rows) // step)
     for number in range(total):
-        piece = packed[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
-        yield _CHUNK.pack(table, number, total) + piece
+        begin, end = number * step, min(len(rows), (number + 1) * step)
+        parts: list[Buffer] = [_HEADER.pack(table, number, total, end - begin, begin, row_bytes)]
+        if ids is not None:
+            parts.append(raw(ids[begin:end]))
+        yield [*parts, raw(rows[begin:end])]
 
 
-def reassembled(pieces: Iterator[bytes]) -> Iterator[Any]:
-    """What was pickled, table by table."""
-    waiting: dict[int, bytes] = {}
-    for piece in pieces:
-        _, number, total = _CHUNK.unpack_from(piece)
-        waiting[number] = piece[_CHUNK.size :]
-        if len(waiting) == total:
-            yield pickle.loads(b"".join(waiting[n] for n in range(total)))
-            waiting = {}
+class QuickQueue:
+    """One way, between two processes: raw messages through a pipe, by a thread of the sender's."""
+
+    def __init__(self, context: Any) -> None:
+        self.reader, self._writer = context.Pipe(duplex=False)
+        self._waiting: queue.SimpleQueue[tuple[int, Sequence[Buffer]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, kind: int, messages: Sequence[Buffer] = ()) -> None:
+        """Returns at once; the messages must stay as they are until they are sent."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._send_all, daemon=True)
+            self._thread.start()
+        self._waiting.put((kind, messages))
+
+    def close(self) -> None:
+        """Once all is sent."""
+        self._waiting.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    def _send_all(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            kind, messages = item
+            self._writer.send_bytes(_ITEM.pack(kind, len(messages)))
+            for message in messages:
+                self._writer.send_bytes(message)
+
+
+def received(reader: Connection) -> Iterator[tuple[int, list[bytes]]]:
+    """(kind, messages) of each item, until END."""
+    while True:
+        kind, count = _ITEM.unpack(reader.recv_bytes())
+        if kind == END:
+            return
+        yield kind, [reader.recv_bytes() for _ in range(count)]
 
 
 class Pipeline:
-    """One rank's: what its trainer calls."""
+    """One rank's: what its trainer calls.
 
-    def __init__(self, tables: list[torch.Tensor], rest: dict[str, torch.Tensor], folder: Path) -> None:
+    Args:
+        tables: Live tables.
+        rest: Optimizer states and dense state.
+        folder: For its files.
+        topic: Where chunks go: (bootstrap servers, topic) of a broker; None: a file.
+        slots: Checkpoints whose tables can wait for the consumer; one more waits for a free one.
+    """
+
+    def __init__(
+        self,
+        tables: list[torch.Tensor],
+        rest: dict[str, torch.Tensor],
+        folder: Path,
+        topic: tuple[str, str] | None = None,
+        slots: int = 6,
+    ) -> None:
         self._tables, self._rest, self._folder = tables, rest, folder
         self._done = 0
         self._asked = 0
         context = mp.get_context("spawn")
-        self._queue, self._acks = context.Queue(), context.Queue()
-        sizes = [len(table) for table in tables]
-        self._consumer = context.Process(target=consume, args=(self._queue, self._acks, sizes, folder), daemon=True)
+        self._slots = [[table.clone().share_memory_() for table in tables] for _ in range(slots)]
+        self._queue, self._acks = QuickQueue(context), context.SimpleQueue()
+        arguments = (self._queue.reader, self._acks, self._slots, folder / "chunks", topic)
+        self._consumer = context.Process(target=consume, args=arguments, daemon=True)
         self._consumer.start()
         assert self._acks.get() == 0  # it is up
 
     def begin(self) -> None:
         """A run begins: nothing has changed, and the file is empty."""
-        self._queue.put(("begin", ()))
+        self._queue.put(BEGIN)
         self._asked += 1
         self.finish()
 
     def step(self, ids: list[torch.Tensor]) -> None:
         """A step has updated these rows of each table."""
-        self._queue.put(("ids", ids))
+        self._queue.put(IDS, [raw(each) for each in ids])
 
     def checkpoint(self) -> None:
-        """Returns once tables are cloned and dense state is saved; the rest goes on in the consumer."""
-        self._queue.put(("tables", [table.clone() for table in self._tables]))
+        """Returns once tables are copied aside and dense state is saved; the rest goes on in the consumer."""
+        while self._asked - self._done >= len(self._slots):
+            self._done = self._acks.get()
+        number = self._asked % len(self._slots)
+        for slot, table in zip(self._slots[number], self._tables, strict=True):
+            slot.copy_(table)
+        self._queue.put(TABLES, [number.to_bytes(4, "little")])
         self._asked += 1
         path = self._folder / "rest.pt"
         torch.save(self._rest, path)
@@ -83,38 +149,108 @@ class Pipeline:
             self._done = self._acks.get()
 
     def close(self) -> None:
-        self._queue.put(("end", None))
+        self._queue.put(END)
+        self._queue.close()
         self._consumer.join()
 
 
-def consume(queue: Any, acks: Any, sizes: list[int], folder: Path) -> None:
-    """The consumer process: rows that changed, pickled and in chunks, into the rank's file."""
+class FileSink:
+    """Chunks one after the other in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115
+
+    def clear(self) -> None:
+        self._file.truncate(0)
+        self._file.seek(0)
+
+    def send(self, parts: Sequence[Buffer]) -> None:
+        wanted = sum(memoryview(part).nbytes for part in parts)
+        if os.writev(self._file.fileno(), parts) != wanted:
+            raise OSError(f"{self._file.name}: short write of a chunk of {wanted} bytes")
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
+
+
+class TopicSink:
+    """A chunk a record; ``sync`` waits until the broker has acknowledged all of them."""
+
+    def __init__(self, bootstrap: str, topic: str) -> None:
+        import confluent_kafka
+
+        settings = {"bootstrap.servers": bootstrap, "linger.ms": 5, "message.max.bytes": 2 * CHUNK_BYTES}
+        self._producer, self._topic = confluent_kafka.Producer(settings), topic
+        self._failed: list[Any] = []
+
+    def clear(self) -> None:
+        """What an earlier run has sent stays there."""
+
+    def send(self, parts: Sequence[Buffer]) -> None:
+        record = b"".join(parts)
+        while True:
+            try:
+                self._producer.produce(self._topic, record, partition=0, on_delivery=self._told)
+                break
+            except BufferError:
+                self._producer.poll(0.05)
+        self._producer.poll(0)
+
+    def _told(self, error: Any, _: Any) -> None:
+        if error is not None:
+            self._failed.append(error)
+
+    def sync(self) -> None:
+        self._producer.flush()
+        if self._failed:
+            raise OSError(f"topic {self._topic}: {len(self._failed)} chunks were not taken: {self._failed[0]}")
+
+
+def consume(
+    reader: Connection, acks: Any, slots: list[list[torch.Tensor]], path: Path, topic: tuple[str, str] | None
+) -> None:
+    """The consumer process: rows that changed, serialized and in chunks, into the rank's file or topic."""
     torch.set_num_threads(1)
-    changed = [torch.zeros(size, dtype=torch.bool) for size in sizes]
+    changed = [torch.zeros(len(table), dtype=torch.bool) for table in slots[0]]
+    sink = FileSink(path) if topic is None else TopicSink(*topic)
     acks.put(0)
     done = 0
-    with open(folder / "chunks", "wb", buffering=0) as file:
-        while True:
-            kind, items = queue.get()
-            if kind == "end":
-                return
-            if kind == "begin":
-                file.truncate(0)
-                file.seek(0)
-                for mask in changed:
-                    mask.zero_()
-            for number, item in enumerate(items):
-                if kind == "ids":
-                    changed[number][item] = True
-                    continue
-                rows = changed[number].nonzero().flatten()
-                changed[number].zero_()
-                for piece in chunks(number, pickle.dumps((number, rows, item[rows]), protocol=5)):
-                    file.write(piece)
-            if kind != "ids":
-                os.fsync(file.fileno())
-                done += 1
-                acks.put(done)
+    for kind, messages in received(reader):
+        if kind == IDS:
+            for mask, ids in zip(changed, messages, strict=True):
+                mask[torch.frombuffer(bytearray(ids), dtype=torch.int64)] = True
+            continue
+        if kind == BEGIN:
+            sink.clear()
+            for mask in changed:
+                mask.zero_()
+        else:
+            write(sink, changed, slots[int.from_bytes(messages[0], "little")])
+        sink.sync()
+        done += 1
+        acks.put(done)
+
+
+def write(sink: FileSink | TopicSink, changed: list[torch.Tensor], tables: list[torch.Tensor]) -> None:
+    """The changed rows of a checkpoint; from then on none has changed."""
+    for number, (mask, table) in enumerate(zip(changed, tables, strict=True)):
+        rows = mask.nonzero().flatten()
+        mask.zero_()
+        for parts in serialized(number, rows, table.index_select(0, rows)):
+            sink.send(parts)
+
+
+def read_chunks(path: Path, tables: list[torch.Tensor]) -> int:
+    """Apply a rank's file to the tables, in order; the rows that it holds."""
+    rows = 0
+    with open(path, "rb") as file:
+        while header := file.read(_HEADER.size):
+            number, _, _, count, _, row_bytes = _HEADER.unpack(header)
+            ids = torch.frombuffer(bytearray(file.read(8 * count)), dtype=torch.int64)
+            values = torch.frombuffer(bytearray(file.read(row_bytes * count)), dtype=tables[number].dtype)
+            tables[number][ids] = values.view(count, -1)
+            rows += count
+    return rows
 
 
 class LoadingService:
@@ -123,30 +259,37 @@ class LoadingService:
     def __init__(self, tables: list[torch.Tensor], folder: Path) -> None:
         self._folder = folder
         context = mp.get_context("spawn")
-        self._asks, self._answers = context.Queue(), context.Queue()
-        self._process = context.Process(target=serve, args=(self._asks, self._answers, tables), daemon=True)
+        self._asks, self._answers = context.SimpleQueue(), context.Pipe(duplex=False)
+        shared = [table.clone().share_memory_() for table in tables]
+        self._process = context.Process(target=serve, args=(self._asks, self._answers[1], shared), daemon=True)
         self._process.start()
-        assert self._answers.get() == b""  # it is up
+        assert self._answers[0].recv_bytes() == b"up"
 
     def restore(self, tables: list[torch.Tensor], rest: dict[str, torch.Tensor]) -> None:
+        """All tables from the service, chunk by chunk, and the rest from its file."""
         self._asks.put("all")
-        pieces = iter(self._answers.get, b"")
-        for number, found in reassembled(pieces):
-            tables[number].copy_(found)
-        for name, value in torch.load(self._folder / "rest.pt").items():
-            rest[name].copy_(value)
+        reader, views = self._answers[0], [raw(table) for table in tables]
+        for view in views:
+            left = view.nbytes
+            while left:
+                number, _, _, count, first, row_bytes = _HEADER.unpack(reader.recv_bytes())
+                target = views[number][first * row_bytes : (first + count) * row_bytes]
+                left -= reader.recv_bytes_into(target)
+        with torch.no_grad():
+            for name, value in torch.load(self._folder / "rest.pt").items():
+                rest[name].copy_(value)
 
     def close(self) -> None:
         self._asks.put("end")
         self._process.join()
 
 
-def serve(asks: Any, answers: Any, tables: list[torch.Tensor]) -> None:
+def serve(asks: Any, answers: Connection, tables: list[torch.Tensor]) -> None:
     """The service's process."""
     torch.set_num_threads(1)
-    answers.put(b"")
+    answers.send_bytes(b"up")
     while asks.get() != "end":
         for number, table in enumerate(tables):
-            for piece in chunks(number, pickle.dumps((number, table), protocol=5)):
-                answers.put(piece)
-        answers.put(b"")
+            for parts in serialized(number, None, table):
+                for part in parts:
+                    answers.send_bytes(part)

@@ -1,37 +1,40 @@
 """Whole runs in the shape of the thesis' tables 6.1-6.6, and recoveries as in 6.7-6.12: paired, interleaved.
 
-    python benchmarks/thesis/run.py [--workload synthetic criteo] [--ranks 1 2] [--rounds 3] [--quick] [--out FILE.json]
+    python benchmarks/thesis/run.py [--workload synthetic criteo] [--log kafka] [--epochs 60] [--quick] [--out FILE]
 
-A run is six epochs of three steps, with a checkpoint behind every first, second or third epoch; it is over when its
-last checkpoint is durable. ``synthetic``: 8 tables x 80,000 x 64, global batch 2048, 20 uniform ids a lookup (the
-thesis has 100: steps five times as long, behind which more hides). ``criteo``: 26 tables with the proportions of Criteo
-Kaggle, a million rows x 64, global batch 2048, one Zipf id each. Row-wise Adagrad, one thread a rank, gloo.
+A run is epochs of three steps, with a checkpoint after every first, second or third epoch; it is over when its last
+checkpoint is durable. ``synthetic``: 8 tables x 80,000 x 64 (``synthetic-10k``, ``-25k`` and ``-50k``: so many rows a
+table), global batch 2048, 100 uniform ids a lookup (``--ids``). ``criteo``: 26 tables with the proportions of Criteo
+Kaggle, a million rows x 64, global batch 2048, one Zipf id each. Row-wise Adagrad, Adam for the dense layers, one
+thread a rank, gloo.
 
 ``none``         no checkpoints
 ``torch.save``   each rank saves its tables and states and the dense state, with fsync, while training waits
 ``thesis``       the thesis' own design (``design.py`` says what it is, and where it is favored)
-``ours``         file log, one drain and one marker a checkpoint, a ring that holds a checkpoint; as with the thesis,
+``ours``         the log, one drain and one marker a checkpoint, a ring that holds a checkpoint; as with the thesis,
                  the state that a run begins with has been sent before the clock is started (``base`` says how long
                  that takes)
 
 What checkpoints add is the run's time less that of ``none`` in the same round, which runs twice: the difference of the
 two is the noise.
 
-Recovery, of the newest state, into live tables: ``torch.load`` alone, and with the copy that a restart needs; the
-thesis' loading service, which holds the state in memory; ours from the log of a run with a checkpoint every three
-epochs, from a store and from a HEAD in shared memory.
+Recovery, of the newest state, into live tables: ``torch.load`` alone, with the copy that a restart needs, and mapped
+with that copy (torch's fastest way); the thesis' loading service, which holds the state in memory; ours from the log of
+a run with a checkpoint every three epochs, from a store and from a HEAD in shared memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import shutil
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,42 +44,80 @@ sys.path[1:1] = [str(HERE.parents[level]) for level in (0, 1, 2)]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from common import Goal, Measured, Report, arguments, at_least, scratch, synced, take_turns, timed  # noqa: E402
+from common import (  # noqa: E402
+    Goal,
+    Measured,
+    Report,
+    UnavailableError,
+    arguments,
+    at_least,
+    check_memory,
+    scratch,
+    synced,
+    take_turns,
+    timed,
+)
 from data import CRITEO_ROWS, uniform_ids, zipf_ids  # noqa: E402
 from design import LoadingService, Pipeline  # noqa: E402
 from job import Shape, build, spread  # noqa: E402
 
-from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
+from torchrec_stream_ckpt import StreamCheckpointer, StreamCkptError, StreamConfig  # noqa: E402
 from torchrec_stream_ckpt.control.partition import Control  # noqa: E402
-from torchrec_stream_ckpt.log.files import FileLog  # noqa: E402
+from torchrec_stream_ckpt.log.api import open_log  # noqa: E402
 from torchrec_stream_ckpt.materialize.head import HeadWriter  # noqa: E402
 from torchrec_stream_ckpt.materialize.materializer import Materializer  # noqa: E402
 from torchrec_stream_ckpt.store.api import open_store  # noqa: E402
 from torchrec_stream_ckpt.store.dense import open_dense  # noqa: E402
 
-SHAPES = {"synthetic": Shape((80_000,) * 8), "criteo": Shape(CRITEO_ROWS)}
-EPOCHS, STEPS, BATCH, IDS = 6, 3, 2048, 20
+SHAPES = {
+    "synthetic": Shape((80_000,) * 8, dense_optimizer="adam"),
+    "synthetic-10k": Shape((10_000,) * 8, dense_optimizer="adam"),
+    "synthetic-25k": Shape((25_000,) * 8, dense_optimizer="adam"),
+    "synthetic-50k": Shape((50_000,) * 8, dense_optimizer="adam"),
+    "criteo": Shape(CRITEO_ROWS, dense_optimizer="adam"),
+}
+STEPS, BATCH = 3, 2048
 EVERY = (1, 2, 3)
 NONE, AGAIN, SAVE, THESIS, OURS = "none", "none again", "torch.save", "thesis", "ours"
-LOAD, COPY, SERVICE = "torch.load", "torch.load + copy", "thesis, loading service"
+LOAD, COPY, MAPPED, SERVICE = (
+    "torch.load",
+    "torch.load + copy",
+    "torch.load, mmap + copy",
+    "thesis, loading service",
+)
 FROM = {"log": "ours, log", "store": "ours, store", "head": "ours, HEAD"}
 RING_BYTES = 512 << 20
 QUICK_ROWS, QUICK_BATCH = 20, 64
 """With ``--quick``: one row of so many, and the global batch."""
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What the flags say of a run."""
+
+    workload: str
+    rounds: int
+    epochs: int
+    ids: int
+    quick: bool
+    bootstrap: str = ""
+    """Of a broker; empty: the log is a folder."""
+
+
 class Runs:
     """The variants of one rank; all of them train one job."""
 
-    def __init__(self, workload: str, folder: Path, quick: bool) -> None:
+    def __init__(self, setting: Setting, folder: Path) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
-        shape = shape_of(workload, quick)
+        self.setting = setting
+        shape = shape_of(setting.workload, setting.quick)
         self.job = build(shape)
         self.base_s = 0.0
         """How long the last run of ours has taken to send all that it began with."""
-        self._bags = (QUICK_BATCH if quick else BATCH) // world
-        count = self._bags * (IDS if workload == "synthetic" else 1)
-        make = uniform_ids if workload == "synthetic" else zipf_ids
+        self._bags = (QUICK_BATCH if setting.quick else BATCH) // world
+        synthetic = setting.workload != "criteo"
+        count = self._bags * (setting.ids if synthetic else 1)
+        make = uniform_ids if synthetic else zipf_ids
         self._batches = [make(shape.rows, count, 1000 * rank + step) for step in range(STEPS)]
         self.shared = folder
         self._own = folder / f"rank-{rank}"
@@ -85,10 +126,12 @@ class Runs:
         dense = {name: each for name, each in self.job.model.state_dict().items() if not hasattr(each, "local_shards")}
         self.rest = dense | {name: each for name, each in self.job.tensors.items() if each.dim() == 1}
         self._mine = [number for number in range(len(shape.rows)) if number % world == rank]
-        self._pipeline = Pipeline(self.tables, self.rest, self._own)
+        topic = (setting.bootstrap, f"thesis-{rank}") if setting.bootstrap else None
+        self._pipeline = Pipeline(self.tables, self.rest, self._own, topic)
+        self._runs = 0
 
     def _train(self, behind_step: Callable[[int], object], behind_epoch: Callable[[int], object]) -> None:
-        for epoch in range(1, EPOCHS + 1):
+        for epoch in range(1, self.setting.epochs + 1):
             for step in range(STEPS):
                 self.job.train(self._batches[step], self._bags)
                 behind_step(step)
@@ -129,9 +172,11 @@ class Runs:
 
     def ours(self, every: int) -> float:
         """In a fresh log."""
+        self._runs += 1
         dist.barrier()
         if dist.get_rank() == 0:
-            shutil.rmtree(self.shared / "log", ignore_errors=True)
+            for part in ("log", "store"):
+                shutil.rmtree(self.shared / part, ignore_errors=True)
         dist.barrier()
         futures: list[Any] = []
         with self.attach(drain_every=1 << 30) as checkpointer:
@@ -145,9 +190,16 @@ class Runs:
 
             return slowest(run)
 
+    @property
+    def uri(self) -> str:
+        """Of the log of the newest run of ours."""
+        bootstrap = self.setting.bootstrap
+        return f"kafka://{bootstrap}/run-{self._runs}" if bootstrap else f"file://{self.shared}/log"
+
     def attach(self, head: str | None = None, drain_every: int = 1) -> StreamCheckpointer:
         config = StreamConfig(
-            uri=f"file://{self.shared}/log",
+            uri=self.uri,
+            store=str(self.shared / "store"),
             marker_every=None,
             drain_every=drain_every,
             ring_bytes=RING_BYTES,
@@ -174,10 +226,10 @@ def name(variant: str, every: int) -> str:
     return f"{variant}, every {every}"
 
 
-def run_all(workload: str, folder: Path, rounds: int, head: str, quick: bool) -> dict[str, Measured]:
+def run_all(setting: Setting, folder: Path, head: str) -> dict[str, Measured]:
     """(all ranks) Whole runs, then recoveries of the state that one more run leaves."""
     torch.set_num_threads(1)
-    runs = Runs(workload, folder, quick)
+    runs, rounds = Runs(setting, folder), setting.rounds
     variants: dict[str, Callable[[], float]] = {NONE: runs.none, AGAIN: runs.none}
     for every in EVERY:
         variants[name(SAVE, every)] = partial(runs.torch_save, every)
@@ -193,7 +245,7 @@ def run_all(workload: str, folder: Path, rounds: int, head: str, quick: bool) ->
     try:
         found["log"] = take_turns(recoveries.variants({FROM["log"]: None}), rounds + 2)
         if dist.get_rank() == 0:
-            fold(folder, Path(head))
+            fold(runs.uri, str(folder / "store"), Path(head))
         dist.barrier()
         found["store"] = take_turns(recoveries.variants({FROM["store"]: None, FROM["head"]: head}), rounds + 2)
     finally:
@@ -209,6 +261,8 @@ class Recoveries:
         torch.save(runs.job.tensors | runs.rest, runs.file)
         torch.save(runs.rest, runs.file.with_name("rest.pt"))
         self._truth = {key: value.clone() for key, value in runs.job.tensors.items()}
+        if not all(value.isfinite().all() for value in self._truth.values()):
+            raise RuntimeError("training has diverged: no state can be compared with one that is not a number")
         self._service = LoadingService([table.clone() for table in runs.tables], runs.file.parent)
 
     def close(self) -> None:
@@ -219,6 +273,7 @@ class Recoveries:
         variants: dict[str, Callable[[], float]] = {
             LOAD: lambda: slowest(lambda: torch.load(self._runs.file)),
             COPY: lambda: self._checked(partial(slowest, self._copy)),
+            MAPPED: lambda: self._checked(partial(slowest, partial(self._copy, mmap=True))),
             SERVICE: lambda: self._checked(lambda: slowest(lambda: self._service.restore(self._runs.tables, rest))),
         }
         return variants | {key: partial(self._checked, partial(self._ours, key, head)) for key, head in ours.items()}
@@ -233,8 +288,8 @@ class Recoveries:
                 raise RuntimeError(f"{key} was restored wrongly")
         return taken
 
-    def _copy(self) -> None:
-        for key, value in torch.load(self._runs.file).items():
+    def _copy(self, *, mmap: bool = False) -> None:
+        for key, value in torch.load(self._runs.file, mmap=mmap).items():
             (self._runs.job.tensors | self._runs.rest)[key].copy_(value)
 
     def _ours(self, key: str, head: str | None) -> float:
@@ -247,10 +302,9 @@ class Recoveries:
         return taken
 
 
-def fold(folder: Path, head: Path) -> None:
+def fold(uri: str, store: str, head: Path) -> None:
     """What a materializer does beside training."""
-    url = str(folder / "log")
-    log, objects, dense = FileLog(folder / "log"), open_store(url), open_dense(url)
+    log, objects, dense = open_log(uri), open_store(store), open_dense(store)
     with ThreadPoolExecutor(2) as pool:
         writer = HeadWriter(head, objects, pool)
         list(Materializer(log, objects, lambda _: dense, pool, head=writer).catch_up(Control(log).refresh()))
@@ -290,17 +344,50 @@ def judge(report: Report, what: str, found: dict[str, Measured]) -> None:
 
 def main() -> None:
     parser = arguments(__doc__, rounds=3)
-    parser.add_argument("--workload", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
+    parser.add_argument("--workload", nargs="+", choices=tuple(SHAPES), default=["synthetic", "criteo"])
     parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2])
+    parser.add_argument("--epochs", type=at_least(3), default=60, help="of three steps (default: %(default)s)")
+    parser.add_argument("--ids", type=at_least(1), default=100, help="a lookup of synthetic (default: %(default)s)")
+    parser.add_argument("--log", choices=("file", "kafka"), default="file", help="of the thesis' chunks and of ours")
     parser.add_argument("--quick", action="store_true", help="small, under a minute: no figure means anything then")
     args: argparse.Namespace = parser.parse_args()
     report = Report("thesis", args)
-    for workload in args.workload:
-        for ranks in args.ranks:
-            with scratch("thesis") as folder, tempfile.TemporaryDirectory(prefix="thesis-", dir="/dev/shm") as head:
-                found = spread(run_all, ranks, folder, workload, folder, args.rounds, head, args.quick)
-            judge(report, f"{workload}, {ranks} ranks" if ranks > 1 else f"{workload}, 1 rank", found)
+    with contextlib.ExitStack() as stack:
+        try:
+            bootstrap = start_broker(stack) if args.log == "kafka" else ""
+            measure_all(args, report, bootstrap)
+        except UnavailableError as error:
+            report.facts["not measured"] = str(error)
     report.finish()
+
+
+def start_broker(stack: contextlib.ExitStack) -> str:
+    """Bootstrap servers of one on loopback, which goes with the stack."""
+    from torchrec_stream_ckpt.broker.kraft import Broker
+
+    broker = Broker(stack.enter_context(scratch("thesis")) / "broker")
+    try:
+        bootstrap = broker.start(die_with=os.getpid()).bootstrap
+    except (StreamCkptError, OSError) as error:
+        raise UnavailableError(f"no broker: {error}") from None
+    stack.callback(broker.stop)
+    from confluent_kafka.admin import AdminClient, NewTopic
+
+    for rank in range(32):
+        AdminClient({"bootstrap.servers": bootstrap}).create_topics([NewTopic(f"thesis-{rank}", 1, 1)])
+    return str(bootstrap)
+
+
+def measure_all(args: argparse.Namespace, report: Report, bootstrap: str) -> None:
+    epochs = min(args.epochs, 6) if args.quick else args.epochs
+    for workload in args.workload:
+        table_bytes = shape_of(workload, args.quick).table_bytes
+        check_memory(14 * table_bytes, f"{workload}: the tables, six copies of them for the thesis, and recoveries")
+        for ranks in args.ranks:
+            setting = Setting(workload, args.rounds, epochs, args.ids, args.quick, bootstrap)
+            with scratch("thesis") as folder, tempfile.TemporaryDirectory(prefix="thesis-", dir="/dev/shm") as head:
+                found = spread(run_all, ranks, folder, setting, folder, head)
+            judge(report, f"{workload}, {ranks} ranks" if ranks > 1 else f"{workload}, 1 rank", found)
 
 
 if __name__ == "__main__":

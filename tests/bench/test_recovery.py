@@ -11,6 +11,7 @@ import pytest
 
 from tests.forks import ROOT, run_script
 
+SIZES = "--rows 4000 --batch 60 --markers 14"
 MARKERS, NEWEST = ["3", "9", "14"], "14"
 ONE_IMAGE = {"torch.load", "torch.load + copy", "torch.load, mmap + copy", "store, head"}
 
@@ -20,7 +21,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, 
     """(report of one workload, what was printed, folder of the filed result)."""
     folder = tmp_path_factory.mktemp("recovery")
     script = ROOT / "benchmarks" / "recovery" / "run.py"
-    sizes = "--rows 4000 --batch 12 --markers 14 --restore 3 9 --rounds 2 --cold-rounds 1 --cold-by fadvise --threads 1"
+    sizes = f"{SIZES} --restore 3 9 --rounds 2 --cold-rounds 1 --cold-by fadvise --threads 1 --incrcp-every 6"
     places = ["--scratch", str(folder), "--out", str(folder / "result")]
     done = run_script(script, "--workload", "pnn", *sizes.split(), *places, timeout_s=500)
     assert done.returncode == 0, done.stderr
@@ -57,7 +58,7 @@ def test_new_bases_are_taken_and_chunks_extracted(run: tuple[dict[str, Any], str
     found = {name: row for (_, name), row in schemes(run[0]).items()}
     base = found["naive"]["stored"][0]
     assert found["IncrCP"]["read_back"][-1] > 0
-    for name in ("Check-N-Run", "IncrCP, base reset", "store, rebase"):
+    for name in ("Check-N-Run", "IncrCP, base every N", "store, by default"):
         assert max(later - earlier for earlier, later in pairwise(found[name]["written"])) >= base, name
 
 
@@ -69,6 +70,46 @@ def test_the_differential_chain_keeps_what_the_naive_one_does_many_times(
     assert found["differential"]["stored"][-1] > 1.5 * found["naive"]["stored"][-1]
     assert found["IncrCP"]["stored"][-1] == found["naive"]["stored"][-1]
     assert found["IncrCP"]["written"][-1] > found["naive"]["written"][-1]
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the layouts of the same job come to in rows, by their ids alone."""
+    out = tmp_path_factory.mktemp("counts") / "counts.json"
+    script = ROOT / "benchmarks" / "recovery" / "counts.py"
+    sizes = [*SIZES.split(), "--ratios", "0", "1", "--out", str(out)]
+    done = run_script(script, "--workload", "pnn", *sizes, timeout_s=500)
+    assert done.returncode == 0, done.stderr
+    layouts: dict[str, Any] = json.loads(out.read_text())["workloads"]["pnn"]["layouts"]
+    return layouts
+
+
+@pytest.mark.parametrize("name", ["naive", "differential", "IncrCP", "store", "store, by default", "Check-N-Run"])
+def test_each_layout_reads_the_rows_that_its_rules_say(
+    name: str, run: tuple[dict[str, Any], str, Path], counted: dict[str, Any]
+) -> None:
+    (read,) = {row["reads"][NEWEST]["delta_rows"] for (_, each), row in schemes(run[0]).items() if each == name}
+    assert read == counted[name]["restored"][NEWEST]
+
+
+def test_incrcp_reads_back_what_its_filters_let_pass(
+    run: tuple[dict[str, Any], str, Path], counted: dict[str, Any]
+) -> None:
+    (found,) = [row for (_, name), row in schemes(run[0]).items() if name == "IncrCP"]
+    naive = run[0]["groups"]["one base"]["naive"]
+    row_bytes = naive["reads"][NEWEST]["delta_bytes"] // naive["reads"][NEWEST]["delta_rows"]
+    assert found["read_back"][-1] == row_bytes * counted["IncrCP"]["read_back"]
+    assert found["written"][-1] - naive["written"][0] == row_bytes * counted["IncrCP"]["written"]
+    assert found["dead"][-1] > 0, "bundles hold parts that were written anew"
+
+
+def test_a_layout_that_rewrites_more_reads_less(counted: dict[str, Any]) -> None:
+    naive, incrcp = counted["naive"], counted["IncrCP"]
+    assert counted["IncrCP, R=1"]["restored"] == naive["restored"], "nothing passes a ratio of 1"
+    assert counted["IncrCP, R=0"]["written"] >= incrcp["written"] > naive["written"]
+    assert counted["IncrCP, R=0"]["restored"][NEWEST] <= incrcp["restored"][NEWEST] < naive["restored"][NEWEST]
+    assert counted["differential"]["restored"][NEWEST] <= counted["IncrCP, R=0"]["restored"][NEWEST]
+    assert counted["store, span2"]["restored"][NEWEST] < counted["store, span4"]["restored"][NEWEST]
 
 
 def test_plots_are_filed(run: tuple[dict[str, Any], str, Path]) -> None:

@@ -52,7 +52,7 @@ def test_the_overhead_of_every_stretch_is_filed(tmp_path: Path) -> None:
 def test_a_head_is_restored_in_each_way(tmp_path: Path) -> None:
     sizes = f"--tables 2 --rows 2000 --dim 8 --steps 1 --rounds 1 --head {tmp_path}"
     report = run("head/run.py", sizes, tmp_path)
-    assert set(report["variants"]) == {"torch.load", "and copy", "store", "head", "unverified"}
+    assert set(report["variants"]) == {"torch.load", "and copy", "mmap, copy", "store", "head", "unverified"}
     assert all(len(times) == 1 and times[0] > 0 for times in report["seconds"].values())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import pickle
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -85,14 +84,23 @@ def test_the_filed_command_leaves_out_where_results_go(common: ModuleType, monke
     assert found.command == "python benchmarks/case/run.py"
 
 
-def test_chunks_of_the_thesis_design_come_together_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_the_thesis_design_come_together_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whole tables in small chunks; of a checkpoint only the rows that have changed, and nothing that was pickled."""
     monkeypatch.setitem(sys.modules, "common", load("common", monkeypatch))
     design = load("thesis/design", monkeypatch)
-    tables = [torch.rand(5, 4), torch.rand(300_000, 4), torch.rand(0, 4)]
-    pieces = [piece for number, table in enumerate(tables) for piece in design.chunks(number, pickle.dumps(table))]
-    assert max(map(len, pieces)) <= design.CHUNK_BYTES + 12
-    found = list(design.reassembled(iter(pieces)))
-    assert all(torch.equal(one, other) for one, other in zip(found, tables, strict=True))
+    tables = [torch.rand(5, 4), torch.rand(300_000, 4), torch.rand(1, 4)]
+    chunks = [parts for number, table in enumerate(tables) for parts in design.serialized(number, None, table)]
+    assert max(sum(map(len, parts)) for parts in chunks) <= design.CHUNK_BYTES + 32
+    changed = [torch.rand(len(table)) < 0.5 for table in tables]
+    before = [mask.clone() for mask in changed]
+    sink = design.FileSink(tmp_path / "chunks")
+    design.write(sink, changed, tables)
+    sink.sync()
+    assert not any(mask.any() for mask in changed)
+    found = [torch.zeros_like(table) for table in tables]
+    rows = design.read_chunks(tmp_path / "chunks", found)
+    assert rows == sum(int(mask.sum()) for mask in before)
+    assert all(torch.equal(one, other * mask[:, None]) for one, other, mask in zip(found, tables, before, strict=True))
 
 
 @pytest.fixture

@@ -1,0 +1,255 @@
+"""What each layout writes, stores, reads back, and reads to restore a marker: counted in rows, by their ids.
+
+    python benchmarks/recovery/counts.py [--workload kaggle deepfm pnn] [--rows N] [--markers N] [--out FILE.json]
+
+The rules are those that the schemes of ``run.py`` follow; no row has a value, no file is written and nothing is timed,
+so the figures do not depend on the machine or on what else runs there. ``R`` is IncrCP's own figure of that name: the
+part of a new chunk that an extraction must take out of an old one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve()
+sys.path[1:1] = [str(HERE.parents[1]), str(HERE.parents[1] / "merge"), str(HERE.parents[2])]
+
+import numpy as np  # noqa: E402
+from common import at_least, machine  # noqa: E402
+from lists import RATIO, Chunk, Lists  # noqa: E402
+from radix import Layout  # noqa: E402
+from workload import WORKLOADS, Ids, Workload, shaped  # noqa: E402
+
+from torchrec_stream_ckpt.materialize.compactor import Policy  # noqa: E402
+
+RATIOS = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 1.0)
+MARKERS = (10, 31, 50, 75, 100, 125, 150)
+
+
+@dataclass
+class Counted:
+    """Rows of one layout after the first base, with those of later bases."""
+
+    written: int = 0
+    stored: int = 0
+    """That some marker needs."""
+    dead: int = 0
+    """Rows that no marker needs, in files that others of them still need; beside ``stored``."""
+    read_back: int = 0
+    """To write others."""
+    restored: dict[int, int] = field(default_factory=dict)
+    """By marker: what its restore reads beside its base."""
+    bases: int = 0
+    """After the first one."""
+
+
+def naive(workload: Workload, markers: Sequence[int]) -> Counted:
+    rows = np.cumsum([0, *(len(ids) for ids in workload.touched[1:])])
+    return Counted(int(rows[-1]), int(rows[-1]), restored={marker: int(rows[marker]) for marker in markers})
+
+
+def differential(workload: Workload, markers: Sequence[int], *, resets: bool) -> Counted:
+    """Check-N-Run's chain; with ``resets`` its intermittent policy."""
+    found, changed, sizes = Counted(), np.zeros(workload.rows, np.bool_), []
+    for interval, ids in enumerate(workload.touched[1:], 1):
+        if resets and sizes and 1 + sum(sizes) <= (len(sizes) + 1) * sizes[-1]:
+            changed[:], sizes, rows = False, [], workload.rows
+            found.bases += 1
+        else:
+            changed[ids] = True
+            rows = int(changed.sum())
+            sizes.append(rows / workload.rows)
+        found.written += rows
+        if interval in markers:
+            found.restored[interval] = rows if sizes else 0
+    found.stored = found.written
+    return found
+
+
+def incrcp(workload: Workload, markers: Sequence[int], ratio: float, reset_every: int = 0) -> Counted:
+    """IncrCP's two-dimensional lists; ``reset_every``: a new base after so many chunks, as in the authors' runs."""
+    found, lists, since = Counted(), Lists[Ids](ratio), 0
+    changed = np.zeros(workload.rows, np.bool_)
+    extracted: list[tuple[int, int, int]] = []  # (interval, superseded by, rows)
+    own: list[int] = []
+    bundles = Bundles()
+    for interval, ids in enumerate(workload.touched[1:], 1):
+        since += 1
+        if reset_every and since > reset_every:
+            _read(found, lists, extracted, own, markers)
+            lists.clear()
+            extracted, own, since = [], [], 0
+            found.dead += bundles.dead
+            bundles = Bundles()
+            found.bases += 1
+            found.written += workload.rows
+            found.stored += workload.rows
+            continue
+        changed[ids] = True
+        for table, keys in workload.linear(interval):
+            for chunk in lists.worth_reading(table, keys):
+                dead = changed[chunk.where]
+                rows = int(dead.sum())
+                found.read_back += len(dead)
+                if not lists.worth_rewriting(rows, keys):
+                    continue
+                found.written += len(dead)
+                bundles.take(table, chunk.interval)
+                extracted.append((chunk.interval, interval, rows))
+                if rows == len(dead):
+                    lists.drop(table, chunk.interval)
+                else:
+                    left = chunk.where[~dead]
+                    lists.put(table, Chunk.of(chunk.interval, left, left))
+                    bundles.put(table, chunk.interval, interval, len(left))
+            lists.put(table, Chunk.of(interval, keys, keys))
+        changed[ids] = False
+        own.append(interval)
+        found.written += len(ids)
+        found.stored += len(ids)
+    _read(found, lists, extracted, own, markers)
+    found.dead += bundles.dead
+    return found
+
+
+@dataclass
+class Bundles:
+    """Files that hold what one extraction has left of all chunks of a table; one goes with its last live part."""
+
+    _rows: dict[tuple[int, int], int] = field(default_factory=dict)
+    _parts: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
+    """Live rows by chunk."""
+    _of: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+
+    def put(self, table: int, chunk: int, interval: int, rows: int) -> None:
+        bundle = self._of[table, chunk] = (table, interval)
+        self._rows[bundle] = self._rows.get(bundle, 0) + rows
+        self._parts.setdefault(bundle, {})[chunk] = rows
+
+    def take(self, table: int, chunk: int) -> None:
+        """What is left of a chunk is written anew."""
+        if bundle := self._of.pop((table, chunk), None):
+            del self._parts[bundle][chunk]
+            if not self._parts[bundle]:
+                del self._parts[bundle], self._rows[bundle]
+
+    @property
+    def dead(self) -> int:
+        return sum(self._rows.values()) - sum(sum(parts.values()) for parts in self._parts.values())
+
+
+def _read(
+    found: Counted,
+    lists: Lists[Ids],
+    extracted: Sequence[tuple[int, int, int]],
+    own: Sequence[int],
+    markers: Sequence[int],
+) -> None:
+    """Of the markers since the base: chunks up to the marker, and what later intervals have taken out of them."""
+    for marker in sorted(set(own).intersection(markers)):
+        left = sum(
+            len(chunk.where)
+            for interval in own
+            if interval <= marker
+            for table in lists.tables()
+            if (chunk := lists.left(table, interval)) is not None
+        )
+        found.restored[marker] = left + sum(rows for old, new, rows in extracted if old <= marker < new)
+
+
+def spans(workload: Workload, markers: Sequence[int], radix: int, rebase: float) -> Counted:
+    """This library's store."""
+    layout, found = Layout(radix, rebase), Counted()
+    for read in layout.replay(workload.touched):
+        found.bases += read.pieces == 1
+        if read.marker in markers:
+            found.restored[read.marker] = read.delta_rows
+    found.written = found.stored = layout.written
+    found.read_back = layout.merged
+    return found
+
+
+def count(workload: Workload, markers: Sequence[int], ratios: Sequence[float]) -> dict[str, Any]:
+    """Every layout, each with what it is of naive's."""
+    layouts = {
+        "naive": naive(workload, markers),
+        "differential": differential(workload, markers, resets=False),
+        "Check-N-Run": differential(workload, markers, resets=True),
+        **{_name(ratio): incrcp(workload, markers, ratio) for ratio in ratios},
+        "IncrCP, base every 50": incrcp(workload, markers, RATIO, 50),
+        "IncrCP, base every 100": incrcp(workload, markers, RATIO, 100),
+        "store": spans(workload, markers, 0, 0),
+        **{f"store, span{radix}": spans(workload, markers, radix, 0) for radix in (2, 4, 8, 16)},
+        "store, by default": spans(workload, markers, Policy().radix, Policy().rebase),
+        "store, rebase": spans(workload, markers, 0, 1),
+        **{f"store, span{radix}, rebase": spans(workload, markers, radix, 1) for radix in (4, 8, 16)},
+    }
+    plain = layouts["naive"]
+    return {
+        "rows": workload.rows,
+        "dim": workload.dim,
+        "markers": workload.intervals,
+        "rows_an_interval": round(plain.written / workload.intervals),
+        "layouts": {
+            name: asdict(each)
+            | {
+                "written_of_naive": round(each.written / plain.written, 3),
+                "stored_of_naive": round(each.stored / plain.written, 3),
+                "dead_of_naive": round(each.dead / plain.written, 3),
+                "read_back_of_naive": round(each.read_back / plain.written, 3),
+                "restored_of_naive": {
+                    marker: round(rows / plain.restored[marker], 3) for marker, rows in each.restored.items()
+                },
+            }
+            for name, each in layouts.items()
+        },
+    }
+
+
+def _name(ratio: float) -> str:
+    return "IncrCP" if ratio == RATIO else f"IncrCP, R={ratio:g}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--rows", type=at_least(1000), help="of all tables together")
+    parser.add_argument("--markers", type=at_least(1), help="intervals after the base")
+    parser.add_argument("--batch", type=at_least(1), help="samples a step")
+    parser.add_argument("--ratios", type=float, nargs="*", default=list(RATIOS), help="R of IncrCP; 0.02 always is one")
+    parser.add_argument("--out", type=Path, help="file the result as JSON")
+    args = parser.parse_args()
+    ratios = sorted({RATIO, *args.ratios})
+    report: dict[str, Any] = {
+        "case": "recovery",
+        "what": "rows, counted by their ids; nothing is timed",
+        "date": time.strftime("%Y-%m-%d"),
+        "command": f"python benchmarks/recovery/counts.py {' '.join(sys.argv[1:])}".rstrip(),
+        "machine": machine(),
+        "workloads": {},
+    }
+    for name in args.workload:
+        workload = shaped(WORKLOADS[name], rows=args.rows, intervals=args.markers, batch=args.batch)
+        markers = sorted({marker for marker in MARKERS if marker < workload.intervals} | {workload.intervals})
+        found = report["workloads"][name] = count(workload, markers, ratios)
+        print(f"\n{name}: {found['rows']} rows, {found['markers']} markers of {found['rows_an_interval']} rows")
+        print(f"  {'of naive':24}{'written':>9}{'stored':>9}{'dead':>7}{'read back':>11}{'bases':>7}  restores read")
+        for layout, row in found["layouts"].items():
+            reads = "".join(f"{marker:>5}: {part:.2f}" for marker, part in row["restored_of_naive"].items())
+            print(
+                f"  {layout:24}{row['written_of_naive']:>9.2f}{row['stored_of_naive']:>9.2f}"
+                f"{row['dead_of_naive']:>7.2f}{row['read_back_of_naive']:>11.2f}{row['bases']:>7} {reads}"
+            )
+    if args.out is not None:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
