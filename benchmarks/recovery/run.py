@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -73,6 +73,20 @@ GROUPS: dict[str, dict[str, Make]] = {
         MAPPED: TorchMmapAndCopy,
     },
 }
+
+_ROOM = {name: (1.0, 2.0) for makes in GROUPS.values() for name in makes} | {
+    "naive": (0.0, 1.0),
+    **dict.fromkeys(("naive, index_copy_", "log, no store", "store, head"), (0.0, 0.0)),
+    "IncrCP": (0.0, 4.0),
+    PUBLISHED: (2.0, 4.0),
+    "store": (1.0, 1.1),
+    "store, span2": (1.0, 4.3),
+    "store, span4": (1.0, 2.5),
+    "store, rebase": (3.0, 1.1),
+    DEFAULT: (3.0, 2.5),
+    **dict.fromkeys((COPY, MAPPED), (0.0, 0.0)),
+}
+"""Disk that a scheme wants beside the first base: in bases, in the bytes of all increments."""
 
 
 def main() -> None:
@@ -136,12 +150,13 @@ def _shape(name: str, args: argparse.Namespace) -> Workload:
 def _run(workload: Workload, args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     wanted = {marker for marker in args.restore or MARKERS if marker < workload.intervals} | {workload.intervals}
     few = sorted({*sorted(wanted)[::2], workload.intervals})
-    _check_room(workload, few, scratch)
+    asked = [{key: make for key, make in makes.items() if _is_asked(key, args)} for makes in GROUPS.values()]
+    _check_room(workload, few, asked, scratch)
     plan = Plan(tuple(sorted(wanted)), args.rounds, args.cold_rounds, args.cold_by == "drop-caches")
     values = Values(workload)
     groups, index = {}, {}
-    for number, (name, makes) in enumerate(GROUPS.items()):
-        chosen = {key: make for key, make in makes.items() if not args.schemes or key in ("naive", *args.schemes)}
+    for number, name in enumerate(GROUPS):
+        chosen = asked[number]
         if PUBLISHED in chosen:
             chosen[PUBLISHED] = partial(resetting_every, args.incrcp_every)
         folder = scratch / f"{workload.name}-{number}"
@@ -170,15 +185,24 @@ def _run(workload: Workload, args: argparse.Namespace, scratch: Path) -> dict[st
     }
 
 
-def _check_room(workload: Workload, markers: Sequence[int], scratch: Path) -> None:
-    """Of the two groups the first one takes more increments, the second one more bases."""
+def _is_asked(scheme: str, args: argparse.Namespace) -> bool:
+    return not args.schemes or scheme in ("naive", *args.schemes)
+
+
+def _check_room(workload: Workload, markers: Sequence[int], groups: Sequence[Collection[str]], scratch: Path) -> None:
+    """For each group by itself: its log, a base that all baselines share, and what each scheme writes."""
     base = workload.row_bytes * workload.rows
     increments = workload.row_bytes * sum(len(touched) for touched in workload.touched[1:])
-    wanted = max(5 * base + 9 * increments, (6 + len(markers)) * base + 9 * increments)
+    room = _ROOM | {name: (len(markers), 0.0) for name in ("differential", "Check-N-Run", "IncrCP, base reset")}
+    wanted = max(
+        sum(base * room[name][0] + increments * room[name][1] for name in group) + 2 * base + increments
+        for group in groups
+    )
     free = shutil.disk_usage(scratch).free
     if free < wanted:
         sys.exit(
-            f"{scratch} has {free / 1e9:.0f} GB free, {workload.name} wants {wanted / 1e9:.0f}: name another --scratch"
+            f"{scratch} has {free / 1e9:.0f} GB free, {workload.name} wants {wanted / 1e9:.0f}: "
+            f"name another --scratch, or some --schemes"
         )
     try:
         check_memory(3 * base, f"{workload.name}: the tables, what torch.load makes of them, and the stream")

@@ -172,6 +172,9 @@ class FileSink:
     def sync(self) -> None:
         os.fsync(self._file.fileno())
 
+    def close(self) -> None:
+        self._file.close()
+
 
 class TopicSink:
     """A chunk a record; ``sync`` waits until the broker has acknowledged all of them."""
@@ -205,6 +208,9 @@ class TopicSink:
         if self._failed:
             raise OSError(f"topic {self._topic}: {len(self._failed)} chunks were not taken: {self._failed[0]}")
 
+    def close(self) -> None:
+        """All was sent by the last ``sync``."""
+
 
 def consume(
     reader: Connection, acks: Any, slots: list[list[torch.Tensor]], path: Path, topic: tuple[str, str] | None
@@ -229,6 +235,7 @@ def consume(
         sink.sync()
         done += 1
         acks.put(done)
+    sink.close()
 
 
 def write(sink: FileSink | TopicSink, changed: list[torch.Tensor], tables: list[torch.Tensor]) -> None:

@@ -96,6 +96,7 @@ def test_chunks_of_the_thesis_design_come_together_again(monkeypatch: pytest.Mon
     sink = design.FileSink(tmp_path / "chunks")
     design.write(sink, changed, tables)
     sink.sync()
+    sink.close()
     assert not any(mask.any() for mask in changed)
     found = [torch.zeros_like(table) for table in tables]
     rows = design.read_chunks(tmp_path / "chunks", found)
