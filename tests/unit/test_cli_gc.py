@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.layout import DATA_DIR, claim_name
 from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.materialize import rounds
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.route.holdings import Holdings
 from torchrec_stream_ckpt.route.job import Job
@@ -92,6 +94,28 @@ def test_a_dry_run_names_what_goes_and_a_run_deletes_it(history: History) -> Non
     assert "give up 3 markers: 1:1, 1:2, 1:3" in short
     assert not any(name in short for name in gone)
     assert done["dropped"] == ["1:1", "1:2", "1:3"]
+
+
+def test_a_dry_run_over_an_object_store_tells_the_time_that_the_store_shows(
+    history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each run of gc is a new pod: no run reads the clock of another one's host."""
+    monkeypatch.setattr(rounds, "_host_clock", dict)
+    url = f"memory://dry-{tmp_path.name}"
+    run("materialize", f"file://{history.root}", "--store", url, "--once")
+    command = ("gc", f"file://{history.root}", "--store", url, "--newest", "1")
+    (first,) = json.loads(run(*command, "--grace", "0.1s", "--json"))
+    assert first["later"]
+    time.sleep(0.2)
+    said = run(*command, "--grace", "0.1s", "--dry-run")
+    assert "no earlier run has read this run's clock" not in said
+    assert "a run may delete more by now" in run(*command, "--grace", "1h", "--dry-run")
+    history.generation(3, [5, 6], "2:4")  # the store takes something newer
+    run("materialize", f"file://{history.root}", "--store", url, "--once")
+    (planned,) = json.loads(run(*command, "--grace", "0.1s", "--dry-run", "--json"))
+    (done,) = json.loads(run(*command, "--grace", "0.1s", "--json"))
+    assert planned["deleted"]
+    assert {each["name"] for each in planned["deleted"]} <= {each["name"] for each in done["deleted"]}
 
 
 def test_objects_wait_for_an_hour_unless_told_otherwise(history: History) -> None:

@@ -13,7 +13,7 @@ from tests import builders
 from tests.stores import HeldObjects
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.materialize import rounds
-from torchrec_stream_ckpt.materialize.rounds import ages, elapsed, read_clocks
+from torchrec_stream_ckpt.materialize.rounds import ages, elapsed, glance_at_clocks, read_clocks
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.identity import place_of
 from torchrec_stream_ckpt.types import MarkerId
@@ -39,17 +39,31 @@ def test_a_host_tells_the_time_since_its_boot_whatever_its_wall_clock_says(
 def test_an_object_store_tells_its_own_time_and_keeps_nothing_of_the_question(tmp_path: Path) -> None:
     store = open_store(f"memory://{tmp_path.name}")
     clock = f"store memory://{tmp_path.name}"
-    assert clock not in read_clocks(store, JOB, probe=False)
+    assert clock not in glance_at_clocks(store, ["manifests/none.json"])
     begin = read_clocks(store, JOB)[clock]
     time.sleep(0.02)
     assert read_clocks(store, JOB)[clock] > begin
     assert not list(store.list(""))
 
 
+def test_a_look_that_writes_nothing_knows_the_time_of_the_newest_object(tmp_path: Path) -> None:
+    store = open_store(f"memory://{tmp_path.name}")
+    clock = f"store memory://{tmp_path.name}"
+    store.put("manifests/a.json", [b"1"])
+    begin = read_clocks(store, JOB)[clock]
+    time.sleep(0.02)
+    store.put("manifests/b.json", [b"2"])
+    before = [entry.name for entry in store.list("")]
+    shown = glance_at_clocks(store, ["manifests/a.json", "manifests/b.json"])
+    assert begin < shown[clock] <= read_clocks(store, JOB)[clock]
+    assert glance_at_clocks(store, ["manifests/b.json", "manifests/a.json"])[clock] == shown[clock]
+    assert [entry.name for entry in store.list("")] == before
+
+
 def test_a_copy_of_an_object_store_does_not_read_its_clock(tmp_path: Path) -> None:
     """The lists of garbage and the readings go along with a copy, and the clocks of two servers may be hours apart."""
     first, copy = open_store(f"memory://{tmp_path.name}"), open_store(f"memory://{tmp_path.name}/copy")
-    host = read_clocks(first, JOB, probe=False).keys()
+    host = glance_at_clocks(first, ()).keys()
     assert read_clocks(first, JOB).keys() & read_clocks(copy, JOB).keys() == host
 
 

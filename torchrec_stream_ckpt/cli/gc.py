@@ -19,10 +19,10 @@ from torchrec_stream_ckpt.materialize.gc import GcRules, collect, plan_gc
 from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
 from torchrec_stream_ckpt.materialize.giving_up import Reasked, WaysBack, check_given_up, lost_markers
 from torchrec_stream_ckpt.materialize.retention import Retention
-from torchrec_stream_ckpt.materialize.rounds import read_clocks
+from torchrec_stream_ckpt.materialize.rounds import glance_at_clocks, stands_still
 from torchrec_stream_ckpt.materialize.stock import Stock, take_stock
 from torchrec_stream_ckpt.route.job import Job
-from torchrec_stream_ckpt.store.api import Entry, Objects
+from torchrec_stream_ckpt.store.api import Entry, KeepsTime, Objects
 from torchrec_stream_ckpt.store.dense import DenseStore, dense_in
 from torchrec_stream_ckpt.store.jobs import some_jobs_in
 from torchrec_stream_ckpt.store.readings import take_back
@@ -132,6 +132,8 @@ def collect_garbage(
         return
     for plan in plans:
         typer.echo(plan.describe(every=is_verbose()) if dry_run or idle else _done(plan))
+    if dry_run and any(plan.dropping for plan in plans):
+        typer.echo("no rows were read: a run reads the markers that it keeps, and keeps more if it finds damage")
     if idle:
         typer.echo("nothing was deleted: say what to keep, such as --keep-all-for 24h --then-every 10")
     elif check_store_url(store).folder is None and not dry_run:
@@ -165,9 +167,18 @@ def _run(
     dry_run: bool,
 ) -> GcPlan:
     if dry_run or rules.keeps_all:
-        return plan_gc(take_stock(objects, lineage, job), rules, read_clocks(objects, job, probe=False))
+        return _planned(objects, take_stock(objects, lineage, job), rules)
     with ThreadPoolExecutor(_THREADS) as pool:
         return collect(objects, lineage, job, rules, pool, why_not=why_not)
+
+
+def _planned(objects: Objects, stock: Stock, rules: GcRules) -> GcPlan:
+    """What a run would do. This one writes nothing, so it cannot ask an object store what its clock shows."""
+    clocks = glance_at_clocks(objects, ())
+    glances = bool(stands_still(stock.lists, clocks)) and isinstance(objects, KeepsTime)
+    if glances:
+        clocks = glance_at_clocks(objects, stock.dated)
+    return replace(plan_gc(stock, rules, clocks), glances=glances)
 
 
 @contextlib.contextmanager

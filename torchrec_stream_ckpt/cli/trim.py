@@ -24,7 +24,7 @@ from torchrec_stream_ckpt.errors import (
     UnsupportedError,
 )
 from torchrec_stream_ckpt.materialize.read_back import ReadBack
-from torchrec_stream_ckpt.materialize.rounds import read_clocks
+from torchrec_stream_ckpt.materialize.rounds import glance_at_clocks, read_clocks
 from torchrec_stream_ckpt.materialize.synced import Synced, check_synced, given_up
 from torchrec_stream_ckpt.route.holdings import Holdings
 from torchrec_stream_ckpt.route.job import Job
@@ -115,7 +115,7 @@ def _check(job: Job, objects: Objects, upto: str, *, verify: bool, dry_run: bool
         holdings.catalog.check_offered(named)
     marker = _not_awaited(job, holdings, named)
     with ThreadPoolExecutor(_READERS) as pool:
-        clocks = read_clocks(objects, job.lineage.job, probe=not dry_run)
+        clocks = glance_at_clocks(objects, ()) if dry_run else read_clocks(objects, job.lineage.job)
         read_back = ReadBack(objects, job.lineage.job, pool, clocks)
         try:
             synced = check_synced(holdings, marker, pool, whole=verify, read_back=None if verify else read_back)

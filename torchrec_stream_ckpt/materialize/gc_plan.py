@@ -45,6 +45,8 @@ class GcPlan:
     """Spans that could not be merged, each with the reason: what they would replace stays."""
     stands_still: str = ""
     """Why what waits for the grace period does not get older; empty where it does."""
+    glances: bool = False
+    """Whether the time of an object store is known up to its newest object alone."""
 
     @property
     def num_bytes(self) -> int:
@@ -82,6 +84,8 @@ class GcPlan:
         if self.stands_still:
             where = "run gc on one host that is not booted in between, or over an object store"
             lines.append(f"  {self.stands_still}; {where}")
+        if self.glances and self.later:
+            lines.append("  the store's time is known here up to its newest object: a run may delete more by now")
         lines += [f"  {each}; its sources stay: let stream-ckpt materialize repair it" for each in self.damaged]
         lines += [f"  not merged: {each}" for each in self.unmerged]
         lines += [_awaited(self.awaited)] if self.awaited else []

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from torchrec_stream_ckpt.errors import MissingObjectError
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Garbage
 from torchrec_stream_ckpt.layout import probe_name
@@ -27,27 +28,53 @@ _OF_CHILDREN = Path("/proc/self/ns/time_for_children")
 _OFFSETS = Path("/proc/self/timens_offsets")
 
 
-def read_clocks(objects: Objects, job: bytes, *, probe: bool = True) -> dict[str, float]:
+def read_clocks(objects: Objects, job: bytes) -> dict[str, float]:
     """What the clocks show that this run can read: this host's since it has booted, and the store's own.
+
+    The store is asked by an object that is put and deleted again.
 
     Args:
         objects: The store.
         job: Whose objects are looked at.
-        probe: Ask the store, which is done by an object that is put and deleted again.
     """
-    clocks = {}
-    with contextlib.suppress(OSError):  # a sandbox that shows no boot
-        boot = _BOOT_ID.read_text("ascii").strip()
-        if _is_of_host():
-            clocks[boot] = time.clock_gettime(time.CLOCK_BOOTTIME)
-    if probe and isinstance(objects, KeepsTime):
+    clocks = _host_clock()
+    if isinstance(objects, KeepsTime):
         name = probe_name(job, secrets.token_hex(8))
         objects.put(name, [b""])
         shown = objects.put_at(name)
         objects.delete(name)
         if shown is not None:
-            clocks[f"store {place_of(objects)}"] = shown
+            clocks[_store_clock(objects)] = shown
     return clocks
+
+
+def glance_at_clocks(objects: Objects, known: Iterable[str]) -> dict[str, float]:
+    """The same for a run that writes nothing. The store's clock shows at least when it took its newest object.
+
+    Args:
+        objects: The store.
+        known: Names of objects, the newest ones among them.
+    """
+    clocks = _host_clock()
+    if isinstance(objects, KeepsTime):
+        for name in known:
+            with contextlib.suppress(MissingObjectError):  # gc has come in between
+                if (shown := objects.put_at(name)) is not None:
+                    clock = _store_clock(objects)
+                    clocks[clock] = max(shown, clocks.get(clock, shown))
+    return clocks
+
+
+def _host_clock() -> dict[str, float]:
+    with contextlib.suppress(OSError):  # a sandbox that shows no boot
+        boot = _BOOT_ID.read_text("ascii").strip()
+        if _is_of_host():
+            return {boot: time.clock_gettime(time.CLOCK_BOOTTIME)}
+    return {}
+
+
+def _store_clock(objects: Objects) -> str:
+    return f"store {place_of(objects)}"
 
 
 def _is_of_host() -> bool:

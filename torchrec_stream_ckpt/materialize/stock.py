@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Garbage
-from torchrec_stream_ckpt.layout import GARBAGE_DIR, IDENTITY_FILE, is_garbage_list
+from torchrec_stream_ckpt.layout import GARBAGE_DIR, IDENTITY_FILE, is_garbage_list, manifest_name
 from torchrec_stream_ckpt.log.api import Incarnation
 from torchrec_stream_ckpt.materialize.recovered import came_after_recovery
 from torchrec_stream_ckpt.route.holdings import Holdings
@@ -38,6 +38,13 @@ class Stock:
     """Identity of the file log in whose folder the store is; empty for none."""
     awaited: frozenset[MarkerId]
     """Markers that an outer tier is still to get."""
+
+    @property
+    def dated(self) -> tuple[str, ...]:
+        """Objects that were put last, as far as names tell: lists of garbage, and the manifest of the newest marker."""
+        catalog = self.holdings.catalog
+        newest = (manifest_name(catalog.job, max(catalog.markers)),) if catalog.markers else ()
+        return (*newest, *(name for name, _ in self.lists))
 
 
 def take_stock(objects: Objects, lineage: Lineage | None, job: bytes) -> Stock:
