@@ -1,4 +1,7 @@
-"""SIGKILL of the materializer, again and again while its log grows; in the end its store says what the log says."""
+"""SIGKILL of the materializer, again and again while its log grows and gc and scrub run beside it.
+
+Its store says what the log says, of every marker that was committed: it is compared before gc may give it up.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ from torchrec_stream_ckpt.layout import parse_store_segment, parse_worker_name
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.types import MarkerId
 
 if TYPE_CHECKING:  # which imports this module
     from tests.faults.subject import Form
@@ -42,25 +46,61 @@ POINTS = (
 PATIENCE_S = 60.0
 _MARKERS_A_KILL = 2
 KILLS_A_LOG = 40
+_ALONE = 5
+"""(short form) So many kills of the materializer have neither gc nor scrub beside them, then one has."""
+KEPT = ("--newest", "40", "--then-every", "3", "--compact", "--grace", "1s")
+"""More than come between two comparisons."""
 
 
 def serve(arguments: Sequence[str], output: Path, fuse: str = "", report: Path | None = None) -> None:
-    """The command line, in this process."""
+    """A verb of the command line, in this process."""
     from torchrec_stream_ckpt.cli.main import main
 
     fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     failpoints.arm(fuse, report)
-    sys.argv = ["stream-ckpt", "materialize", *arguments]
+    sys.argv = ["stream-ckpt", *arguments]
     main()
 
 
 def start(arguments: Sequence[str], output: Path, fuse: str = "", report: Path | None = None) -> BaseProcess:
     """A process of its own that runs ``stream-ckpt materialize``."""
-    process = context.Process(target=serve, args=(arguments, output, fuse, report), daemon=True)
+    process = context.Process(target=serve, args=(("materialize", *arguments), output, fuse, report), daemon=True)
     process.start()
     return process
+
+
+class Beside:
+    """``gc`` and ``scrub`` of one store, each in a process of its own while a materializer runs and is killed.
+
+    Args:
+        folder: Of the log and the store.
+        row: Takes what they say of damage.
+    """
+
+    def __init__(self, folder: Path, row: Row) -> None:
+        self._folder, self._row = folder, row
+        self._running: list[tuple[str, BaseProcess]] = []
+        self.runs = 0
+
+    def start(self) -> None:
+        where = (f"file://{self._folder / 'log'}", "--store", str(self._folder / "store"))
+        for verb, more in (("gc", KEPT), ("scrub", ())):
+            (self._folder / verb).unlink(missing_ok=True)
+            process = context.Process(target=serve, args=((verb, *where, *more), self._folder / verb), daemon=True)
+            process.start()
+            self._running.append((verb, process))
+
+    def join(self) -> None:
+        """Wait for their ends; whatever they found wrong is wrong, for nothing was damaged."""
+        for verb, process in self._running:
+            process.join(PATIENCE_S)
+            self.runs += 1
+            said = (self._folder / verb).read_text()
+            if process.exitcode and "the store has no marker" not in said and "holds nothing of job" not in said:
+                self._row.err(f"{verb} ended with {process.exitcode}: {said}")
+        self._running = []
 
 
 def wait(what: str, done: Callable[[], object], output: Path) -> None:
@@ -81,9 +121,10 @@ def _torment(form: Form, draw: random.Random, kills: Sequence[str], seed: int) -
     folder = form.folder("materializer")
     job, objects = Job(folder / "log", seed=seed), open_store(str(folder / "store"))
     arguments = [f"file://{folder / 'log'}", "--store", str(folder / "store"), "--poll-s", "0.01", "--json"]
-    arguments += ["--rebase", "0.5", "--compact", "span16"]
-    seen: set[str] = set()
-    for name in kills:
+    arguments += ["--rebase", "0.5", "--compact", "span16", "--scrub-bytes-per-s", "100MB"]
+    last = form.board.row("SIGKILL of the materializer at a random moment")
+    beside, seen, compared = Beside(folder, last), set[str](), set[MarkerId]()
+    for number, name in enumerate(kills):
         row = form.board.row(f"SIGKILL of the materializer {f'at {name}' if name else 'at a random moment'}")
         row.injected += 1
         report, output = folder / "fired", folder / "output"
@@ -91,18 +132,23 @@ def _torment(form: Form, draw: random.Random, kills: Sequence[str], seed: int) -
             each.unlink(missing_ok=True)
         output.touch()
         process = start(arguments, output, f"{name}=kill@{draw.randint(1, 4)}" if name else "", report)
+        if job.generation and (form.full or number % (_ALONE + 1) == _ALONE):
+            beside.start()
         try:
             row.fired += _grow_until_it_dies(job, draw, process, name, report, output)
         finally:
             process.kill()
             process.join()
+            beside.join()
         check_listed_objects(row, objects, seen)
-    row = form.board.row("SIGKILL of the materializer at a random moment")
-    process = start([*arguments, "--once"], folder / "last")
+        if form.full or number % (_ALONE + 1) == _ALONE - 1:  # before the next gc
+            compare_all(row, folder / "log", objects, compared)
+    process = start([*arguments[:-2], "--once"], folder / "last")
     process.join(PATIENCE_S)
     if process.exitcode:
-        row.err((folder / "last").read_text())
-    compare_all(row, folder / "log", objects)
+        last.err((folder / "last").read_text())
+    compare_all(last, folder / "log", objects, compared, ended=True)
+    last.remark = f"gc and scrub ran {beside.runs} times beside"
 
 
 def kills_of(form: Form) -> list[str]:
@@ -172,17 +218,28 @@ def check_listed_objects(row: Row, objects: Objects, seen: set[str]) -> None:
             row.err(f"{entry.name} is empty")
 
 
-def compare_all(row: Row, log_folder: Path, objects: Objects) -> None:
-    """Every committed marker, from the store alone, against the definition."""
+def compare_all(row: Row, log_folder: Path, objects: Objects, compared: set[MarkerId], *, ended: bool = False) -> None:
+    """Each committed marker that is in the store, from the store alone, against the definition.
+
+    Args:
+        row: Takes what came of it.
+        log_folder: The log's.
+        objects: The store.
+        compared: Markers that were compared already; those that are compared now are added.
+        ended: Whether all of them must have been by now; those that the store offers are compared once more.
+    """
     log = FileLog(log_folder)
     lineage = Control(log).refresh()
     catalog = Catalog.load(objects, lineage.job)
+    offered = catalog.markers - catalog.dropped
     for commit, image in images_of_all(log, lineage):
-        if commit.id not in catalog.markers:
-            row.lose(f"{commit.id} is not in the store")
-        elif image_of_store(objects, lineage, commit.id) != image:
-            row.err(f"{commit.id} differs")
-        else:
-            row.compared += 1
+        if commit.id not in offered:
+            if ended and commit.id not in compared:
+                row.lose(f"{commit.id} is not in the store" if commit.id not in catalog.dropped else "given up unseen")
+        elif ended or commit.id not in compared:
+            if image_of_store(objects, lineage, commit.id) != image:
+                row.err(f"{commit.id} differs")
+            row.compared += commit.id not in compared
+            compared.add(commit.id)
     if extra := catalog.markers - lineage.commits.keys():
         row.err(f"markers that nobody committed: {sorted(extra)}")
