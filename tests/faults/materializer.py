@@ -113,11 +113,16 @@ def wait(what: str, done: Callable[[], object], output: Path) -> None:
 def kills_of_the_materializer(form: Form) -> None:
     """At random instants and at every point, on a store in a folder; a new log after some kills, for it grows."""
     draw, kills = form.draw("materializer"), kills_of(form)
+    runs = given_up = 0
     for begin in range(0, len(kills), KILLS_A_LOG):
-        _torment(form, draw, kills[begin : begin + KILLS_A_LOG], form.seed + begin)
+        more = _torment(form, draw, kills[begin : begin + KILLS_A_LOG], form.seed + begin)
+        runs, given_up = runs + more[0], given_up + more[1]
+    row = form.board.row("SIGKILL of the materializer at a random moment")
+    row.remark = f"{runs} runs of gc and scrub beside it, {given_up} markers given up after they were compared"
 
 
-def _torment(form: Form, draw: random.Random, kills: Sequence[str], seed: int) -> None:
+def _torment(form: Form, draw: random.Random, kills: Sequence[str], seed: int) -> tuple[int, int]:
+    """One log and its store; returns (runs of gc and scrub, markers that gc gave up)."""
     folder = form.folder("materializer")
     job, objects = Job(folder / "log", seed=seed), open_store(str(folder / "store"))
     arguments = [f"file://{folder / 'log'}", "--store", str(folder / "store"), "--poll-s", "0.01", "--json"]
@@ -148,7 +153,7 @@ def _torment(form: Form, draw: random.Random, kills: Sequence[str], seed: int) -
     if process.exitcode:
         last.err((folder / "last").read_text())
     compare_all(last, folder / "log", objects, compared, ended=True)
-    last.remark = f"gc and scrub ran {beside.runs} times beside"
+    return beside.runs, len(Catalog.load(objects, Control(job.log).refresh().job).dropped)
 
 
 def kills_of(form: Form) -> list[str]:

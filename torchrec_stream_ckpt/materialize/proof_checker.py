@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, takewhile
 
-from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError
+from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError, StoreUnavailableError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.compared import Comparison
 from torchrec_stream_ckpt.format.control import Commit
@@ -189,10 +190,9 @@ class ProofChecker:
         """What is said of markers that are gone goes, unless it counts for a newer one."""
         assert self._said is not None
         recent, older = self._said[-2 * round_ :], self._said[: -2 * round_]
-        kept = []
-        for each in older:
-            if each.marker in catalog.markers:
-                kept.append(each)
-            else:
-                self._objects.delete(each.name)
+        kept = [each for each in older if each.marker in catalog.markers]
+        with suppress(StoreUnavailableError):  # there may be no right to delete: it stays, and another one tidies
+            for each in older:
+                if each.marker not in catalog.markers:
+                    self._objects.delete(each.name)
         self._said = [*kept, *recent]

@@ -130,7 +130,8 @@ class FolderObjects:
             for name in files:
                 if name.startswith(TEMPORARY_PREFIX):
                     path = Path(folder, name)
-                    with contextlib.suppress(MissingObjectError), self._errors("delete", path):
+                    not_ours = contextlib.suppress(PermissionError)  # it is in nobody's way
+                    with contextlib.suppress(MissingObjectError), self._errors("delete", path), not_ours:
                         cleared += _clear(path)
         return cleared
 
