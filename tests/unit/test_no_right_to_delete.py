@@ -1,4 +1,4 @@
-"""A store whose objects may be written and not deleted: what needs no deletion goes on, what does is refused by name."""
+"""A store whose objects may be written, not deleted: what needs no deletion goes on, what does is refused by name."""
 
 from __future__ import annotations
 
