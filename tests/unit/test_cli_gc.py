@@ -143,6 +143,18 @@ def test_a_pin_keeps_a_marker_until_it_is_taken_away(history: History) -> None:
         run("pin", uri, "2:4", "--store", str(history.root / "elsewhere"))
 
 
+def test_a_pin_of_a_marker_whose_rows_are_gone_says_so(history: History) -> None:
+    (lost,) = history.root.glob("segments/*/g00000002-r00000-m00000004-p000.seg")
+    lost.unlink()
+    command = ("pin", f"file://{history.root}", "2:4", "--store", str(history.root))
+    assert "Warning: the store alone cannot restore it now: " in run(*command)
+    assert lost.name in json.loads(run(*command, "--json"))["problem"]
+    for marker, said in (("7:7", "7:7 is not committed"), ("x", "'x' is not a marker")):
+        with pytest.raises((MarkerNotFoundError, ConfigError), match=said) as told:
+            run("pin", f"file://{history.root}", marker, "--store", str(history.root))
+        assert told.value.hint
+
+
 def test_a_pin_that_comes_too_late_says_so_and_is_not_there(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
     look = pins._check_offered
 

@@ -8,6 +8,8 @@ import typer
 
 from torchrec_stream_ckpt.cli.common import print_json
 from torchrec_stream_ckpt.cli.options import Json, StoredJobOptions
+from torchrec_stream_ckpt.errors import printable
+from torchrec_stream_ckpt.route.holdings import Holdings
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.pins import pin, unpin
 
@@ -26,10 +28,15 @@ def pin_marker(
     ):
         commit = job.find(marker)
         pin(objects, commit.job, commit.id)
+        problem = Holdings.load(objects, job.lineage).look(commit.id).problem
     if json:
-        print_json({"uri": options.uri, "store": objects.url, "marker": str(commit.id), "pinned": True})
+        record = {"uri": options.uri, "store": objects.url, "marker": str(commit.id), "pinned": True}
+        print_json(record | ({"problem": problem} if problem else {}))
         return
     typer.echo(f"marker {commit.id} is pinned: gc keeps it")
+    if problem:
+        repair = "let stream-ckpt materialize, or scrub --repair, repair it"
+        typer.echo(f"Warning: the store alone cannot restore it now: {printable(problem)}; {repair}", err=True)
 
 
 def unpin_marker(

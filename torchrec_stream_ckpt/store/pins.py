@@ -77,7 +77,11 @@ def unpin(objects: Objects, job: bytes, marker: MarkerId) -> None:
     """
     name = pin_name(job, marker)
     if objects.size(name) is None:
-        raise MarkerNotFoundError(f"marker {marker} is not pinned", store=objects.url)
+        raise MarkerNotFoundError(
+            f"marker {marker} is not pinned",
+            hint="check its name and the store: stream-ckpt list URI --store URL",
+            store=objects.url,
+        )
     objects.delete(name)
     for entry, attempted in attempts(objects, job):
         if attempted == marker:
