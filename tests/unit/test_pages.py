@@ -257,6 +257,38 @@ def test_any_marker(row: str) -> None:
     check(numbers(*times), wanted)
 
 
+COUNTED_ROWS = {
+    "naive increments": "naive",
+    "differential chain": "differential",
+    "Check-N-Run": "Check-N-Run",
+    "IncrCP, R = 0.02": "IncrCP",
+    "IncrCP, a base every 100 chunks": "IncrCP, base every 100",
+    "store without bases": "store",
+    "store with `span4`": "store, span4",
+    "store with `span16`": "store, span16",
+    "store with bases (`--rebase 1`)": "store, rebase",
+}
+
+
+@pytest.mark.parametrize("row", COUNTED_ROWS)
+def test_any_marker_counted(row: str) -> None:
+    found = filed("recovery", "2026-11-23_counts_kaggle")["workloads"]["kaggle"]["layouts"][COUNTED_ROWS[row]]
+    wanted = [found[f"{each}_of_naive"] for each in ("written", "stored", "read_back")]
+    wanted += [found["restored_of_naive"][marker] for marker in ("50", "150")]
+    check(numbers(*rows("docs/store.md", "Numbers")[row]), wanted)
+
+
+def test_what_incrcp_writes_by_the_papers_filters() -> None:
+    job = filed("recovery", "2026-11-23_counts_kaggle")["workloads"]["kaggle"]
+    naive, incrcp = job["layouts"]["naive"], job["layouts"]["IncrCP"]
+    with_base = (job["rows"] + incrcp["written"]) / (job["rows"] + naive["written"])
+    text = " ".join(page("docs/store.md").split())
+    (said,) = re.findall(r"against ([\d.]*\d) times by the paper's filters", text)
+    (again,) = re.findall(r"([\d.]*\d) times where its filters are built as the paper words them", text)
+    (dead,) = re.findall(r"would take ([\d.]*\d) times naive's increments", text)
+    check([said, again, dead], [with_base, with_base, incrcp["dead_of_naive"]])
+
+
 def test_what_the_store_says_in_words() -> None:
     short = filed("recovery", "2026-11-21_xeon-2-cores_150-markers")["workloads"]["kaggle"]
     whole = filed("recovery", "2026-11-21_xeon-2-cores_150-markers_all-layouts")["workloads"]["kaggle"]["groups"]
