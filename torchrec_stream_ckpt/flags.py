@@ -173,7 +173,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--changes",
         metavar="FILE",
         type=changes,
-        help="in what this model differs from the marker's, as TOML (docs/evolve.md); may stay when the job is started "
+        help="how this model differs from the marker's, as TOML (docs/evolve.md); may stay when the job is started "
         "again",
     )
     group.add_argument(
@@ -192,7 +192,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--accept_unproved",
         action="store_true",
         default=None,
-        help="go on with restored rows that are not as a marker proved them",
+        help="go on with restored rows that differ from a marker's proof",
     )
     group.add_argument(
         "--standby",
@@ -215,7 +215,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--on_signal",
         choices=("mark", "none"),
-        help="mark: SIGTERM leads to a marker and then the end, SIGUSR1 to a marker alone; none: they do what they did",
+        help="mark: SIGTERM leads to a marker and then the end, SIGUSR1 to a marker alone; none: handles neither",
     )
     group.add_argument(
         "--signal_s",

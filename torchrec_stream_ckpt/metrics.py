@@ -41,9 +41,9 @@ METRICS: Mapping[str, Metric] = {
     "fold_bytes": Metric(f"{_PREFIX}_folds_written_bytes_total", "Bytes of bases and spans written.", "counter"),
     "dense_bytes": Metric(f"{_PREFIX}_dense_written_bytes_total", "Bytes of dense state copied.", "counter"),
     "proofs": Metric(f"{_PREFIX}_proofs_total", "Markers compared with their proofs.", "counter"),
-    "proof_bytes": Metric(f"{_PREFIX}_proofs_read_bytes_total", "Bytes of rows read for that.", "counter"),
+    "proof_bytes": Metric(f"{_PREFIX}_proofs_read_bytes_total", "Bytes of rows read for these comparisons.", "counter"),
     "proof_ratio": Metric(
-        f"{_PREFIX}_proof_ratio", "How much of the rows in the store was compared with proofs, 0 to 1."
+        f"{_PREFIX}_proof_ratio", "Share of the rows in the store that was compared with proofs, 0 to 1."
     ),
     "proof_differing": Metric(
         f"{_PREFIX}_proof_differing_blocks", "Blocks of rows that were not as they were proved when last compared."
@@ -60,17 +60,17 @@ METRICS: Mapping[str, Metric] = {
     "scrub_repaired": Metric(f"{_PREFIX}_scrub_repaired_total", "Of these, repaired.", "counter"),
     "scrub_oldest_s": Metric(
         f"{_PREFIX}_scrub_oldest_seconds",
-        "Since the last scrub began that has read all; 0: another one scrubs, or none.",
+        "Since the last complete scrub began; 0: another one scrubs, or none.",
     ),
     "errors": Metric(f"{_PREFIX}_errors_total", "Outages outlasted and markers passed over.", "counter"),
     "lag_markers": Metric(f"{_PREFIX}_lag_markers", "Committed markers that are not in the store."),
     "lag_bytes": Metric(f"{_PREFIX}_lag_bytes", "Bytes of frames that lead to them."),
     "lag_s": Metric(f"{_PREFIX}_lag_seconds", "Age of the oldest of them, by the trainer's wall clock."),
     "newest_generation": Metric(f"{_PREFIX}_newest_generation", "Generation of the newest marker in the store."),
-    "newest_marker": Metric(f"{_PREFIX}_newest_marker", "Its number in that generation."),
+    "newest_marker": Metric(f"{_PREFIX}_newest_marker", "Number of that marker in its generation."),
     "head_generation": Metric(f"{_PREFIX}_head_generation", "Generation of the marker that HEAD stands at; 0: none."),
-    "head_marker": Metric(f"{_PREFIX}_head_marker", "Its number in that generation."),
-    "ended": Metric(f"{_PREFIX}_job_ended", "The trainer's last word: 0 none, 1 finished, 2 preempted, 3 failed."),
+    "head_marker": Metric(f"{_PREFIX}_head_marker", "Number of that marker in its generation."),
+    "ended": Metric(f"{_PREFIX}_job_ended", "How the trainer has ended: 0 unknown, 1 finished, 2 preempted, 3 failed."),
     "workers": Metric(f"{_PREFIX}_workers", "Materializers of this job that are alive."),
 }
 """The materializer's, by the name of the value that :func:`serve_metrics` reads."""
@@ -80,9 +80,9 @@ TRAINER_METRICS: Mapping[str, Metric] = {
     "rows": Metric(f"{_OURS}_rows_captured_total", "Row records drained, those of the sweep among them.", "counter"),
     "num_bytes": Metric(f"{_OURS}_frames_bytes_total", "Bytes of frames handed to the publisher.", "counter"),
     "dirty_rows": Metric(
-        f"{_OURS}_dirty_rows", "Changed rows that the last look at the masks left marked for want of space."
+        f"{_OURS}_dirty_rows", "Changed rows that the last look at the masks left marked for lack of space."
     ),
-    "sweep_ratio": Metric(f"{_OURS}_sweep_ratio", "How much of the sweep is done, 0 to 1."),
+    "sweep_ratio": Metric(f"{_OURS}_sweep_ratio", "Share of the sweep that is done, 0 to 1."),
     "ring_used_bytes": Metric(f"{_OURS}_ring_used_bytes", "Memory of frames that are not acknowledged."),
     "ring_limit_bytes": Metric(f"{_OURS}_ring_limit_bytes", "Memory of the ring, without a marker's budget."),
     "ring_waits": Metric(f"{_OURS}_ring_waits_total", "How often mark() or close() waited for space.", "counter"),
@@ -108,10 +108,10 @@ TRAINER_METRICS: Mapping[str, Metric] = {
     ),
     "loss_steps": Metric(f"{_OURS}_data_loss_steps", "Lost if the job died now: steps since that marker."),
     "proof_round_markers": Metric(
-        f"{_OURS}_proof_round_markers", "Markers that prove every row once; 0: markers have no proof."
+        f"{_OURS}_proof_round_markers", "Number of markers that prove every row once; 0: markers have no proof."
     ),
     "proved_ratio": Metric(
-        f"{_OURS}_proved_ratio", "How much of the rows this generation's markers have proved, 0 to 1."
+        f"{_OURS}_proved_ratio", "Share of the rows that this generation's markers have proved, 0 to 1."
     ),
     "oldest_proof_markers": Metric(
         f"{_OURS}_oldest_proof_markers", "Committed markers since the oldest of these proofs that stands."
@@ -119,7 +119,7 @@ TRAINER_METRICS: Mapping[str, Metric] = {
     "restore_bytes": Metric(
         f"{_OURS}_restore_bytes", "This rank's share of what a restore would read from the log alone."
     ),
-    "restore_s": Metric(f"{_OURS}_restore_estimate_seconds", "Seconds that takes at the rate that was assumed."),
+    "restore_s": Metric(f"{_OURS}_restore_estimate_seconds", "Seconds for that at the assumed rate."),
     "blocked": Metric(f"{_OURS}_step_blocked_seconds", "Time of the training thread in step().", "histogram"),
     "drain": Metric(f"{_OURS}_drain_seconds", "Part of it: drains and sweeps.", "histogram"),
     "cut": Metric(f"{_OURS}_cut_seconds", "Part of it, or of mark(): cuts at their step boundary.", "histogram"),
@@ -133,7 +133,7 @@ FOLLOWER_METRICS: Mapping[str, Metric] = {
     "rows": Metric(f"{_REPLICA}_rows_total", "Row records read.", "counter"),
     "age_s": Metric(f"{_REPLICA}_age_seconds", "Since the applied marker was committed, by the trainer's wall clock."),
     "generation": Metric(f"{_REPLICA}_generation", "Generation of the applied marker; 0: none."),
-    "marker": Metric(f"{_REPLICA}_marker", "Its number in that generation."),
+    "marker": Metric(f"{_REPLICA}_marker", "Number of that marker in its generation."),
     "reloads": Metric(f"{_REPLICA}_reloads_total", "Times that all rows were loaded again.", "counter"),
     "outages": Metric(f"{_REPLICA}_outages_total", "Times that log or store did not answer.", "counter"),
     "proofs": Metric(f"{_REPLICA}_proofs_total", "Markers whose weights were compared with their proof.", "counter"),

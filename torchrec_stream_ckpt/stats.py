@@ -135,5 +135,5 @@ class Stats:
 
     @property
     def sweep_ratio(self) -> float:
-        """How much of the sweep is done, 0 to 1."""
+        """Share of the sweep that is done, 0 to 1."""
         return self.swept_rows / self.sweep_rows if self.sweep_rows else 1.0

@@ -120,7 +120,7 @@ def _noticed(*calls: Callable[[], object]) -> Said:
 
 
 def _says(what: str, total: str) -> str:
-    return f"the stream does not say what the tables hold: {what}; rows of shards that differ in all: {total}"
+    return f"the stream differs from the tables: {what}; rows of shards that differ in all: {total}"
 
 
 def _markers(uri: str) -> list[str]:
@@ -221,7 +221,7 @@ def test_a_fault_of_the_capture_itself_is_noticed(fault: Callable[..., None], tm
     (said, _), (said_too, tables) = ranks.run(2, _fault, uri, fault.__name__)
     assert said == said_too
     where, message = said
-    assert message.removeprefix("the stream does not say what the tables hold: ").startswith(FAULTS[fault])
+    assert message.removeprefix("the stream differs from the tables: ").startswith(FAULTS[fault])
     assert where["rank"] == 1
     assert where["table"] in [*tables, "ebc.t_user"]
     assert _markers(uri) == (["1:1"] if fault is a_hook_that_is_gone else [])

@@ -345,7 +345,7 @@ def test_control_record_without_an_answer_is_unknown_until_read(
         log.append_control(b"second")
     silent = f"waiting for broker 1 at {victim.uri.split('/')[2]}, the leader of job.control[0]"
     assert silent in str(told.value)
-    assert "see that this broker runs" in told.value.hint
+    assert "check that this broker runs" in told.value.hint
     victim.signal(signal.SIGCONT)
     third = log.append_control(b"third")
     records = dict(log.read_control())

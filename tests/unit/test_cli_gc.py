@@ -237,7 +237,7 @@ def test_the_marker_on_which_a_generation_without_markers_stands_survives_trim_a
     trim(history)
     before = stores.contents(history.objects)
     options = ("--newest", "1", "--grace", "0s", "--compact")
-    with pytest.raises(ConfigError, match="a marker could go on which a running trainer stands") as refused:
+    with pytest.raises(ConfigError, match="gc could delete a marker on which a running trainer stands") as refused:
         run("gc", "--store", str(tmp_path), *options)
     assert "--no-log only if the log is gone and no trainer runs" in refused.value.hint
     with pytest.raises(ConfigError, match="both a log and --no-log"):

@@ -43,7 +43,7 @@ def test_output_that_nobody_takes_is_one_line() -> None:
     with open("/dev/full", "wb") as full:
         command = [sys.executable, "-m", "torchrec_stream_ckpt", "--version"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=500, check=False)
-    assert (done.returncode, done.stderr) == (1, "Error: standard output takes no more: No space left on device\n")
+    assert (done.returncode, done.stderr) == (1, "Error: cannot write to standard output: No space left on device\n")
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["plan", "--help"], ["broker", "--help"]])

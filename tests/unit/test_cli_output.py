@@ -193,7 +193,7 @@ def test_no_bar_is_drawn_where_stderr_is_no_terminal(job: PaperJob) -> None:
 def test_a_fence_without_a_terminal_names_yes_and_asks_nothing(job: PaperJob) -> None:
     done = CliRunner().invoke(app, ["fence", f"file://{job.root}"], input="y\n")
     assert isinstance(done.exception, ConfigError)
-    assert "no terminal to ask at" in done.exception.message
+    assert "there is no terminal" in done.exception.message
     assert "--yes" in done.exception.hint
     assert done.output == ""
     assert "generation 1 is fenced by generation 2" in run("fence", f"file://{job.root}", "--yes")

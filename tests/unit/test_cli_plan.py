@@ -134,7 +134,7 @@ WRONG = [
     ([*TABLES, *RATE, "--assume", "disk=1"], "no assumption 'disk'", "disk_bytes_per_s"),
     ([*TABLES, *RATE, "--assume", "disk_bytes_per_s=0"], "is not a value for it", "2GB"),
     ([*TABLES, *RATE, "--assume", "mark_s_per_id"], "is not a value for it", "2e-9"),
-    ([*TABLES, *RATE, "--assume", "use=1.5"], "use is a part of 1", "0.6"),
+    ([*TABLES, *RATE, "--assume", "use=1.5"], "use is a fraction of 1", "0.6"),
     ([*TABLES, *RATE, "--assume", "imbalance=0.5"], "at least 1", "1.2"),
     (["--tables", "26", "--rows", "1.5", "--dim", "4", *RATE], "a table needs rows", ""),
     (["--tables", "0", "--rows", "9", "--dim", "4", *RATE], "count must be from 1", ""),

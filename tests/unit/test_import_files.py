@@ -107,7 +107,7 @@ def test_bytes_that_are_not_as_they_were_saved_are_refused(tmp_path: Path, how: 
 def test_nothing_that_is_pickled_is_run(tmp_path: Path) -> None:
     for how in ({}, {"_use_new_zipfile_serialization": False}):
         save(tmp_path, state(config=Code(tmp_path / "made")), **how)
-        with pytest.raises(StreamCkptError, match=r"(posix|nt)\.mkdir; nothing of it was run" if not how else "pickle"):
+        with pytest.raises(StreamCkptError, match=r"(posix|nt)\.mkdir; none of it was run" if not how else "pickle"):
             run(tmp_path, *ROWWISE)
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
 
@@ -126,12 +126,12 @@ def named(name: str, value: Any) -> dict[str, Any]:
         (state(), ROWWISE[:1], "stands below 'model'"),
         (state(), (*ROWWISE[:2], "--optimizer-key=opt"), "--optimizer none"),
         (state(), ("--optimizer=adam", *ROWWISE[1:]), "adam keeps exp_avg, exp_avg_sq, the checkpoint has momentum1"),
-        (state(), ("--optimizer=adma", *ROWWISE[1:]), "'adma' is no fused optimizer"),
+        (state(), ("--optimizer=adma", *ROWWISE[1:]), "'adma' is not a fused optimizer"),
         (state(), (*ROWWISE, "--rename=modul.(.+)=x"), "no name fits the pattern"),
         (state(), (*ROWWISE, "--rename=(=x"), "missing"),
         (state(), (*ROWWISE, "--rename=x"), "is not PATTERN=NEW"),
         (state(), (*ROWWISE, "--rename=.*=x"), "both become x"),
-        (state(), (*ROWWISE, "--changes=none.toml"), "there is no model"),
+        (state(), (*ROWWISE, "--changes=none.toml"), "no model is given"),
         (state(), (*ROWWISE, "--of-rank0=model.hed"), "there is no such tensor"),
         (named(WEIGHT, torch.ones(24)), ROWWISE, "is no matrix"),
         (named(WEIGHT, torch.ones(6, 4).to(torch.complex64)), ROWWISE, "has values of complex64"),

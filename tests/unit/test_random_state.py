@@ -67,7 +67,7 @@ def test_the_marker_of_a_cuda_job_in_a_process_without_cuda(caplog: pytest.LogCa
     first = _draw()
     set_random_state(state, seed=1, rank=0)
     assert _draw() == first
-    assert "random state of CUDA devices is left out" in caplog.text
+    assert "random state of CUDA devices is not restored" in caplog.text
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

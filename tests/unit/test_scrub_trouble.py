@@ -174,7 +174,7 @@ def test_a_store_that_may_only_be_read_is_scrubbed_and_keeps_no_place(
     done = invoke(f"file://{job.root}", "--store", str(store_of(job)))
     assert done.exit_code == 0, done.output
     assert "nothing is damaged" in done.stdout
-    assert "Warning: where this scrub stands is not kept: cannot write" in done.stderr
+    assert "Warning: the place of this scrub is not kept: cannot write" in done.stderr
     assert list(store_of(job).glob(f"{SCRUB_DIR}/*/*")) == []
 
 

@@ -204,7 +204,7 @@ def test_a_cell_that_never_came_is_missed(given_by: str) -> None:
             target.put(move, rows)
         else:
             target.fill(move, rows, Scratch())
-    with pytest.raises(CorruptionError, match="2 rows of this shard are nowhere") as refused:
+    with pytest.raises(CorruptionError, match="2 rows of this shard are in no source") as refused:
         target.finish("t")
     assert refused.value.where == {"table": "t", "row0": 10, "col0": 0}
 

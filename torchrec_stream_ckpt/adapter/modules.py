@@ -100,7 +100,7 @@ def _check_model(model: nn.Module) -> None:
             )
     if not any(isinstance(part, ShardedModule) for part in parts.values()):
         raise UnsupportedError(
-            f"{type(model).__name__} is no DistributedModelParallel, and holds no module that shard_modules() made",
+            f"{type(model).__name__} is not a DistributedModelParallel, and holds no module that shard_modules() made",
             hint="wrap the model in DMP, or pass what shard_modules() returns",
         )
     versions.MODEL.require(model)

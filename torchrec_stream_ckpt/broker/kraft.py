@@ -216,7 +216,7 @@ class Broker:
         if not process.wait(timeout_s):
             process.send(signal.SIGKILL)
             if not process.wait(10):
-                raise LogUnavailableError("the broker does not end, not even by SIGKILL", pid=process.pid)
+                raise LogUnavailableError("the broker does not end, even after SIGKILL", pid=process.pid)
         return True
 
     def _process(self) -> ProcessId | None:

@@ -257,7 +257,7 @@ def mismatch(
     tables = ", ".join(f"{table}: {count}" for table, count in sorted(rows.items()))
     total = f"; rows of shards that differ in all: {rows.total()} ({tables})" if rows else ""
     return CaptureMismatchError(
-        f"the stream does not say what the tables hold: {first.said}{total}",
+        f"the stream differs from the tables: {first.said}{total}",
         hint="find the code that writes this table past torch (.data, NumPy, a collective: they need mark_all()), then "
         "restart from the last committed marker; if your code does not write it, report this",
         table=first.table,

@@ -11,7 +11,7 @@ import typer
 
 from torchrec_stream_ckpt.broker.kraft import Broker, BrokerStatus
 
-app = typer.Typer(help="A Kafka broker of one's own on this machine (loopback only).", no_args_is_help=True)
+app = typer.Typer(help="A private Kafka broker on this machine (loopback only).", no_args_is_help=True)
 
 Dir = Annotated[Path, typer.Option("--dir", help="Folder of the broker: settings, data and log.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

@@ -30,7 +30,7 @@ def print_config(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Print the settings that hold for a training script, and where each came from: flag, environment, file, default.
+    """Print the settings in force for a training script, and the source of each: flag, environment, file, default.
 
     A flag counts more than the environment (STREAM_CKPT_MARKER_EVERY=50), the environment more than the file. Then
     come other variables whose names begin with STREAM_CKPT_, and what reads them. Values of Kafka and store options

@@ -33,7 +33,7 @@ def examine_job(
     options: JobOptions,
     json: Json = False,
 ) -> None:
-    """Look at the log's settings, rights, room and copies, the store, the newest marker, the clock and the versions.
+    """Check the log's settings, rights, room and copies, the store, the newest marker, the clock and the versions.
 
     Changes nothing. Exits with status 1 when something is bad; warnings alone are status 0.
     """

@@ -47,7 +47,7 @@ def plan_evolution(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Say what becomes of a marker in a model that has changed: what is kept, moved, fresh, dropped.
+    """Show what becomes of a marker in a changed model: what is kept, moved, fresh, dropped.
 
     Reads the log and restores nothing. Differences that the changes do not declare are an error that prints the changes
     that do. Without --dense only tables are compared: what the changes say of the dense state counts in the job alone.

@@ -32,8 +32,8 @@ def fence_trainer(
     """
     if not yes and not sys.stdin.isatty():
         raise ConfigError(
-            "a fence asks before it ends a trainer, and there is no terminal to ask at: nothing was fenced",
-            hint="give --yes, which asks nothing",
+            "a fence asks before it ends a trainer, and there is no terminal: nothing was fenced",
+            hint="give --yes to skip the question",
         )
     with options.open(warn=False) as job:
         job.log.preflight()
@@ -65,7 +65,7 @@ def fence_trainer(
         + (f"the next job restores marker {claim.parent}" if claim.parent else "no marker was ever committed")
     )
     if not copied:
-        typer.echo("the fence is not in the second copy of the control records: the next trainer makes up for it")
+        typer.echo("the fence is not in the second copy of the control records: the next trainer adds it")
 
 
 def _check_end(job: Job) -> bool:

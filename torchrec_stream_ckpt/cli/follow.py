@@ -31,12 +31,12 @@ def follow_stream(
     options: JobOptions,
     mode: Annotated[
         Literal["markers", "rows"],
-        typer.Option(help="rows: also those that no marker has, and that may never be in one."),
+        typer.Option(help="rows: also rows that are in no marker so far, and may never be."),
     ] = "markers",
     tables: Globs = None,
     once: Annotated[bool, typer.Option("--once", help="End when all that is there now has been read.")] = False,
     until_closed: Annotated[
-        bool, typer.Option("--until-closed", help="End once the job is finished, by its trainer's own word.")
+        bool, typer.Option("--until-closed", help="End once the trainer has said that the job is finished.")
     ] = False,
     poll_s: Annotated[float, typer.Option(min=0.01, max=DAY_S, help="Seconds between two looks at the log.")] = 0.5,
     outage_s: Annotated[
@@ -44,7 +44,7 @@ def follow_stream(
     ] = 300.0,
     at_change: Annotated[
         Literal["load", "stop"],
-        typer.Option(help="Where the job goes on with a changed model: load the new tables, or stop with an error."),
+        typer.Option(help="If the job goes on with a changed model: load the new tables, or stop with an error."),
     ] = "load",
     serve: Annotated[
         str | None,
@@ -63,7 +63,7 @@ def follow_stream(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print a JSON line for each update.")] = False,
 ) -> None:
-    """Follow a stream: load its newest marker, then read only what changes, and say what that was, table by table.
+    """Follow a stream: load its newest marker, then read only the changes, and print them table by table.
 
     Reads as an inference replica does (torchrec_stream_ckpt.follow), and changes nothing. Needs no torch.
     """

@@ -61,12 +61,15 @@ def collect_garbage(
         list[str] | None,
         typer.Option(
             "--keep-best",
-            help="Keep the best N by what mark(meta=...) said: auc:max:3, loss:min. May be given several times.",
+            help="Keep the best N by a value of mark(meta=...): auc:max:3, loss:min. May be given several times.",
             metavar="KEY:max|min[:N]",
         ),
     ] = None,
     grace: Annotated[
-        str, typer.Option(help="Delete what has not been needed for this time: longer than a restore.", metavar="TIME")
+        str,
+        typer.Option(
+            help="Delete objects that were unneeded for this time: longer than a restore takes.", metavar="TIME"
+        ),
     ] = "1h",
     give_up: Annotated[
         list[str] | None,
@@ -77,10 +80,10 @@ def collect_garbage(
         ),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="With --give-up: give up also what can be restored. This is final.")
+        bool, typer.Option("--force", help="With --give-up: give up also markers that can be restored. This is final.")
     ] = False,
     compact: Annotated[
-        bool, typer.Option("--compact", help="Merge what lies between kept markers, so that more can be deleted.")
+        bool, typer.Option("--compact", help="Merge the pieces between kept markers, so that more can be deleted.")
     ] = False,
     dry_run: Annotated[
         bool,
@@ -137,7 +140,7 @@ def collect_garbage(
     if idle:
         typer.echo("nothing was deleted: say what to keep, such as --keep-all-for 24h --then-every 10")
     elif check_store_url(store).folder is None and not dry_run:
-        typer.echo("uploads that were broken off are not seen here: let a lifecycle rule of the bucket abort them")
+        typer.echo("gc does not see broken uploads: let a lifecycle rule of the bucket abort them")
     _check_merged(plans)
 
 
@@ -150,7 +153,7 @@ def _check_merged(plans: Sequence[GcPlan]) -> None:
 def _check_log(uri: str | None, *, no_log: bool) -> None:
     if uri is None and not no_log:
         raise ConfigError(
-            "gc needs the job's log: without it a marker could go on which a running trainer stands",
+            "gc needs the job's log: without it, gc could delete a marker on which a running trainer stands",
             hint="give the log's URI; --no-log only if the log is gone and no trainer runs on this job",
         )
     if uri is not None and no_log:

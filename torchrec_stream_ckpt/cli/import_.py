@@ -45,8 +45,8 @@ def import_checkpoint(
             metavar="NAME",
         ),
     ],
-    model_key: Annotated[str, typer.Option(help="Where dmp.state_dict() stands in the checkpoint.")] = "",
-    optimizer_key: Annotated[str, typer.Option(help="Where the state dict of the optimizer stands.")] = "",
+    model_key: Annotated[str, typer.Option(help="Key of dmp.state_dict() in the checkpoint.")] = "",
+    optimizer_key: Annotated[str, typer.Option(help="Key of the optimizer's state dict in the checkpoint.")] = "",
     rename: Annotated[
         list[str] | None,
         typer.Option(
@@ -67,11 +67,13 @@ def import_checkpoint(
     step: Annotated[int, typer.Option(help="Steps that the job had made.", min=0)] = 0,
     schema: Annotated[
         Path | None,
-        typer.Option(help="The model that goes on: StreamCheckpointer.schema().save(FILE).", metavar="FILE"),
+        typer.Option(
+            help="Schema of the model that will train: StreamCheckpointer.schema().save(FILE).", metavar="FILE"
+        ),
     ] = None,
     changes: Annotated[
         Path | None,
-        typer.Option(help="(with --schema) In what that model differs, a TOML file.", metavar="FILE"),
+        typer.Option(help="(with --schema) The differences of that model, a TOML file.", metavar="FILE"),
     ] = None,
     store: Annotated[
         str | None, typer.Option(help="Where dense state goes (default: into the file log).", metavar="URL")
@@ -86,7 +88,7 @@ def import_checkpoint(
     """
     if changes is not None and schema is None:
         raise ConfigError(
-            "--changes says in what a model differs, and there is no model", hint="name it with --schema FILE"
+            "--changes lists the differences of a model, and no model is given", hint="name it with --schema FILE"
         )
     try:
         from torchrec_stream_ckpt.interchange.contents import ImportSource, states_of

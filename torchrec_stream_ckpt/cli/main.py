@@ -48,7 +48,7 @@ SAYS = {
     "list": "List the committed markers, oldest first, and from where each can be restored: log, store, or store+log.",
     "show": "Show one marker: its lineage, its tables, where each rank's stream ends, its dense files.",
     "verify": "Read everything that a restore would and check every checksum, chain, sequence and digest.",
-    "doctor": "Look at the log's settings, rights, room and copies, the store, the newest marker, the clock and the "
+    "doctor": "Check the log's settings, rights, room and copies, the store, the newest marker, the clock and the "
     "versions.",
     "watch": "Watch a job: its newest marker, what would be lost now, how long a restore would take, and what is "
     "wrong.",
@@ -56,26 +56,25 @@ SAYS = {
     "materialize": "Follow a log and fold it into its store, so that any marker comes back at disk speed and the log "
     "can be trimmed.",
     "diff": "Say which tables differ between two markers, and in how many rows, bit by bit; and which dense entries.",
-    "plan": "Say what a job needs: network, brokers, disks, memory, and what a failure costs. A model, not a "
+    "plan": "Compute what a job needs: network, brokers, disks, memory, and what a failure costs. A model, not a "
     "measurement.",
-    "evolve-plan": "Say what becomes of a marker in a model that has changed: what is kept, moved, fresh, dropped.",
+    "evolve-plan": "Show what becomes of a marker in a changed model: what is kept, moved, fresh, dropped.",
     "export": "Write a marker's tables for other programs: plain DCP, safetensors, or Parquet.",
     "import": "Write a checkpoint of DCP or torch.save as the first marker of a new log. Any job restores it, on any "
     "plan.",
-    "recover": "Put back what a log has lost: its control records, the end of them, its identity; or all of it.",
-    "relay": "Copy what a job has committed to its inner tier to the outer one: frames as they are, dense state, then "
+    "recover": "Repair a log that has lost control records, the end of them, its identity, or everything.",
+    "relay": "Copy the committed markers of the inner tier to the outer one: frames as they are, dense state, then "
     "COMMIT.",
-    "follow": "Follow a stream: load its newest marker, then read only what changes, and say what that was, table by "
-    "table.",
+    "follow": "Follow a stream: load its newest marker, then read only the changes, and print them table by table.",
     "fence": "Take the job away from the trainer that owns it, wherever it runs.",
     "trim": "Delete log data up to a marker, after a check that the store holds all that a restore may need.",
     "scrub": "Read everything that the store holds of a job, and compare all checksums and digests.",
     "gc": "Give up the markers that no option keeps, and delete what is no longer needed, in this store alone.",
     "pin": "Keep a marker in the store, whatever the retention says.",
-    "unpin": "Leave a marker to the retention again.",
-    "config": "Print the settings that hold for a training script, and where each came from: flag, environment, file, "
+    "unpin": "Undo a pin: retention may give the marker up again.",
+    "config": "Print the settings in force for a training script, and the source of each: flag, environment, file, "
     "default.",
-    "broker": "A Kafka broker of one's own on this machine (loopback only).",
+    "broker": "A private Kafka broker on this machine (loopback only).",
 }
 """Verb -> the first sentence of its help: the list of all verbs imports none of them."""
 
@@ -128,8 +127,8 @@ STATUSES = {
     1: "an error, which says why; or the verb has found what it looks for: an alert, damage, a broker that is down",
     2: "the call is wrong: an unknown option, a missing argument",
     130: "ended by Ctrl-C",
-    141: "whoever read the output has stopped, as head does: what came until then is right",
-    143: "ended by SIGTERM; services and scrubs end orderly instead, with 0 or 1 as their pages say",
+    141: "the reader of the output has stopped, as head does: the output until then is right",
+    143: "ended by SIGTERM; services and scrubs finish cleanly instead, with 0 or 1 as their pages say",
 }
 """What the exit statuses of every verb mean."""
 
@@ -275,7 +274,7 @@ def main() -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
             raise
-        print(f"Error: standard output takes no more: {error.strerror}", file=sys.stderr)
+        print(f"Error: cannot write to standard output: {error.strerror}", file=sys.stderr)
         _drop_output()
         sys.exit(1)
     except SystemExit as end:

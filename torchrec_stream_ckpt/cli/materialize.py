@@ -56,7 +56,7 @@ UntilClosed = Annotated[
     bool,
     typer.Option(
         "--until-closed",
-        help="End once the job is finished, by its trainer's own word, and all its markers are in the store.",
+        help="End once the trainer has said that the job is finished, and all its markers are in the store.",
     ),
 ]
 Poll = Annotated[float, typer.Option(min=0.01, max=DAY_S, help="Seconds between two looks at the log.")]

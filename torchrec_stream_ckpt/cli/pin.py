@@ -44,7 +44,7 @@ def unpin_marker(
     marker: Marker,
     json: Json = False,
 ) -> None:
-    """Leave a marker to the retention again."""
+    """Undo a pin: retention may give the marker up again."""
     with (
         options.open() as job,
         options.objects() as objects,

@@ -67,7 +67,7 @@ def plan_job(
     store: Store = None,
     json: Json = False,
 ) -> None:
-    """Say what a job needs: network, brokers, disks, memory, and what a failure costs. A model, not a measurement.
+    """Compute what a job needs: network, brokers, disks, memory, and what a failure costs. A model, not a measurement.
 
     Give tables and a rate, or the URI of a job that has committed two markers. docs/sizing.md has examples.
     """

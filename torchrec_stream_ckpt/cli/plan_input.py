@@ -130,7 +130,7 @@ def workload_of_job(job: Job, asked: Asked) -> Workload:
     commits = next((found for _, found in sorted(by_generation.items(), reverse=True) if len(found) > 1), None)
     if commits is None:
         raise ConfigError(
-            "no generation of this log has two markers, so it says no rate",
+            "no generation of this log has two markers, so it gives no rate",
             hint="let the job run on, or give --tables, --rows, --dim and a rate instead of the URI",
             uri=job.uri,
         )
@@ -245,7 +245,7 @@ def parse_assumptions(pairs: Sequence[str]) -> UnitCosts:
         changed[name] = _value(name, text)
     costs = UnitCosts(**changed)
     if costs.use > 1:
-        raise ConfigError("use is a part of 1", hint="--assume use=0.6")
+        raise ConfigError("use is a fraction of 1", hint="--assume use=0.6")
     if costs.imbalance < 1:
         raise ConfigError("imbalance is at least 1: the busiest rank over the mean", hint="--assume imbalance=1.2")
     return costs

@@ -20,7 +20,7 @@ def recover_log(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Put back what a log has lost: its control records, the end of them, its identity; or all of it.
+    """Repair a log that has lost control records, the end of them, its identity, or everything.
 
     Where the log's rows are there, its records come back from their second copy, and from the store. Where nothing of
     it is left, URI is a new, empty log, and gets the markers that the store has: what it did not have is lost. A job

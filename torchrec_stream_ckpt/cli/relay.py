@@ -39,7 +39,7 @@ def relay_log(
     poll_s: Annotated[float, typer.Option(min=0.01, max=DAY_S, help="Seconds between two looks.")] = 0.5,
     json: Json = False,
 ) -> None:
-    """Copy what a job has committed to its inner tier to the outer one: frames as they are, dense state, then COMMIT.
+    """Copy the committed markers of the inner tier to the outer one: frames as they are, dense state, then COMMIT.
 
     The trainer runs one by itself; this is for when it is gone. May be killed at any time, and several may run at once.
     The job must have been opened on both tiers. Needs no torch.

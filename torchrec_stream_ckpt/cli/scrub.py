@@ -99,7 +99,7 @@ def _check(uri: str | None, store: str | None, *, no_log: bool, repair: bool) ->
     if no_log and store is None:
         raise ConfigError("--no-log needs the store", hint="name it: --store URL")
     if no_log and repair:
-        raise ConfigError("--repair needs the job's log: it has what was lost", hint="give its URI, or omit --repair")
+        raise ConfigError("--repair needs the job's log: it has the lost data", hint="give its URI, or omit --repair")
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +220,7 @@ class _Run:
                     scrubber.save()
                 raise
         if scrubber.unkept is not None:
-            typer.echo(f"Warning: where this scrub stands is not kept: {scrubber.unkept.headline}", err=True)
+            typer.echo(f"Warning: the place of this scrub is not kept: {scrubber.unkept.headline}", err=True)
         return _Result(lineage.job, objects.url, scrubber.place, tuple(found), scrubber.unnamed)
 
 

@@ -87,7 +87,9 @@ def trim_job(
         }
         print_json({"uri": options.uri, "store": objects.url, **record, **seen, "freed": asdict(done.freed), **control})
         return
-    new = f"{size(num_bytes)} read whole, for the log is to lose their rows" if num_bytes else "none of it new"
+    new = (
+        f"{size(num_bytes)} read whole, because the log is about to lose their rows" if num_bytes else "none of it new"
+    )
     how = "read whole" if verify else f"there; {new}"
     typer.echo(f"{synced.markers} markers, {synced.segments} segments ({size(synced.segment_bytes)}): {how}")
     typer.echo(f"{'would delete' if dry_run else 'deleted'} {done.describe()}")
@@ -143,7 +145,7 @@ def _remember(read_back: ReadBack) -> None:
     try:
         read_back.save()
     except StoreUnavailableError as error:
-        typer.echo(f"Warning: what was read is not remembered: {error.headline}", err=True)
+        typer.echo(f"Warning: the store does not remember what was read: {error.headline}", err=True)
 
 
 def _not_awaited(job: Job, holdings: Holdings, marker: MarkerId | None) -> MarkerId | None:

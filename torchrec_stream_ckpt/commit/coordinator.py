@@ -273,7 +273,7 @@ class Coordinator:
         where = {"generation": self._generation.claim.generation, "marker": cut.marker}
         if self._deciding is not None and not wait([self._deciding], bound_s).done:
             return MarkerFailedError(
-                "COMMIT: log or store have not answered yet what they were asked for an earlier marker",
+                "COMMIT: log or store still have not answered for an earlier marker",
                 hint=_NO_ANSWER_HINT,
                 **where,
             )

@@ -87,7 +87,7 @@ class _Tensors:
             like = isinstance(tensor, DTensor) and tensor.shape == live.shape
             if not like and not (plain and tensor.dim() == 0):
                 raise UnsupportedError(
-                    f"{place} is not captured: {parameter} is sharded, and this tensor does not say how it is",
+                    f"{place} is not captured: {parameter} is sharded, and this tensor does not say how",
                     hint="use DDP for this optimizer, or one whose states are sharded as their parameters are",
                 )
         elif not plain or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:

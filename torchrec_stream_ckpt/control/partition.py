@@ -244,7 +244,7 @@ class Control:
             if time.monotonic() > deadline:
                 raise LogUnavailableError(
                     f"the log took a CLAIM at offset {offset}, and shows its records only up to {self._last}",
-                    hint="see whether a broker is cut off from the others; then try again",
+                    hint="check whether a broker is cut off from the others; then try again",
                 )
             time.sleep(0.2)
 

@@ -31,7 +31,7 @@ def digest_files(path: Path, names: Iterable[str]) -> tuple[DenseFile, ...]:
         fd = os.open(path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(fd, "rb") as file:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise OSError(errno.EINVAL, "it is no plain file")
+                raise OSError(errno.EINVAL, "it is not a plain file")
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             files.append(DenseFile(name, file.tell(), sha256))
     return tuple(files)

@@ -188,7 +188,7 @@ class _Ahead:
                 hint="bring the control partition back from its second copy, or from a copy of the log",
                 control_offset=part.upto,
             )
-        log.warning("%s: it is passed over, for all records are there", said)
+        log.warning("%s: it is passed over, because all records are there", said)
         return False
 
     def forget(self, folded: Folded | None) -> None:

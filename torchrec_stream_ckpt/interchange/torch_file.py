@@ -69,7 +69,7 @@ def read_file(path: Path) -> Mapping[str, Any]:
         if objects:
             raise UnsupportedError(
                 f"the file has pickled objects that are neither tensors nor plain values: {', '.join(objects)}; "
-                "nothing of it was run",
+                "none of it was run",
                 hint=_SAVE_ANEW,
                 path=path,
             ) from None

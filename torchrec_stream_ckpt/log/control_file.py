@@ -95,7 +95,7 @@ class ControlFile:
         if not os.path.samestat(os.fstat(fd), os.stat(self._path)):
             raise CommitUnknownError(
                 "the control log was replaced while a record was appended, although the lock was held",
-                hint="see that the file system of the log keeps flock; the record is appended again",
+                hint="check that the file system of the log supports flock; the record is appended again",
                 path=self._path,
             )
         return offset

@@ -45,7 +45,7 @@ def _file_system(what: str, folder: Path) -> Finding:
         hint = "keep it on a disk: a reboot, or the end of the container, takes everything"
         return Finding(f"{what}: file system", kind, Severity.WARNING, hint)
     if kind in _NETWORK:
-        hint = "see that locks work there (NFS: version 4), and that it is not mounted with nolock"
+        hint = "check that locks work there (NFS: version 4), and that it is not mounted with nolock"
         return Finding(f"{what}: file system", kind, Severity.WARNING, hint)
     return Finding(f"{what}: file system", kind)
 
@@ -121,7 +121,7 @@ def unavailable(what: str, path: Path, error: OSError) -> LogUnavailableError:
     hints = {
         errno.ENOSPC: "free space on that file system",
         errno.EACCES: "run as the owner of the folder and of its lock file, or check their modes",
-        errno.EROFS: "the file system is read-only: mount it writable, or choose another folder",
+        errno.EROFS: "the file system is read-only: mount it for writing, or choose another folder",
         errno.ENOENT: "check the path; nothing was written there yet, or it was deleted",
         errno.ETIMEDOUT: "another trainer holds the lock: if it is stopped or hangs, end it",
     }

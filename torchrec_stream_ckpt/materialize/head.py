@@ -108,7 +108,7 @@ class HeadWriter:
 
     def _follow(self, folder: HeadFolder, lineage: Lineage, catalog: Catalog, marker: MarkerId) -> bool:
         if not folder.lock(exclusive=True, wait_s=self._wait_s):
-            log.info("HEAD stays where it is: it is in use")
+            log.info("HEAD stays at its marker: it is in use")
             return False
         try:
             self._bring(folder, lineage, catalog, marker)

@@ -136,7 +136,7 @@ def _parse_every(every: int | str) -> int | float:
     if isinstance(every, str) and not every.strip().isdecimal():
         stretch_s = parse_duration(every)
         if not stretch_s:
-            raise ConfigError("then_every must not be no time at all", hint="write a count, or a duration such as 1d")
+            raise ConfigError("then_every must not be zero", hint="write a count, or a duration such as 1d")
         return stretch_s
     count = int(every) if isinstance(every, str) else every
     if type(count) is not int or count < 1:

@@ -155,7 +155,7 @@ def _counted(waits: Sequence[float]) -> list[float]:
 def stands_still(lists: Iterable[tuple[str, Garbage]], clocks: Mapping[str, float]) -> str:
     """Why what waits does not get older in this run, in words; empty where it does, or where nothing waits."""
     if not clocks:
-        return "this place has no clock that is never set: runs here never delete what waits"
+        return "this place has no clock that is never set: runs here never delete waiting objects"
     waiting = [garbage for _, garbage in lists if garbage.names]
     if waiting and all(elapsed(garbage.clocks, clocks) is None for garbage in waiting):
         return "no earlier run has read this run's clock: the grace period begins anew"

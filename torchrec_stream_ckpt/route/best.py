@@ -114,7 +114,7 @@ def check_alike(key: str, having: Mapping[MarkerId, Value]) -> None:
         raise ConfigError(
             f"{key} does not compare: it is the text {having[texts[0]]!r:.60} at marker {texts[0]} and the number "
             f"{having[number]} at marker {number}",
-            hint="say it anew of one of them, or choose another name",
+            hint="set it again on one of them, or choose another name",
         )
 
 

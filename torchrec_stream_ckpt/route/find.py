@@ -132,7 +132,7 @@ def _say_what_is_lost(inner: Job, outer: Job, state: TierState) -> None:
     elif not state.owns(state.generation):
         log.warning(
             "the inner log %s was not written by generation %d, the newest one: it ran on another node, or its log is "
-            "gone; what it had not copied to %s is not to be had here",
+            "gone; what it had not copied to %s is not available here",
             inner.uri,
             state.generation,
             outer.uri,

@@ -70,7 +70,7 @@ def pin_before_commit(objects: Objects, job: bytes, marker: MarkerId) -> None:
 
 
 def unpin(objects: Objects, job: bytes, marker: MarkerId) -> None:
-    """Leave a marker to the retention again.
+    """Undo a pin: retention may give the marker up again.
 
     Raises:
         MarkerNotFoundError: it is not pinned.

@@ -229,8 +229,8 @@ class Brokers:
         """A broker has answered that has not heard of the newest leader: the next question goes to another client."""
         if time.monotonic() > deadline:
             raise LogUnavailableError(
-                f"Kafka at {self.uri.brokers}: cannot {doing}: a broker answers that does not know the newest leader",
-                hint="see whether that broker is cut off from the others; then try again",
+                f"Kafka at {self.uri.brokers}: cannot {doing}: the broker that answers does not know the newest leader",
+                hint="check whether that broker is cut off from the others; then try again",
             )
         time.sleep(0.1)
         with self._asking:

@@ -50,7 +50,7 @@ def _copies(topic: str, settings: Mapping[str, str], replicas: Sequence[tuple[in
         f"{topic}: replication",
         f"{factor} copies",
         well=factor >= 3,
-        hint="make the topic anew on 3 brokers, or move it by kafka-reassign-partitions.sh: otherwise losing one "
+        hint="create the topic again on 3 brokers, or move it by kafka-reassign-partitions.sh: otherwise losing one "
         "broker's disk loses the log",
     )
     behind = sum(1 for count, in_sync in replicas if in_sync < count)

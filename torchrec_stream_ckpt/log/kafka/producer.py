@@ -166,7 +166,7 @@ def append(sender: KafkaSender, record: bytes) -> int:
 def _unknown(reason: str) -> CommitUnknownError:
     return CommitUnknownError(
         f"it is unknown whether the control record arrived: {reason}",
-        hint="see that this broker runs and answers; then stream-ckpt list tells",
+        hint="check that this broker runs and answers; then stream-ckpt list tells",
     )
 
 

@@ -138,9 +138,9 @@ class Reader:
         edge = self._brokers.newest_edges(topic, self._brokers.edges(topic, [partition]))[partition]
         if edge.low <= offset <= edge.high:
             return LogUnavailableError(
-                f"a broker has answered that knows less of {topic}[{partition}] than its leader: it has nothing at "
+                f"the broker that answered knows less of {topic}[{partition}] than its leader: it has nothing at "
                 f"offset {offset}, the partition has [{edge.low}, {edge.high})",
-                hint="see whether a broker is cut off from the others; then try again",
+                hint="check whether a broker is cut off from the others; then try again",
             )
         # Of the control topic, whoever appends snapshots may delete the front: its readers begin anew.
         kind = PrunedError if topic == self._brokers.uri.control_topic else CorruptionError
