@@ -52,7 +52,7 @@ _CAUSES: tuple[tuple[frozenset[str], str, str], ...] = (
         "the store does not allow it",
         _RIGHTS_HINT,
     ),
-    (_WORDLESS, "wrong credentials, or rights that are missing", _RIGHTS_HINT),
+    (_WORDLESS, "wrong credentials, or missing rights", _RIGHTS_HINT),
     (
         frozenset({"SlowDown", "ServerBusy", "TooManyRequests", "429", "503", "ServiceUnavailable"}),
         "the store is too busy, also after all retries",
