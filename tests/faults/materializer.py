@@ -48,8 +48,8 @@ _MARKERS_A_KILL = 2
 KILLS_A_LOG = 40
 _ALONE = 5
 """(short form) So many kills of the materializer have neither gc nor scrub beside them, then one has."""
-KEPT = ("--newest", "40", "--then-every", "3", "--compact", "--grace", "1s")
-"""More than come between two comparisons."""
+KEPT = 20
+"""Markers that gc keeps besides those that were not compared: more than come while one materializer runs."""
 
 
 def serve(arguments: Sequence[str], output: Path, fuse: str = "", report: Path | None = None) -> None:
@@ -84,9 +84,11 @@ class Beside:
         self._running: list[tuple[str, BaseProcess]] = []
         self.runs = 0
 
-    def start(self) -> None:
+    def start(self, newest: int) -> None:
+        """Begin; gc keeps so many of the newest markers, and every third of the others."""
         where = (f"file://{self._folder / 'log'}", "--store", str(self._folder / "store"))
-        for verb, more in (("gc", KEPT), ("scrub", ())):
+        kept = ("--newest", str(newest), "--then-every", "3", "--compact", "--grace", "1s")
+        for verb, more in (("gc", kept), ("scrub", ())):
             (self._folder / verb).unlink(missing_ok=True)
             process = context.Process(target=serve, args=((verb, *where, *more), self._folder / verb), daemon=True)
             process.start()
@@ -98,7 +100,7 @@ class Beside:
             process.join(PATIENCE_S)
             self.runs += 1
             said = (self._folder / verb).read_text()
-            if process.exitcode and "the store has no marker" not in said and "holds nothing of job" not in said:
+            if process.exitcode and "the store has no marker" not in said and "the store holds nothing" not in said:
                 self._row.err(f"{verb} ended with {process.exitcode}: {said}")
         self._running = []
 
@@ -138,7 +140,7 @@ def _torment(form: Form, draw: random.Random, kills: Sequence[str], seed: int) -
         output.touch()
         process = start(arguments, output, f"{name}=kill@{draw.randint(1, 4)}" if name else "", report)
         if job.generation and (form.full or number % (_ALONE + 1) == _ALONE):
-            beside.start()
+            beside.start(KEPT + len(Control(job.log).refresh().commits.keys() - compared))
         try:
             row.fired += _grow_until_it_dies(job, draw, process, name, report, output)
         finally:
